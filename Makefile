@@ -1,0 +1,40 @@
+# Everything runs in .venv, which is made on first use and again only when the project's dependencies change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint conformance bench clean
+
+help:
+	@echo "make demo         set up, train on two workers, show the result"
+	@echo "make test         set up, lint, type-check, run the tests"
+	@echo "make lint         ruff and mypy"
+	@echo "make conformance  PyTorch's own DDP tests, against torch's class and ours (QUICK=1: ours only)"
+	@echo "make bench        step time beside torch DDP (QUICK=1: fewer rounds)"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lockstep needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/lockstep demo
+
+lint: $(READY)
+	$(BIN)/ruff check src tests examples conformance
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+conformance: $(READY)
+	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
+
+bench: $(READY)
+	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,118 @@
+"""Lets `cuda` mean the CPU, so that tests written for GPUs run on a machine that has none.
+
+What most of PyTorch's DDP tests check (hooks, unused parameters, static graphs, join, buffers) has nothing to do with
+GPUs; they only say `.cuda(rank)` and skip without one. Whether a test still means something on the stand-in is not
+argued about but measured: it counts only if torch's own class passes it there.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_distributed, common_utils
+
+CPU = torch.device("cpu")
+
+
+def names_gpu(device: object) -> bool:
+    """True for everything a test may call a GPU by: 1, "cuda", "cuda:1", torch.device("cuda")."""
+    if isinstance(device, str | torch.device):
+        return str(device).partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Answers every request for a GPU tensor with a CPU tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args, kwargs = _on_cpu(args, kwargs, positional=func is torch.Tensor.to)
+        return func(*args, **kwargs)
+
+
+def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any], *, positional: bool) -> tuple[Any, dict[str, Any]]:
+    """The same call with the GPU replaced; `positional`: args[1] may be the device, as in `x.to(device)`."""
+    if names_gpu(kwargs.get("device")):
+        kwargs = {**kwargs, "device": CPU}
+    if positional and len(args) > 1 and names_gpu(args[1]):
+        args = (args[0], CPU, *args[2:])
+    return args, kwargs
+
+
+class Stream:
+    """A stream, an event and the `with torch.cuda.stream(...)` around it: on a CPU everything is in order already."""
+
+    device, device_index, device_type, stream_id = CPU, 0, 0, 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def _in_order(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    wait_stream = wait_event = wait = synchronize = record = _in_order
+
+    def record_event(self, event: Stream | None = None) -> Stream:
+        return event or Stream()
+
+
+def install(devices: int) -> None:
+    """For the rest of this process's life, and in every process forked from it. Call it before the tests are imported:
+    their decorators decide at import who is skipped."""
+    CpuForCuda().__enter__()
+    _replace_device_modules(devices)
+    _replace_module_moves()
+    _let_tests_through(devices)
+
+
+def _replace_device_modules(devices: int) -> None:
+    def answer(value: Callable[[], Any]) -> Callable[..., Any]:
+        """A new function each time: Dynamo wants to know every function of torch by one name."""
+        return lambda *args, **kwargs: value()
+
+    for module, names in ((torch.cuda, ("set_device", "synchronize", "empty_cache")),
+                          (torch.accelerator, ("set_device_index", "synchronize"))):  # fmt: skip
+        for name in names:
+            setattr(module, name, answer(lambda: None))
+    for module in (torch.cuda, torch.accelerator, torch.cpu):
+        module.device_count = answer(lambda: devices)
+        module.current_stream = answer(Stream)
+    torch.cuda.current_device = answer(lambda: 0)
+    torch.cuda.device = answer(Stream)  # type: ignore[misc,assignment]
+    torch.cuda.stream = lambda stream: stream  # type: ignore[misc,assignment]
+    torch.Stream = torch.Event = torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
+
+
+def _replace_module_moves() -> None:
+    move = torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        (module, *rest), kwargs = _on_cpu((module, *args), kwargs, positional=True)
+        return move(module, *rest, **kwargs)
+
+    torch.nn.Module.to = to  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign,assignment]
+
+
+def _let_tests_through(devices: int) -> None:
+    def needs(gpus: int) -> Callable[..., Any]:
+        return (lambda test: test) if gpus <= devices else unittest.skip(f"needs a world size of {gpus}")
+
+    common: Any = common_distributed
+    common.skip_if_no_gpu = lambda test: test
+    common.skip_if_lt_x_gpu = lambda gpus, **kwargs: needs(gpus)
+    common.nccl_skip_if_lt_x_gpu = lambda backend, gpus: needs(gpus)
+    # Some tests are switched off on Linux because they were flaky on the GPUs of PyTorch's own CI.
+    common_utils.IS_LINUX = False

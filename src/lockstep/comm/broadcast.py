@@ -1,0 +1,88 @@
+"""Many tensors from one worker to all, in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MESSAGE_BYTES = 250 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One buffer of bytes and, for each tensor it carries, the tensor's number and its place in the buffer."""
+
+    flat: Tensor
+    numbers: tuple[int, ...]
+    views: tuple[Tensor, ...]
+
+
+class Broadcast:
+    """Broadcasts a list of tensors as bytes, so that tensors of all dtypes share a message.
+
+    The buffers are kept between calls that carry tensors of the same shapes, as those of batch norm are in every step.
+    """
+
+    def __init__(self, *, keep: bool = True) -> None:
+        self._keep = keep
+        self._shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._messages: list[_Message] = []
+
+    def __call__(
+        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], *, source: int = 0, message_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        """Afterwards every tensor has the values it had on rank `source` of the group."""
+        tensors = [t.detach() for t in tensors]
+        shapes = [(t.shape, t.dtype, t.device) for t in tensors]
+        if shapes != self._shapes or not self._messages:
+            self._messages = _lay_out(tensors, message_bytes)
+            self._shapes = shapes
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        is_source = group.rank() == source
+        works = []
+        for message in self._messages:
+            if is_source:
+                torch._foreach_copy_(list(message.views), [tensors[n] for n in message.numbers])
+            works.append(group.broadcast([message.flat], options))
+        for message, work in zip(self._messages, works, strict=True):
+            work.wait()
+            if not is_source:
+                torch._foreach_copy_([tensors[n] for n in message.numbers], list(message.views))
+        if not self._keep:
+            self._messages = []
+
+
+def _lay_out(tensors: Sequence[Tensor], message_bytes: int) -> list[_Message]:
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(number)
+    messages = []
+    for device, numbers in by_device.items():
+        # Wide elements first: then every tensor begins at a multiple of its own element size.
+        numbers = sorted(numbers, key=lambda n: -tensors[n].element_size())
+        batch: list[int] = []
+        size = 0
+        for n in numbers:
+            if batch and size + tensors[n].nbytes > message_bytes:
+                messages.append(_message(tensors, batch, device))
+                batch, size = [], 0
+            batch.append(n)
+            size += tensors[n].nbytes
+        messages.append(_message(tensors, batch, device))
+    return messages
+
+
+def _message(tensors: Sequence[Tensor], numbers: Sequence[int], device: torch.device) -> _Message:
+    flat = torch.empty(sum(tensors[n].nbytes for n in numbers), dtype=torch.uint8, device=device)
+    views, at = [], 0
+    for n in numbers:
+        tensor = tensors[n]
+        views.append(flat.narrow(0, at, tensor.nbytes).view(tensor.dtype).view(tensor.shape))
+        at += tensor.nbytes
+    return _Message(flat, tuple(numbers), tuple(views))

@@ -1,0 +1,23 @@
+"""What can go wrong, one class each. Every message says who, what, with which values, and what to do next."""
+
+from __future__ import annotations
+
+
+class LockstepError(RuntimeError):
+    """Everything this library raises on purpose, except wrong arguments (ValueError, TypeError)."""
+
+
+class WorldError(LockstepError):
+    """The environment does not say clearly who we are, or the world could not be joined."""
+
+
+class ReplicaMismatch(LockstepError):
+    """The replicas are not copies of one model: other parameters, shapes, dtypes or values."""
+
+
+class Desync(LockstepError):
+    """The workers did not make the same calls in the same order."""
+
+
+class PeerLost(LockstepError):
+    """A worker went away while the others waited for it."""
