@@ -232,8 +232,8 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that every host is killed on the way out; also where a shell had SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """SIGTERM unwinds like Ctrl-C does, so that every host is killed on the way out."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield

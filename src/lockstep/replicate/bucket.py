@@ -279,7 +279,8 @@ class Bucket:
             self.kept[slot] = gradient if keep else None
             parameter.grad = None
         elif ownership is Ownership.BUCKET_VIEW:
-            parameter.grad = self.views[slot]
+            # An alias of our view, not the view itself: torch's mixed precision hook swaps the data of what it finds here.
+            parameter.grad = self.views[slot].data
 
     def _check(self, slot: int, gradient: Tensor) -> None:
         assert self.flat is not None
@@ -339,7 +340,7 @@ class Bucket:
             if unused:
                 continue
             if gradient is None:
-                parameter.grad = view
+                parameter.grad = view.data
             elif gradient.dtype != view.dtype:  # mixed precision: the optimiser's copy, in full precision
                 gradient.copy_(piece)
             elif not self.aliases(slot, gradient) and gradient.numel():

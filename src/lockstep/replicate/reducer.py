@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.peers import Watch
 from lockstep.replicate import graph, hooks, unfinished
@@ -34,6 +35,9 @@ from lockstep.replicate.log import FIRST_SAMPLED, Clock
 
 if TYPE_CHECKING:
     from lockstep.replicate.log import Log
+
+# Who listens to a parameter. A wrapper inside a wrapper makes it two; then neither may take the gradient away.
+_listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of reducers
 
 STABLE_STEPS = 2  # equal steps before only the last parameter of each bucket is listened to
 
@@ -91,6 +95,7 @@ class Reducer:
         self._join_work: Any = None
         self._futures: list[Future[Any]] = []
         self._nodes = [graph.accumulator(p) for p in self.parameters]
+        self.is_shared = False
         self._handles: list[Any] = []
         self.set_group(group)
 
@@ -119,6 +124,7 @@ class Reducer:
         limits = settings.caps.before_order_is_known(may_have_unused=may_have_unused)
         self._lay_out(pack(self.parameters, limits, sparse=self.sparse))
         self._listen_to_all()
+        self._meet_other_listeners()
 
     def __del__(self) -> None:
         self.stop_listening()
@@ -157,7 +163,7 @@ class Reducer:
     def ownership(self) -> Ownership:
         if self.settings.gradient_as_bucket_view:
             return Ownership.BUCKET_VIEW
-        return Ownership.COPIED if self._hook else Ownership.HANDED_OVER
+        return Ownership.COPIED if self._hook or self.is_shared else Ownership.HANDED_OVER
 
     @property
     def nothing_to_send(self) -> bool:
@@ -205,6 +211,14 @@ class Reducer:
             return on_accumulated
 
         self._handles = [self._nodes[i].register_hook(hook_for(i)) for i in indices]
+
+    def _meet_other_listeners(self) -> None:
+        for parameter in self.parameters:
+            listeners = _listeners.setdefault(parameter, weakref.WeakSet())
+            listeners.add(self)
+            if len(listeners) > 1:
+                for reducer in listeners:
+                    reducer.is_shared = True
 
     def stop_listening(self) -> None:
         for handle in self._handles:
@@ -783,6 +797,8 @@ class Reducer:
 
     def _remove_autograd_hooks(self) -> None:
         self.stop_listening()
+        for parameter in self.parameters:
+            _listeners[parameter].discard(self)
 
     def _check_reducer_finalized(self) -> None:
         self.check_finished()

@@ -78,7 +78,7 @@ def _list(rank: int, missing: Mapping[int, str]) -> str:
         modules.setdefault(name.rpartition(".")[0] or "(the module itself)", []).append(name.rpartition(".")[2])
     by_module = "; ".join(f"{module}: {', '.join(names)}" for module, names in modules.items())
     return (
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
         f"Parameters which did not receive grad for rank {rank}: {', '.join(missing.values())}\n"
-        f"By module: {by_module}\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+        f"By module: {by_module}"
     )

@@ -1,0 +1,192 @@
+"""The models that the benchmarks train: small enough to read, each with its own ratio of computing to communicating."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Batch:
+    inputs: Tensor
+    targets: Tensor  # class numbers, one for each row of logits
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing to train. `batch` draws a worker's share of a global batch; all models answer with logits."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    optimizer: str  # a key of OPTIMIZERS
+    about: str
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+}
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+
+
+def mlp(*, width: int, layers: int) -> nn.Module:
+    hidden = [module for _ in range(layers - 1) for module in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, width))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels_in: int, channels: int, *, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.short = nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(self.body(images) + self.short(images))
+
+
+def cnn(*, width: int, classes: int) -> nn.Module:
+    """A small residual network with BatchNorm: it has buffers too, which replicas keep the same."""
+    return nn.Sequential(
+        Residual(3, width, stride=1),
+        Residual(width, 2 * width, stride=2),
+        Residual(2 * width, 4 * width, stride=2),
+        Residual(4 * width, 8 * width, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8 * width, classes),
+    )
+
+
+@dataclass(frozen=True)
+class GptShape:
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+    context: int
+
+
+GPT2_124M = GptShape(layers=12, heads=12, width=768, vocabulary=50257, context=1024)
+GPT_SMALL = GptShape(layers=4, heads=4, width=256, vocabulary=4096, context=128)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.before_attention = nn.LayerNorm(shape.width)
+        self.query_key_value = nn.Linear(shape.width, 3 * shape.width)
+        self.after_attention = nn.Linear(shape.width, shape.width)
+        self.before_mlp = nn.LayerNorm(shape.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(shape.width, 4 * shape.width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * shape.width, shape.width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, width], as is the result
+        x = x + self.attend(self.before_attention(x))
+        return x + cast(Tensor, self.mlp(self.before_mlp(x)))
+
+    def attend(self, x: Tensor) -> Tensor:
+        # [batch, length, 3 * width] -> three times [batch, heads, length, width / heads]
+        query, key, value = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return cast(Tensor, self.after_attention(mixed.transpose(1, 2).flatten(2)))
+
+
+class Gpt(nn.Module):
+    """GPT-2: learned positions, layers normalised on the way in, the output layer tied to the embedding."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.last_norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(_start_small)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.head(self.last_norm(x)))
+
+
+def _start_small(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+# --------------------------------------------------------------------------------------------------------- workloads
+
+
+def draw_rows(generator: torch.Generator, *, rows: int, width: int) -> Batch:
+    return Batch(torch.randn(rows, width, generator=generator), torch.randint(width, (rows,), generator=generator))
+
+
+def draw_images(generator: torch.Generator, *, images: int, side: int, classes: int) -> Batch:
+    pixels = torch.randn(images, 3, side, side, generator=generator)
+    return Batch(pixels, torch.randint(classes, (images,), generator=generator))
+
+
+def draw_tokens(generator: torch.Generator, *, rows: int, length: int, vocabulary: int) -> Batch:
+    tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+WORKLOADS = {
+    "mlp": Workload(
+        build=lambda: mlp(width=2240, layers=5),
+        batch=lambda generator: draw_rows(generator, rows=16, width=2240),
+        optimizer="SGD with momentum",
+        about="5 square layers, 16 rows: bound by communication",
+    ),
+    "cnn": Workload(
+        build=lambda: cnn(width=32, classes=100),
+        batch=lambda generator: draw_images(generator, images=16, side=32, classes=100),
+        optimizer="SGD with momentum",
+        about="4 residual blocks with BatchNorm, 16 images of 32x32",
+    ),
+    "gpt": Workload(
+        build=lambda: Gpt(GPT_SMALL),
+        batch=lambda generator: draw_tokens(generator, rows=4, length=128, vocabulary=4096),
+        optimizer="AdamW",
+        about="4 layers, 256 wide, causal attention, tied embedding, 4x128 tokens",
+    ),
+    "tiny": Workload(
+        build=lambda: mlp(width=64, layers=3),
+        batch=lambda generator: draw_rows(generator, rows=4, width=64),
+        optimizer="SGD with momentum",
+        about="3 square layers of 64: for trying the benchmark itself",
+    ),
+}
+DEFAULT_MODELS = ("mlp", "cnn", "gpt")
