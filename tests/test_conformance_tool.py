@@ -15,7 +15,7 @@ import pytest
 TOOL = Path(__file__).resolve().parent.parent / "conformance" / "run.py"
 NO_SYNC = "test_accumulate_gradients_no_sync"
 
-CLASSES = '''
+CLASSES = """
 import contextlib, os, time
 from torch.nn.parallel import DistributedDataParallel as Torch
 
@@ -29,7 +29,7 @@ class Hangs(Torch):
         with open(os.environ["HANGING"], "a") as file:
             file.write(f"{os.getpid()}\\n")
         time.sleep(1000)
-'''
+"""
 
 
 @pytest.fixture
@@ -41,9 +41,7 @@ def start(tmp_path: Path):
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(TOOL), *arguments]
-        tool = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        tool = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(tool)
         return tool
 

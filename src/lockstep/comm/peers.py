@@ -1,21 +1,262 @@
-"""Waiting for the others, and naming the one that does not come."""
+"""Waiting for the others, and naming the one that does not come.
+
+Every worker leaves a short report in the group's store about once a second while it makes progress, and a last one
+when its process ends. They are read only when something is wrong: when a collective fails, or takes so long that
+somebody must be missing. `judge` decides from the reports; everything else fetches and delivers them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import atexit
+import faulthandler
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.errors import Desync, LockstepError, PeerLost
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+END_WITHIN_S = 5.0
+LOST_PHRASES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Read error", "Socket", "timed out")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says of itself."""
+
+    rank: int
+    pid: int = 0
+    host: str = ""
+    passes: int = 0  # backward passes that were reduced
+    inside: bool = False  # in one right now
+    calls: int = 0  # collectives started on this group
+    left: str | None = None  # why it ended, if it has
+
+
+def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: str) -> LockstepError | None:
+    """Who is to blame for our waiting, if the reports prove it. A worker that is merely slow is not to blame."""
+    for peer in peers:
+        if peer.left is not None:
+            return PeerLost(
+                f"rank {peer.rank} (pid {peer.pid} on {peer.host}) left after {peer.passes} backward passes: "
+                f"{peer.left}. Rank {us.rank} was waiting for it in {where}. If it merely had fewer batches, wrap the "
+                "training loop in `with model.join():`, or give every worker the same number."
+            )
+        if peer.rank in dead:
+            return PeerLost(
+                f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without a word (last heard of after {peer.passes} "
+                f"backward passes): killed, or out of memory. Rank {us.rank} was waiting for it in {where}. "
+                "Look at the end of its log."
+            )
+    for peer in peers:
+        if peer.pid and not peer.inside and peer.calls >= us.calls:
+            return Desync(
+                f"rank {us.rank} waits in {where}, but rank {peer.rank}, after {peer.passes} backward passes, has "
+                f"called another collective instead (number {us.calls} on this group). It had fewer batches, or its "
+                "control flow depends on the rank: use `with model.join():` for uneven inputs, and look for a barrier, "
+                "a reduction or a checkpoint that only some workers reach."
+            )
+    return None
+
+
+class Reporter:
+    """Our reports about one group, and a look at those of the others."""
+
+    _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Reporter | None] = weakref.WeakKeyDictionary()
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Reporter | None:
+        """One for each group; none for a group of one, or one that has no store."""
+        if group not in Reporter._of_group:
+            store = _store_of(group) if group.size() > 1 else None
+            Reporter._of_group[group] = Reporter(group, store) if store is not None else None
+        return Reporter._of_group[group]
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+        self._group = weakref.ref(group)
+        self._store = store
+        self.size, self.rank = group.size(), group.rank()
+        self.passes = 0
+        self.inside = False
+        self._said: Report | None = None
+        self._lock = threading.Lock()
+        self._known = {r: Report(r) for r in range(self.size) if r != self.rank}
+        self._say(self.now())
+        atexit.register(self._leave)
+        threading.Thread(target=self._keep_reporting, name="lockstep-report", daemon=True).start()
+
+    def now(self, left: str | None = None) -> Report:
+        group = self._group()
+        return Report(
+            rank=self.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            passes=self.passes,
+            inside=self.inside,
+            calls=_calls(group) if group is not None else 0,
+            left=left,
+        )
+
+    def _say(self, report: Report) -> None:
+        with self._lock:
+            self._said = report
+            self._store.set(f"lockstep/{self.rank}", json.dumps(asdict(report)))
+
+    def _keep_reporting(self) -> None:
+        # Only what is new is said, so that nothing is sent to a store whose host has ended in peace.
+        while self._group() is not None:
+            time.sleep(REPORT_EVERY_S)
+            try:
+                if self._said is not None and self._said.left is None and self.now() != self._said:
+                    self._say(self.now())
+            except Exception:
+                return  # the store is gone, and with it anybody who would read this
+
+    def _leave(self) -> None:
+        error = getattr(sys, "last_value", None)
+        why = "its program ended" if error is None else f"{type(error).__name__}: {error}"[:500]
+        with suppress(Exception):
+            self._say(self.now(left=why))
+
+    def hear(self) -> list[Report]:
+        """The newest report of every other worker; an older one where the store no longer answers."""
+        for rank in self._known:
+            key = f"lockstep/{rank}"
+            with suppress(Exception), self._lock:
+                if self._store.check([key]):
+                    self._known[rank] = Report(**json.loads(self._store.get(key)))
+        return list(self._known.values())
+
+    def dead(self, reports: Sequence[Report]) -> list[int]:
+        """Workers of this host whose process is gone."""
+        here = socket.gethostname()
+        return [r.rank for r in reports if r.pid and r.host == here and not _is_running(r.pid)]
+
 
 class Watch:
-    def __init__(self, group: dist.ProcessGroup, *, is_cpu: bool) -> None:
-        self._group = group
+    """Waits for collectives of one group."""
 
-    @contextmanager
-    def says(self, where: str) -> Iterator[None]:
-        yield
+    def __init__(self, group: dist.ProcessGroup, *, polls: bool) -> None:
+        """`polls`: waiting with a time limit does not disturb the collective (so it is with Gloo on a CPU)."""
+        self._reporter = Reporter.of(group)
+        self._polls = polls and self._reporter is not None
+        self._stall_s = float(os.environ.get("LOCKSTEP_STALL_S", "10"))
+
+    def enter(self) -> None:
+        if self._reporter is not None:
+            self._reporter.inside = True
+
+    def leave(self) -> None:
+        if self._reporter is not None:
+            self._reporter.inside = False
+            self._reporter.passes += 1
 
     def wait(self, work: Any, where: str) -> None:
-        work.wait()
+        with self.explains(where):
+            if not self._polls:
+                work.wait()
+                return
+            waited_s = 0.0
+            while not self._done_within(work, self._stall_s):
+                waited_s += self._stall_s
+                self._look_around(where, waited_s)
+
+    @staticmethod
+    def _done_within(work: Any, limit_s: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=limit_s))
+            return True
+        except RuntimeError as error:
+            if "Operation timed out" in str(error):
+                return False
+            raise
+
+    def _look_around(self, where: str, waited_s: float) -> None:
+        assert self._reporter is not None
+        us, peers = self._reporter.now(), self._reporter.hear()
+        error = judge(us, peers, dead=self._reporter.dead(peers), where=where)
+        if error is not None:
+            _do_not_linger()
+            raise error
+        late = ", ".join(
+            f"rank {p.rank} (pid {p.pid} on {p.host}, {p.passes} backward passes)" for p in peers if not p.inside
+        )
+        logger.warning("rank %d has waited %.0f s in %s; not there yet: %s", us.rank, waited_s, where, late or "?")
+
+    @contextmanager
+    def explains(self, where: str) -> Iterator[None]:
+        """Turns a broken connection into the name of the worker that broke it."""
+        try:
+            yield
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            if self._reporter is None or not any(phrase in str(error) for phrase in LOST_PHRASES):
+                raise
+            raise self._who_was_it(where, error) from error
+
+    def _who_was_it(self, where: str, error: RuntimeError) -> LockstepError:
+        assert self._reporter is not None
+        # Its connections are closed a moment before its process has ended.
+        for _ in range(20):
+            peers = self._reporter.hear()
+            verdict = judge(self._reporter.now(), peers, dead=self._reporter.dead(peers), where=where)
+            if isinstance(verdict, PeerLost):
+                return verdict
+            time.sleep(0.05)
+        return PeerLost(
+            f"a worker went away while rank {self._reporter.rank} waited in {where}; none of those that can be seen "
+            f"from here has ended, so look at the other hosts and the network. The connection said: {error}"
+        )
+
+
+def _do_not_linger() -> None:
+    """A collective that will never complete keeps its thread, and a process that ends waits for that thread.
+
+    So once our end has begun, it may take a few seconds and no more. (A program that catches the error goes on.)
+    """
+    null = open(os.devnull, "w")  # noqa: SIM115  (it must live as long as the process)
+    atexit.register(faulthandler.dump_traceback_later, END_WITHIN_S, exit=True, file=null)
+
+
+def _calls(group: dist.ProcessGroup) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0  # not every backend counts
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    try:
+        # A connection of our own: a call that blocks on the shared one would block ours too.
+        return dist.distributed_c10d._world.pg_map[group][1].clone()
+    except (KeyError, RuntimeError, AttributeError, NotImplementedError):
+        return None
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZX"  # dead, though nobody has collected it yet
+    except OSError:
+        return True

@@ -33,6 +33,7 @@ class Workload:
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+    "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
 }
 
 
@@ -172,9 +173,9 @@ WORKLOADS = {
     ),
     "cnn": Workload(
         build=lambda: cnn(width=32, classes=100),
-        batch=lambda generator: draw_images(generator, images=16, side=32, classes=100),
+        batch=lambda generator: draw_images(generator, images=32, side=32, classes=100),
         optimizer="SGD with momentum",
-        about="4 residual blocks with BatchNorm, 16 images of 32x32",
+        about="4 residual blocks with BatchNorm, 32 images of 32x32",
     ),
     "gpt": Workload(
         build=lambda: Gpt(GPT_SMALL),

@@ -414,7 +414,10 @@ class DistributedDataParallel(TorchDDP):
             source = highest_rank(self, candidate=True) if self._join_config.enable else 0
             self._assign_modules_buffers()
             # An earlier forward may have saved these tensors for its backward, which is still to come and right.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            with (
+                torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)),
+                self.reducer.watch.explains("the synchronisation of buffers"),
+            ):
                 self._sync_module_buffers(source)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:

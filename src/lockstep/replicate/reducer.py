@@ -134,7 +134,7 @@ class Reducer:
     def set_group(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._written_in_python = type(group) is not dist.ProcessGroup
-        self._watch = Watch(group, is_cpu=self.parameters[0].device.type == "cpu")
+        self.watch = Watch(group, polls=not self._written_in_python and not self.on_accelerator)
         self._averages = not self._written_in_python and _is_nccl(group, self.parameters[0].device)
 
     def _lay_out(self, plan: Sequence[Any]) -> None:
@@ -483,8 +483,9 @@ class Reducer:
         options = dist.AllreduceOptions()
         if self._backend_divides:
             options.reduceOp = dist.ReduceOp.AVG
-        with self._watch.says(self._whereabouts(bucket)):
-            work = self.group.allreduce([buffer], options)
+        if bucket.number == 0:
+            self.watch.enter()
+        work = self.group.allreduce([buffer], options)
         # A process group written in Python may complete its futures only.
         bucket.sent = work.get_future() if self._written_in_python or bucket.sparse else work
 
@@ -571,6 +572,7 @@ class Reducer:
                 self._conclude(bucket)
             for future in self._futures:
                 future.wait()
+            self.watch.leave()
         except Exception as error:
             self._note(error)
             raise
@@ -618,7 +620,7 @@ class Reducer:
         if isinstance(bucket.sent, torch._C.Future):
             bucket.sent.wait()
             return hooks.result_of(bucket.sent)
-        self._watch.wait(bucket.sent, self._whereabouts(bucket))
+        self.watch.wait(bucket.sent, self._whereabouts(bucket))
         assert bucket.flat is not None
         return bucket.flat
 
@@ -661,7 +663,8 @@ class Reducer:
         order = torch.tensor(self.last_order, dtype=torch.int64, device=self.parameters[0].device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([order], options).wait()
+        with self.watch.explains("the exchange of the order of gradients"):
+            self.group.broadcast([order], options).wait()
         self.has_rebuilt = True
         limits = self.settings.caps.once_order_is_known()
         self._lay_out(pack(self.parameters, limits, sparse=self.sparse, order=order.tolist()))

@@ -1,0 +1,8 @@
+"""`python -m lockstep` is `lockstep`."""
+
+import sys
+
+from lockstep.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

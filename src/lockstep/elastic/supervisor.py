@@ -1,0 +1,387 @@
+"""The launcher of one machine: starts the workers, watches them, and ends when they have.
+
+One thread and one loop over pipes and signals; what to do next is decided in `verdict`, and that nobody outlives us
+is the business of `guardian`. It imports no torch, so that it starts at once and cannot hang in anything.
+
+Each worker leads a process group (and session) of its own. Ctrl-C therefore reaches only us: we pass it on to whole
+groups, as a terminal does. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the workers alone, as `kill` does, so that a
+worker that wants to write a checkpoint still has its DataLoader workers. When a worker has ended, what is left of its
+group is asked to end, too, and killed when the run is over. Standard input is empty for all workers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, Final
+
+from lockstep.elastic.guardian import Guardian
+from lockstep.elastic.verdict import (
+    Act,
+    Exit,
+    Scene,
+    blame,
+    decide,
+    describe,
+    exit_status,
+    is_lost_peer,
+    last_words,
+)
+
+PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+TAIL_BYTES = 65536
+LONGEST_LINE_BYTES = 65536
+# How long a stray child may take to obey when its worker has already ended.
+STRAYS_S = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: `command` is what follows `python` on a command line."""
+
+    command: tuple[str, ...]
+    workers: int
+    log_dir: Path
+    grace_s: float = 10.0
+
+
+def count_cores() -> int:
+    """Those we may use, not those the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_gpus() -> int:
+    """NVIDIA's driver lists them without CUDA being loaded."""
+    with suppress(OSError):
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    return 0
+
+
+def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores: int) -> dict[str, str]:
+    """The environment of one worker. What the user has set about threads and network stays."""
+    # Left over from a torchrun around us, these would send the worker to a store that is not ours.
+    env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.workers)))
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # All workers are here. Gloo would otherwise look the host's name up, and laptops and VPNs answer nonsense.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.workers),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(job.workers),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        PYTHONUNBUFFERED="1",
+        LOCKSTEP_RUN_DIR=str(job.log_dir),
+    )
+    return env
+
+
+@contextmanager
+def reserve_port() -> Iterator[int]:
+    """A port that the system has chosen and that stays ours until rank 0 listens on it.
+
+    The socket is bound and never listens. With SO_REUSEADDR on both sides Linux then lets rank 0 bind the same port,
+    on the loopback or on all addresses (torch's TCPStore and our own both set it), but hands it out to nobody else.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])
+
+
+def supervise(job: Job) -> int:
+    """Run the job to its end and return the exit status for the launcher. The folder for the logs must exist.
+
+    Must be called from the main thread, and with no other one running: signals arrive there, the workers are forked
+    there, and the kernel takes the end of the forking thread for the launcher's death (PR_SET_PDEATHSIG).
+    """
+    with ExitStack() as stack:
+        guardian = stack.enter_context(Guardian())
+        port = stack.enter_context(reserve_port())
+        crew = stack.enter_context(_Crew(job, guardian))
+        crew.start(port)
+        crew.watch()
+    return crew.report()
+
+
+class _Stream:
+    """One pipe from a worker: to the log as it is, to the terminal line by line behind the worker's name."""
+
+    def __init__(self, worker: _Worker, pipe: BinaryIO, screen: int) -> None:
+        self.worker = worker
+        self.pipe = pipe
+        self.screen = screen
+        self.broken = False  # whoever read our output has gone (`| head`)
+        self.tail = b""
+        self._rest = b""
+        os.set_blocking(pipe.fileno(), False)
+
+    def take(self) -> bytes | None:
+        """Pass on what is there: b"" when the pipe has ended, None when there is nothing just now."""
+        try:
+            chunk = os.read(self.pipe.fileno(), 65536)
+        except BlockingIOError:
+            return None
+        self.worker.log.write(chunk)
+        self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+        self.worker.tail = (self.worker.tail + chunk)[-TAIL_BYTES:]
+        text = self._rest + chunk
+        # A progress bar ends its lines with a carriage return; waiting for its newline would show nothing.
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        self._rest = text[end:]
+        self._show(text[:end])
+        if not chunk or len(self._rest) > LONGEST_LINE_BYTES:
+            self._end_line()
+        return chunk
+
+    def drain(self) -> None:
+        """All that is left, without waiting for a child of the worker that may hold the other end for ever."""
+        while self.take():
+            pass
+        self._end_line()
+
+    def _end_line(self) -> None:
+        self._show(self._rest + b"\n" if self._rest else b"")
+        self._rest = b""
+
+    def _show(self, text: bytes) -> None:
+        prefix, torchs = b"[rank %d] " % self.worker.rank, b"[rank%d]: " % self.worker.rank
+        lines = re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", text)  # not splitlines: form feeds and the like are no ends
+        try:
+            write_all(self.screen, b"".join(prefix + line.removeprefix(torchs) for line in lines))
+        except BrokenPipeError:
+            self.broken, self.screen = True, -1
+
+
+class _Worker:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: BinaryIO) -> None:
+        self.rank = rank
+        self.process = process
+        self.log = log
+        self.tail = b""
+        self.told = False
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.out = _Stream(self, process.stdout, 1)  # type: ignore[arg-type]
+        self.err = _Stream(self, process.stderr, 2)  # type: ignore[arg-type]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def words(self) -> list[str]:
+        return last_words(self.err.tail.decode(errors="replace"), self.tail.decode(errors="replace"))
+
+
+class _Crew:
+    """The workers of one run, from the first start to the last kill."""
+
+    def __init__(self, job: Job, guardian: Guardian) -> None:
+        self._job = job
+        self._guardian = guardian
+        self._workers: list[_Worker] = []
+        self._exits: list[Exit] = []
+        self._inbox: list[int] = []
+        self._asked: int | None = None
+        self._interrupts = 0
+        self._told_at_s: float | None = None
+        self._killed = False
+
+    def __enter__(self) -> _Crew:
+        self._selector = selectors.DefaultSelector()
+        self._bell, bell = socket.socketpair()
+        self._bell.setblocking(False)
+        bell.setblocking(False)
+        self._bell_rope = bell
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._handlers = {one: signal.getsignal(one) for one in (*PASSED_ON, signal.SIGCHLD)}
+        self._wakeup = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        for one, before in self._handlers.items():
+            # Who ignores a signal for us (nohup, a shell that starts us in the background) means it. Not so SIGCHLD:
+            # the system would throw the exit statuses away.
+            if before is not signal.SIG_IGN or one == signal.SIGCHLD:
+                signal.signal(one, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever happened, nobody stays: strays get a moment, workers that are still there (an error here) none."""
+        for worker in self._living():
+            self._signal_group(worker, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+                worker.process.wait(5)
+        strays = [worker for worker in self._workers if self._signal_group(worker, 0)]
+        patience = time.monotonic() + min(STRAYS_S, self._job.grace_s)
+        while strays and time.monotonic() < patience and not self._killed:
+            time.sleep(0.02)
+            strays = [worker for worker in strays if self._signal_group(worker, 0)]
+        for worker in strays:
+            self._signal_group(worker, signal.SIGKILL)
+        for worker in self._workers:
+            self._guardian.release(worker.process.pid)
+            for stream in (worker.out, worker.err):
+                stream.drain()
+                stream.pipe.close()
+            worker.log.close()
+        signal.set_wakeup_fd(self._wakeup)
+        for one, before in self._handlers.items():
+            signal.signal(one, before)
+        self._selector.close()
+        self._bell.close()
+        self._bell_rope.close()
+
+    def start(self, port: int) -> None:
+        cores = count_cores()
+        for rank in range(self._job.workers):
+            log = (self._job.log_dir / f"rank{rank}.log").open("wb", buffering=0)
+            process = subprocess.Popen(
+                [sys.executable, *self._job.command],
+                env=worker_env(os.environ, rank=rank, job=self._job, port=port, cores=cores),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=self._guardian.enrol(),  # safe: we have one thread
+            )
+            worker = _Worker(rank, process, log)
+            self._workers.append(worker)
+            for stream in (worker.out, worker.err):
+                self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
+
+    def watch(self) -> None:
+        while True:
+            self._notice_exits()
+            now_s = time.monotonic()
+            decision = decide(
+                Scene(
+                    now_s=now_s,
+                    alive=len(self._living()),
+                    grace_s=self._job.grace_s,
+                    exits=self._exits,
+                    told_at_s=self._told_at_s,
+                    interrupts=self._interrupts,
+                    killed=self._killed,
+                )
+            )
+            if decision.act is Act.DONE:
+                return
+            if decision.act is Act.STOP:
+                self._tell(signal.SIGTERM)
+            elif decision.act is Act.KILL:
+                self._kill()
+            else:
+                self._listen(None if decision.until_s is None else decision.until_s - now_s)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        if number != signal.SIGCHLD:  # that one only has to wake us
+            self._inbox.append(number)
+
+    def _listen(self, wait_s: float | None) -> None:
+        for key, _ in self._selector.select(wait_s):
+            if key.data is None:
+                with suppress(BlockingIOError):
+                    self._bell.recv(4096)
+                continue
+            if key.data.take() == b"":
+                self._selector.unregister(key.fileobj)
+        if self._asked is None and any(worker.out.broken or worker.err.broken for worker in self._workers):
+            self._inbox.append(signal.SIGPIPE)  # end like any other program
+        while self._inbox:
+            self._obey(self._inbox.pop(0))
+
+    def _obey(self, number: int) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+        if number not in ENDING:
+            for worker in self._living():
+                worker.process.send_signal(number)
+            return
+        if self._asked is None:
+            self._asked = number
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            again = "; Ctrl-C again kills at once" if number == signal.SIGINT else ""
+            say(f"{name}: passed on; workers that do not end within {self._job.grace_s:g} s are killed{again}")
+        if not self._killed:
+            self._tell(signal.SIGTERM if number == signal.SIGPIPE else number)
+
+    def _tell(self, number: int) -> None:
+        if self._told_at_s is None:
+            self._told_at_s = time.monotonic()
+        for worker in self._living():
+            worker.told = True
+            if number == signal.SIGINT:
+                self._signal_group(worker, number)
+            else:
+                worker.process.send_signal(number)
+
+    def _kill(self) -> None:
+        self._killed = True
+        for worker in self._living():
+            worker.told = True
+            self._signal_group(worker, signal.SIGKILL)
+
+    def _living(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.alive]
+
+    def _signal_group(self, worker: _Worker, number: int) -> bool:
+        """True if there was somebody. The group keeps its number as long as it has members."""
+        try:
+            os.killpg(worker.process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def _notice_exits(self) -> None:
+        for worker in self._living():
+            if worker.process.poll() is None:
+                continue
+            at_s = time.monotonic()
+            # Its last words are all in the pipes by now: read them before we judge.
+            worker.out.drain()
+            worker.err.drain()
+            code = worker.process.returncode
+            self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told))
+            self._signal_group(worker, signal.SIGTERM)
+
+    def report(self) -> int:
+        """Who failed first, and its last words as the very last thing on the screen."""
+        status = exit_status(self._exits, self._asked)
+        culprit = blame(self._exits)
+        if culprit is None or (culprit.told and self._asked is not None):
+            return status
+        who, words = f"rank {culprit.rank}", self._workers[culprit.rank].words()
+        say(f"{who} of {self._job.workers} failed first: {describe(culprit.code)}")
+        say(f"the logs of all workers are in {self._job.log_dir}")
+        say(f"the last words of {who}:" if words else f"{who} said nothing")
+        write_all(2, "".join(f"[rank {culprit.rank}] {line}\n" for line in words).encode(errors="replace"))
+        return status
+
+
+def say(text: str) -> None:
+    with suppress(BrokenPipeError):
+        write_all(2, f"lockstep: {text}\n".encode(errors="replace"))
+
+
+def write_all(screen: int, data: bytes) -> None:
+    """To a descriptor that may be a slow terminal, a closed one (< 0), or one that somebody made non-blocking."""
+    view = memoryview(data)
+    while view and screen >= 0:
+        try:
+            view = view[os.write(screen, view) :]
+        except BlockingIOError:
+            time.sleep(0.005)

@@ -1,0 +1,68 @@
+"""What is compared: a model with no wrapper, in torch's DistributedDataParallel, in ours, or in any class like them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any, cast, final
+
+import torch
+from torch import nn
+
+from lockstep.measure.models import OPTIMIZERS, Batch, Workload, loss_of
+
+NONE, TORCH, OURS = "none", "torch", "lockstep"
+DEFAULT_ARMS = (NONE, TORCH, OURS)
+CLASSES = {TORCH: "torch.nn.parallel.DistributedDataParallel", OURS: "lockstep.DistributedDataParallel"}
+SEED = 7
+
+Wrapper = Callable[..., nn.Module]
+
+
+def load_wrapper(arm: str) -> Wrapper:
+    """The class of an arm: `torch`, `lockstep` or a dotted name."""
+    dotted = CLASSES.get(arm, arm)
+    module, _, name = dotted.rpartition(".")
+    try:
+        return cast(Wrapper, getattr(import_module(module), name))
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join((NONE, *CLASSES))
+        raise ValueError(f"arm {arm!r}: cannot load {dotted} ({error}); name one of {known} or a class") from error
+
+
+@final
+class Arm:
+    """A model of its own, from the same seed as every other arm's, and its optimizer."""
+
+    def __init__(self, name: str, workload: Workload, device: torch.device, *, autocast: bool = False) -> None:
+        torch.manual_seed(SEED)
+        model = workload.build().to(device)
+        if name != NONE:
+            model = load_wrapper(name)(model, device_ids=None if device.type == "cpu" else [device.index])
+        self.name, self.model = name, model
+        self.optimizer = OPTIMIZERS[workload.optimizer](model)
+        self._precision = torch.autocast(device.type, dtype=torch.bfloat16) if autocast else nullcontext()
+
+    def step(self, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        with self._precision:
+            loss = loss_of(self.model(batch.inputs), batch.targets)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+    def bucket_bytes(self) -> tuple[int, ...]:
+        """Of the gradient buckets, in the order in which they are reduced; nothing where there is no wrapper."""
+        if self.name == NONE:
+            return ()
+        log = cast(Any, self.model)._get_ddp_logging_data()
+        sizes = log.get("rebuilt_bucket_sizes") or log["bucket_sizes"]
+        return tuple(int(size) for size in str(sizes).split(","))
+
+    def digest(self) -> str:
+        """Of all parameters, bit for bit."""
+        sha = hashlib.sha256()
+        for parameter in self.model.parameters():
+            sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return sha.hexdigest()

@@ -1,0 +1,320 @@
+"""`lockstep bench step`: what a training step costs with no communication, with torch's DDP and with ours.
+
+The arms live side by side in the same worker processes. Communication alone (the same buckets, one all-reduce after the
+other, nothing else running) is one more arm: what a wrapper does not hide of it shows up in the step.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from lockstep.errors import LockstepError
+from lockstep.measure.arms import NONE, TORCH, Arm
+from lockstep.measure.models import WORKLOADS, Workload, count_parameters
+from lockstep.measure.rounds import Estimate, Plan, estimate, paired_difference, paired_ratio, slowest, time_rounds
+from lockstep.measure.table import Column, megabytes, percent, render
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Settings:
+    models: tuple[str, ...]
+    arms: tuple[str, ...]
+    workers: int
+    threads: int  # of each worker
+    device: str
+    plan: Plan
+    wait_s: float  # the longest wait for a sign of life
+
+
+@dataclass(frozen=True)
+class WorkerTimes:
+    """What one worker found out about one model."""
+
+    model: str
+    parameters: int
+    times_ms: dict[str, list[float]]  # per arm, per round
+    bucket_bytes: dict[str, tuple[int, ...]]  # per arm that communicates
+    digests: dict[str, str]  # of the final weights, per arm
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    at: float  # on the monotonic clock, which all processes of a machine share
+    trace: str
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    step_ms: Estimate
+    over_torch: Estimate | None
+    exposed_ms: Estimate | None
+    alone_ms: Estimate | None
+    hidden: float | None
+    weights_equal_torch: bool | None
+    replicas_equal: bool | None
+    bucket_bytes: tuple[int, ...]
+    rounds_ms: list[float]
+
+
+# ---------------------------------------------------------------------------------------------------- inside a worker
+
+
+def communication(bucket_bytes: tuple[int, ...], device: torch.device) -> Callable[[], None]:
+    """All-reduces of these sizes, one after the other."""
+    buckets = [torch.zeros(size // 4, device=device) for size in bucket_bytes]
+
+    def step() -> None:
+        for bucket in buckets:
+            dist.all_reduce(bucket)
+
+    return step
+
+
+def communication_name(bucket_bytes: tuple[int, ...]) -> str:
+    return "all-reduce " + "+".join(map(str, bucket_bytes))
+
+
+def measure_model(name: str, settings: Settings, device: torch.device, report: Callable[[str], None]) -> WorkerTimes:
+    workload: Workload = WORKLOADS[name]
+    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank())).to(device)
+    report(f"{name}: warming up")
+    arms = [Arm(arm, workload, device) for arm in settings.arms]
+    for arm in arms:
+        for _ in range(settings.plan.warmup):  # only then are the buckets what they will be
+            arm.step(batch)
+    buckets = {arm.name: arm.bucket_bytes() for arm in arms if arm.name != NONE}
+    timed: dict[str, Callable[[], None]] = {arm.name: partial(arm.step, batch) for arm in arms}
+    timed |= {communication_name(sizes): communication(sizes, device) for sizes in buckets.values()}
+    times = time_rounds(
+        timed,
+        settings.plan,
+        line_up=dist.barrier,
+        finish=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
+        report=lambda text: report(f"{name}: {text}"),
+    )
+    return WorkerTimes(name, count_parameters(arms[0].model), times, buckets, {arm.name: arm.digest() for arm in arms})
+
+
+def work(rank: int, port: int, settings: Settings, pipe: Connection) -> None:
+    """A worker's life. It sends texts that say where it is, and a WorkerTimes per model; or a Failure."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends us
+    try:
+        torch.set_num_threads(settings.threads)
+        device = torch.device("cpu")
+        if settings.device == "cuda":
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        wait = timedelta(seconds=settings.wait_s)
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=wait)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.workers, timeout=wait)
+        for model in settings.models:
+            pipe.send(measure_model(model, settings, device, pipe.send))
+        dist.barrier()  # nobody leaves while a peer still talks to it
+        dist.destroy_process_group()
+    except Exception as error:
+        pipe.send(Failure(rank, time.monotonic(), traceback.format_exc()))
+        raise SystemExit(1) from error
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+# -------------------------------------------------------------------------------------------------- outside of workers
+
+
+class Workers:
+    """The worker processes. Leaving the `with` block ends them, however it is left."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._context = multiprocessing.get_context("spawn")
+
+    def __enter__(self) -> Workers:
+        use_loopback()
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # 0: the system picks the port
+        self._processes, self._pipes = [], []
+        for rank in range(self.settings.workers):
+            ours, theirs = self._context.Pipe(duplex=False)
+            process = self._context.Process(
+                target=work, args=(rank, self._store.port, self.settings, theirs), name=f"worker {rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def found(self) -> Iterator[list[WorkerTimes]]:
+        """What all workers say about a model, model after model."""
+        found: dict[str, dict[int, WorkerTimes]] = {model: {} for model in self.settings.models}
+        for model, answers in found.items():
+            while len(answers) < self.settings.workers:
+                for rank, message in self._messages(model):
+                    if isinstance(message, WorkerTimes):
+                        found[message.model][rank] = message
+                    elif rank == 0:
+                        print(message, file=sys.stderr, flush=True)
+            yield [answers[rank] for rank in range(self.settings.workers)]
+
+    def _messages(self, model: str) -> Iterator[tuple[int, Any]]:
+        wait_s, failures = self.settings.wait_s, []
+        ready = connection.wait(self._pipes, timeout=wait_s)
+        if not ready:
+            raise LockstepError(f"{model}: no worker gave a sign of life for {wait_s:g} s")
+        for rank, pipe in enumerate(self._pipes):
+            if pipe not in ready:
+                continue
+            message = self._receive(rank)
+            if isinstance(message, Failure):
+                failures.append(message)
+            else:
+                yield rank, message
+        if failures:
+            # The others fail too, because they lose this worker; the one that failed first is the one to show.
+            failures += [late for rank, pipe in enumerate(self._pipes) if pipe not in ready and pipe.poll(1)
+                         if isinstance(late := self._receive(rank), Failure)]  # fmt: skip
+            first = min(failures, key=lambda failure: failure.at)
+            raise LockstepError(f"{model}: worker {first.rank} failed\n{first.trace}")
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(self.settings.wait_s)
+            status = self._processes[rank].exitcode
+            return Failure(rank, time.monotonic(), f"it ended with status {status} without a word")
+
+
+def use_loopback() -> None:
+    """Gloo looks the host's name up to find its interface; on one machine the loopback is the right one."""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def figures(workers: list[WorkerTimes]) -> dict[str, ArmFigures]:
+    first, times = workers[0], slowest([worker.times_ms for worker in workers])
+    result = {}
+    for arm in first.digests:
+        talks = arm != NONE
+        alone = estimate(times[communication_name(first.bucket_bytes[arm])]) if talks else None
+        exposed = paired_difference(times[arm], times[NONE]) if talks and NONE in times else None
+        result[arm] = ArmFigures(
+            step_ms=estimate(times[arm]),
+            over_torch=paired_ratio(times[arm], times[TORCH]) if TORCH in times else None,
+            exposed_ms=exposed,
+            alone_ms=alone,
+            hidden=1 - exposed.median / alone.median if exposed and alone else None,
+            weights_equal_torch=first.digests[arm] == first.digests[TORCH] if talks and TORCH in times else None,
+            replicas_equal=len({worker.digests[arm] for worker in workers}) == 1 if talks else None,
+            bucket_bytes=first.bucket_bytes.get(arm, ()),
+            rounds_ms=times[arm],
+        )
+    return result
+
+
+COLUMNS = (
+    Column("model"),
+    Column("parameters", right=True),
+    Column("arm"),
+    Column("step ms", right=True),
+    Column("over torch"),
+    Column("exposed ms", right=True),
+    Column("alone ms", right=True),
+    Column("hidden", right=True),
+)
+
+
+def rows_of(model: str, parameters: int, found: dict[str, ArmFigures]) -> Iterator[tuple[str, ...]]:
+    for number, (arm, figure) in enumerate(found.items()):
+        ratio, exposed, alone = figure.over_torch, figure.exposed_ms, figure.alone_ms
+        yield (
+            "" if number else model,
+            "" if number else f"{parameters / 1e6:.2f} M",
+            arm,
+            f"{figure.step_ms.median:.2f}",
+            f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" if ratio and arm != TORCH else "",
+            f"{exposed.median:.2f}" if exposed else "",
+            f"{alone.median:.2f}" if alone else "",
+            percent(figure.hidden) if figure.hidden is not None else "",
+        )
+
+
+def notes_of(model: str, found: dict[str, ArmFigures]) -> Iterator[str]:
+    workload = WORKLOADS[model]
+    yield f"{model}: {workload.about}; {workload.optimizer}"
+    for arm, figure in found.items():
+        if arm == NONE:
+            continue
+        note = f"  {arm}: buckets {' + '.join(megabytes(size) for size in figure.bucket_bytes)} MiB"
+        note += "; replicas equal" if figure.replicas_equal else "; REPLICAS DIFFER"
+        if arm != TORCH and figure.weights_equal_torch is not None:
+            equal = "equal" if figure.weights_equal_torch else "DIFFER from"
+            note += f"; final weights {equal} torch's bit for bit"
+        yield note
+
+
+def run(settings: Settings, json_path: Path | None) -> int:
+    rows: list[tuple[str, ...]] = []
+    notes: list[str] = []
+    record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
+    with Workers(settings) as workers:
+        for found in workers.found():
+            model, parameters, arms = found[0].model, found[0].parameters, figures(found)
+            rows += rows_of(model, parameters, arms)
+            notes += notes_of(model, arms)
+            record["models"][model] = {
+                "parameters": parameters,
+                "optimizer": WORKLOADS[model].optimizer,
+                "arms": {arm: asdict(figure) for arm, figure in arms.items()},
+            }
+    plan = settings.plan
+    print(
+        f"step time on {settings.device}, torch {torch.__version__}, Gloo: {settings.workers} workers, "
+        f"{settings.threads} thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, "
+        "each round as long as its slowest worker\n"
+    )
+    print(render(COLUMNS, rows))
+    print(
+        "\nover torch  median of the ratios within each round, and its 95 % interval"
+        "\nexposed     step - step of the arm that does not communicate"
+        "\nalone       the all-reduces of the same buckets, one after the other, with nothing else running"
+        "\nhidden      1 - exposed / alone; below 0 where communication and computation fight for the same cores\n"
+    )
+    print("\n".join(notes))
+    if json_path:
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    return 0

@@ -1,0 +1,145 @@
+"""Where the workers meet before there is a process group: one store, kept by rank 0, and one deadline.
+
+It knows addresses and ranks, not where they come from (`world.detect`) nor what they are for (`world.init`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from threading import Thread
+
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from lockstep.errors import WorldError
+
+# A store answers in milliseconds. Whoever accepts our connection and then says nothing for this long is no store.
+HANDSHAKE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Everybody at one store, and the moment (of `time.monotonic`) after which we stop waiting for them."""
+
+    store: Store
+    rank: int
+    size: int
+    where: str
+    deadline: float
+
+    def swap(self, topic: str, mine: str) -> list[str]:
+        """Tell the others, and return what each rank told. Polls: a wait inside the store logs a page when it ends."""
+        pause_s = 0.002
+        try:
+            self.store.set(f"{topic}/{self.rank}", mine)
+            for rank in range(self.size):
+                while not self.store.check([f"{topic}/{rank}"]):
+                    if time.monotonic() > self.deadline:
+                        raise self._missing(topic)
+                    time.sleep(pause_s)
+                    pause_s = min(pause_s * 1.5, 0.25)
+            return [self.store.get(f"{topic}/{rank}").decode() for rank in range(self.size)]
+        except DistError as error:
+            raise WorldError(
+                f"rank {self.rank} of {self.size} lost the store at {self.where} while joining: whoever keeps it "
+                "(rank 0, or torchrun) went away; look at the first error in its output"
+            ) from error
+
+    def _missing(self, topic: str) -> WorldError:
+        gone = [str(rank) for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"])]
+        names = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+        return WorldError(
+            f"rank {self.rank} of {self.size} waited at {self.where} for rank{'s' * (len(gone) != 1)} {names}, "
+            "in vain; check that they were started with the same MASTER_ADDR and MASTER_PORT, that they can reach "
+            f"{self.where}, and that they did not fail before; LOCKSTEP_JOIN_TIMEOUT_S allows more time"
+        )
+
+
+def own_store() -> Store:
+    """The store of a world of one. Nobody else can reach it."""
+    return HashStore()
+
+
+def serve(addr: str, port: int) -> Store:
+    """Rank 0 keeps the store. On the loopback only, if that is the address: the store believes whoever reaches it."""
+    try:
+        listener, addr = _listen(addr, port)
+    except OSError as error:
+        raise WorldError(
+            f"rank 0 cannot listen on MASTER_PORT={port}: {error.strerror}; set MASTER_PORT to a free port, the same "
+            "on every worker (`lockstep run` and `torchrun --standalone` choose one), or end what holds it: "
+            f"`ss -ltnp 'sport = :{port}'` names it"
+        ) from error
+    patience = timedelta(seconds=HANDSHAKE_S)
+    # The store owns the descriptor from here on, and closes it.
+    return TCPStore(addr, port, None, True, patience, False, master_listen_fd=listener.detach())
+
+
+def _listen(addr: str, port: int) -> tuple[socket.socket, str]:
+    """The listening socket, and the address at which rank 0 itself finds it."""
+    try:
+        loopback = addr == "localhost" or ip_address(addr).is_loopback
+    except ValueError:
+        loopback = False
+    if loopback and ":" in addr:
+        return socket.create_server((addr, port), family=socket.AF_INET6, backlog=1024), addr
+    if loopback:
+        addr = "127.0.0.1" if addr == "localhost" else addr
+        return socket.create_server((addr, port), backlog=1024), addr
+    # MASTER_ADDR may be a name that leads here from outside only, so we listen everywhere and go the short way.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both), "127.0.0.1"
+
+
+def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str) -> Store:
+    """Knock until somebody listens, then shake hands.
+
+    TCPStore would do both, but it logs a stack trace per attempt and does not keep to its own timeout.
+    """
+    pause_s = 0.01
+    while True:
+        try:
+            socket.create_connection((addr, port), timeout=max(0.1, min(10.0, deadline - time.monotonic()))).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise WorldError(
+                    f"{who} waited for {keeper} at {addr}:{port}, in vain ({error}); check that it was started, that "
+                    "MASTER_ADDR and MASTER_PORT are the same on every worker, and that nothing between the hosts "
+                    "blocks the port; LOCKSTEP_JOIN_TIMEOUT_S allows more time"
+                ) from error
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.5)
+    store = _shake_hands(addr, port, wait_s=max(1.0, min(HANDSHAKE_S, deadline - time.monotonic())))
+    if store is None:
+        raise WorldError(
+            f"{who} reached {addr}:{port}, but what listens there is not the store of {keeper}; another program has "
+            "the port: set MASTER_PORT to a free one, the same on every worker"
+        )
+    return store
+
+
+def _shake_hands(addr: str, port: int, *, wait_s: float) -> Store | None:
+    """None if the other side does not behave like a store.
+
+    In a thread, because TCPStore waits for ever for a stranger that accepts the connection and says nothing. The
+    thread then stays behind; it is a daemon, and the process is about to fail.
+    """
+    made: list[Store] = []
+
+    def shake_hands() -> None:
+        try:
+            made.append(TCPStore(addr, port, None, False, timedelta(seconds=wait_s)))
+        except DistError:
+            return  # a stranger that did answer
+
+    thread = Thread(target=shake_hands, name="lockstep-join", daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    return made[0] if made else None
