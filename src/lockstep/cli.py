@@ -63,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="lockstep", description="Data-parallel training for PyTorch.", epilog=_TOP, formatter_class=raw
+        prog="lockstep",
+        usage="lockstep [-h] [--version] {run,demo,bench} ...",
+        description="Data-parallel training for PyTorch.",
+        epilog=_TOP,
+        formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", help=argparse.SUPPRESS)

@@ -5,6 +5,7 @@ It knows addresses and ranks, not where they come from (`world.detect`) nor what
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ def serve(addr: str, port: int) -> Store:
         listener, addr = _listen(addr, port)
     except OSError as error:
         raise WorldError(
-            f"rank 0 cannot listen on MASTER_PORT={port}: {error.strerror}; set MASTER_PORT to a free port, the same "
-            "on every worker (`lockstep run` and `torchrun --standalone` choose one), or end what holds it: "
-            f"`ss -ltnp 'sport = :{port}'` names it"
+            f"rank 0 cannot listen on MASTER_PORT={port}: {os.strerror(error.errno or 0)}; set MASTER_PORT to a free "
+            "port, the same on every worker (`lockstep run` and `torchrun --standalone` choose one), or end what "
+            f"holds it: `ss -ltnp 'sport = :{port}'` names it"
         ) from error
     patience = timedelta(seconds=HANDSHAKE_S)
     # The store owns the descriptor from here on, and closes it.

@@ -131,8 +131,8 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
-    head = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+", nodes.strip())
-    host = re.sub(r"\[\s*(\d+)[^\]]*\]", r"\1", head.group()) if head else ""
+    head = re.match(r"((?:[^\[\],]|\[[^\[\]]*\])+)(?:,|$)", nodes.strip())
+    host = re.sub(r"\[\s*(\d+)[^\]]*\]", r"\1", head.group(1)) if head else ""
     if not host or not re.fullmatch(r"[\w.:-]+", host):
         raise WorldError(f"cannot read the first host in SLURM's node list {nodes!r}; set MASTER_ADDR to rank 0's host")
     return host

@@ -101,6 +101,7 @@ class _Memory:
     # Kept after the group is destroyed: rank 0 could not bind the port again while others still hold connections,
     # and a fast peer would join the old store. Each group formed on it gets its own generation of keys.
     store: Store | None = None
+    place: Place | None = None
     generation: int = 0
 
 
@@ -201,8 +202,9 @@ def _adopt(asked: _Asked, deadline: float) -> World:
 def _join(place: Place, asked: _Asked, deadline: float) -> World:
     host = socket.gethostname()
     where = f"{place.addr}:{place.port}" if place.size > 1 else "a store of its own"
-    if _memory.store is None:
-        _memory.store = _open_store(place, deadline)
+    if _memory.store is None or _memory.place != place:
+        _memory.store = None
+        _memory.store, _memory.place, _memory.generation = _open_store(place, deadline), place, 0
     store = PrefixStore(f"lockstep/{place.attempt}/{_memory.generation}", _memory.store)
     try:
         others = Meeting(store, place.rank, place.size, where, deadline)

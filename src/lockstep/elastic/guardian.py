@@ -7,7 +7,10 @@ Two nets, because each has a hole:
 - PR_SET_PDEATHSIG on each worker (Linux): the kernel kills the worker itself when the launcher dies. The hole: it is
   not inherited, so the worker's own children are not covered; DataLoader workers notice by themselves in seconds.
 
-Not covered by either: a child that left its worker's process group on purpose (setsid, daemons).
+For those that do end in time, the launcher adopts orphans (Linux): it can then see that they are gone, even where
+process 1 of a container does not collect the dead.
+
+Not covered by any of it: a child that left its worker's process group on purpose (setsid, daemons).
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from contextlib import suppress
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def adopt_orphans() -> None:
+    """From now on, a process whose parent dies becomes our child, if it descends from us."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Guardian:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, Final
 
-from lockstep.elastic.guardian import Guardian
+from lockstep.elastic.guardian import Guardian, adopt_orphans
 from lockstep.elastic.verdict import (
     Act,
     Exit,
@@ -110,6 +110,7 @@ def supervise(job: Job) -> int:
     Must be called from the main thread, and with no other one running: signals arrive there, the workers are forked
     there, and the kernel takes the end of the forking thread for the launcher's death (PR_SET_PDEATHSIG).
     """
+    adopt_orphans()
     with ExitStack() as stack:
         guardian = stack.enter_context(Guardian())
         port = stack.enter_context(reserve_port())
@@ -224,11 +225,11 @@ class _Crew:
             self._signal_group(worker, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # stuck in the kernel
                 worker.process.wait(5)
-        strays = [worker for worker in self._workers if self._signal_group(worker, 0)]
+        strays = [worker for worker in self._workers if self._has_strays(worker)]
         patience = time.monotonic() + min(STRAYS_S, self._job.grace_s)
         while strays and time.monotonic() < patience and not self._killed:
             time.sleep(0.02)
-            strays = [worker for worker in strays if self._signal_group(worker, 0)]
+            strays = [worker for worker in strays if self._has_strays(worker)]
         for worker in strays:
             self._signal_group(worker, signal.SIGKILL)
         for worker in self._workers:
@@ -345,6 +346,13 @@ class _Crew:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+    def _has_strays(self, worker: _Worker) -> bool:
+        """Whether somebody is left in the group of a worker that has ended. We may have adopted them: bury the dead."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-worker.process.pid, os.WNOHANG)[0]:
+                pass
+        return self._signal_group(worker, 0)
 
     def _notice_exits(self) -> None:
         for worker in self._living():

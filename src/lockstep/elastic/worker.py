@@ -38,12 +38,13 @@ def run_script(path: str) -> None:
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
         runpy.run_path(path, run_name="__main__")  # a folder or an archive with a __main__.py, or compiled code
         return
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    path = os.path.abspath(path)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     main_module = ModuleType("__main__")
-    main_module.__file__ = os.path.abspath(path)
+    main_module.__file__ = path
     main_module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     main_module.__dict__["__builtins__"] = __builtins__
-    with io.open_code(os.path.abspath(path)) as source:
+    with io.open_code(path) as source:
         code = compile(source.read(), path, "exec")
     sys.modules["__main__"] = main_module
     exec(code, main_module.__dict__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,13 +33,14 @@ class Size:
     rows: int
     length: int
     steps: int  # in a round
+    repeats: int = 1  # rounds for each that is asked for: short steps are noisy
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"
 
 
 SIZES = {
-    "cuda": (Size(1, 128, steps=20), Size(8, 1024, steps=8), Size(32, 1024, steps=4)),
+    "cuda": (Size(1, 128, steps=5, repeats=8), Size(8, 1024, steps=8), Size(32, 1024, steps=4)),
     "cpu": (Size(1, 8, steps=10), Size(2, 32, steps=10)),
 }
 
@@ -76,6 +78,8 @@ def measure_peak(arm_name: str, size: Size, device: torch.device) -> int:
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
     gc.collect()
+    torch.cuda.synchronize()
+    time.sleep(1.0)  # NCCL's watchdog lets go of the last arm's buckets a moment after they were reduced
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -99,7 +103,7 @@ def measure_size(size: Size, settings: Settings, device: torch.device) -> dict[s
         gc.collect()
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
-    plan = Plan(warmup=5, rounds=settings.rounds, steps=settings.steps or size.steps)
+    plan = Plan(warmup=8, rounds=settings.rounds * size.repeats, steps=settings.steps or size.steps)
     report("warming up")
     arms = [Arm(name, workload, device, autocast=True) for name in settings.arms]
     for arm in arms:

@@ -34,7 +34,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from lockstep.replicate import replica
 from lockstep.replicate.bucket import Caps
 from lockstep.replicate.delayed import DelayedReduce
-from lockstep.replicate.graph import find_tensors
+from lockstep.replicate.graph import find_tensors, profiled
 from lockstep.replicate.hooks import BUILT_IN, CommHook, check_signature
 from lockstep.replicate.log import Log
 from lockstep.replicate.mixed import MixedPrecision
@@ -283,7 +283,7 @@ class DistributedDataParallel(TorchDDP):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+        with profiled("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             return self._post_forward(output)
@@ -325,16 +325,11 @@ class DistributedDataParallel(TorchDDP):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
-
-    @contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
         # TorchDynamo asks torch's class which wrapper is running, to cut its graphs where our buckets end.
         before = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
         try:
-            yield
+            return self.module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = before
 

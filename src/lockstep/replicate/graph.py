@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+_NOTHING = nullcontext()
 
 
 def accumulator(parameter: Tensor) -> Node:
@@ -19,6 +22,19 @@ def accumulator(parameter: Tensor) -> Node:
     node = grad_fn.next_functions[0][0]
     assert node is not None
     return node
+
+
+def renew_accumulators(parameters: Sequence[Tensor]) -> None:
+    """Let each parameter have a new accumulator, without hooks, from the next forward on.
+
+    Dropping the old one is not enough: the graph of the last step often lives until the next one is built. But autograd
+    gives up an accumulator when the type of its parameter changes, if only for a moment.
+    """
+    for parameter in parameters:
+        data = parameter.data
+        other = torch.float16 if data.dtype != torch.float16 else torch.float32
+        parameter.data = torch.empty(0, dtype=other, device=data.device)
+        parameter.data = data
 
 
 def will_be_reached(nodes: Sequence[Node]) -> list[bool]:
@@ -34,6 +50,11 @@ def will_be_reached(nodes: Sequence[Node]) -> list[bool]:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run `call` once the backward pass that is running now has come to its end."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A span in torch's profiler, when one is running; it would cost more than a dozen microseconds when none is."""
+    return torch.autograd.profiler.record_function(name) if torch.autograd._profiler_enabled() else _NOTHING
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

@@ -94,9 +94,10 @@ class Reducer:
         self._bucket_dtype: torch.dtype | None = None
         self._join_work: Any = None
         self._futures: list[Future[Any]] = []
-        self._nodes = [graph.accumulator(p) for p in self.parameters]
+        self._nodes: dict[int, graph.Node] = {}  # the accumulators we listen to
         self.is_shared = False
         self._handles: list[Any] = []
+        self.group = group
         self.set_group(group)
 
         count = len(self.parameters)
@@ -194,6 +195,10 @@ class Reducer:
 
     def _listen_to_last(self) -> None:
         """See Note [Two ways to listen]."""
+        self.stop_listening()
+        self._nodes = {}
+        # A hook that was removed still costs a call into Python. Only a new node is free of it.
+        graph.renew_accumulators(self.parameters)
         self._listen((b.plan.indices[-1] for b in self.buckets), Reducer._on_last_of_bucket)
         self._listening_to_last = True
 
@@ -210,7 +215,8 @@ class Reducer:
 
             return on_accumulated
 
-        self._handles = [self._nodes[i].register_hook(hook_for(i)) for i in indices]
+        self._nodes = {i: graph.accumulator(self.parameters[i]) for i in indices}
+        self._handles = [node.register_hook(hook_for(i)) for i, node in self._nodes.items()]
 
     def _meet_other_listeners(self) -> None:
         for parameter in self.parameters:
@@ -317,12 +323,12 @@ class Reducer:
 
     def _few_will_do(self) -> bool:
         return not any(self._existed) and all(
-            graph.will_be_reached([self._nodes[b.plan.indices[-1]] for b in self.buckets])
+            graph.will_be_reached(list(self._nodes.values()))
         )
 
     def _search_unused(self) -> list[bool]:
-        with torch.autograd.profiler.record_function("lockstep::search_unused_parameters"):
-            return graph.will_be_reached(self._nodes)
+        with graph.profiled("search_unused_parameters"):
+            return graph.will_be_reached(list(self._nodes.values()))
 
     def _forget_stale(self) -> None:
         self._stale = False
@@ -376,7 +382,7 @@ class Reducer:
         """Gradients come in another order than before: what has come cannot be told from what has not, until the end."""
         self._stop_few()
         self._send_at_end = True
-        self._reached = graph.will_be_reached(self._nodes)
+        self._reached = graph.will_be_reached([graph.accumulator(p) for p in self.parameters])
         if not self._started:
             self._started = True
             graph.when_backward_ends(self._backward_ended)
@@ -634,6 +640,8 @@ class Reducer:
             self.is_batched
             and self.has_rebuilt
             and not self._listening_to_last
+            and self._bucket_dtype is None
+            and all(type(p) is torch.nn.Parameter for p in self.parameters)
             and not self.settings.find_unused
             and not any(self._existed)
             and (self._uses is None or all(n == 1 for n in self._uses))

@@ -1,0 +1,658 @@
+"""The launcher, with real processes. Workers that do not need torch do not import it: that costs seconds each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.elastic.supervisor import Job, reserve_port, worker_env
+from lockstep.elastic.verdict import (
+    SETTLE_S,
+    Act,
+    Decision,
+    Exit,
+    Scene,
+    blame,
+    count_workers,
+    decide,
+    describe,
+    exit_status,
+    is_lost_peer,
+    last_words,
+)
+
+DEADLINE_S = 40.0
+LAUNCHER = (sys.executable, "-m", "lockstep")
+
+
+def outer_env(**more: str) -> dict[str, str]:
+    """Ours, without what says who we are or how many threads to use."""
+    told = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+    return {name: value for name, value in os.environ.items() if name not in told} | more
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Everybody who has the folder on the command line or in the environment: launcher, workers and their children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(folder) in text:
+            found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition: Callable[[], object], what: str, *, within_s: float = 10.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, f"waited {within_s} s for {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    yield
+    try:
+        wait_for(lambda: not processes_of(tmp_path), "all processes of the test to be gone", within_s=5)
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Stage:
+    """A folder with a script in it, and ways to launch it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.logs = folder / "logs"
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        head = "import json, os, signal, subprocess, sys, time\nrank = int(os.environ.get('RANK', 0))\n"
+        (self.folder / name).write_text(head + text)
+        return name
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*LAUNCHER, "run", "--log-dir", str(self.logs), *arguments],
+            cwd=self.folder,
+            env=outer_env(**env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Whoever runs the tests in the background may have SIGINT ignored, and so would all below it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+        )
+
+    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        launcher = self.start(*arguments, **env)
+        return self.end(launcher)
+
+    def end(self, launcher: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        try:
+            out, err = launcher.communicate("typed\n", timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            raise
+        return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, err)
+
+    def wait_for_files(self, *names: str) -> None:
+        wait_for(lambda: all((self.folder / name).exists() for name in names), f"files {names}")
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+# ---- a run that goes well ------------------------------------------------------------------------------------------
+
+
+def test_each_worker_knows_who_it_is(stage: Stage) -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR OMP_NUM_THREADS PYTHONUNBUFFERED"
+    script = stage.script(
+        f"print(json.dumps([os.environ[name] for name in '{names}'.split()]))\n"
+        "print('port', os.environ['MASTER_PORT'], 'dir', os.environ['LOCKSTEP_RUN_DIR'])\n"
+        "print('stdin', repr(sys.stdin.read()))\n"
+        "print('elastic', [name for name in os.environ if name.startswith('TORCHELASTIC_')])\n"
+    )
+    done = stage.run("-n", "2", script, TORCHELASTIC_USE_AGENT_STORE="True", RANK="7")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in ("0", "1"):
+        lines = (stage.logs / f"rank{rank}.log").read_text().splitlines()
+        assert json.loads(lines[0]) == [rank, "2", rank, "2", "0", "127.0.0.1", threads, "1"]
+        assert re.fullmatch(rf"port [1-9]\d+ dir {stage.logs}", lines[1])
+        assert lines[2:] == ["stdin ''", "elastic []"]
+        assert [f"[rank {rank}] {line}" for line in lines] == [
+            line for line in done.stdout.splitlines() if line.startswith(f"[rank {rank}]")
+        ]
+    assert len(done.stdout.splitlines()) == 8
+
+
+def test_output_is_prefixed_line_by_line_and_logged_as_it_is(stage: Stage) -> None:
+    script = stage.script(
+        "out = sys.stdout.buffer\n"
+        "out.write(b'one\\ntwo'); out.flush(); time.sleep(0.1); out.write(b' and a half\\n')\n"
+        "out.write(b'10%\\r20%\\rdone\\r\\n'); out.write(b'caf\\xe9 \\x0c same line\\n')\n"
+        "out.write(b'no newline at the end')\n"
+        "out.flush(); sys.stderr.write('to stderr\\n')\n"
+    )
+    launcher = subprocess.run(
+        [*LAUNCHER, "run", "--log-dir", stage.logs, "-n", "1", script],
+        cwd=stage.folder,
+        env=outer_env(),
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    lines = [b"one\n", b"two and a half\n", b"10%\r", b"20%\r", b"done\r\n", b"caf\xe9 \x0c same line\n"]
+    assert launcher.stdout == b"".join(b"[rank 0] " + line for line in lines) + b"[rank 0] no newline at the end\n"
+    assert launcher.stderr == b"[rank 0] to stderr\n"
+    log = (stage.logs / "rank0.log").read_bytes()
+    assert log.replace(b"to stderr\n", b"") == b"".join(lines) + b"no newline at the end"
+
+
+SELF_PORTRAIT = "print(json.dumps([sys.argv, __name__, __file__, sys.path[0], bool(__spec__), __package__]))\n"
+
+
+@pytest.mark.parametrize("how", [["sub/portrait.py"], ["-m", "sub.portrait"]], ids=["script", "module"])
+def test_a_program_runs_as_python_would_run_it(stage: Stage, how: list[str]) -> None:
+    (stage.folder / "sub").mkdir()
+    stage.script(SELF_PORTRAIT, "sub/portrait.py")
+    command = [*how, "--lr", "0.1", "-n", "3", "--", "-m", "x y"]
+    plain = subprocess.run(
+        [sys.executable, *command], cwd=stage.folder, capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
+    done = stage.run("-n", "1", *command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[rank 0] {plain.stdout}"
+    assert "x y" in plain.stdout
+
+
+def test_a_leading_double_dash_ends_our_options(stage: Stage) -> None:
+    done = stage.run("-n", "1", "--", stage.script("print(sys.argv[1:])\n"), "--", "a")
+    assert done.stdout == "[rank 0] ['--', 'a']\n"
+
+
+def test_the_default_folder_for_logs(stage: Stage) -> None:
+    script = stage.script("print('kept')\n")
+    subprocess.run([*LAUNCHER, "run", "-n", "1", script], cwd=stage.folder, check=True, timeout=DEADLINE_S)
+    (folder,) = (stage.folder / "lockstep-logs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-\d+", folder.name)
+    assert (folder / "rank0.log").read_text() == "kept\n"
+
+
+def test_the_launcher_does_not_load_torch(stage: Stage) -> None:
+    script = stage.script("print('torch' in open(f'/proc/{os.getppid()}/maps').read())\n")
+    assert stage.run("-n", "1", script).stdout == "[rank 0] False\n"
+    code = "import sys, lockstep.cli, lockstep.elastic.worker; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "False False\n", done.stderr
+
+
+def test_drop_in_puts_our_class_in_torchs_place(stage: Stage) -> None:
+    (stage.folder / "sub").mkdir()
+    script = stage.script(
+        SELF_PORTRAIT + "import pickle, lockstep, torch\n"
+        "class Local: pass\n"
+        "print(torch.nn.parallel.DistributedDataParallel is lockstep.DistributedDataParallel)\n"
+        "print(type(pickle.loads(pickle.dumps(Local()))) is Local)\n",
+        "sub/portrait.py",
+    )
+    done = stage.run("-n", "1", "--drop-in", f"sub/{Path(script).name}", "--x", OMP_NUM_THREADS="1")
+    folder = stage.folder / "sub"
+    portrait = [["sub/portrait.py", "--x"], "__main__", str(folder / "portrait.py"), str(folder), False, None]
+    lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
+    assert json.loads(lines[0]) == portrait
+    assert lines[1:] == ["True", "True"]
+
+
+# ---- a command line that makes no sense ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-n", "2", "nowhere.py"], "there is no script 'nowhere.py'"),
+        (["-n", "2", "-m", "nowhere.at.all"], "there is no module 'nowhere.at.all'"),
+        (["-n", "2"], "what shall the workers run"),
+        (["-n", "0", "script.py"], "'0' is not a number of workers"),
+        (["-n", "-1", "script.py"], "-n"),
+        (["-n", "two", "script.py"], "'two' is not a number of workers"),
+        (["-n", "2", "--grace-s", "x", "script.py"], "'x' is not a number of seconds"),
+        (["-n", "2", "--nonsense", "script.py"], "--nonsense"),
+        (["--log-dir", "script.py/logs", "script.py"], "cannot write logs"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nonsense_is_refused_and_nothing_started(stage: Stage, arguments: list[str], named: str) -> None:
+    stage.script("open('started', 'w')\n")
+    done = stage.run(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (stage.folder / "started").exists()
+    assert not stage.logs.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--version"], 0, "lockstep 0."),
+        (["--help"], 0, "lockstep run -n 4 train.py"),
+        (["run", "--help"], 0, "128 + the signal"),
+        ([], 2, "commands:"),
+        (["frobnicate"], 2, "invalid choice: 'frobnicate'"),
+    ],
+)
+def test_the_command_line_explains_itself(arguments: list[str], status: int, said: str) -> None:
+    done = subprocess.run([*LAUNCHER, *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+
+
+# ---- a worker that fails -------------------------------------------------------------------------------------------
+
+
+def test_the_first_to_fail_is_blamed_though_its_peer_was_seen_to_end_first(stage: Stage) -> None:
+    script = stage.script(
+        "if rank == 1:\n"
+        "    try:\n"
+        "        {}['missing']\n"
+        "    except KeyError as error:\n"
+        "        import traceback; cause = ValueError('the real one'); cause.__cause__ = error\n"
+        "        traceback.print_exception(cause)\n"
+        "    open('raised', 'w').close(); time.sleep(0.4); os._exit(7)\n"
+        "while not os.path.exists('raised'): time.sleep(0.005)\n"
+        "raise RuntimeError('Connection closed by peer [127.0.0.1]:1234')\n"
+    )
+    done = stage.run("-n", "2", script)
+    assert done.returncode == 7
+    lines = done.stderr.splitlines()
+    report = lines.index("lockstep: rank 1 of 2 failed first: exit status 7")
+    assert f"logs of all workers are in {stage.logs}" in lines[report + 1]
+    assert lines[report + 3] == "[rank 1] Traceback (most recent call last):"
+    assert "KeyError: 'missing'" in "\n".join(lines[report:])
+    assert lines[-1] == "[rank 1] ValueError: the real one"
+    assert any("Connection closed by peer" in line for line in lines[:report])
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_dies_of_a_signal(stage: Stage, sign: signal.Signals) -> None:
+    script = stage.script(f"if rank == 1: print('last line'); os.kill(os.getpid(), {int(sign)})\ntime.sleep(60)\n")
+    begin_s = time.monotonic()
+    done = stage.run("-n", "2", script)
+    assert done.returncode == 128 + sign
+    assert f"rank 1 of 2 failed first: killed by {sign.name}" in done.stderr
+    assert done.stderr.endswith("[rank 1] last line\n")
+    assert time.monotonic() - begin_s < 10
+
+
+def test_peers_that_do_not_obey_are_killed_after_the_grace(stage: Stage) -> None:
+    script = stage.script(
+        "if rank == 0:\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
+        "    open('deaf', 'w').close()\n"
+        "    while True: time.sleep(1)\n"
+        "while not os.path.exists('deaf'): time.sleep(0.01)\n"
+        "sys.exit(3)\n"
+    )
+    done = stage.run("-n", "2", "--grace-s", "0.5", script)
+    assert done.returncode == 3
+    assert "[rank 0] no\n" in done.stdout
+    assert done.stderr.splitlines()[-1] == "lockstep: rank 1 said nothing"
+
+
+def test_what_a_worker_started_ends_with_the_run(stage: Stage) -> None:
+    """The child ignores SIGTERM and holds the worker's output open; neither keeps the launcher waiting."""
+    script = stage.script(
+        "child = \"import signal, time; signal.signal(15, signal.SIG_IGN); open('deaf', 'w'); time.sleep(100)\"\n"
+        "subprocess.Popen([sys.executable, '-c', child])\n"
+        "while not os.path.exists('deaf'): time.sleep(0.01)\n"
+    )
+    begin_s = time.monotonic()
+    done = stage.run("-n", "1", "--grace-s", "0.5", script)
+    assert done.returncode == 0
+    assert time.monotonic() - begin_s < 10
+    assert not processes_of(stage.folder)
+
+
+def test_what_a_worker_started_may_tidy_up_first(stage: Stage) -> None:
+    child = (
+        "import signal, sys, time\n"
+        "def tidy(*_): time.sleep(0.1); open('tidy', 'w'); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, tidy); open('up', 'w'); time.sleep(100)\n"
+    )
+    script = stage.script(
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\nwhile not os.path.exists('up'): time.sleep(0.01)\n"
+    )
+    assert stage.run("-n", "1", script).returncode == 0
+    assert (stage.folder / "tidy").exists()
+
+
+GLOO = """
+import torch, torch.distributed as dist, lockstep
+world = lockstep.init(device="cpu")
+if world.rank == 1:
+    raise ValueError("no such batch")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_worker_that_raises_among_real_peers(stage: Stage) -> None:
+    done = stage.run("-n", "2", stage.script(GLOO))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "[rank 1] ValueError: no such batch"
+    assert "rank 1 of 2 failed first" in done.stderr
+    assert "[rank1]:" not in done.stderr  # torch's own prefix, inside ours
+
+
+PLAIN_TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1); dist.all_reduce(value); print("sum", value.item())
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_that_only_knows_torch_finds_the_port_free(stage: Stage) -> None:
+    done = stage.run("-n", "2", stage.script(PLAIN_TORCH))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] sum 2.0", "[rank 1] sum 2.0"]
+
+
+# ---- signals -------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_passed_on(stage: Stage) -> None:
+    script = stage.script(
+        "open(f'up{rank}', 'w').close()\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('interrupted'); raise\n"
+    )
+    launcher = stage.start("-n", "2", script)
+    stage.wait_for_files("up0", "up1")
+    launcher.send_signal(signal.SIGINT)
+    done = stage.end(launcher)
+    assert done.returncode == 130
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] interrupted", "[rank 1] interrupted"]
+    assert "failed first" not in done.stderr
+
+
+def test_a_second_ctrl_c_kills_at_once(stage: Stage) -> None:
+    script = stage.script(
+        "signal.signal(signal.SIGINT, lambda *_: open(f'heard{rank}', 'w').close())\n"
+        "open(f'up{rank}', 'w').close()\n"
+        "while True: time.sleep(1)\n"
+    )
+    launcher = stage.start("-n", "2", "--grace-s", "60", script)
+    stage.wait_for_files("up0", "up1")
+    launcher.send_signal(signal.SIGINT)
+    stage.wait_for_files("heard0", "heard1")
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert stage.end(launcher).returncode == 130
+
+
+def test_sigterm_is_passed_on_to_workers_that_save_and_leave(stage: Stage) -> None:
+    script = stage.script(
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "def save(*_): time.sleep(0.2); print('saved with the child', child.poll()); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "open(f'up{rank}', 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    launcher = stage.start("-n", "2", script)
+    stage.wait_for_files("up0", "up1")
+    launcher.send_signal(signal.SIGTERM)
+    done = stage.end(launcher)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] saved with the child None" for rank in range(2)]
+
+
+def test_sigterm_to_workers_that_do_not_care(stage: Stage) -> None:
+    script = stage.script(
+        "if rank: signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'up{rank}', 'w').close()\ntime.sleep(60)\n"
+    )
+    launcher = stage.start("-n", "2", "--grace-s", "0.3", script)
+    stage.wait_for_files("up0", "up1")
+    launcher.send_signal(signal.SIGTERM)
+    assert stage.end(launcher).returncode == 143
+
+
+def test_user_signals_are_passed_on_and_end_nothing(stage: Stage) -> None:
+    script = stage.script(
+        "signal.signal(signal.SIGUSR1, lambda *_: open(f'heard{rank}', 'w').close())\n"
+        "open(f'up{rank}', 'w').close()\n"
+        "while not os.path.exists('heard0'): time.sleep(0.01)\n"
+        "print('went on')\n"
+    )
+    launcher = stage.start("-n", "1", script)
+    stage.wait_for_files("up0")
+    launcher.send_signal(signal.SIGUSR1)
+    done = stage.end(launcher)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] went on\n")
+
+
+def test_a_reader_that_goes_away_ends_the_run(stage: Stage) -> None:
+    script = stage.script("while True: print('line'); time.sleep(0.01)\n")
+    launcher = stage.start("-n", "2", script)
+    assert launcher.stdout is not None
+    launcher.stdout.readline()
+    launcher.stdout.close()
+    assert launcher.wait(timeout=DEADLINE_S) == 128 + signal.SIGPIPE
+    assert launcher.stderr is not None
+    assert "Traceback" not in launcher.stderr.read()
+    launcher.stderr.close()
+    assert launcher.stdin is not None
+    launcher.stdin.close()
+
+
+FAMILY = (
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+    "print(os.getpid(), child.pid)\n"
+    "open(f'up{rank}', 'w').write(f'{os.getpid()} {child.pid}')\n"
+    "time.sleep(100)\n"
+)
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["alone", "with its process group"])
+def test_nobody_outlives_a_launcher_that_is_killed(stage: Stage, kill: Callable[[int, int], None]) -> None:
+    launcher = stage.start("-n", "2", stage.script(FAMILY))
+    stage.wait_for_files("up0", "up1")
+    assert len(processes_of(stage.folder)) == 6  # launcher, guardian, two workers, two children
+    kill(launcher.pid, signal.SIGKILL)
+    launcher.communicate(timeout=DEADLINE_S)
+    wait_for(lambda: not processes_of(stage.folder), "workers and their children to be gone", within_s=5)
+
+
+def test_workers_do_not_outlive_launcher_and_guardian(stage: Stage) -> None:
+    """Somebody kills everything called lockstep. Children of workers are beyond us then, the workers are not."""
+    launcher = stage.start("-n", "2", stage.script(FAMILY))
+    stage.wait_for_files("up0", "up1")
+    families = [tuple(map(int, (stage.folder / f"up{rank}").read_text().split())) for rank in range(2)]
+    workers = {worker for worker, _ in families}
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (guardian,) = {int(pid) for pid in children} - workers
+    os.kill(guardian, signal.SIGKILL)
+    launcher.kill()
+    launcher.wait(timeout=DEADLINE_S)
+    wait_for(lambda: not workers & set(processes_of(stage.folder)), "workers to be gone", within_s=5)
+    for _, child in families:
+        os.kill(child, signal.SIGKILL)
+    launcher.communicate(timeout=DEADLINE_S)
+
+
+# ---- the pure parts ------------------------------------------------------------------------------------------------
+
+NOW = 100.0
+
+
+def scene(*exits: Exit, alive: int = 1, told_at_s: float | None = None, interrupts: int = 0) -> Scene:
+    return Scene(now_s=NOW, alive=alive, grace_s=10, exits=exits, told_at_s=told_at_s, interrupts=interrupts)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (scene(), Decision(Act.WAIT)),
+        (scene(Exit(0, 0, NOW)), Decision(Act.WAIT)),
+        (scene(alive=0), Decision(Act.DONE)),
+        (scene(Exit(0, 1, NOW), alive=0), Decision(Act.DONE)),
+        (scene(Exit(0, 1, NOW)), Decision(Act.STOP)),
+        (scene(Exit(0, -9, NOW)), Decision(Act.STOP)),
+        (scene(Exit(0, 1, NOW, lost_peer=True)), Decision(Act.WAIT, NOW + SETTLE_S)),
+        (scene(Exit(0, 1, NOW - SETTLE_S, lost_peer=True)), Decision(Act.STOP)),
+        (scene(Exit(0, 1, NOW, lost_peer=True), Exit(1, 1, NOW)), Decision(Act.STOP)),
+        (scene(Exit(0, 1, NOW), told_at_s=NOW - 1), Decision(Act.WAIT, NOW + 9)),
+        (scene(Exit(0, 1, NOW), told_at_s=NOW - 10), Decision(Act.KILL)),
+        (scene(told_at_s=NOW, interrupts=1), Decision(Act.WAIT, NOW + 10)),
+        (scene(told_at_s=NOW, interrupts=2), Decision(Act.KILL)),
+    ],
+)
+def test_decide(seen: Scene, expected: Decision) -> None:
+    assert decide(seen) == expected
+
+
+def test_decide_kills_once() -> None:
+    assert decide(Scene(now_s=NOW, alive=1, grace_s=0, told_at_s=0, interrupts=3, killed=True)) == Decision(Act.WAIT)
+
+
+LOST = Exit(0, 1, NOW, lost_peer=True)
+CAUSE = Exit(1, 3, NOW + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("exits", "rank"),
+    [
+        ([], None),
+        ([Exit(0, 0, NOW)], None),
+        ([Exit(2, 0, NOW), CAUSE], 1),
+        ([CAUSE, LOST], 1),
+        ([LOST, CAUSE], 1),
+        ([LOST, Exit(1, -9, NOW + 0.5)], 1),
+        ([LOST, Exit(1, 3, NOW + SETTLE_S + 0.1)], 0),
+        ([LOST, Exit(1, -15, NOW + 0.5, told=True)], 0),
+        ([LOST, Exit(2, 1, NOW, lost_peer=True)], 0),
+        ([Exit(0, 5, NOW), Exit(1, 6, NOW)], 0),
+        ([Exit(1, -2, NOW, told=True), Exit(0, -2, NOW, told=True)], 1),
+    ],
+)
+def test_blame(exits: list[Exit], rank: int | None) -> None:
+    culprit = blame(exits)
+    assert (None if culprit is None else culprit.rank) == rank
+
+
+@pytest.mark.parametrize(
+    ("exits", "asked", "status"),
+    [
+        ([Exit(0, 0, NOW)], None, 0),
+        ([Exit(0, 0, NOW, told=True)], signal.SIGTERM, 0),
+        ([LOST, CAUSE], None, 3),
+        ([Exit(0, -9, NOW)], None, 137),
+        ([Exit(0, -2, NOW, told=True)], signal.SIGINT, 130),
+        ([Exit(0, -9, NOW, told=True)], signal.SIGTERM, 143),
+        ([Exit(0, 4, NOW, told=True)], signal.SIGTERM, 4),
+        ([Exit(0, -11, NOW), Exit(1, -15, NOW, told=True)], signal.SIGTERM, 139),
+    ],
+)
+def test_exit_status(exits: list[Exit], asked: int | None, status: int) -> None:
+    assert exit_status(exits, asked) == status
+
+
+def test_describe() -> None:
+    assert describe(3) == "exit status 3"
+    assert describe(-11) == "killed by SIGSEGV"
+    assert "out of memory" in describe(-9)
+    assert describe(-63) == "killed by signal 63"
+
+
+def test_last_words_are_the_last_traceback_with_its_causes() -> None:
+    old = "Traceback (most recent call last):\nOldError: handled\nwent on\n"
+    cause = "Traceback (most recent call last):\n  File 1\nKeyError: 1\n"
+    both = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    last = "Traceback (most recent call last):\n  File 2\nValueError: 2\n"
+    assert last_words(old + cause + both + last, "x") == (cause + both + last).splitlines()
+    prefixed = "".join(f"[rank1]: {line}\n" for line in (cause + both + last).splitlines())
+    assert last_words(prefixed, "x") == (cause + both + last).splitlines()
+
+
+def test_last_words_without_a_traceback_are_the_last_lines() -> None:
+    assert last_words("", "") == []
+    assert last_words("a warning\n", "a warning\nthen this\n\n") == ["a warning", "then this"]
+    assert last_words("", "\n".join(map(str, range(100)))) == [str(i) for i in range(80, 100)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:28909.", True),
+        ("lockstep.errors.PeerLost: rank 1 went away", True),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("torch.distributed.DistBackendError: NCCL error ... ncclRemoteError: A call failed possibly", True),
+        ("lockstep.errors.WorldError: rank 1 of 2 lost the store at 127.0.0.1:1 while joining", True),
+        ("ValueError: no such batch", False),
+        ("", False),
+    ],
+)
+def test_lost_peers_are_recognised(words: str, expected: bool) -> None:
+    assert is_lost_peer(["Traceback (most recent call last):", words]) is expected
+
+
+def test_only_the_end_of_the_words_counts_for_a_lost_peer() -> None:
+    assert not is_lost_peer(["Connection reset by peer, trying again"] + ["working"] * 15)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "cores", "expected"),
+    [
+        (None, 0, 1, 1),
+        (None, 0, 3, 3),
+        (None, 0, 64, 4),
+        (None, 8, 64, 8),
+        ("0,1", 8, 64, 2),
+        ("GPU-abc", 8, 64, 1),
+        ("0,-1,2", 8, 64, 1),
+        ("", 8, 2, 2),
+        ("-1", 8, 2, 2),
+        ("0,1", 0, 2, 2),
+        ("0,1,2,3", 2, 64, 2),
+    ],
+)
+def test_how_many_workers_by_default(visible: str | None, gpus: int, cores: int, expected: int) -> None:
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_workers(env, gpus=gpus, cores=cores) == expected
+
+
+@pytest.mark.parametrize(("workers", "cores", "threads"), [(2, 8, "4"), (3, 8, "2"), (4, 2, "1")])
+def test_cores_are_shared_out(workers: int, cores: int, threads: str) -> None:
+    job = Job(("x",), workers, Path("/logs"))
+    assert worker_env({}, rank=0, job=job, port=1, cores=cores)["OMP_NUM_THREADS"] == threads
+    mine = worker_env({"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth9"}, rank=0, job=job, port=1, cores=cores)
+    assert (mine["OMP_NUM_THREADS"], mine["GLOO_SOCKET_IFNAME"]) == ("7", "eth9")
+
+
+def test_a_reserved_port_is_handed_out_to_nobody_but_can_be_listened_on() -> None:
+    with reserve_port() as port:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+        with socket.create_server(("", port)):
+            pass
+        with socket.socket() as rude, pytest.raises(OSError):  # without SO_REUSEADDR, as most programs are not
+            rude.bind(("127.0.0.1", port))
