@@ -223,6 +223,23 @@ def test_drop_in_puts_our_class_in_torchs_place(stage: Stage) -> None:
     assert lines[1:] == ["True", "True"]
 
 
+def test_the_demo(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*LAUNCHER, "demo"],
+        env=outer_env(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] identical, to the last bit" in done.stdout.splitlines()
+    assert len(set(re.findall(r"weights of rank \d: sha256 (\w+)", done.stdout))) == 1
+    accuracies = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", done.stdout)]
+    assert accuracies[-1] > 97
+    assert not any("rank 1]" in line for line in done.stdout.splitlines())
+    assert list(tmp_path.glob("lockstep-demo-*")) == []
+
+
 # ---- a command line that makes no sense ----------------------------------------------------------------------------
 
 

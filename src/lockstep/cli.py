@@ -134,7 +134,11 @@ def _run(chosen: argparse.Namespace) -> int:
     command = [*(["-m"] if chosen.module else []), *program]
     if chosen.drop_in:
         command = ["-m", "lockstep.elastic.worker", *command]
-    return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s))
+    try:
+        return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s))
+    except OSError as error:
+        print(f"lockstep: could not start {workers} workers: {error}; try fewer with -n", file=sys.stderr)
+        return 1
 
 
 def _demo(chosen: argparse.Namespace) -> int:

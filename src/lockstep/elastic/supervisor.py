@@ -223,7 +223,7 @@ class _Crew:
         """Whatever happened, nobody stays: strays get a moment, workers that are still there (an error here) none."""
         for worker in self._living():
             self._signal_group(worker, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: the guardian kills once more
                 worker.process.wait(5)
         strays = [worker for worker in self._workers if self._has_strays(worker)]
         patience = time.monotonic() + min(STRAYS_S, self._job.grace_s)
@@ -233,7 +233,8 @@ class _Crew:
         for worker in strays:
             self._signal_group(worker, signal.SIGKILL)
         for worker in self._workers:
-            self._guardian.release(worker.process.pid)
+            if not worker.alive:
+                self._guardian.release(worker.process.pid)
             for stream in (worker.out, worker.err):
                 stream.drain()
                 stream.pipe.close()

@@ -400,6 +400,7 @@ class Reducer:
         """Whether this gradient belongs to a backward pass that is to be reduced; its first one starts that."""
         if self.phase is Phase.IDLE:
             if self._stale:
+                self._stale = False  # this ends the backward pass, so nobody else will forget it
                 raise RuntimeError(unfinished.BACKWARD_TWICE)
             return False
         if self.phase is Phase.ARMED:
