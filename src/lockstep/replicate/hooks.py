@@ -57,19 +57,26 @@ def check_signature(hook: Any) -> None:
     """The checks torch makes when a hook is registered, with torch's words, on which programs rely."""
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
+    signature = _signature(hook)
     if "bucket" not in signature.parameters:
         raise TypeError(
             f"Communication hook {_name(hook)} must take a parameter named 'bucket'; it takes {signature}."
         )
     wanted = signature.parameters["bucket"].annotation
-    if wanted not in (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket"):
+    if not isinstance(wanted, str) and wanted not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
-    if returned not in (inspect.Signature.empty, Future[Tensor], "torch.futures.Future[torch.Tensor]"):
+    if not isinstance(returned, str) and returned not in (inspect.Signature.empty, Future[Tensor]):
         raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
     if _name(hook) in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not _bf16_on_the_wire():
         raise TypeError("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and XCCL")
+
+
+def _signature(hook: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError):  # annotations that were postponed and name something not to be found from here
+        return inspect.signature(hook)
 
 
 def _name(hook: Any) -> str:

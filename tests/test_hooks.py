@@ -1,0 +1,212 @@
+"""Communication hooks: torch's own ones run unchanged and give torch's results; the rules for others are kept.
+
+(No postponed annotations here: torch's class, which runs beside ours, does not understand them.)
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from crew import crew, try_crew
+from programs import Mlp, digest
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from lockstep import DistributedDataParallel as OurDDP
+
+
+def build(wrapper: type, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return wrapper(Mlp(), **{"bucket_cap_mb": 0.002} | options)
+
+
+def register(ddp: Any, name: str) -> None:
+    group = dist.group.WORLD
+    match name:
+        case "allreduce":
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        case "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        case "fp16 around powerSGD":
+            state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
+        case "powerSGD":
+            state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        case "post local SGD":
+            local = dist.new_subgroups(group_size=1)[0]
+            state = post_localSGD_hook.PostLocalSGDState(group, local, start_localSGD_iter=3)
+            ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        case "built-in allreduce":
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        case "built-in fp16":
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        case "noop":
+            from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+            ddp.register_comm_hook(None, noop_hook)
+
+
+def train(rank: int, size: int, wrapper: type, hook: str, view: bool) -> list[str]:
+    # PowerSGD sends more from inside its futures, so with several buckets on Gloo the order of its collectives differs
+    # between workers, and torch's class hangs as ours does: one bucket.
+    cap = 25 if "powerSGD" in hook else 0.002
+    ddp = build(wrapper, gradient_as_bucket_view=view, bucket_cap_mb=cap)
+    register(ddp, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    digests = []
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * rank + step))
+        ddp(x).square().mean().backward()
+        digests.append(digest({n: p.grad for n, p in ddp.named_parameters()}))
+        optimizer.step()
+    return digests
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "allreduce",
+        "fp16",
+        "powerSGD",
+        "fp16 around powerSGD",
+        "post local SGD",
+        "built-in allreduce",
+        "built-in fp16",
+        "noop",
+    ],
+)
+def test_hooks_of_torch_give_the_bits_they_give_with_torchs_class(hook: str, view: bool) -> None:
+    assert crew(train, 3, OurDDP, hook, view) == crew(train, 3, TorchDDP, hook, view)
+
+
+def chained(rank: int, size: int) -> list[Any]:
+    """A hook that sends another buffer, chains futures, and looks at everything a bucket shows."""
+    ddp = build(OurDDP)
+    seen: list[Any] = []
+
+    def hook(state: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        numels = [g.numel() for g in bucket.gradients()]
+        assert numels == [p.numel() for p in bucket.parameters()]
+        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+        assert bucket.buffer().numel() == sum(numels)
+        state.append((bucket.index(), bucket.is_last()))
+        bucket.set_buffer(bucket.buffer().double())
+        assert bucket.gradients()[0].dtype == torch.float64
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        doubled = future.then(lambda f: f.value()[0] * 2)
+        return doubled.then(lambda f: (f.value() / (2 * size)).float())
+
+    ddp.register_comm_hook(seen, hook)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        seen.clear()
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    torch.manual_seed(1)
+    local = Mlp()
+    local(x).sum().backward()
+    for p, q in zip(ddp.parameters(), local.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(p.grad, q.grad / size)
+    return seen
+
+
+def test_a_hook_may_replace_the_buffer_and_chain_futures() -> None:
+    for seen in crew(chained, 2):
+        assert seen == [(0, False), (1, False), (2, True)]
+
+
+def rules(rank: int, size: int, what: str) -> None:
+    ddp = build(OurDDP)
+
+    def good(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def wrong_bucket(state: object, bucket: int) -> torch.futures.Future[Tensor]:
+        raise AssertionError
+
+    def wrong_return(state: object, bucket: dist.GradBucket) -> Tensor:
+        raise AssertionError
+
+    def no_future(state: object, bucket: dist.GradBucket):  # noqa: ANN202
+        return 1
+
+    def no_bucket(state: object, parcel: object):  # noqa: ANN202
+        raise AssertionError
+
+    if what == "twice":
+        ddp.register_comm_hook(None, good)
+        ddp.register_comm_hook(None, good)
+    elif what == "built-in second":
+        ddp.register_comm_hook(None, good)
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    elif what == "not callable":
+        ddp.register_comm_hook(None, 3)
+    elif what == "bf16":
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    else:
+        hook = {"bucket": wrong_bucket, "return": wrong_return, "no future": no_future, "no bucket": no_bucket}[what]
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.ones(1, 16)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ("twice", "RuntimeError", "can only be called once"),
+        ("built-in second", "RuntimeError", "can only be called once"),
+        ("not callable", "TypeError", "must be callable"),
+        ("bucket", "ValueError", "bucket annotation should be dist.GradBucket"),
+        ("return", "ValueError", "return annotation should be torch.futures.Future"),
+        ("no future", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
+        ("no bucket", "TypeError", "named 'bucket'"),
+        ("bf16", "TypeError", "BF16 all reduce communication hook required CUDA"),
+    ],
+)
+def test_rules_for_hooks(what: str, error: str, words: str) -> None:
+    (outcome,) = try_crew(rules, 1, what)
+    assert f"{error}: " in outcome
+    assert words in outcome
+
+
+def sparse_hook(rank: int, size: int, wrapper: type) -> str:
+    torch.manual_seed(1)
+    ddp = wrapper(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        assert bucket.buffer().is_sparse
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda f: f.value()[0] / size)
+
+    ddp.register_comm_hook(None, hook)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.tensor([[rank, 3, 5 + rank]])).sum().backward()
+    return digest({"grad": ddp.module.weight.grad})
+
+
+def test_a_hook_for_sparse_gradients() -> None:
+    assert crew(sparse_hook, 2, OurDDP) == crew(sparse_hook, 2, TorchDDP)
+
+
+def fused(rank: int, size: int, wrapper: type, optimizer: type) -> str:
+    ddp = build(wrapper)
+    ddp._register_fused_optim(optimizer, 0.05)
+    for step in range(5):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * rank + step))
+        ddp(x).square().mean().backward()
+    return digest(dict(ddp.named_parameters()))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_fused_into_the_backward_pass(optimizer: type) -> None:
+    ours = crew(fused, 2, OurDDP, optimizer)
+    assert ours == crew(fused, 2, TorchDDP, optimizer)
+    assert ours[0] == ours[1]
