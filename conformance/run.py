@@ -27,8 +27,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import swap
 import torch
+
+import swap
 from suite import Host, Kind, Outcome, Setting, next_setting
 
 HERE = Path(__file__).resolve().parent

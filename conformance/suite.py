@@ -30,10 +30,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import standin
-import swap
 import torch
 from torch.testing._internal import common_distributed
+
+import standin
+import swap
 
 TESTS = "torch.testing._internal.distributed.distributed_test"
 START_S = 120  # for a host to import the tests

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from crew import WorkerFailed, crew, try_crew
-from programs import Mlp, digest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from crew import WorkerFailed, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
+from programs import Mlp, digest
 
 BOTH = [pytest.param(TorchDDP, id="torch"), pytest.param(OurDDP, id="ours")]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -213,7 +213,8 @@ class Strange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wave = (self.z * x[0, 0]).abs().sum()
-        return wave + self.empty.sum() + self.scalar * x.sum() + (self.turned * x[:3, :4]).sum() + self.low.float().sum()
+        rest = (self.turned * x[:3, :4]).sum() + self.low.float().sum()
+        return wave + self.empty.sum() + self.scalar * x.sum() + rest
 
 
 def strange(rank: int, size: int, wrapper: type, view: bool) -> list[str]:
@@ -387,7 +388,7 @@ class Recorder(dist.ProcessGroup):
         self._inner, self.events = inner, []
         self.waits = self.futures = 0
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+    def getBackendName(self) -> str:
         return "recorder"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -633,7 +634,11 @@ def other_model(rank: int, size: int, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("shape", ["rank 1", "1.weight", "[5, 4]"]), ("count", ["Rank 1 has 4 params", "1.weight"]), ("dtype", ["float64"])],
+    [
+        ("shape", ["rank 1", "1.weight", "[5, 4]"]),
+        ("count", ["Rank 1 has 4 params", "1.weight"]),
+        ("dtype", ["float64"]),
+    ],
 )
 def test_different_models_are_refused_by_everybody_with_rank_and_parameter(what: str, words: list[str]) -> None:
     for outcome in try_crew(other_model, 2, what, timeout_s=30):

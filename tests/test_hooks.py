@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import crew, try_crew
-from programs import Mlp, digest
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from crew import crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
+from programs import Mlp, digest
 
 
 def build(wrapper: type, **options: Any) -> Any:
@@ -135,10 +135,10 @@ def rules(rank: int, size: int, what: str) -> None:
     def wrong_return(state: object, bucket: dist.GradBucket) -> Tensor:
         raise AssertionError
 
-    def no_future(state: object, bucket: dist.GradBucket):  # noqa: ANN202
+    def no_future(state: object, bucket: dist.GradBucket):
         return 1
 
-    def no_bucket(state: object, parcel: object):  # noqa: ANN202
+    def no_bucket(state: object, parcel: object):
         raise AssertionError
 
     if what == "twice":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from crew import crew
 from programs import CASES, train
 

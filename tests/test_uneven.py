@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import crew, try_crew
-from programs import Mlp, digest
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from crew import crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
+from programs import Mlp, digest
 
 
 class WithNorm(nn.Sequential):

@@ -23,7 +23,7 @@ def is_same(group: dist.ProcessGroup, number: int, *, device: torch.device) -> b
     """Whether every worker passed the same number."""
     both = torch.tensor([number, -number], dtype=torch.int64, device=device)
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     group.allreduce([both], options).wait()
     highest, negated_lowest = both.tolist()
     return bool(highest == -negated_lowest)

@@ -33,7 +33,12 @@ class Broadcast:
         self._messages: list[_Message] = []
 
     def __call__(
-        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], *, source: int = 0, message_bytes: int = MESSAGE_BYTES
+        self,
+        group: dist.ProcessGroup,
+        tensors: Sequence[Tensor],
+        *,
+        source: int = 0,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """Afterwards every tensor has the values it had on rank `source` of the group."""
         tensors = [t.detach() for t in tensors]

@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lockstep.errors import Desync, LockstepError, PeerLost
 
@@ -58,8 +59,8 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
             )
         if peer.rank in dead:
             return PeerLost(
-                f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without a word (last heard of after {peer.passes} "
-                f"backward passes): killed, or out of memory. Rank {us.rank} was waiting for it in {where}. "
+                f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without a word (last heard of after "
+                f"{peer.passes} backward passes): killed, or out of memory. Rank {us.rank} was waiting for it in {where}. "
                 "Look at the end of its log."
             )
     for peer in peers:
@@ -86,7 +87,7 @@ class Reporter:
             Reporter._of_group[group] = Reporter(group, store) if store is not None else None
         return Reporter._of_group[group]
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self._group = weakref.ref(group)
         self._store = store
         self.size, self.rank = group.size(), group.rank()
@@ -235,15 +236,16 @@ def _do_not_linger() -> None:
 
 def _calls(group: dist.ProcessGroup) -> int:
     try:
-        return int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         return 0  # not every backend counts
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def _store_of(group: dist.ProcessGroup) -> Store | None:
     try:
+        store: Any = dist.distributed_c10d._world.pg_map[group][1]
         # A connection of our own: a call that blocks on the shared one would block ours too.
-        return dist.distributed_c10d._world.pg_map[group][1].clone()
+        return cast(Store, store.clone())
     except (KeyError, RuntimeError, AttributeError, NotImplementedError):
         return None
 

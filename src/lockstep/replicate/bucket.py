@@ -103,7 +103,7 @@ def pack(
 class Ownership(Enum):
     """Who holds a gradient between the backward pass and the optimiser."""
 
-    HANDED_OVER = auto()  # moved into the bucket, and handed back as a piece of it: one copy, no second set of gradients
+    HANDED_OVER = auto()  # moved into the bucket, and handed back as a piece of it: one copy, no second set
     BUCKET_VIEW = auto()  # gradients are pieces of one buffer for good (gradient_as_bucket_view=True)
     COPIED = auto()  # gradients stay where they are while a communication hook works on a copy
 
@@ -279,7 +279,7 @@ class Bucket:
             self.kept[slot] = gradient if keep else None
             parameter.grad = None
         elif ownership is Ownership.BUCKET_VIEW:
-            # An alias of our view, not the view itself: torch's mixed precision hook swaps the data of what it finds here.
+            # An alias of our view, not the view itself: torch's mixed precision hook swaps the data of what is here.
             parameter.grad = self.views[slot].data
 
     def _check(self, slot: int, gradient: Tensor) -> None:

@@ -14,21 +14,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _get_device_index
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.nn.parallel.distributed import (
-    DistributedDataParallel as TorchDDP,
-)
-from torch.nn.parallel.distributed import (
-    _BufferCommHook,
-    _BufferCommHookLocation,
-)
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from lockstep.replicate import replica
@@ -41,6 +36,16 @@ from lockstep.replicate.mixed import MixedPrecision
 from lockstep.replicate.reducer import Reducer, Settings
 from lockstep.replicate.uneven import ShadowHook, any_worker_syncs, highest_rank
 
+if TYPE_CHECKING:
+
+    class TorchDDP(nn.Module, Joinable):
+        """All we use of torch's class: that it is one, and where Dynamo looks for the wrapper that is running."""
+
+        _active_ddp_module: ClassVar[Any]
+
+else:
+    from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
 logger = logging.getLogger(__name__)
 
 _HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP.__init__).parameters
@@ -48,7 +53,7 @@ _UNEQUAL_START = (
     "With init_sync=False nobody makes them equal: load the same weights on every worker before the first forward, or "
     "leave init_sync at True."
 )
-_UNEQUAL_COPY = "They were just copied from rank 0, so the process group delivers wrong data: check the network or device."
+_UNEQUAL_COPY = "They were just copied from rank 0, so the process group delivers wrong data: check network and device."
 
 
 class DistributedDataParallel(TorchDDP):
@@ -109,7 +114,8 @@ class DistributedDataParallel(TorchDDP):
         self.mixed_precision = mixed_precision
         if check_reduction:
             warnings.warn(
-                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
+                "Please avoid using it.",
                 FutureWarning,
                 stacklevel=2,
             )
@@ -122,6 +128,7 @@ class DistributedDataParallel(TorchDDP):
         self._lazy_init_ran = False
         self._values_checked = init_sync
         self._divide_by_initial_world_size = True
+        self._authoritative_rank = 0
         self._ddp_sink_clone = True  # we need no clone of the outputs either way
         self._accum_grad_hooks: list[Any] = []
 
@@ -161,7 +168,8 @@ class DistributedDataParallel(TorchDDP):
         if not any(p.requires_grad for p in self._module_parameters) and not self._delay_all_reduce_params:
             self._log_and_throw(
                 RuntimeError,
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.",
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+                "requires a gradient.",
             )
         for parameter in self._module_parameters:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -366,7 +374,7 @@ class DistributedDataParallel(TorchDDP):
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         for parameter in self._module_parameters:
-            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):  # type: ignore[no-untyped-call]
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
@@ -375,7 +383,7 @@ class DistributedDataParallel(TorchDDP):
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     @property
-    def broadcast_buffers(self) -> bool:  # type: ignore[override]
+    def broadcast_buffers(self) -> bool:
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -383,11 +391,11 @@ class DistributedDataParallel(TorchDDP):
         self.forward_sync_buffers = value
 
     @property
-    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
+    def modules_buffers(self) -> list[Tensor]:
         return list(self._buffers_of_module.named.values())
 
     @property
-    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def named_module_buffers(self) -> dict[str, Tensor]:
         return self._buffers_of_module.named
 
     def will_sync_module_buffers(self) -> bool:
@@ -410,7 +418,7 @@ class DistributedDataParallel(TorchDDP):
             self._assign_modules_buffers()
             # An earlier forward may have saved these tensors for its backward, which is still to come and right.
             with (
-                torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)),
+                _unsafe_preserve_version_counter(tuple(self.modules_buffers)),
                 self.reducer.watch.explains("the synchronisation of buffers"),
             ):
                 self._sync_module_buffers(source)
@@ -453,7 +461,7 @@ class DistributedDataParallel(TorchDDP):
     # -- communication hooks -----------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """`hook(state, bucket) -> Future[Tensor]` reduces a bucket in place of the all-reduce; once, before training."""
+        """`hook(state, bucket) -> Future[Tensor]` reduces a bucket in place of the all-reduce. Only once."""
         self._check_comm_hook(hook)
         assert self.logger is not None
         self.reducer.register_comm_hook(state, hook)
@@ -475,7 +483,9 @@ class DistributedDataParallel(TorchDDP):
         self, optim: type, *args: Any, optim_params: Sequence[Tensor] | None = None, **kwargs: Any
     ) -> None:
         """An optimiser that steps each parameter as soon as its gradient has been averaged."""
-        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import (
+            _as_overlapped_optim,
+        )
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
         try:
@@ -520,7 +530,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.distributed_c10d._get_default_group()
-        nn.Module.__setstate__(self, state)
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("require_forward_param_sync", True)
         self.__dict__.setdefault("require_backward_grad_sync", True)
         self._delayed = DelayedReduce(self.process_group, [], None)
@@ -643,7 +653,7 @@ class DistributedDataParallel(TorchDDP):
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
         """Leave these, by full name, to the user: neither made equal at the start nor averaged."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
         named: list[Mapping[str, Tensor]] = [dict(module.named_parameters()), dict(module.named_buffers())]
         for tensors in named:
             for name, tensor in tensors.items():
@@ -652,7 +662,7 @@ class DistributedDataParallel(TorchDDP):
 
 
 def _keep_dynamo_out() -> None:
-    """torch.compile shall compile the module inside the wrapper, and leave the wrapper itself alone, as it does torch's."""
+    """torch.compile shall compile the module inside the wrapper, and leave the wrapper itself alone, as torch's own."""
     import torch._dynamo
 
     if not getattr(_keep_dynamo_out, "done", False):

@@ -27,7 +27,7 @@ class DelayedReduce:
         pieces = torch.split(self._flat, [p.numel() for p in self._parameters])
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
         Broadcast(keep=False)(group, [p.detach() for p in self._parameters])
-        trigger.register_hook(self._reduce)
+        trigger.register_hook(self._reduce)  # type: ignore[no-untyped-call]
 
     def _reduce(self, gradient: Tensor) -> Tensor:
         self._flat.div_(self._group.size())

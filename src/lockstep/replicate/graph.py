@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.graph import Node
 
 _NOTHING = nullcontext()
@@ -54,7 +55,7 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 
 def profiled(name: str) -> AbstractContextManager[Any]:
     """A span in torch's profiler, when one is running; it would cost more than a dozen microseconds when none is."""
-    return torch.autograd.profiler.record_function(name) if torch.autograd._profiler_enabled() else _NOTHING
+    return torch.autograd.profiler.record_function(name) if _profiler_enabled() else _NOTHING
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

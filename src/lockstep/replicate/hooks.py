@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 CommHook = Callable[[Any, Any], "Future[Tensor]"]
@@ -63,7 +64,7 @@ def check_signature(hook: Any) -> None:
             f"Communication hook {_name(hook)} must take a parameter named 'bucket'; it takes {signature}."
         )
     wanted = signature.parameters["bucket"].annotation
-    if not isinstance(wanted, str) and wanted not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+    if not isinstance(wanted, str) and wanted not in (inspect.Parameter.empty, c10d.GradBucket, GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
     if not isinstance(returned, str) and returned not in (inspect.Signature.empty, Future[Tensor]):
@@ -86,7 +87,7 @@ def _name(hook: Any) -> str:
 def _bf16_on_the_wire() -> bool:
     on_gpu = torch.version.cuda is not None or torch.version.hip is not None
     if on_gpu and dist.is_nccl_available():
-        return bool(torch.cuda.nccl.version() >= (2, 10))
+        return bool(torch.cuda.nccl.version() >= (2, 10))  # type: ignore[no-untyped-call]
     return bool(dist.is_xccl_available() and torch.xpu.is_available())
 
 
@@ -123,6 +124,6 @@ def all_reduce_fp16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Any]
 
 
 BUILT_IN: dict[Any, CommHook] = {
-    dist.BuiltinCommHookType.ALLREDUCE: all_reduce_mean,
-    dist.BuiltinCommHookType.FP16_COMPRESS: all_reduce_fp16,
+    c10d.BuiltinCommHookType.ALLREDUCE: all_reduce_mean,
+    c10d.BuiltinCommHookType.FP16_COMPRESS: all_reduce_fp16,
 }

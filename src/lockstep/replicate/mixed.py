@@ -35,11 +35,7 @@ class MixedPrecision:
         self._index = {p: i for i, p in enumerate(ddp.reducer.parameters)}
         for parameter in ddp.module.parameters():
             if not _is_ignored(parameter):
-                parameter._mp_param = torch.zeros_like(
-                    parameter, dtype=self._dtype, requires_grad=parameter.requires_grad
-                )
-                _free_storage(parameter._mp_param)
-                parameter._fp_param = parameter.data
+                self._prepare(parameter)
         for buffer in ddp.module.buffers():
             if not _is_ignored(buffer):
                 buffer.data = buffer.to(dtype=ddp.mixed_precision.buffer_dtype)
@@ -49,6 +45,11 @@ class MixedPrecision:
         state = _AllreduceUpcastHookState(ddp_weakref=self._ddp, upcast_stream=torch.Stream())
         ddp.register_comm_hook(state, _reducer_allreduce_and_upcast_hook)
         ddp.reducer._set_mixed_precision_param_dtype(self._dtype)
+
+    def _prepare(self, parameter: Any) -> None:
+        parameter._mp_param = torch.zeros_like(parameter, dtype=self._dtype, requires_grad=parameter.requires_grad)
+        _free_storage(parameter._mp_param)  # it has memory only between a forward and the end of its backward
+        parameter._fp_param = parameter.data
 
     def _make_copies(self, root: nn.Module, *_: Any) -> None:
         """Before the root's forward: cast everything, on a stream of its own, module by module."""
@@ -79,7 +80,7 @@ class MixedPrecision:
             if parameter.requires_grad and not _is_ignored(parameter):
                 node = accumulator(parameter)
                 handle = node.register_hook(self._listener(self._index[parameter]))
-                parameter._ddp_mp_hook_state = (node, handle)
+                parameter._ddp_mp_hook_state = (node, handle)  # type: ignore[attr-defined]
 
     def _listener(self, index: int) -> Any:
         def on_accumulated(*_: Any) -> None:

@@ -19,11 +19,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.futures import Future
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -94,7 +95,7 @@ class Reducer:
         self._bucket_dtype: torch.dtype | None = None
         self._join_work: Any = None
         self._futures: list[Future[Any]] = []
-        self._nodes: dict[int, graph.Node] = {}  # the accumulators we listen to
+        self._nodes: dict[int, Node] = {}  # the accumulators we listen to
         self.is_shared = False
         self._handles: list[Any] = []
         self.group = group
@@ -220,7 +221,7 @@ class Reducer:
 
     def _meet_other_listeners(self) -> None:
         for parameter in self.parameters:
-            listeners = _listeners.setdefault(parameter, weakref.WeakSet())
+            listeners = _listeners.setdefault(parameter, weakref.WeakSet())  # type: ignore[no-untyped-call]
             listeners.add(self)
             if len(listeners) > 1:
                 for reducer in listeners:
@@ -379,7 +380,7 @@ class Reducer:
             graph.when_backward_ends(self._finish)
 
     def _surprised(self) -> None:
-        """Gradients come in another order than before: what has come cannot be told from what has not, until the end."""
+        """Gradients come in another order than before: only the end will tell what has come and what has not."""
         self._stop_few()
         self._send_at_end = True
         self._reached = graph.will_be_reached([graph.accumulator(p) for p in self.parameters])
@@ -443,7 +444,7 @@ class Reducer:
 
     @property
     def divisor(self) -> int:
-        """How many workers share this step: all, or with `join(divide_by_initial_world_size=False)` those still there."""
+        """How many workers share this step: all; with `join(divide_by_initial_world_size=False)`, those still there."""
         if not self._divisor:
             self._divisor = self.group.size()
             if self._join_work is not None:
@@ -489,7 +490,7 @@ class Reducer:
             return
         options = dist.AllreduceOptions()
         if self._backend_divides:
-            options.reduceOp = dist.ReduceOp.AVG
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         if bucket.number == 0:
             self.watch.enter()
         work = self.group.allreduce([buffer], options)
@@ -624,9 +625,9 @@ class Reducer:
             raise RuntimeError(unfinished.ready_twice(index, self.names[index], self.settings.find_unused))
 
     def _result(self, bucket: Bucket) -> Tensor:
-        if isinstance(bucket.sent, torch._C.Future):
+        if isinstance(bucket.sent, torch._C.Future):  # what torch.futures.Future wraps
             bucket.sent.wait()
-            return hooks.result_of(bucket.sent)
+            return hooks.result_of(cast(Future[Any], bucket.sent))
         self.watch.wait(bucket.sent, self._whereabouts(bucket))
         assert bucket.flat is not None
         return bucket.flat

@@ -70,7 +70,7 @@ def highest_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
     ours = ddp.process_group.rank() if candidate else -1
     rank = torch.tensor([ours], device=ddp.device)
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     ddp.process_group.allreduce([rank], options).wait()
     highest = int(rank.item())
     assert highest >= 0, "no worker was a candidate"
