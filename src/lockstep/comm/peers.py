@@ -60,8 +60,8 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
         if peer.rank in dead:
             return PeerLost(
                 f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without a word (last heard of after "
-                f"{peer.passes} backward passes): killed, or out of memory. Rank {us.rank} was waiting for it in {where}. "
-                "Look at the end of its log."
+                f"{peer.passes} backward passes): killed, or out of memory. Rank {us.rank} was waiting for "
+                f"it in {where}. Look at the end of its log."
             )
     for peer in peers:
         if peer.pid and not peer.inside and peer.calls >= us.calls:
