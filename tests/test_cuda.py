@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
+from lockstep.replicate.reducer import Listening
 from programs import CASES, Mlp
 
 pytestmark = [
@@ -28,6 +30,7 @@ def train(
     wrapper: Any, case: str, rank: int, *, group: Any = None, stream: bool = False, few: bool = False
 ) -> list[Any]:
     build, options, loss = CASES[case]
+    options = {k: v for k, v in options.items() if k in inspect.signature(TorchDDP.__init__).parameters}
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     module = build().cuda()
@@ -48,7 +51,7 @@ def train(
             optimizer.step()
             seen.append(bits(module.parameters()))
     if few:
-        assert model.reducer._listening_to_last
+        assert model.reducer.listening is Listening.TO_LAST_OF_BUCKET
     return seen
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import WorkerFailed, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
+from lockstep.replicate.reducer import Listening
 from programs import Mlp, digest
 
 BOTH = [pytest.param(TorchDDP, id="torch"), pytest.param(OurDDP, id="ours")]
@@ -718,7 +719,7 @@ def few_hooks(rank: int, size: int) -> list[bool]:
         for p, q, g in zip(ddp.parameters(), local.parameters(), before, strict=True):
             expected = mean_over_workers(q.grad) + (0 if g is None else g)
             torch.testing.assert_close(p.grad, expected)
-        few.append(ddp.reducer._listening_to_last)
+        few.append(ddp.reducer.listening is Listening.TO_LAST_OF_BUCKET)
 
     for _ in range(8):
         step(FORWARD)
@@ -748,6 +749,30 @@ def few_hooks(rank: int, size: int) -> list[bool]:
 def test_few_hooks_notice_every_change_of_the_graph() -> None:
     a, b = crew(few_hooks, 2)
     assert a == b
+
+
+def world_of_one(rank: int, size: int) -> int:
+    ddp, local = OurDDP(seeded(Order)), seeded(Order)
+    x = torch.randn(2, 8)
+    for _ in range(10):
+        for model in (ddp, local):
+            model.zero_grad()
+            model(x, FORWARD).sum().backward()
+        for p, q in zip(ddp.parameters(), local.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    assert ddp.reducer.listening is Listening.TO_VERY_LAST
+    for steps in range(1, 40):
+        ddp.zero_grad()
+        try:
+            ddp(x, [0, 2, 3, 4]).sum().backward()
+        except RuntimeError as error:
+            assert "did not receive grad for rank 0: layers.1.weight, layers.1.bias" in str(error)
+            return steps
+    return 0
+
+
+def test_a_world_of_one_hardly_listens_and_still_notices_an_unused_parameter() -> None:
+    assert 0 < crew(world_of_one, 1)[0] <= 17
 
 
 # -- wrappers in wrappers, install -----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from lockstep.replicate.graph import find_tensors, profiled
 from lockstep.replicate.hooks import BUILT_IN, CommHook, check_signature
 from lockstep.replicate.log import Log
 from lockstep.replicate.mixed import MixedPrecision
-from lockstep.replicate.reducer import Reducer, Settings
+from lockstep.replicate.reducer import Listening, Reducer, Settings
 from lockstep.replicate.uneven import ShadowHook, any_worker_syncs, highest_rank
 
 if TYPE_CHECKING:
@@ -304,8 +304,9 @@ class DistributedDataParallel(TorchDDP):
             self._lazy_init_ran = True
         learns = torch.is_grad_enabled()
         if learns and self.require_backward_grad_sync:
-            assert self.logger is not None
-            self.logger.sample()
+            if self.reducer.is_sampled:
+                assert self.logger is not None
+                self.logger.sample()
             self.reducer.prepare_for_forward()
         still_here = Join.notify_join_context(self)
         if still_here:
@@ -326,6 +327,8 @@ class DistributedDataParallel(TorchDDP):
         """Inputs to the module's device, and to its precision."""
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
+            if not kwargs and self.mixed_precision is None and all(_is_there(x, device) for x in inputs):
+                return inputs, kwargs
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self.mixed_precision is not None:
@@ -349,7 +352,8 @@ class DistributedDataParallel(TorchDDP):
             self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
-            self.reducer.prepare_for_backward(list(find_tensors(output)))
+            outputs = () if self.reducer.listening is Listening.TO_VERY_LAST else tuple(find_tensors(output))
+            self.reducer.prepare_for_backward(outputs)
         else:
             # Buffers are not synchronised before a forward that follows one without synchronisation.
             self.require_forward_param_sync = False
@@ -659,6 +663,10 @@ class DistributedDataParallel(TorchDDP):
             for name, tensor in tensors.items():
                 if name in params_and_buffers_to_ignore:
                     tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+
+def _is_there(value: Any, device: torch.device) -> bool:
+    return type(value) is Tensor and value.device == device
 
 
 def _keep_dynamo_out() -> None:

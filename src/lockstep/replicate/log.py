@@ -101,8 +101,6 @@ class Log:
     def sample(self) -> None:
         """Before a forward: take down how the iteration before it went."""
         r = self._reducer
-        if not r.is_sampled:
-            return
         self._samples += 1
         self.data |= {
             "iteration": r.iterations,

@@ -7,9 +7,12 @@ for what is still on its way and lets every parameter have the mean.
 Note [Two ways to listen]
 A Python call for each parameter costs about a microsecond, which shows where kernels are small. So on an accelerator,
 once gradients have arrived in the same order for a few steps, only the parameter that comes last in each bucket is
-listened to (`_listen_to_last`). That is checked, not believed: before the backward pass, that no gradient is there yet
+listened to (`_listen_to_few`). That is checked, not believed: before the backward pass, that no gradient is there yet
 and that every one of these parameters will be reached; when it is reached, that the others of its bucket have come.
 If not, this backward pass is sent as a whole when it ends (`_surprised`), and all are listened to again.
+
+In a world of one nothing is sent, so nothing can go wrong by listening too little: the very last parameter is enough,
+and whether all others have got their gradient is looked at once in `LOOK_EVERY` steps.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 # Who listens to a parameter. A wrapper inside a wrapper makes it two; then neither may take the gradient away.
 _listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of reducers
 
+LOOK_EVERY = 16
 STABLE_STEPS = 2  # equal steps before only the last parameter of each bucket is listened to
 
 
@@ -47,6 +51,14 @@ class Phase(Enum):
     IDLE = auto()  # gradients that arrive are the user's own: no_sync, or the bare module
     ARMED = auto()  # a forward was made whose backward will be reduced
     REDUCING = auto()  # its first gradient has arrived
+
+
+class Listening(Enum):
+    """See Note [Two ways to listen]."""
+
+    TO_ALL = auto()
+    TO_LAST_OF_BUCKET = auto()
+    TO_VERY_LAST = auto()
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,7 @@ class Reducer:
         self._futures: list[Future[Any]] = []
         self._nodes: dict[int, Node] = {}  # the accumulators we listen to
         self.is_shared = False
+        self.is_sampled = False
         self._handles: list[Any] = []
         self.group = group
         self.set_group(group)
@@ -121,7 +134,7 @@ class Reducer:
         self._reached: list[bool] | None = None
         self._order: list[int] = []
         self._steady_steps = 0
-        self._listening_to_last = False
+        self.listening = Listening.TO_ALL
         may_have_unused = settings.find_unused and not settings.static_graph
         limits = settings.caps.before_order_is_known(may_have_unused=may_have_unused)
         self._lay_out(pack(self.parameters, limits, sparse=self.sparse))
@@ -138,6 +151,18 @@ class Reducer:
         self._written_in_python = type(group) is not dist.ProcessGroup
         self.watch = Watch(group, polls=not self._written_in_python and not self.on_accelerator)
         self._averages = not self._written_in_python and _is_nccl(group, self.parameters[0].device)
+        self._decide()
+
+    def _decide(self) -> None:
+        """What follows from the settings, the group and the hook; again whenever one of them changes."""
+        if self.settings.gradient_as_bucket_view:
+            self.ownership = Ownership.BUCKET_VIEW
+        else:
+            self.ownership = Ownership.COPIED if self._hook or self.is_shared else Ownership.HANDED_OVER
+        # The mean over one worker is the gradient itself, if nobody wants to see it pass by.
+        handed_over = self.ownership is Ownership.HANDED_OVER
+        self.nothing_to_send = self.group.size() == 1 and not self._written_in_python and handed_over
+        self.lets_go = self.on_accelerator and handed_over and not self.nothing_to_send
 
     def _lay_out(self, plan: Sequence[Any]) -> None:
         self.buckets = [
@@ -162,17 +187,6 @@ class Reducer:
         return self.parameters[0].device.type != "cpu"
 
     @property
-    def ownership(self) -> Ownership:
-        if self.settings.gradient_as_bucket_view:
-            return Ownership.BUCKET_VIEW
-        return Ownership.COPIED if self._hook or self.is_shared else Ownership.HANDED_OVER
-
-    @property
-    def nothing_to_send(self) -> bool:
-        """The mean over one worker is the gradient itself, if nobody wants to see it pass by."""
-        return self.group.size() == 1 and not self._written_in_python and self.ownership is Ownership.HANDED_OVER
-
-    @property
     def is_batched(self) -> bool:
         return self.settings.batched_copy or self.on_accelerator
 
@@ -184,24 +198,24 @@ class Reducer:
     def tracks_use(self) -> bool:
         return self.learns_static_graph or (self.settings.find_unused and not self.static_graph)
 
-    @property
-    def is_sampled(self) -> bool:
-        return self.iterations > 0 and (self.iterations <= FIRST_SAMPLED or self.iterations % self.sample_rate == 0)
-
     # -- listening to autograd ---------------------------------------------------------------------------------------
 
     def _listen_to_all(self) -> None:
         self._listen(range(len(self.parameters)), Reducer._on_gradient)
-        self._listening_to_last = False
+        self.listening = Listening.TO_ALL
 
-    def _listen_to_last(self) -> None:
-        """See Note [Two ways to listen]."""
+    def _listen_to_few(self) -> None:
         self.stop_listening()
         self._nodes = {}
         # A hook that was removed still costs a call into Python. Only a new node is free of it.
         graph.renew_accumulators(self.parameters)
-        self._listen((b.plan.indices[-1] for b in self.buckets), Reducer._on_last_of_bucket)
-        self._listening_to_last = True
+        last = [b.plan.indices[-1] for b in self.buckets]
+        if self.nothing_to_send:
+            self._listen(last[-1:], Reducer._on_very_last)
+            self.listening = Listening.TO_VERY_LAST
+        else:
+            self._listen(last, Reducer._on_last_of_bucket)
+            self.listening = Listening.TO_LAST_OF_BUCKET
 
     def _listen(self, indices: Iterable[int], call: Callable[[Reducer, int], None]) -> None:
         self.stop_listening()
@@ -226,6 +240,8 @@ class Reducer:
             if len(listeners) > 1:
                 for reducer in listeners:
                     reducer.is_shared = True
+                    reducer._decide()
+                    reducer._stop_few()
 
     def stop_listening(self) -> None:
         for handle in self._handles:
@@ -234,7 +250,7 @@ class Reducer:
 
     def _stop_few(self) -> None:
         self._steady_steps = -STABLE_STEPS
-        if self._listening_to_last:
+        if self.listening is not Listening.TO_ALL:
             self._listen_to_all()
 
     def _guarded(self, call: Callable[[Reducer, int], None], index: int) -> None:
@@ -252,11 +268,12 @@ class Reducer:
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def prepare_for_forward(self) -> None:
-        self.iterations += 1
+        self.iterations = n = self.iterations + 1
+        self.is_sampled = n <= FIRST_SAMPLED or n % self.sample_rate == 0
         if self.is_sampled:
             self.clock = Clock()
             self.clock.mark("forward_start")
-        if self.on_accelerator and self.ownership is Ownership.HANDED_OVER:
+        if self.lets_go:
             for bucket in self.buckets:
                 bucket.let_go()
 
@@ -264,6 +281,9 @@ class Reducer:
         """The next backward pass will be reduced."""
         if self.is_sampled:
             self.clock.mark("backward_start")
+        if self.listening is Listening.TO_VERY_LAST:
+            self.phase = Phase.ARMED
+            return
         self._arm()
         seen = Pass()
         us = weakref.ref(self)
@@ -316,9 +336,9 @@ class Reducer:
             self._existed = [p.grad is not None for p in self.parameters]
             if self.settings.find_unused and not self.static_graph:
                 self._reached = self._search_unused()
-            if self._listening_to_last and not self._few_will_do():
+            if self.listening is Listening.TO_LAST_OF_BUCKET and not self._few_will_do():
                 self._stop_few()
-            if self.on_accelerator and self.ownership is Ownership.HANDED_OVER:
+            if self.lets_go:
                 for bucket in self.buckets:
                     bucket.let_go()
 
@@ -378,6 +398,20 @@ class Reducer:
             self._is_ready[i] = True
         if self._send_what_is_ready():
             graph.when_backward_ends(self._finish)
+
+    def _on_very_last(self, _index: int) -> None:
+        """A world of one: gradients are where they belong as they come."""
+        if self.phase is not Phase.ARMED:
+            return
+        self.phase = Phase.IDLE
+        if self.is_sampled:
+            for event in ("comm_start", "backward_end", "comm_end"):
+                self.clock.mark(event)
+        if self.iterations % LOOK_EVERY == 0:
+            self._is_ready = [p.grad is not None for p in self.parameters]
+            if not all(self._is_ready):
+                self.phase = Phase.REDUCING  # for the next forward to complain about
+                self._stop_few()
 
     def _surprised(self) -> None:
         """Gradients come in another order than before: only the end will tell what has come and what has not."""
@@ -639,13 +673,13 @@ class Reducer:
 
     def _watch_for_steady_order(self) -> None:
         steady = (
-            self.is_batched
+            (self.is_batched or self.nothing_to_send)
             and self.has_rebuilt
-            and not self._listening_to_last
+            and self.listening is Listening.TO_ALL
             and self._bucket_dtype is None
             and all(type(p) is torch.nn.Parameter for p in self.parameters)
             and not self.settings.find_unused
-            and not any(self._existed)
+            and (self.nothing_to_send or not any(self._existed))
             and (self._uses is None or all(n == 1 for n in self._uses))
             and len(self._order) == len(self.parameters)
             and len({p.device for p in self.parameters}) == 1
@@ -654,7 +688,7 @@ class Reducer:
         self._steady_steps = self._steady_steps + 1 if steady else min(self._steady_steps, 0)
         if self._steady_steps >= STABLE_STEPS:
             self._steady_steps = 0
-            self._listen_to_last()
+            self._listen_to_few()
 
     def _order_in(self, bucket: Bucket) -> list[int]:
         return [i for i in self._order if self._home[i][0] is bucket]
@@ -695,8 +729,6 @@ class Reducer:
         if self.phase is not Phase.REDUCING:
             return
         missing = [i for i, ready in enumerate(self._is_ready) if not ready]
-        if self._listening_to_last:
-            missing = [i for i in missing if self.parameters[i].grad is None] or missing
         error = RuntimeError(
             unfinished.unfinished(
                 rank=self.group.rank(),
@@ -711,6 +743,7 @@ class Reducer:
     def reset(self) -> None:
         """Forget a backward pass that did not end, and the order of gradients."""
         self.phase = Phase.IDLE
+        self._stop_few()
         self.has_rebuilt = False
         self.last_order = []
         self._passes, self._futures, self._join_work = [], [], None
@@ -734,6 +767,8 @@ class Reducer:
             self._note(error)
             raise error
         self._hook = (hook, state)
+        self._decide()
+        self._stop_few()
 
     def _run_comm_hook(self, bucket: GradBucket) -> Future[Any]:
         if self._hook is None:
