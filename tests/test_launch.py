@@ -350,6 +350,32 @@ def test_what_a_worker_started_ends_with_the_run(stage: Stage) -> None:
     assert not processes_of(stage.folder)
 
 
+def test_a_child_that_never_stops_writing_does_not_keep_the_launcher(stage: Stage) -> None:
+    """It leaves the worker's process group, so that it is not ours to end; but the run must be over."""
+    script = stage.script(
+        "subprocess.Popen(['timeout', '20', 'yes', 'still here'], start_new_session=True)\ntime.sleep(0.2)\n"
+    )
+    begin_s = time.monotonic()
+    launcher = subprocess.run(
+        [*LAUNCHER, "run", "--log-dir", stage.logs, "-n", "1", script],
+        cwd=stage.folder,
+        env=outer_env(),
+        stdout=subprocess.DEVNULL,
+        timeout=DEADLINE_S,
+    )
+    assert launcher.returncode == 0
+    assert time.monotonic() - begin_s < 10
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_a_full_disk_ends_the_log_and_not_the_training(stage: Stage) -> None:
+    stage.logs.mkdir()
+    (stage.logs / "rank0.log").symlink_to("/dev/full")
+    done = stage.run("-n", "1", stage.script("print('one'); time.sleep(0.2); print('two')\n"))
+    assert (done.returncode, done.stdout) == (0, "[rank 0] one\n[rank 0] two\n")
+    assert done.stderr.count("the log of rank 0 ends here") == 1
+
+
 def test_what_a_worker_started_may_tidy_up_first(stage: Stage) -> None:
     child = (
         "import signal, sys, time\n"

@@ -29,6 +29,7 @@ from lockstep.meeting import Meeting
 from lockstep.place import Place, detect, read_number
 
 JOIN_TIMEOUT_S = 300.0
+LAST_TENSORS_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -284,16 +285,18 @@ def _take_gpu(device: torch.device, host: str) -> str:
 
 
 def _leave_at_exit() -> None:
-    """Release the group we formed when the program ends in peace.
-
-    After an uncaught exception we do not: tearing down may wait for peers, and they wait for us to be gone.
-    """
+    """Release the group we formed when the program ends."""
     assert dist.group.WORLD is not None
     pid, group = os.getpid(), weakref.ref(dist.group.WORLD)
 
     def leave() -> None:
-        # A forked child has our group in its memory too, but not to give away.
-        if os.getpid() == pid and _is_current(group) and getattr(sys, "last_value", None) is None:
+        if os.getpid() != pid:
+            return  # a forked child has our group in its memory too, but not to give away
+        # Not after an uncaught exception: tearing down may wait for peers, and they wait for us to be gone.
+        if _is_current(group) and getattr(sys, "last_value", None) is None:
             dist.destroy_process_group()
+        # If anybody still holds the group (a wrapped model does), its threads live on, and may be about to drop the
+        # tensors of the last collective. For that they need the interpreter; without one, they abort the process.
+        time.sleep(LAST_TENSORS_S)
 
     atexit.register(leave)

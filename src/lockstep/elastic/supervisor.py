@@ -41,8 +41,10 @@ from lockstep.elastic.verdict import (
 
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+READ_BYTES = 65536
 TAIL_BYTES = 65536
 LONGEST_LINE_BYTES = 65536
+LARGEST_PIPE_BYTES = 1 << 20
 # How long a stray child may take to obey when its worker has already ended.
 STRAYS_S = 2.0
 
@@ -135,10 +137,10 @@ class _Stream:
     def take(self) -> bytes | None:
         """Pass on what is there: b"" when the pipe has ended, None when there is nothing just now."""
         try:
-            chunk = os.read(self.pipe.fileno(), 65536)
+            chunk = os.read(self.pipe.fileno(), READ_BYTES)
         except BlockingIOError:
             return None
-        self.worker.log.write(chunk)
+        self.worker.write_log(chunk)
         self.tail = (self.tail + chunk)[-TAIL_BYTES:]
         self.worker.tail = (self.worker.tail + chunk)[-TAIL_BYTES:]
         text = self._rest + chunk
@@ -151,9 +153,10 @@ class _Stream:
         return chunk
 
     def drain(self) -> None:
-        """All that is left, without waiting for a child of the worker that may hold the other end for ever."""
-        while self.take():
-            pass
+        """What a dead worker has left: at most what a pipe holds. A child of it may go on writing for ever."""
+        for _ in range(LARGEST_PIPE_BYTES // READ_BYTES):
+            if not self.take():
+                break
         self._end_line()
 
     def _end_line(self) -> None:
@@ -167,6 +170,8 @@ class _Stream:
             write_all(self.screen, b"".join(prefix + line.removeprefix(torchs) for line in lines))
         except BrokenPipeError:
             self.broken, self.screen = True, -1
+        except OSError:
+            self.screen = -1  # the terminal is gone, and nobody minded (nohup): the logs go on
 
 
 class _Worker:
@@ -180,6 +185,15 @@ class _Worker:
         assert process.stderr is not None
         self.out = _Stream(self, process.stdout, 1)  # type: ignore[arg-type]
         self.err = _Stream(self, process.stderr, 2)  # type: ignore[arg-type]
+
+    def write_log(self, chunk: bytes) -> None:
+        """A full disk must not end the training."""
+        try:
+            self.log.write(chunk)
+        except OSError as error:
+            say(f"the log of rank {self.rank} ends here: {error}")
+            self.log.close()
+            self.log = open(os.devnull, "wb", buffering=0)
 
     @property
     def alive(self) -> bool:
@@ -377,12 +391,13 @@ class _Crew:
         say(f"{who} of {self._job.workers} failed first: {describe(culprit.code)}")
         say(f"the logs of all workers are in {self._job.log_dir}")
         say(f"the last words of {who}:" if words else f"{who} said nothing")
-        write_all(2, "".join(f"[rank {culprit.rank}] {line}\n" for line in words).encode(errors="replace"))
+        with suppress(OSError):
+            write_all(2, "".join(f"[{who}] {line}\n" for line in words).encode(errors="replace"))
         return status
 
 
 def say(text: str) -> None:
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         write_all(2, f"lockstep: {text}\n".encode(errors="replace"))
 
 

@@ -6,11 +6,11 @@ wrapper's own.
 
 from __future__ import annotations
 
-import gc
 import json
+import multiprocessing
 import sys
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -74,20 +74,22 @@ def workload_of(size: Size, device: torch.device) -> Workload:
 
 
 def measure_peak(arm_name: str, size: Size, device: torch.device) -> int:
-    """The most memory an arm needs from its construction on, beyond what was taken before; it is freed afterwards."""
+    """The most memory an arm ever needs, in a process of its own: some arms leave memory behind."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_peak_bytes, arm_name, size, device).result(timeout=300)
+
+
+def _peak_bytes(arm_name: str, size: Size, device: torch.device) -> int:
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
-    gc.collect()
-    torch.cuda.synchronize()
-    time.sleep(1.0)  # NCCL's watchdog lets go of the last arm's buckets a moment after they were reduced
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     arm = Arm(arm_name, workload, device, autocast=True)
-    for _ in range(4):  # after the second step the buckets are final, the optimizer's state is there since the first
+    for _ in range(8):  # the optimizer's state is there since the first, the buckets are final since the second
         arm.step(batch)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    dist.destroy_process_group()
+    return torch.cuda.max_memory_allocated()
 
 
 def measure_size(size: Size, settings: Settings, device: torch.device) -> dict[str, ArmFigures]:
@@ -96,11 +98,9 @@ def measure_size(size: Size, settings: Settings, device: torch.device) -> dict[s
 
     peaks: dict[str, int] = {}
     if device.type == "cuda":
-        measure_peak(NONE, size, device)  # the workspaces of the libraries come with the first steps and stay
         for name in settings.arms:
             report(f"memory of {name}")
             peaks[name] = measure_peak(name, size, device)
-        gc.collect()
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
     plan = Plan(warmup=8, rounds=settings.rounds * size.repeats, steps=settings.steps or size.steps)

@@ -351,7 +351,8 @@ class DistributedDataParallel(TorchDDP):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.require_forward_param_sync = True
+            if not self.require_forward_param_sync:  # nn.Module makes an assignment expensive
+                self.require_forward_param_sync = True
             outputs = () if self.reducer.listening is Listening.TO_VERY_LAST else tuple(find_tensors(output))
             self.reducer.prepare_for_backward(outputs)
         else:

@@ -1,0 +1,104 @@
+"""Who is blamed: decided from reports alone, then tried with real workers that leave, raise and are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lockstep.comm.peers import Report, judge
+from lockstep.errors import Desync, PeerLost
+
+US = Report(0, pid=10, host="a", passes=5, inside=True, calls=9)
+
+
+def peer(**changes: object) -> Report:
+    return Report(**({"rank": 1, "pid": 11, "host": "a", "passes": 5, "inside": True, "calls": 9} | changes))  # type: ignore[arg-type]
+
+
+def test_nobody_is_blamed_for_being_slow() -> None:
+    assert judge(US, [peer(inside=False, calls=8, passes=4)], dead=[], where="there") is None
+    assert judge(US, [peer()], dead=[], where="there") is None
+    assert judge(US, [Report(1)], dead=[], where="there") is None, "nothing heard yet"
+
+
+def test_one_that_left_is_named_with_its_reason() -> None:
+    error = judge(US, [peer(rank=2), peer(left="ValueError: x", inside=False)], dead=[], where="bucket 3")
+    assert isinstance(error, PeerLost)
+    for word in ("rank 1", "pid 11", "ValueError: x", "bucket 3", "5 backward passes"):
+        assert word in str(error)
+
+
+def test_one_that_died_is_named() -> None:
+    error = judge(US, [peer(), peer(rank=2, pid=12)], dead=[2], where="there")
+    assert isinstance(error, PeerLost)
+    assert "rank 2 (pid 12" in str(error)
+
+
+def test_one_that_called_something_else_is_named() -> None:
+    error = judge(US, [peer(rank=2), peer(inside=False, calls=9)], dead=[], where="there")
+    assert isinstance(error, Desync)
+    assert "rank 1" in str(error)
+
+
+SCRIPT = """
+    import os, signal, sys
+    import torch, torch.distributed as dist
+    import lockstep
+
+    world = lockstep.init()
+    ddp = lockstep.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(6):
+        if world.rank == 1 and step == 3:
+            what = sys.argv[1]
+            if what == "raise":
+                raise ValueError("bad sample 17")
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "finish":
+                break
+        ddp(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("raise", ["PeerLost: rank 1", "ValueError: bad sample 17", "backward pass 4"]),
+        ("kill", ["PeerLost: rank 1", "died without a word", "backward pass 4"]),
+        ("finish", ["PeerLost: rank 1", "its program ended", "join()"]),
+    ],
+)
+def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, words: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    # rank 0 alone under our eyes: the launcher would stop it before it can speak
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment["MASTER_PORT"] = str(free_port())
+    command = [sys.executable, str(script), what]
+    quiet = subprocess.DEVNULL
+    other = subprocess.Popen(command, env=environment | {"RANK": "1", "LOCAL_RANK": "1"}, stdout=quiet, stderr=quiet)
+    try:
+        done = subprocess.run(
+            command, env=environment | {"RANK": "0", "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=60
+        )
+    finally:
+        other.kill()
+        status = other.wait()
+    assert done.returncode != 0
+    for word in words:
+        assert word in done.stderr
+    assert status == {"raise": 1, "kill": -signal.SIGKILL, "finish": status}[what]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
