@@ -188,12 +188,13 @@ class _Worker:
 
     def write_log(self, chunk: bytes) -> None:
         """A full disk must not end the training."""
+        if self.log.closed:
+            return
         try:
             self.log.write(chunk)
         except OSError as error:
             say(f"the log of rank {self.rank} ends here: {error}")
             self.log.close()
-            self.log = open(os.devnull, "wb", buffering=0)
 
     @property
     def alive(self) -> bool:
