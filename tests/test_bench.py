@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as Torch
 
 class Raises(Torch):
     def forward(self, *inputs):
-        if dist.get_rank() == 1:
+        if dist.get_rank(self.process_group) == 1:
             raise ArithmeticError("one and one is three")
         return super().forward(*inputs)
 
@@ -88,7 +88,7 @@ def test_the_worker_that_failed_is_named(start):
     process = start("step", "--models", "tiny", "--arms", "none,classes.Raises")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "tiny: worker 1 failed" in errors
+    assert "tiny: worker 1 of classes.Raises failed" in errors
     assert errors.rstrip().endswith("ArithmeticError: one and one is three")
 
 

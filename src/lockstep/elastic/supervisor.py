@@ -76,6 +76,10 @@ def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores
     # Left over from a torchrun around us, these would send the worker to a store that is not ours.
     env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.workers)))
+    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in env):
+        # Gradients and activations are freed and wanted again in every step. glibc would give their pages back to the
+        # system and fault them in anew: a third of the step of a 25 M parameter MLP on a CPU.
+        env.update(MALLOC_TRIM_THRESHOLD_=str(2**30), MALLOC_MMAP_THRESHOLD_=str(2**25))
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All workers are here. Gloo would otherwise look the host's name up, and laptops and VPNs answer nonsense.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

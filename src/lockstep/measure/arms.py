@@ -36,11 +36,14 @@ def load_wrapper(arm: str) -> Wrapper:
 class Arm:
     """A model of its own, from the same seed as every other arm's, and its optimizer."""
 
-    def __init__(self, name: str, workload: Workload, device: torch.device, *, autocast: bool = False) -> None:
+    def __init__(
+        self, name: str, workload: Workload, device: torch.device, *, autocast: bool = False, group: Any = None
+    ) -> None:
         torch.manual_seed(SEED)
         model = workload.build().to(device)
         if name != NONE:
-            model = load_wrapper(name)(model, device_ids=None if device.type == "cpu" else [device.index])
+            ids = None if device.type == "cpu" else [device.index]
+            model = load_wrapper(name)(model, device_ids=ids, process_group=group)
         self.name, self.model = name, model
         self.optimizer = OPTIMIZERS[workload.optimizer](model)
         self._precision = torch.autocast(device.type, dtype=torch.bfloat16) if autocast else nullcontext()

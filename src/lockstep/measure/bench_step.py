@@ -1,7 +1,9 @@
 """`lockstep bench step`: what a training step costs with no communication, with torch's DDP and with ours.
 
-The arms live side by side in the same worker processes. Communication alone (the same buckets, one all-reduce after the
-other, nothing else running) is one more arm: what a wrapper does not hide of it shows up in the step.
+Every arm has worker processes of its own, which rest while another arm has its turn: in one process the arms would
+change each other's memory (what one has freed, the next finds ready), and a user runs only one of them.
+Communication alone (the same buckets, one all-reduce after the other, nothing else running) is one more arm: what a
+wrapper does not hide of it shows up in the step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ from torch._C._distributed_c10d import TCPStore
 from lockstep.errors import LockstepError
 from lockstep.measure.arms import NONE, TORCH, Arm
 from lockstep.measure.models import WORKLOADS, Workload, count_parameters
-from lockstep.measure.rounds import Estimate, Plan, estimate, paired_difference, paired_ratio, slowest, time_rounds
+from lockstep.measure.rounds import (
+    Conduct,
+    Estimate,
+    Plan,
+    estimate,
+    paired_difference,
+    paired_ratio,
+    slowest,
+    time_rounds,
+)
 from lockstep.measure.table import Column, megabytes, percent, render
 
 LOOPBACK = "127.0.0.1"
@@ -47,16 +58,21 @@ class Settings:
     plan: Plan
     wait_s: float  # the longest wait for a sign of life
 
+    @property
+    def processes(self) -> int:
+        return self.workers * len(self.arms)
+
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """What one worker found out about one model."""
+    """What one worker of one arm found out about one model."""
 
     model: str
+    arm: str
     parameters: int
-    times_ms: dict[str, list[float]]  # per arm, per round
-    bucket_bytes: dict[str, tuple[int, ...]]  # per arm that communicates
-    digests: dict[str, str]  # of the final weights, per arm
+    times_ms: dict[str, list[float]]  # of its arm and of the communication alone, per round
+    bucket_bytes: tuple[int, ...]
+    digest: str  # of the final weights
 
 
 @dataclass(frozen=True)
@@ -82,40 +98,56 @@ class ArmFigures:
 # ---------------------------------------------------------------------------------------------------- inside a worker
 
 
-def communication(bucket_bytes: tuple[int, ...], device: torch.device) -> Callable[[], None]:
+def communication(bucket_bytes: tuple[int, ...], device: torch.device, group: Any) -> Callable[[], None]:
     """All-reduces of these sizes, one after the other."""
     buckets = [torch.zeros(size // 4, device=device) for size in bucket_bytes]
 
     def step() -> None:
         for bucket in buckets:
-            dist.all_reduce(bucket)
+            dist.all_reduce(bucket, group=group)
 
     return step
 
 
-def communication_name(bucket_bytes: tuple[int, ...]) -> str:
-    return "all-reduce " + "+".join(map(str, bucket_bytes))
+def communication_name(arm: str) -> str:
+    return f"communication of {arm}"
 
 
-def measure_model(name: str, settings: Settings, device: torch.device, report: Callable[[str], None]) -> WorkerTimes:
+def turns_of(arms: tuple[str, ...]) -> list[str]:
+    """Everything that is timed in a round."""
+    return [*arms, *(communication_name(arm) for arm in arms if arm != NONE)]
+
+
+def measure_model(name: str, arm_name: str, settings: Settings, device: torch.device, tell: Teller) -> WorkerTimes:
     workload: Workload = WORKLOADS[name]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank())).to(device)
-    report(f"{name}: warming up")
-    arms = [Arm(arm, workload, device) for arm in settings.arms]
-    for arm in arms:
-        for _ in range(settings.plan.warmup):  # only then are the buckets what they will be
+    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank(tell.group))).to(device)
+    tell(f"{name}: warming up")
+    arm = Arm(arm_name, workload, device, group=tell.group)
+    for turn in settings.arms:  # one after the other, as later
+        dist.barrier()
+        for _ in range(settings.plan.warmup if turn == arm_name else 0):  # then the buckets are what they will be
             arm.step(batch)
-    buckets = {arm.name: arm.bucket_bytes() for arm in arms if arm.name != NONE}
-    timed: dict[str, Callable[[], None]] = {arm.name: partial(arm.step, batch) for arm in arms}
-    timed |= {communication_name(sizes): communication(sizes, device) for sizes in buckets.values()}
-    times = time_rounds(
-        timed,
-        settings.plan,
+    ours: dict[str, Callable[[], None]] = {arm_name: partial(arm.step, batch)}
+    if arm_name != NONE:
+        ours[communication_name(arm_name)] = communication(arm.bucket_bytes(), device, tell.group)
+    conduct = Conduct(
         line_up=dist.barrier,
         finish=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
-        report=lambda text: report(f"{name}: {text}"),
+        report=lambda text: tell(f"{name}: {text}"),
     )
-    return WorkerTimes(name, count_parameters(arms[0].model), times, buckets, {arm.name: arm.digest() for arm in arms})
+    times = time_rounds(turns_of(settings.arms), ours, settings.plan, conduct)
+    return WorkerTimes(name, arm_name, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
+
+
+@dataclass(frozen=True)
+class Teller:
+    """Of the workers of one arm: their group, and a way to say where they are."""
+
+    group: Any
+    pipe: Connection
+
+    def __call__(self, text: str) -> None:
+        self.pipe.send(text)
 
 
 def work(rank: int, port: int, settings: Settings, pipe: Connection) -> None:
@@ -125,14 +157,20 @@ def work(rank: int, port: int, settings: Settings, pipe: Connection) -> None:
     try:
         torch.set_num_threads(settings.threads)
         device = torch.device("cpu")
+        arm, rank_in_arm = settings.arms[rank // settings.workers], rank % settings.workers
         if settings.device == "cuda":
-            device = torch.device("cuda", rank % torch.cuda.device_count())
+            device = torch.device("cuda", rank_in_arm % torch.cuda.device_count())
             torch.cuda.set_device(device)
         wait = timedelta(seconds=settings.wait_s)
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=wait)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.workers, timeout=wait)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.processes, timeout=wait)
+        groups = [
+            dist.new_group(list(range(first, first + settings.workers)), timeout=wait)
+            for first in range(0, settings.processes, settings.workers)
+        ]
+        tell = Teller(groups[rank // settings.workers], pipe)
         for model in settings.models:
-            pipe.send(measure_model(model, settings, device, pipe.send))
+            pipe.send(measure_model(model, arm, settings, device, tell))
         dist.barrier()  # nobody leaves while a peer still talks to it
         dist.destroy_process_group()
     except Exception as error:
@@ -161,7 +199,7 @@ class Workers:
         use_loopback()
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # 0: the system picks the port
         self._processes, self._pipes = [], []
-        for rank in range(self.settings.workers):
+        for rank in range(self.settings.processes):
             ours, theirs = self._context.Pipe(duplex=False)
             process = self._context.Process(
                 target=work, args=(rank, self._store.port, self.settings, theirs), name=f"worker {rank}", daemon=True
@@ -182,13 +220,13 @@ class Workers:
         """What all workers say about a model, model after model."""
         found: dict[str, dict[int, WorkerTimes]] = {model: {} for model in self.settings.models}
         for model, answers in found.items():
-            while len(answers) < self.settings.workers:
+            while len(answers) < self.settings.processes:
                 for rank, message in self._messages(model):
                     if isinstance(message, WorkerTimes):
                         found[message.model][rank] = message
                     elif rank == 0:
                         print(message, file=sys.stderr, flush=True)
-            yield [answers[rank] for rank in range(self.settings.workers)]
+            yield [answers[rank] for rank in range(self.settings.processes)]
 
     def _messages(self, model: str) -> Iterator[tuple[int, Any]]:
         wait_s, failures = self.settings.wait_s, []
@@ -208,7 +246,8 @@ class Workers:
             failures += [late for rank, pipe in enumerate(self._pipes) if pipe not in ready and pipe.poll(1)
                          if isinstance(late := self._receive(rank), Failure)]  # fmt: skip
             first = min(failures, key=lambda failure: failure.at)
-            raise LockstepError(f"{model}: worker {first.rank} failed\n{first.trace}")
+            arm, rank = divmod(first.rank, self.settings.workers)
+            raise LockstepError(f"{model}: worker {rank} of {self.settings.arms[arm]} failed\n{first.trace}")
 
     def _receive(self, rank: int) -> Any:
         try:
@@ -226,11 +265,14 @@ def use_loopback() -> None:
 
 
 def figures(workers: list[WorkerTimes]) -> dict[str, ArmFigures]:
-    first, times = workers[0], slowest([worker.times_ms for worker in workers])
+    times = slowest([worker.times_ms for worker in workers])
+    of_arm: dict[str, list[WorkerTimes]] = {}
+    for worker in workers:
+        of_arm.setdefault(worker.arm, []).append(worker)
     result = {}
-    for arm in first.digests:
+    for arm, members in of_arm.items():
         talks = arm != NONE
-        alone = estimate(times[communication_name(first.bucket_bytes[arm])]) if talks else None
+        alone = estimate(times[communication_name(arm)]) if talks else None
         exposed = paired_difference(times[arm], times[NONE]) if talks and NONE in times else None
         result[arm] = ArmFigures(
             step_ms=estimate(times[arm]),
@@ -238,9 +280,9 @@ def figures(workers: list[WorkerTimes]) -> dict[str, ArmFigures]:
             exposed_ms=exposed,
             alone_ms=alone,
             hidden=1 - exposed.median / alone.median if exposed and alone else None,
-            weights_equal_torch=first.digests[arm] == first.digests[TORCH] if talks and TORCH in times else None,
-            replicas_equal=len({worker.digests[arm] for worker in workers}) == 1 if talks else None,
-            bucket_bytes=first.bucket_bytes.get(arm, ()),
+            weights_equal_torch=members[0].digest == of_arm[TORCH][0].digest if talks and TORCH in times else None,
+            replicas_equal=len({member.digest for member in members}) == 1 if talks else None,
+            bucket_bytes=members[0].bucket_bytes,
             rounds_ms=times[arm],
         )
     return result

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lockstep.measure.arms import NONE, Arm
 from lockstep.measure.models import GPT2_124M, Gpt, GptShape, Workload, count_parameters, draw_tokens
-from lockstep.measure.rounds import Estimate, Plan, estimate, paired_ratio, time_rounds
+from lockstep.measure.rounds import Conduct, Estimate, Plan, estimate, paired_ratio, time_rounds
 from lockstep.measure.table import Column, megabytes, render
 
 TINY = GptShape(layers=2, heads=2, width=32, vocabulary=128, context=32)
@@ -111,7 +111,7 @@ def measure_size(size: Size, settings: Settings, device: torch.device) -> dict[s
             arm.step(batch)
     steps: dict[str, Callable[[], None]] = {arm.name: partial(arm.step, batch) for arm in arms}
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = time_rounds(steps, plan, line_up=lambda: None, finish=finish, report=report)
+    times = time_rounds(list(steps), steps, plan, Conduct(finish=finish, report=report))
     return {
         arm.name: ArmFigures(
             step_ms=estimate(times[arm.name]),

@@ -27,30 +27,43 @@ def order_of(names: Sequence[str], round_number: int) -> list[str]:
     return [*names[turn:], *names[:turn]]
 
 
+@dataclass(frozen=True)
+class Conduct:
+    """How the processes keep together."""
+
+    line_up: Callable[[], None] = lambda: None  # wait until all of them are here
+    finish: Callable[[], None] = lambda: None  # wait until the device has done what it was asked to
+    report: Callable[[str], None] = lambda text: None
+
+
 def time_rounds(
-    arms: Mapping[str, Callable[[], None]], plan: Plan, *, line_up: Callable[[], None], finish: Callable[[], None],
-    report: Callable[[str], None],
-) -> dict[str, list[float]]:  # fmt: skip
-    """Milliseconds per step of each arm, one figure a round. `line_up` waits until all workers are here, `finish` until
-    the device has done what it was asked to. The arms come warm: they have made `plan.warmup` steps."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
+    names: Sequence[str], ours: Mapping[str, Callable[[], None]], plan: Plan, conduct: Conduct
+) -> dict[str, list[float]]:
+    """Milliseconds per step of each arm that is ours, one figure a round; in the turns of the others we rest.
+
+    The arms come warm: they have made `plan.warmup` steps.
+    """
+    times: dict[str, list[float]] = {name: [] for name in ours}
     for round_number in range(plan.rounds):
-        report(f"round {round_number + 1} of {plan.rounds}")
-        for name in order_of(list(arms), round_number):
-            step = arms[name]
-            finish()
-            line_up()
-            started = time.perf_counter()
-            for _ in range(plan.steps):
-                step()
-            finish()
-            times[name].append(1e3 * (time.perf_counter() - started) / plan.steps)
+        conduct.report(f"round {round_number + 1} of {plan.rounds}")
+        for name in order_of(names, round_number):
+            conduct.line_up()
+            if name in ours:
+                conduct.finish()
+                started = time.perf_counter()
+                for _ in range(plan.steps):
+                    ours[name]()
+                conduct.finish()
+                times[name].append(1e3 * (time.perf_counter() - started) / plan.steps)
     return times
 
 
 def slowest(workers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """A round takes as long as its slowest worker."""
-    return {name: [max(times) for times in zip(*(w[name] for w in workers), strict=True)] for name in workers[0]}
+    """A round takes as long as its slowest worker. Each arm is timed by its own workers."""
+    names = dict.fromkeys(name for worker in workers for name in worker)
+    return {
+        name: [max(times) for times in zip(*(w[name] for w in workers if name in w), strict=True)] for name in names
+    }
 
 
 @dataclass(frozen=True)
