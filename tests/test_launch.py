@@ -691,6 +691,13 @@ def test_cores_are_shared_out(workers: int, cores: int, threads: str) -> None:
     assert (mine["OMP_NUM_THREADS"], mine["GLOO_SOCKET_IFNAME"]) == ("7", "eth9")
 
 
+def test_malloc_keeps_memory_between_steps_unless_the_user_has_set_it_up() -> None:
+    job = Job(("x",), 2, Path("/logs"))
+    assert int(worker_env({}, rank=0, job=job, port=1, cores=2)["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        assert "MALLOC_TRIM_THRESHOLD_" not in worker_env({name: "1"}, rank=0, job=job, port=1, cores=2)
+
+
 def test_a_reserved_port_is_handed_out_to_nobody_but_can_be_listened_on() -> None:
     with reserve_port() as port:
         with socket.create_server(("127.0.0.1", port)):
