@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.replicate.reducer import Listening
+from lockstep.replicate.listen import Listening
 from programs import CASES, Mlp
 
 pytestmark = [

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import WorkerFailed, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.replicate.reducer import Listening
+from lockstep.replicate.listen import Listening
 from programs import Mlp, digest
 
 BOTH = [pytest.param(TorchDDP, id="torch"), pytest.param(OurDDP, id="ours")]

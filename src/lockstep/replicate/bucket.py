@@ -185,6 +185,20 @@ class Bucket:
         self.sent: Any = None  # the work or future that will bring the sum
         self.kept: list[Tensor | None] = [None] * len(self.parameters)
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """From now on carry gradients of another precision."""
+        self.dtype, self.flat, self.views = dtype, None, []
+
+    def zeros(self) -> Tensor:
+        """What a worker sends that has nothing to contribute."""
+        first = self.parameters[0]
+        if self.sparse:
+            none = torch.empty((1, 0), dtype=torch.int64, device=self.device)
+            values = torch.empty((0, *first.shape[1:]), dtype=self.dtype, device=self.device)
+            return torch.sparse_coo_tensor(none, values, first.shape)
+        numel = self.numel * (2 if self.dtype.is_complex else 1)
+        return torch.zeros(numel, dtype=self.dtype.to_real(), device=self.device)
+
     def cut(self, flat: Tensor) -> list[Tensor]:
         """Pieces of `flat`, one for each parameter, laid out as autograd lays out that parameter's gradient."""
         with torch.no_grad():

@@ -31,9 +31,11 @@ from lockstep.replicate.bucket import Caps
 from lockstep.replicate.delayed import DelayedReduce
 from lockstep.replicate.graph import find_tensors, profiled
 from lockstep.replicate.hooks import BUILT_IN, CommHook, check_signature
+from lockstep.replicate.listen import Listening
 from lockstep.replicate.log import Log
 from lockstep.replicate.mixed import MixedPrecision
-from lockstep.replicate.reducer import Listening, Reducer, Settings
+from lockstep.replicate.reducer import Settings
+from lockstep.replicate.torch_names import TorchReducer
 from lockstep.replicate.uneven import ShadowHook, any_worker_syncs, highest_rank
 
 if TYPE_CHECKING:
@@ -251,7 +253,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _build(self, leaves: Sequence[replica.Leaf], *, static_graph: bool) -> None:
         self._buffers_of_module = replica.Buffers(self.module, self.parameters_to_ignore)
-        self.reducer = Reducer(
+        self.reducer = TorchReducer(
             [leaf.parameter for leaf in leaves],
             names=[leaf.name for leaf in leaves],
             sparse=[leaf.sparse for leaf in leaves],
@@ -424,7 +426,7 @@ class DistributedDataParallel(TorchDDP):
             # An earlier forward may have saved these tensors for its backward, which is still to come and right.
             with (
                 _unsafe_preserve_version_counter(tuple(self.modules_buffers)),
-                self.reducer.watch.explains("the synchronisation of buffers"),
+                self.reducer.exchange.watch.explains("the synchronisation of buffers"),
             ):
                 self._sync_module_buffers(source)
 

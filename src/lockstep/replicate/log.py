@@ -105,7 +105,7 @@ class Log:
         self.data |= {
             "iteration": r.iterations,
             "num_buckets_reduced": r.buckets_reduced,
-            "unused_parameter_size": sum(r.parameters[i].numel() * r.parameters[i].element_size() for i in r.unused),
+            "unused_parameter_size": sum(r.parameters[i].nbytes for i in r.usage.unused),
         }
         if self.data.get("has_rebuilt_buckets") != int(r.has_rebuilt):
             self.data["has_rebuilt_buckets"] = int(r.has_rebuilt)

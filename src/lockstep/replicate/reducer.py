@@ -3,47 +3,34 @@
 Autograd tells the reducer which gradients have arrived. When the last one of a bucket has, the bucket is sent, always
 in the order of the buckets, so that every worker makes the same calls. When the backward pass ends, the reducer waits
 for what is still on its way and lets every parameter have the mean.
-
-Note [Two ways to listen]
-A Python call for each parameter costs about a microsecond, which shows where kernels are small. So on an accelerator,
-once gradients have arrived in the same order for a few steps, only the parameter that comes last in each bucket is
-listened to (`_listen_to_few`). That is checked, not believed: before the backward pass, that no gradient is there yet
-and that every one of these parameters will be reached; when it is reached, that the others of its bucket have come.
-If not, this backward pass is sent as a whole when it ends (`_surprised`), and all are listened to again.
-
-In a world of one nothing is sent, so nothing can go wrong by listening too little: the very last parameter is enough,
-and whether all others have got their gradient is looked at once in `LOOK_EVERY` steps.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.futures import Future
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm.peers import Watch
-from lockstep.replicate import graph, hooks, unfinished
-from lockstep.replicate.bucket import Bucket, Caps, Filling, Ownership, pack
-from lockstep.replicate.hooks import CommHook, GradBucket
+from lockstep.replicate import graph, listen, unfinished
+from lockstep.replicate.bucket import Bucket, Caps, Filling, Ownership, Pack, pack
+from lockstep.replicate.exchange import Exchange
+from lockstep.replicate.listen import Ears, Listening
 from lockstep.replicate.log import FIRST_SAMPLED, Clock
+from lockstep.replicate.usage import Usage
 
 if TYPE_CHECKING:
     from lockstep.replicate.log import Log
 
-# Who listens to a parameter. A wrapper inside a wrapper makes it two; then neither may take the gradient away.
-_listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of reducers
-
-LOOK_EVERY = 16
+LOOK_EVERY = 16  # steps, in a world of one
 STABLE_STEPS = 2  # equal steps before only the last parameter of each bucket is listened to
 
 
@@ -51,14 +38,6 @@ class Phase(Enum):
     IDLE = auto()  # gradients that arrive are the user's own: no_sync, or the bare module
     ARMED = auto()  # a forward was made whose backward will be reduced
     REDUCING = auto()  # its first gradient has arrived
-
-
-class Listening(Enum):
-    """See Note [Two ways to listen]."""
-
-    TO_ALL = auto()
-    TO_LAST_OF_BUCKET = auto()
-    TO_VERY_LAST = auto()
 
 
 @dataclass(frozen=True)
@@ -97,39 +76,30 @@ class Reducer:
         self.sample_rate = 100
         self.clock = Clock()
         self.has_rebuilt = False
-        self.unused: list[int] = []  # parameters the last backward pass did not reach
         self.last_order: list[int] = []
         self.buckets_reduced = 0
+        self.is_sampled = False
+        self.is_shared = False  # another reducer listens to the same parameters
         self._log: weakref.ref[Log] | None = None
         self._lock = threading.Lock()  # a model over several devices has a backward thread for each
-        self._hook: tuple[CommHook, object] | None = None
         self._optimizer_in_backward = False
         self._bucket_dtype: torch.dtype | None = None
-        self._join_work: Any = None
         self._futures: list[Future[Any]] = []
-        self._nodes: dict[int, Node] = {}  # the accumulators we listen to
-        self.is_shared = False
-        self.is_sampled = False
-        self._handles: list[Any] = []
-        self.group = group
-        self.set_group(group)
+        self.device = self.parameters[0].device
+        self.on_accelerator = self.device.type != "cpu"
+        self.is_batched = settings.batched_copy or self.on_accelerator
+        self.exchange = Exchange(group, self.device)
+        self.usage = Usage(len(self.parameters), self.device)
+        self._ears = Ears(self.parameters)
 
         count = len(self.parameters)
         self._uses: list[int] | None = None  # static graph: how often each parameter is reached, once learned
-        self._used = [False] * count  # reached since the last reduction, also under no_sync
-        self._used_map: Tensor | None = None  # by how many workers, after the reduction
-        self._used_work: Any = None
-        self._used_count: list[int] | None = None
-        self._graph_is_static = True
-        self._unused_before: list[int] | None = None
-
         self.phase = Phase.IDLE
         self._passes: list[Pass] = []  # forwards that the running backward goes through
         self._stale = False  # the running backward goes through a forward that was reduced before
         self._started = False  # the running backward has been seen from its start
         self._armed_again = False
         self._send_at_end = False
-        self._divisor = 0
         self._existed = [False] * count  # gradients that were there before the running backward
         self._reached: list[bool] | None = None
         self._order: list[int] = []
@@ -139,56 +109,48 @@ class Reducer:
         limits = settings.caps.before_order_is_known(may_have_unused=may_have_unused)
         self._lay_out(pack(self.parameters, limits, sparse=self.sparse))
         self._listen_to_all()
-        self._meet_other_listeners()
+        others = listen.announce(self, self.parameters)
+        for reducer in {self, *others} if others else ():
+            reducer.is_shared = True
+            reducer._decide()
+        self._decide()
 
     def __del__(self) -> None:
-        self.stop_listening()
+        self._ears.stop()
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    def set_group(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._written_in_python = type(group) is not dist.ProcessGroup
-        self.watch = Watch(group, polls=not self._written_in_python and not self.on_accelerator)
-        self._averages = not self._written_in_python and _is_nccl(group, self.parameters[0].device)
-        self._decide()
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.exchange.group
 
     def _decide(self) -> None:
         """What follows from the settings, the group and the hook; again whenever one of them changes."""
         if self.settings.gradient_as_bucket_view:
             self.ownership = Ownership.BUCKET_VIEW
         else:
-            self.ownership = Ownership.COPIED if self._hook or self.is_shared else Ownership.HANDED_OVER
+            copied = self.exchange.has_hook or self.is_shared
+            self.ownership = Ownership.COPIED if copied else Ownership.HANDED_OVER
         # The mean over one worker is the gradient itself, if nobody wants to see it pass by.
         handed_over = self.ownership is Ownership.HANDED_OVER
-        self.nothing_to_send = self.group.size() == 1 and not self._written_in_python and handed_over
+        self.nothing_to_send = self.group.size() == 1 and not self.exchange.is_python and handed_over
         self.lets_go = self.on_accelerator and handed_over and not self.nothing_to_send
+        self._stop_few()
 
-    def _lay_out(self, plan: Sequence[Any]) -> None:
+    def _lay_out(self, plan: Sequence[Pack]) -> None:
         self.buckets = [
             Bucket(n, p, self.parameters, sparse=self.sparse[p.indices[0]] and len(p.indices) == 1)
             for n, p in enumerate(plan)
         ]
         if self._bucket_dtype is not None:
-            self._cast_buckets(self._bucket_dtype)
+            for bucket in self.buckets:
+                bucket.cast(self._bucket_dtype)
         self._home = {
             index: (bucket, slot) for bucket in self.buckets for slot, index in enumerate(bucket.plan.indices)
         }
         self._next = 0
         self._is_ready = [False] * len(self.parameters)
         self._stop_few()
-
-    def _cast_buckets(self, dtype: torch.dtype) -> None:
-        for bucket in self.buckets:
-            bucket.dtype, bucket.flat, bucket.views = dtype, None, []
-
-    @property
-    def on_accelerator(self) -> bool:
-        return self.parameters[0].device.type != "cpu"
-
-    @property
-    def is_batched(self) -> bool:
-        return self.settings.batched_copy or self.on_accelerator
 
     @property
     def learns_static_graph(self) -> bool:
@@ -201,66 +163,42 @@ class Reducer:
     # -- listening to autograd ---------------------------------------------------------------------------------------
 
     def _listen_to_all(self) -> None:
-        self._listen(range(len(self.parameters)), Reducer._on_gradient)
+        self._ears.listen(range(len(self.parameters)), self._gradient_arrived)
         self.listening = Listening.TO_ALL
 
     def _listen_to_few(self) -> None:
-        self.stop_listening()
-        self._nodes = {}
-        # A hook that was removed still costs a call into Python. Only a new node is free of it.
-        graph.renew_accumulators(self.parameters)
+        """See Note [Two ways to listen] in listen.py."""
+        self._ears.renew()
         last = [b.plan.indices[-1] for b in self.buckets]
         if self.nothing_to_send:
-            self._listen(last[-1:], Reducer._on_very_last)
+            self._ears.listen(last[-1:], self._very_last_arrived)
             self.listening = Listening.TO_VERY_LAST
         else:
-            self._listen(last, Reducer._on_last_of_bucket)
+            self._ears.listen(last, self._last_of_bucket_arrived)
             self.listening = Listening.TO_LAST_OF_BUCKET
-
-    def _listen(self, indices: Iterable[int], call: Callable[[Reducer, int], None]) -> None:
-        self.stop_listening()
-        # The node keeps the hook alive; a weak reference keeps the hook from keeping us alive.
-        us = weakref.ref(self)
-
-        def hook_for(index: int) -> Callable[[Any, Any], None]:
-            def on_accumulated(_inputs: Any, _outputs: Any) -> None:
-                reducer = us()
-                if reducer is not None:
-                    reducer._guarded(call, index)
-
-            return on_accumulated
-
-        self._nodes = {i: graph.accumulator(self.parameters[i]) for i in indices}
-        self._handles = [node.register_hook(hook_for(i)) for i, node in self._nodes.items()]
-
-    def _meet_other_listeners(self) -> None:
-        for parameter in self.parameters:
-            listeners = _listeners.setdefault(parameter, weakref.WeakSet())  # type: ignore[no-untyped-call]
-            listeners.add(self)
-            if len(listeners) > 1:
-                for reducer in listeners:
-                    reducer.is_shared = True
-                    reducer._decide()
-                    reducer._stop_few()
-
-    def stop_listening(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _stop_few(self) -> None:
         self._steady_steps = -STABLE_STEPS
         if self.listening is not Listening.TO_ALL:
             self._listen_to_all()
 
-    def _guarded(self, call: Callable[[Reducer, int], None], index: int) -> None:
+    def _gradient_arrived(self, index: int) -> None:
+        self._guarded(self._on_gradient, index)
+
+    def _last_of_bucket_arrived(self, index: int) -> None:
+        self._guarded(self._on_last_of_bucket, index)
+
+    def _very_last_arrived(self, index: int) -> None:
+        self._guarded(self._on_very_last, index)
+
+    def _guarded(self, call: Callable[[int], None], index: int) -> None:
         with self._lock:
             try:
                 if torch.is_grad_enabled():  # backward(create_graph=True)
                     with torch.no_grad():
-                        call(self, index)
+                        call(index)
                 else:
-                    call(self, index)
+                    call(index)
             except Exception as error:
                 self._note(error)
                 raise
@@ -308,8 +246,8 @@ class Reducer:
         self._order = []
         self._is_ready = [False] * len(self.parameters)
         self._uses_left = list(self._uses or ())
-        self._divisor = 0
         self._reached = None
+        self.exchange.begin()
         self._started = self._send_at_end = self._armed_again = False
         for bucket in self.buckets:
             bucket.reset()
@@ -343,13 +281,11 @@ class Reducer:
                     bucket.let_go()
 
     def _few_will_do(self) -> bool:
-        return not any(self._existed) and all(
-            graph.will_be_reached(list(self._nodes.values()))
-        )
+        return not any(self._existed) and all(graph.will_be_reached(list(self._ears.nodes.values())))
 
     def _search_unused(self) -> list[bool]:
         with graph.profiled("search_unused_parameters"):
-            return graph.will_be_reached(list(self._nodes.values()))
+            return graph.will_be_reached(list(self._ears.nodes.values()))
 
     def _forget_stale(self) -> None:
         self._stale = False
@@ -367,7 +303,7 @@ class Reducer:
 
     def _on_gradient(self, index: int) -> None:
         if self.tracks_use and self.parameters[index].grad is not None:
-            self._used[index] = True
+            self.usage.note(index)
         if not self._is_expected():
             return
         if self.learns_static_graph:
@@ -448,16 +384,10 @@ class Reducer:
                 return True
             if not self.static_graph and self.settings.find_unused:
                 reached = self._reached if self._reached is not None else self._search_unused()
-                self._set_unused([i for i, yes in enumerate(reached) if not yes])
-            for i in self.unused:
+                self.usage.set_unused([i for i, yes in enumerate(reached) if not yes])
+            for i in self.usage.unused:
                 self._mark_ready(i)
         return True
-
-    def _set_unused(self, unused: list[int]) -> None:
-        self.unused = unused
-        if self._unused_before is not None and self._unused_before != unused:
-            self._graph_is_static = False
-        self._unused_before = unused
 
     def _mark_ready(self, index: int) -> None:
         if self._is_ready[index]:
@@ -471,24 +401,7 @@ class Reducer:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _filling(self) -> Filling:
-        if self._hook is not None:
-            return Filling(self.ownership)
-        divisor = 1 if self._backend_divides else self.divisor
-        return Filling(self.ownership, divisor=divisor, divide_flat=self.settings.batched_copy)
-
-    @property
-    def divisor(self) -> int:
-        """How many workers share this step: all; with `join(divide_by_initial_world_size=False)`, those still there."""
-        if not self._divisor:
-            self._divisor = self.group.size()
-            if self._join_work is not None:
-                self._join_work.wait()
-                self._divisor = int(self._join_work.result()[0].item())
-        return self._divisor
-
-    @property
-    def _backend_divides(self) -> bool:
-        return self._averages and self.divisor == self.group.size()
+        return self.exchange.filling(self.ownership, divide_flat=self.settings.batched_copy)
 
     def _send_what_is_ready(self) -> bool:
         """Send complete buckets, strictly in order. True when the last one has gone."""
@@ -500,7 +413,7 @@ class Reducer:
         if self._next < len(self.buckets):
             return False
         if self.settings.find_unused and not self.static_graph:
-            self._share_use()
+            self.usage.share(self.group)
         return True
 
     def _send(self, bucket: Bucket) -> None:
@@ -510,87 +423,27 @@ class Reducer:
         if self.nothing_to_send or self._is_skipped(bucket):
             return
         self.buckets_reduced += 1
-        if bucket.sparse:
-            buffer = self._sparse_gradient(bucket)
-        else:
-            if self.is_batched:
-                bucket.fill(self._filling(), [self._existed[i] for i in bucket.plan.indices])
-            buffer = bucket.whole()
-        if self._hook is not None:
-            is_last = bucket.number == len(self.buckets) - 1
-            bucket.sent = self._run_comm_hook(
-                GradBucket(bucket.number, buffer, bucket.parameters, is_last=is_last)
-            )
-            return
-        options = dist.AllreduceOptions()
-        if self._backend_divides:
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        if bucket.number == 0:
-            self.watch.enter()
-        work = self.group.allreduce([buffer], options)
-        # A process group written in Python may complete its futures only.
-        bucket.sent = work.get_future() if self._written_in_python or bucket.sparse else work
+        if self.is_batched and not bucket.sparse:
+            bucket.fill(self._filling(), [self._existed[i] for i in bucket.plan.indices])
+        self.exchange.send(bucket, is_last=bucket.number == len(self.buckets) - 1)
 
     def _is_skipped(self, bucket: Bucket) -> bool:
-        return self.settings.skip_unused and set(bucket.plan.indices) <= set(self.unused)
-
-    def _sparse_gradient(self, bucket: Bucket) -> Tensor:
-        parameter = bucket.parameters[0]
-        index = bucket.plan.indices[0]
-        if parameter.grad is None:
-            empty = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
-                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
-                parameter.shape,
-            )
-            bucket.flat = empty
-            return empty
-        if not parameter.grad.is_sparse:
-            raise RuntimeError(
-                f"Expected variable to have sparse gradient: parameter {index} ({self.names[index]}) belongs to an "
-                "embedding with sparse=True, but its gradient is dense."
-            )
-        bucket.flat = parameter.grad
-        if self._hook is None:
-            bucket.flat.div_(self.divisor)
-        return bucket.flat
-
-    def _share_use(self) -> None:
-        """Tell the others which parameters we used; looked at only if one of ours was not (see `_nobody_used`)."""
-        device = self.parameters[0].device
-        self._used_map = torch.tensor(self._used, dtype=torch.int32).to(device, non_blocking=True)
-        self._used_count = None
-        self._used_work = self.group.allreduce([self._used_map], dist.AllreduceOptions())
-
-    def _nobody_used(self, index: int) -> bool:
-        if not (self.settings.find_unused or self.static_graph) or self._used[index]:
-            return False
-        if self._used_count is None:
-            self._wait_for_use()
-            assert self._used_map is not None
-            self._used_count = self._used_map.tolist()
-        return self._used_count[index] == 0
-
-    def _wait_for_use(self) -> None:
-        if self._used_work is not None:
-            self._used_work.wait()
-            self._used_work = None
+        return self.settings.skip_unused and set(bucket.plan.indices) <= set(self.usage.unused)
 
     def _delay_all_reduce(self) -> None:
         """End of the first backward pass of a static graph: now it is known how often each parameter is reached."""
         if not self.learns_static_graph or self.phase is not Phase.REDUCING:
             return
         with torch.no_grad():
-            self._share_use()
-            uses, self._uses = self._static_counts, None
-            self.unused = [i for i, n in enumerate(uses) if n == 0]
+            self.usage.share(self.group)
+            self.usage.unused = [i for i, n in enumerate(self._static_counts) if n == 0]
             for i in range(len(self.parameters)):
                 self._mark_ready(i)
             for bucket in self.buckets:
                 self._send(bucket)
             self._next = len(self.buckets)
             self._finalize()
-            self._uses = uses
+            self._uses = self._static_counts
 
     # -- the end of a backward pass ----------------------------------------------------------------------------------
 
@@ -598,7 +451,7 @@ class Reducer:
         if self.is_sampled:
             self.clock.mark("backward_end")
         if self._uses is not None:
-            self._order += self.unused
+            self._order += self.usage.unused
         with torch.no_grad():
             self._finalize()
         self._watch_for_steady_order()
@@ -610,24 +463,20 @@ class Reducer:
             seen.reduced = True
         self._passes = []
         try:
-            for bucket in self.buckets:
-                self._conclude(bucket)
-            for future in self._futures:
-                future.wait()
-            self.watch.leave()
-        except Exception as error:
-            self._note(error)
-            raise
+            with self._noting_errors():
+                for bucket in self.buckets:
+                    self._conclude(bucket)
+                for future in self._futures:
+                    future.wait()
+                self.exchange.watch.leave()
         finally:
             self._futures = []
-            self._join_work = None
-        self._wait_for_use()
-        if self.tracks_use:
-            if self.learns_static_graph and self._used_count is None:
-                assert self._used_map is not None
-                self._used_count = self._used_map.tolist()
-            if not self.static_graph:
-                self._used = [False] * len(self.parameters)
+            self.exchange.join_work = None
+        self.usage.wait()  # also if we did not have to ask: the next one must not overtake it
+        if self.learns_static_graph:
+            self.usage.counts()  # asked again in every step, when the map may be gone
+        elif not self.static_graph:
+            self.usage.forget()
         if self._order:
             self.last_order = list(self._order)
         if self.is_sampled:
@@ -641,7 +490,7 @@ class Reducer:
             if not bucket.sparse:
                 bucket.restore()
             return
-        result = self._result(bucket)
+        result = self.exchange.result(bucket, self._whereabouts(bucket))
         bucket.sent = None
         if bucket.sparse:
             assert bucket.flat is not None
@@ -658,13 +507,8 @@ class Reducer:
             index = bucket.plan.indices[late[0]]
             raise RuntimeError(unfinished.ready_twice(index, self.names[index], self.settings.find_unused))
 
-    def _result(self, bucket: Bucket) -> Tensor:
-        if isinstance(bucket.sent, torch._C.Future):  # what torch.futures.Future wraps
-            bucket.sent.wait()
-            return hooks.result_of(cast(Future[Any], bucket.sent))
-        self.watch.wait(bucket.sent, self._whereabouts(bucket))
-        assert bucket.flat is not None
-        return bucket.flat
+    def _nobody_used(self, index: int) -> bool:
+        return (self.settings.find_unused or self.static_graph) and self.usage.by_nobody(index)
 
     def _whereabouts(self, bucket: Bucket) -> str:
         first, last = self.names[bucket.plan.indices[0]], self.names[bucket.plan.indices[-1]]
@@ -707,7 +551,7 @@ class Reducer:
         order = torch.tensor(self.last_order, dtype=torch.int64, device=self.parameters[0].device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        with self.watch.explains("the exchange of the order of gradients"):
+        with self.exchange.watch.explains("the exchange of the order of gradients"):
             self.group.broadcast([order], options).wait()
         self.has_rebuilt = True
         limits = self.settings.caps.once_order_is_known()
@@ -729,16 +573,15 @@ class Reducer:
         if self.phase is not Phase.REDUCING:
             return
         missing = [i for i, ready in enumerate(self._is_ready) if not ready]
-        error = RuntimeError(
-            unfinished.unfinished(
-                rank=self.group.rank(),
-                missing={i: self.names[i] for i in missing},
-                find_unused=self.settings.find_unused,
-                static_graph=self.static_graph,
+        with self._noting_errors():
+            raise RuntimeError(
+                unfinished.unfinished(
+                    rank=self.group.rank(),
+                    missing={i: self.names[i] for i in missing},
+                    find_unused=self.settings.find_unused,
+                    static_graph=self.static_graph,
+                )
             )
-        )
-        self._note(error)
-        raise error
 
     def reset(self) -> None:
         """Forget a backward pass that did not end, and the order of gradients."""
@@ -746,119 +589,21 @@ class Reducer:
         self._stop_few()
         self.has_rebuilt = False
         self.last_order = []
-        self._passes, self._futures, self._join_work = [], [], None
-        self._used = [False] * len(self.parameters)
+        self._passes, self._futures, self.exchange.join_work = [], [], None
+        self.usage.forget()
         for bucket in self.buckets:
             bucket.reset()
 
-    def _note(self, error: BaseException) -> None:
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """An error that leaves here can be read in the log as well."""
+        try:
+            yield
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def _note(self, error: Exception) -> None:
         log = self._log() if self._log is not None else None
         if log is not None:
             log.error(error)
-
-    # -- names under which torch's own code and other libraries know these things ----------------------------------
-
-    def set_logger(self, log: Log) -> None:
-        self._log = weakref.ref(log)
-
-    def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        if self._hook is not None:
-            error = RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-            self._note(error)
-            raise error
-        self._hook = (hook, state)
-        self._decide()
-        self._stop_few()
-
-    def _run_comm_hook(self, bucket: GradBucket) -> Future[Any]:
-        if self._hook is None:
-            return self._run_allreduce_hook(bucket)
-        hook, state = self._hook
-        return hooks.run(hook, state, bucket)
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Future[Any]:
-        return self.group.allreduce([bucket.buffer()], dist.AllreduceOptions()).get_future()
-
-    def _autograd_hook(self, index: int) -> None:
-        self._guarded(Reducer._on_gradient, index)
-
-    def _rebuild_buckets(self) -> bool:
-        return self.rebuild()
-
-    def _push_all_rebuilt_params(self) -> None:
-        if self.should_rebuild and not self.last_order:
-            self.last_order = list(range(len(self.parameters)))
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        last = len(self.buckets) - 1
-        return [
-            GradBucket(b.number, self._zeros_like(b), b.parameters, is_last=b.number == last) for b in self.buckets
-        ]
-
-    def _zeros_like(self, bucket: Bucket) -> Tensor:
-        if bucket.sparse:
-            return torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64),
-                torch.empty((0, *bucket.parameters[0].shape[1:]), dtype=bucket.dtype),
-                bucket.parameters[0].shape,
-                device=bucket.device,
-            )
-        numel = bucket.numel * (2 if bucket.dtype.is_complex else 1)
-        return torch.zeros(numel, dtype=bucket.dtype.to_real(), device=bucket.device)
-
-    def _get_local_used_map(self) -> Tensor:
-        if self._used_map is None:
-            self._used_map = torch.tensor(self._used, dtype=torch.int32, device=self.parameters[0].device)
-        return self._used_map
-
-    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self._join_work = None if use_static_world_size else work
-
-    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures += list(futures)
-
-    def _set_static_graph(self) -> None:
-        if self.iterations:
-            error = RuntimeError(
-                "set_static_graph() should be called before training loop starts and after DistributedDataParallel "
-                "is constructed."
-            )
-            self._note(error)
-            raise error
-        self.static_graph = True
-
-    def _set_optimizer_in_backward(self) -> None:
-        self._optimizer_in_backward = True
-
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._bucket_dtype = dtype
-        self._cast_buckets(dtype)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.sample_rate = sample_rate
-
-    def _set_sparse_metadata(self, metadata: object) -> None:
-        """A hint for backends that turn sparse gradients into dense ones; the result is the same without it."""
-
-    def _ddp_graph_static(self) -> bool:
-        return self._graph_is_static
-
-    def _remove_autograd_hooks(self) -> None:
-        self.stop_listening()
-        for parameter in self.parameters:
-            _listeners[parameter].discard(self)
-
-    def _check_reducer_finalized(self) -> None:
-        self.check_finished()
-
-    def _reset_state(self) -> None:
-        self.reset()
-
-    def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self.set_group(group)
-
-
-def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    return "nccl" in str(group._get_backend(device).name()).lower()
