@@ -62,6 +62,7 @@ def run_wrapper(arguments: argparse.Namespace) -> int:
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         rounds=arguments.rounds or (7 if arguments.quick else 21),
         steps=arguments.steps,
+        batches=arguments.batches,
     )
     return bench_wrapper.run(settings, arguments.json)
 
@@ -84,6 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     wrapper = commands.add_parser("wrapper", help="time and memory the wrapper costs on one device, world size 1")
     wrapper.set_defaults(run=run_wrapper)
+    wrapper.add_argument(
+        "--batches", type=batch_names, default=(), metavar="SIZES", help="such as 1x128,8x1024 (default: all)"
+    )
     for command in (step, wrapper):
         command.add_argument(
             "--arms", type=arm_names, default=",".join(DEFAULT_ARMS), metavar="NAMES",
@@ -101,6 +105,10 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def batch_names(text: str) -> tuple[str, ...]:
+    return distinct(text, allowed=[str(size) for sizes in bench_wrapper.SIZES.values() for size in sizes])
 
 
 def model_names(text: str) -> tuple[str, ...]:

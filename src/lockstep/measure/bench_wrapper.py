@@ -51,6 +51,10 @@ class Settings:
     device: str
     rounds: int
     steps: int | None  # None: each size has its own
+    batches: tuple[str, ...] = ()  # none named: all
+
+    def sizes(self, device: str) -> list[Size]:
+        return [size for size in SIZES[device] if not self.batches or str(size) in self.batches]
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def run(settings: Settings, json_path: Path | None) -> int:
     record: dict[str, Any] = {"torch": torch.__version__, "device": name, "settings": asdict(settings), "batches": {}}
     rows: list[tuple[str, ...]] = []
     try:
-        for size in SIZES[device.type]:
+        for size in settings.sizes(device.type):
             found = measure_size(size, settings, device)
             rows += rows_of(size, found)
             record["batches"][str(size)] = {arm: asdict(figure) for arm, figure in found.items()}
