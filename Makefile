@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/lockstep demo
 
 lint: $(READY)
-	$(BIN)/ruff check src tests examples conformance
+	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 test: lint
