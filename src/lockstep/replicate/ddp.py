@@ -98,6 +98,7 @@ class DistributedDataParallel(TorchDDP):
         delayed = list(delay_all_reduce_named_params or ())
         self.parameters_to_ignore |= {name for name, _ in delayed}
         self._delay_all_reduce_params = [p for _, p in delayed]
+        self._delay_trigger = [param_to_hook_all_reduce]  # in a list, so that it is not a parameter of ours
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._check_parameters()
         self._choose_devices(device_ids, output_device)
@@ -530,6 +531,11 @@ class DistributedDataParallel(TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
+        if self.mixed_precision is not None:
+            raise RuntimeError(
+                "a wrapper with mixed_precision cannot be pickled: its low-precision copies hang on this process. Save "
+                "`model.module.state_dict()` instead, and wrap the module again after loading."
+            )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_buffers_of_module", "_delayed", "_mixed"):
             state.pop(name, None)
@@ -540,7 +546,11 @@ class DistributedDataParallel(TorchDDP):
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("require_forward_param_sync", True)
         self.__dict__.setdefault("require_backward_grad_sync", True)
-        self._delayed = DelayedReduce(self.process_group, [], None)
+        self._delayed = DelayedReduce(
+            self.process_group, self._delay_all_reduce_params, self._delay_trigger[0], make_equal=False
+        )
+        if self._delay_all_reduce_all_params:
+            return
         self._build(replica.trained_leaves(self.module, self.parameters_to_ignore), static_graph=self.static_graph)
         if self.static_graph:
             self.reducer._set_static_graph()

@@ -9,11 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm.broadcast import Broadcast
+from lockstep.replicate.graph import when_backward_ends
 
 
 class DelayedReduce:
     def __init__(
-        self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], trigger: nn.Parameter | None
+        self,
+        group: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
+        trigger: nn.Parameter | None,
+        *,
+        make_equal: bool = True,
     ) -> None:
         self._group = group
         self._parameters = list(parameters)
@@ -26,12 +32,15 @@ class DelayedReduce:
         )
         pieces = torch.split(self._flat, [p.numel() for p in self._parameters])
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
-        Broadcast(keep=False)(group, [p.detach() for p in self._parameters])
+        if make_equal:
+            Broadcast(keep=False)(group, [p.detach() for p in self._parameters])
         trigger.register_hook(self._reduce)  # type: ignore[no-untyped-call]
 
     def _reduce(self, gradient: Tensor) -> Tensor:
         self._flat.div_(self._group.size())
-        self._group.allreduce([self._flat], dist.AllreduceOptions())
+        work = self._group.allreduce([self._flat], dist.AllreduceOptions())
+        # torch's class does not wait, and its optimiser may step on half a sum.
+        when_backward_ends(work.wait)
         return gradient
 
     def point_gradients_at_buffer(self) -> None:
