@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
+        prog="lockstep run",
         usage="lockstep run [-n N] [--drop-in] [--log-dir DIR] [--grace-s S] (script.py | -m module) [args ...]",
         description="Start a training program on several workers of this machine, and watch them.",
         epilog=_RUN,

@@ -95,10 +95,12 @@ class Reporter:
         self.inside = False
         self._said: Report | None = None
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._known = {r: Report(r) for r in range(self.size) if r != self.rank}
         self._say(self.now())
         atexit.register(self._leave)
-        threading.Thread(target=self._keep_reporting, name="lockstep-report", daemon=True).start()
+        self._thread = threading.Thread(target=self._keep_reporting, name="lockstep-report", daemon=True)
+        self._thread.start()
 
     def now(self, left: str | None = None) -> Report:
         group = self._group()
@@ -119,15 +121,16 @@ class Reporter:
 
     def _keep_reporting(self) -> None:
         # Only what is new is said, so that nothing is sent to a store whose host has ended in peace.
-        while self._group() is not None:
-            time.sleep(REPORT_EVERY_S)
+        while not self._ended.wait(REPORT_EVERY_S) and self._group() is not None:
             try:
-                if self._said is not None and self._said.left is None and self.now() != self._said:
+                if self.now() != self._said:
                     self._say(self.now())
             except Exception:
                 return  # the store is gone, and with it anybody who would read this
 
     def _leave(self) -> None:
+        self._ended.set()
+        self._thread.join(REPORT_EVERY_S)  # it must not be in the middle of a call when the interpreter ends
         error = getattr(sys, "last_value", None)
         why = "its program ended" if error is None else f"{type(error).__name__}: {error}"[:500]
         with suppress(Exception):

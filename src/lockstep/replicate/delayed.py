@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class DelayedReduce:
         self._flat.div_(self._group.size())
         work = self._group.allreduce([self._flat], dist.AllreduceOptions())
         # torch's class does not wait, and its optimiser may step on half a sum.
-        when_backward_ends(work.wait)
+        when_backward_ends(cast("Callable[[], None]", work.wait))
         return gradient
 
     def point_gradients_at_buffer(self) -> None:

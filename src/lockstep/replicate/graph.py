@@ -48,7 +48,7 @@ def will_be_reached(nodes: Sequence[Node]) -> list[bool]:
         return [False] * len(nodes)
 
 
-def when_backward_ends(call: Callable[[], object]) -> None:
+def when_backward_ends(call: Callable[[], None]) -> None:
     """Run `call` once the backward pass that is running now has come to its end."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
