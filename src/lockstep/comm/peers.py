@@ -49,7 +49,10 @@ class Report:
 
 
 def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: str) -> LockstepError | None:
-    """Who is to blame for our waiting, if the reports prove it. A worker that is merely slow is not to blame."""
+    """Who is to blame for our waiting, if the reports say so. A worker that is merely slow is not to blame.
+
+    A Desync is a strong suspicion only: sends and receives of the user's own count as calls too.
+    """
     for peer in peers:
         if peer.left is not None:
             return PeerLost(
@@ -64,7 +67,7 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
                 f"it in {where}. Look at the end of its log."
             )
     for peer in peers:
-        if peer.pid and not peer.inside and peer.calls >= us.calls:
+        if peer.pid and not peer.inside and peer.calls == us.calls:
             return Desync(
                 f"rank {us.rank} waits in {where}, but rank {peer.rank}, after {peer.passes} backward passes, has "
                 f"called another collective instead (number {us.calls} on this group). It had fewer batches, or its "
@@ -92,7 +95,7 @@ class Reporter:
         self._store = store
         self.size, self.rank = group.size(), group.rank()
         self.passes = 0
-        self.inside = False
+        self.depth = 0  # backward passes that are being reduced: there may be several wrappers
         self._said: Report | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -109,7 +112,7 @@ class Reporter:
             pid=os.getpid(),
             host=socket.gethostname(),
             passes=self.passes,
-            inside=self.inside,
+            inside=self.depth > 0,
             calls=_calls(group) if group is not None else 0,
             left=left,
         )
@@ -158,15 +161,16 @@ class Watch:
         """`polls`: waiting with a time limit does not disturb the collective (so it is with Gloo on a CPU)."""
         self._reporter = Reporter.of(group)
         self._polls = polls and self._reporter is not None
+        self._suspicion = ""
         self._stall_s = float(os.environ.get("LOCKSTEP_STALL_S", "10"))
 
     def enter(self) -> None:
         if self._reporter is not None:
-            self._reporter.inside = True
+            self._reporter.depth += 1
 
     def leave(self) -> None:
         if self._reporter is not None:
-            self._reporter.inside = False
+            self._reporter.depth = max(0, self._reporter.depth - 1)
             self._reporter.passes += 1
 
     def wait(self, work: Any, where: str) -> None:
@@ -193,9 +197,10 @@ class Watch:
         assert self._reporter is not None
         us, peers = self._reporter.now(), self._reporter.hear()
         error = judge(us, peers, dead=self._reporter.dead(peers), where=where)
-        if error is not None:
+        if isinstance(error, PeerLost) or (error is not None and str(error) == self._suspicion):
             _do_not_linger()
             raise error
+        self._suspicion = "" if error is None else str(error)  # raised if nothing has changed at the next look
         late = ", ".join(
             f"rank {p.rank} (pid {p.pid} on {p.host}, {p.passes} backward passes)" for p in peers if not p.inside
         )

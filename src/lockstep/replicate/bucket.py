@@ -151,7 +151,8 @@ class Bucket:
     count tells; otherwise a new one is made, so a gradient that a user has kept never changes under his hands.
     On an accelerator the buffer is let go as soon as the gradients are, because the allocator there gives memory back
     at no cost and the forward pass needs it; on a CPU new pages cost as much as copying them, so it is kept.
-    A gradient that has a bucket to itself is not copied at all: it is the buffer.
+    A gradient is copied even if it has a bucket to itself: two gradients may share memory (a + b, each reshaped), and
+    no reference count tells that reliably.
 
     Note [Parked gradients]
     On a CPU the tensor that autograd made is not freed when it has been copied, but when the next step brings its
@@ -181,7 +182,7 @@ class Bucket:
     def reset(self) -> None:
         """Before a backward pass: everything is still to come."""
         self.pending = len(self.parameters)
-        self.opened = self.adopted = False
+        self.opened = False
         self.sent: Any = None  # the work or future that will bring the sum
         self.kept: list[Tensor | None] = [None] * len(self.parameters)
 
@@ -260,9 +261,6 @@ class Bucket:
         """
         parameter = self.parameters[slot]
         gradient = parameter.grad
-        if gradient is not None and self._adopt(gradient, mode, existed=existed):
-            mode.scale_in_place(gradient)
-            return
         self.open(mode.ownership)
         view = self.views[slot]
         if gradient is None:
@@ -278,10 +276,6 @@ class Bucket:
 
     def fill(self, mode: Filling, existed: Sequence[bool]) -> None:
         """Move all gradients in at once: few large kernels instead of many small ones, for devices that prefer that."""
-        first = self.parameters[0].grad
-        if first is not None and self._adopt(first, mode, existed=existed[0]):
-            mode.scale_flat(first)
-            return
         self.open(mode.ownership)
         assert self.flat is not None
         sources, targets = [], []
@@ -299,17 +293,6 @@ class Bucket:
         if sources:
             torch._foreach_copy_(targets, sources)
         mode.scale_flat(self.flat)
-
-    def _adopt(self, gradient: Tensor, mode: Filling, *, existed: bool) -> bool:
-        """Take a gradient that is alone in its bucket as the buffer itself, if it is autograd's own new tensor."""
-        if len(self.parameters) > 1 or existed or mode.ownership is not Ownership.HANDED_OVER:
-            return False
-        if not gradient.is_contiguous() or gradient.dtype != self.dtype or gradient.layout != torch.strided:
-            return False
-        self.opened = self.adopted = True
-        self.flat, self.views = gradient.detach().view(-1), [gradient.detach()]
-        self.parameters[0].grad = None
-        return True
 
     def _keep(self, slot: int, gradient: Tensor, ownership: Ownership, *, keep: bool) -> None:
         parameter = self.parameters[slot]
@@ -345,8 +328,6 @@ class Bucket:
             case Ownership.HANDED_OVER:
                 late = self._hand_over(pieces, untouched)
                 self.views = []
-                if self.adopted:
-                    self.flat = None
                 return late
             case Ownership.BUCKET_VIEW:
                 self._show(pieces, untouched)

@@ -75,8 +75,6 @@ class Exchange:
         options = dist.AllreduceOptions()
         if self._backend_divides:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        if bucket.number == 0:
-            self.watch.enter()
         work = self.group.allreduce([buffer], options)
         # A process group written in Python may complete its futures only.
         bucket.sent = work.get_future() if self.is_python or bucket.sparse else work

@@ -13,6 +13,7 @@ and whether all others have got their gradient is looked at once in a while.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
@@ -62,10 +63,15 @@ class Ears:
         self._handles = []
 
     def renew(self) -> None:
-        """A hook that was removed still costs a call into Python. Only a new node is free of it."""
+        """A hook that was removed still costs a call into Python. Only a new node is free of it.
+
+        A node that somebody else holds keeps his hooks: it stays.
+        """
         self.stop()
+        # Three references are known: the dict, the loop and the call.
+        ours = [i for i, node in self.nodes.items() if sys.getrefcount(node) <= 3]
         self.nodes = {}
-        graph.renew_accumulators(self._parameters)
+        graph.renew_accumulators([self._parameters[i] for i in ours])
 
 
 _listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of those who listen to it

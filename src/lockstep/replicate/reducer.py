@@ -343,11 +343,8 @@ class Reducer:
         if self.is_sampled:
             for event in ("comm_start", "backward_end", "comm_end"):
                 self.clock.mark(event)
-        if self.iterations % LOOK_EVERY == 0:
-            self._is_ready = [p.grad is not None for p in self.parameters]
-            if not all(self._is_ready):
-                self.phase = Phase.REDUCING  # for the next forward to complain about
-                self._stop_few()
+        if self.iterations % LOOK_EVERY == 0 and any(p.grad is None for p in self.parameters):
+            self._stop_few()  # unused, or used up by an optimiser inside the backward pass: all will tell
 
     def _surprised(self) -> None:
         """Gradients come in another order than before: only the end will tell what has come and what has not."""
@@ -370,12 +367,13 @@ class Reducer:
     def _is_expected(self) -> bool:
         """Whether this gradient belongs to a backward pass that is to be reduced; its first one starts that."""
         if self.phase is Phase.IDLE:
-            if self._stale:
+            if self._stale and not self.nothing_to_send:
                 self._stale = False  # this ends the backward pass, so nobody else will forget it
                 raise RuntimeError(unfinished.BACKWARD_TWICE)
             return False
         if self.phase is Phase.ARMED:
             self.phase = Phase.REDUCING
+            self.exchange.watch.enter()
             if self.learns_static_graph:
                 self._static_counts = [0] * len(self.parameters)
                 if not self._started:
@@ -394,7 +392,7 @@ class Reducer:
             raise RuntimeError(unfinished.ready_twice(index, self.names[index], self.settings.find_unused))
         self._is_ready[index] = True
         bucket, slot = self._home[index]
-        if not (self.is_batched or bucket.sparse or self.nothing_to_send):
+        if not (self.is_batched or bucket.sparse or self.nothing_to_send or self._is_skipped(bucket)):
             bucket.take(slot, self._filling(), existed=self._existed[index])
         bucket.pending -= 1
 
@@ -468,8 +466,8 @@ class Reducer:
                     self._conclude(bucket)
                 for future in self._futures:
                     future.wait()
-                self.exchange.watch.leave()
         finally:
+            self.exchange.watch.leave()
             self._futures = []
             self.exchange.join_work = None
         self.usage.wait()  # also if we did not have to ask: the next one must not overtake it
@@ -572,6 +570,9 @@ class Reducer:
     def check_finished(self) -> None:
         if self.phase is not Phase.REDUCING:
             return
+        for bucket in self.buckets:
+            if bucket.sent is None and not bucket.sparse:
+                bucket.restore()  # what was accumulated before is the user's, whatever went wrong
         missing = [i for i, ready in enumerate(self._is_ready) if not ready]
         with self._noting_errors():
             raise RuntimeError(

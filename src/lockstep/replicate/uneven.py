@@ -35,11 +35,14 @@ class ShadowHook(JoinHook):
         ddp.require_forward_param_sync = syncs
         if not syncs:
             return
+        watch = ddp.reducer.exchange.watch
+        watch.enter()
         for future in [ddp.reducer._run_comm_hook(b) for b in ddp.reducer._get_zeros_like_grad_buckets()]:
             future.wait()
         if ddp.find_unused_parameters and not ddp.static_graph:
             nothing = torch.zeros(len(ddp.reducer.parameters), dtype=torch.int32, device=ddp.device)
             ddp.process_group.allreduce([nothing], dist.AllreduceOptions()).wait()
+        watch.leave()
         ddp.reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
