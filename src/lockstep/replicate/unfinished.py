@@ -10,7 +10,7 @@ from collections.abc import Mapping
 BACKWARD_TWICE = (
     "backward() ran a second time through a forward whose gradients have already been averaged over the workers: what "
     "it adds now would stay on this worker alone, and the replicas would part. Add the losses and call backward once; "
-    "or put the forward and the first backward together inside `with model.no_sync():`, and forward again for the second."
+    "or put the forward and the first backward together inside `with model.no_sync():`, and forward again."
 )
 
 
