@@ -936,6 +936,26 @@ def test_a_world_of_one_with_an_optimizer_in_backward_and_a_hook_on_an_accumulat
     assert crew(used_up, 1) == [True]
 
 
+def renewed(rank: int, size: int) -> list[int]:
+    from lockstep.replicate import graph
+
+    counts, renew = [], graph.renew_accumulators
+    graph.renew_accumulators = lambda parameters: (counts.append(len(parameters)), renew(parameters))[1]
+    for held in (0, 2):
+        ddp = OurDDP(seeded(Mlp))
+        nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in list(ddp.parameters())[:held]]
+        for _ in range(8):
+            ddp.zero_grad()
+            loss = ddp(torch.ones(1, 16)).sum()
+            loss.backward()
+        assert len(nodes) == held
+    return counts
+
+
+def test_only_accumulators_that_nobody_else_holds_are_renewed() -> None:
+    assert crew(renewed, 1) == [[6, 4]]
+
+
 def two_losses(rank: int, size: int) -> float:
     ddp = OurDDP(nn.Linear(1, 1, bias=False))
     for _ in range(10):

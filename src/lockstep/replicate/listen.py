@@ -68,10 +68,12 @@ class Ears:
         A node that somebody else holds keeps his hooks: it stays.
         """
         self.stop()
-        # Three references are known: the dict, the loop and the call.
-        ours = [i for i, node in self.nodes.items() if sys.getrefcount(node) <= 3]
+        # How many references a node has that nobody else holds differs between versions of torch, not between nodes.
+        references = {index: sys.getrefcount(self.nodes[index]) for index in self.nodes}
+        fewest = min(references.values(), default=0)
+        ours = [self._parameters[index] for index, count in references.items() if count == fewest]
         self.nodes = {}
-        graph.renew_accumulators([self._parameters[i] for i in ours])
+        graph.renew_accumulators(ours)
 
 
 _listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of those who listen to it
