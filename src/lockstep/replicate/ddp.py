@@ -136,12 +136,10 @@ class DistributedDataParallel(TorchDDP):
         self._accum_grad_hooks: list[Any] = []
 
         self._delayed = DelayedReduce(self.process_group, self._delay_all_reduce_params, param_to_hook_all_reduce)
-        self._delay_all_reduce_all_params = bool(delayed) and not replica.trained_leaves(
-            module, self.parameters_to_ignore
-        )
+        leaves = replica.trained_leaves(module, self.parameters_to_ignore)
+        self._delay_all_reduce_all_params = bool(delayed) and not leaves
         if self._delay_all_reduce_all_params:
             return
-        leaves = replica.trained_leaves(module, self.parameters_to_ignore)
         if init_sync:
             self._make_equal(leaves, buffers=init_sync_buffers)
         self._build(leaves, static_graph=static_graph)
