@@ -85,9 +85,13 @@ def test_caps() -> None:
     assert listed.once_order_is_known() == (MIB, 4 * MIB, 2 * MIB)
 
 
+def _ordinary(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def bucket_of(module: nn.Module) -> Bucket:
     leaves = list(module.parameters())
-    return Bucket(0, Pack(tuple(range(len(leaves))), 0), leaves, sparse=False)
+    return Bucket(0, Pack(tuple(range(len(leaves))), 0), leaves, sparse=False, allocate=_ordinary)
 
 
 def test_a_buffer_is_used_again_only_when_nobody_holds_a_piece_of_it() -> None:

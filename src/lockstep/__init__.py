@@ -1,12 +1,15 @@
 """Lockstep: data-parallel training for PyTorch.
 
-The names are loaded on first use, so that the launcher and `lockstep --help` start without importing torch.
+The names are loaded on first use, so that the launcher and `lockstep --help` start without importing torch. The backend
+`shm` is known to torch.distributed from here on.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lockstep.arrival import register_backends
 
 if TYPE_CHECKING:
     from lockstep.errors import Desync, LockstepError, PeerLost, ReplicaMismatch, WorldError
@@ -39,6 +42,8 @@ __all__ = [
     "init",
     "install",
 ]
+
+register_backends()
 
 
 def __getattr__(name: str) -> Any:

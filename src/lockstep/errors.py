@@ -19,5 +19,13 @@ class Desync(LockstepError):
     """The workers did not make the same calls in the same order."""
 
 
+class SharedMemoryFull(LockstepError):
+    """No room for what the workers of a host have to share."""
+
+
 class PeerLost(LockstepError):
-    """A worker went away while the others waited for it."""
+    """A worker went away while the others waited for it. `rank` and `pid` tell which, where that is known."""
+
+    def __init__(self, message: str, *, rank: int | None = None, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.pid = rank, pid

@@ -58,13 +58,17 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
             return PeerLost(
                 f"rank {peer.rank} (pid {peer.pid} on {peer.host}) left after {peer.passes} backward passes: "
                 f"{peer.left}. Rank {us.rank} was waiting for it in {where}. If it merely had fewer batches, wrap the "
-                "training loop in `with model.join():`, or give every worker the same number."
+                "training loop in `with model.join():`, or give every worker the same number.",
+                rank=peer.rank,
+                pid=peer.pid,
             )
         if peer.rank in dead:
             return PeerLost(
                 f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without a word (last heard of after "
                 f"{peer.passes} backward passes): killed, or out of memory. Rank {us.rank} was waiting for "
-                f"it in {where}. Look at the end of its log."
+                f"it in {where}. Look at the end of its log.",
+                rank=peer.rank,
+                pid=peer.pid,
             )
     for peer in peers:
         if peer.pid and not peer.inside and peer.calls == us.calls:
@@ -211,6 +215,12 @@ class Watch:
         """Turns a broken connection into the name of the worker that broke it."""
         try:
             yield
+        except PeerLost as error:
+            # The group knows who; the reports may know why.
+            verdict = self._verdict(where) if self._reporter is not None else None
+            if not isinstance(verdict, PeerLost) or error.rank not in (None, verdict.rank):
+                raise
+            raise verdict from error
         except LockstepError:
             raise
         except RuntimeError as error:
@@ -218,12 +228,16 @@ class Watch:
                 raise
             raise self._who_was_it(where, error) from error
 
+    def _verdict(self, where: str) -> LockstepError | None:
+        assert self._reporter is not None
+        peers = self._reporter.hear()
+        return judge(self._reporter.now(), peers, dead=self._reporter.dead(peers), where=where)
+
     def _who_was_it(self, where: str, error: RuntimeError) -> LockstepError:
         assert self._reporter is not None
         # Its connections are closed a moment before its process has ended.
         for _ in range(20):
-            peers = self._reporter.hear()
-            verdict = judge(self._reporter.now(), peers, dead=self._reporter.dead(peers), where=where)
+            verdict = self._verdict(where)
             if isinstance(verdict, PeerLost):
                 return verdict
             time.sleep(0.05)

@@ -7,7 +7,7 @@ buffer and moves gradients into it and out of it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -160,7 +160,16 @@ class Bucket:
     next gradient would pay for its pages again: 12,000 page faults in a step of 100 MB.
     """
 
-    def __init__(self, number: int, plan: Pack, parameters: Sequence[Tensor], *, sparse: bool) -> None:
+    def __init__(
+        self,
+        number: int,
+        plan: Pack,
+        parameters: Sequence[Tensor],
+        *,
+        sparse: bool,
+        allocate: Callable[[int, torch.dtype, torch.device], Tensor],
+    ) -> None:
+        self._allocate = allocate
         self.number = number
         self.plan = plan
         self.sparse = sparse
@@ -228,14 +237,12 @@ class Bucket:
         self.opened = True
         if ownership is Ownership.HANDED_OVER:
             if self.flat is None or not self._is_ours_alone():
-                self.flat = self._allocate()
+                self.flat = self._allocate(self.numel, self.dtype, self.device)
             self.views = self.cut(self.flat)
         elif self.flat is None or not self.views:
-            self.flat = self.flat if self.flat is not None else self._allocate()
+            if self.flat is None:
+                self.flat = self._allocate(self.numel, self.dtype, self.device)
             self.views = self.cut(self.flat)
-
-    def _allocate(self) -> Tensor:
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def _is_ours_alone(self) -> bool:
         assert self.flat is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.peers import Watch
+from lockstep.comm.register import is_ours
+from lockstep.errors import SharedMemoryFull
 from lockstep.replicate import hooks
 from lockstep.replicate.bucket import Bucket, Filling, Ownership
 from lockstep.replicate.hooks import CommHook, GradBucket
+
+logger = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -25,7 +30,9 @@ class Exchange:
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.is_python = type(group) is not dist.ProcessGroup
+        # Somebody else's process group, written in Python. It may complete its futures only, not its works.
+        self.is_python = type(group) is not dist.ProcessGroup and not is_ours(group)
+        self._shares_memory = is_ours(group)
         self.watch = Watch(group, polls=not self.is_python and self._device.type == "cpu")
         self._can_average = not self.is_python and _is_nccl(group, self._device)
 
@@ -63,6 +70,17 @@ class Exchange:
             return Filling(ownership)
         return Filling(ownership, divisor=1 if self._backend_divides else self.divisor, divide_flat=divide_flat)
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a bucket: the group's own where it has such, so that the peers read and write it where it is."""
+        backend: Any = self.group._get_backend(device) if self._shares_memory else None
+        if backend is not None and backend.supports_tensor_alloc(device):
+            try:
+                return cast(Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
+            except SharedMemoryFull as error:
+                logger.warning("%s. Until then gradients are copied once more on their way", error)
+                self._shares_memory = False
+        return torch.empty(numel, dtype=dtype, device=device)
+
     # -- there and back ----------------------------------------------------------------------------------------------
 
     def send(self, bucket: Bucket, *, is_last: bool) -> None:
@@ -76,7 +94,6 @@ class Exchange:
         if self._backend_divides:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         work = self.group.allreduce([buffer], options)
-        # A process group written in Python may complete its futures only.
         bucket.sent = work.get_future() if self.is_python or bucket.sparse else work
 
     def result(self, bucket: Bucket, where: str) -> Tensor:

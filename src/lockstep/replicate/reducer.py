@@ -139,7 +139,13 @@ class Reducer:
 
     def _lay_out(self, plan: Sequence[Pack]) -> None:
         self.buckets = [
-            Bucket(n, p, self.parameters, sparse=self.sparse[p.indices[0]] and len(p.indices) == 1)
+            Bucket(
+                n,
+                p,
+                self.parameters,
+                sparse=self.sparse[p.indices[0]] and len(p.indices) == 1,
+                allocate=self.exchange.allocate,
+            )
             for n, p in enumerate(plan)
         ]
         if self._bucket_dtype is not None:

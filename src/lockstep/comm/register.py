@@ -1,0 +1,53 @@
+"""Our backends, made known to torch.distributed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def register() -> None:
+    """Make `init_process_group("shm")` and `("hierarchy")` work. Calling again changes nothing."""
+    if "shm" in dist.Backend.backend_list:
+        return
+    for name, create in (("shm", _create_shm), ("hierarchy", _create_hierarchy)):
+        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    # Torch's function refuses every backend but Gloo before it asks the group.
+    c10d.monitored_barrier = dist.monitored_barrier = _for_ours(c10d.monitored_barrier)
+
+
+def is_ours(group: dist.ProcessGroup) -> bool:
+    """Whether this is one of our own groups: written in Python like others, but with works that work."""
+    return type(group).__module__.startswith("lockstep.")
+
+
+def _create_shm(made: Any, options: Any) -> dist.ProcessGroup:
+    from lockstep.comm.shm import ShmGroup
+
+    ranks = made.global_ranks_in_group
+    return ShmGroup(made.store, made.group_rank, made.group_size, made.timeout, global_ranks=ranks)
+
+
+def _create_hierarchy(made: Any, options: Any) -> dist.ProcessGroup:
+    from lockstep.comm.hierarchy import create
+
+    return create(made, options)
+
+
+def _for_ours(theirs: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(theirs)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        ours: Any = c10d._get_default_group() if group is None else group
+        if not is_ours(ours):
+            theirs(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+        else:
+            ours.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    return monitored_barrier

@@ -1,0 +1,197 @@
+"""Who carries the collectives out: the caller, if it waits anyway, or one thread beside it. Strictly in order.
+
+Note [Inline]
+A collective that is waited for at once, with nothing before it in the queue, runs in the caller's own thread: handing
+it to another and back would take longer than a small collective takes. The same when somebody waits for a collective
+that has not begun: it is taken out of the queue and done on the spot.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+NO_TIMEOUT = timedelta(0)
+
+
+class ShmWork(Work):
+    """One collective, from the call to its end."""
+
+    def __init__(self, engine: Engine, run: Callable[[bool], None], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._engine, self._run, self._tensors = engine, run, tensors
+        self._error: BaseException | None = None
+        self._done = False
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if not self._done:
+            self._engine.finish(self, timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for a receive from any source")
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._engine.lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done:
+                    self._settle()
+            return self._future
+
+    def carry_out(self, spin: bool) -> None:
+        """Called by the engine, once."""
+        try:
+            # A worker may reduce parameters (no graph wanted) and tensors made in inference mode; both are fine in it.
+            with torch.inference_mode():
+                self._run(spin)
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):  # Ctrl-C in the caller's thread
+                raise
+        finally:
+            self._run = _nothing  # drops the tensors it held
+
+    def _settle(self) -> None:
+        assert self._future is not None
+        if self._error is None:
+            self._future.set_result(list(self._tensors))
+        else:
+            error = self._error if isinstance(self._error, Exception) else RuntimeError("interrupted")
+            self._future.set_exception(error)
+
+
+def _nothing(spin: bool) -> None:
+    pass
+
+
+class Engine:
+    """A queue of works, and at most one of them under way."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.lock = threading.RLock()
+        self._to_do = threading.Condition(self.lock)  # for our thread
+        self._ended = threading.Condition(self.lock)  # for those who wait
+        self._waiting = 0
+        self._queue: deque[ShmWork] = deque()
+        self._busy = False
+        self._current: ShmWork | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, run: Callable[[bool], None], tensors: Sequence[torch.Tensor], *, wait: bool) -> ShmWork:
+        """`run` in its turn; now, and in this thread, if the caller waits and nothing is before it."""
+        work = ShmWork(self, run, tensors)
+        with self.lock:
+            if self._closed:
+                raise RuntimeError("this process group was destroyed")
+            inline = wait and not self._busy and not self._queue
+            if inline:
+                self._busy = True
+            else:
+                self._queue.append(work)
+                self._call_thread()
+        if inline:
+            self._do(work, spin=True)
+        elif wait:
+            self.finish(work, 0)
+        return work
+
+    def finish(self, work: ShmWork, wait_s: float) -> None:
+        """Wait for `work`, doing what comes before it ourselves if nobody else does."""
+        end = time.monotonic() + wait_s if wait_s > 0 else float("inf")
+        while True:
+            with self.lock:
+                self._waiting += 1
+                try:
+                    while not work._done and (self._busy or not self._queue):
+                        left = end - time.monotonic()
+                        if left <= 0:
+                            raise RuntimeError(f"Operation timed out: waited {wait_s:g} s; the collective goes on")
+                        self._ended.wait(min(left, 1.0))
+                finally:
+                    self._waiting -= 1
+                if work._done:
+                    return
+                self._busy = True
+                first = self._queue.popleft()
+            self._do(first, spin=first is work)
+
+    def drain(self) -> None:
+        """Wait until nothing is queued or under way."""
+        with self.lock:
+            last = self._queue[-1] if self._queue else self._current
+        if last is not None:
+            self.finish(last, 0)
+
+    def close(self, deadline_s: float) -> None:
+        """Let what is queued end (it fails at once if the group has failed), and the thread with it."""
+        with self.lock:
+            self._closed = True
+            self._to_do.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(deadline_s)
+
+    def _do(self, work: ShmWork, *, spin: bool) -> None:
+        self._current = work
+        try:
+            work.carry_out(spin)
+        finally:
+            with self.lock:
+                self._busy, self._current = False, None
+                work._done = True
+                future = work._future
+                self._call_thread()
+                if self._waiting:
+                    self._ended.notify_all()
+            if future is not None:
+                work._settle()
+
+    def _call_thread(self) -> None:
+        if self._busy or not self._queue:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        else:
+            self._to_do.notify()
+
+    def _serve(self) -> None:
+        while True:
+            with self.lock:
+                while self._busy or not self._queue:
+                    if self._closed and not self._queue:
+                        return
+                    self._to_do.wait()
+                self._busy = True
+                work = self._queue.popleft()
+            self._do(work, spin=False)
+            del work  # or its tensors would live until the next one comes

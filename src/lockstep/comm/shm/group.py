@@ -1,0 +1,625 @@
+"""`shm` as torch.distributed sees it: a process group for the workers of one host.
+
+Torch's names are here, and what torch allows its callers: tensors of any layout, lists, options, one or several
+devices. What is done with flat memory is in `collectives`, when and by whom in `engine`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Work, distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from lockstep.comm.shm import sparse
+from lockstep.comm.shm.collectives import Collectives
+from lockstep.comm.shm.engine import Engine
+from lockstep.comm.shm.host import HostMemory, heap_start, reserve_slots
+from lockstep.comm.shm.mail import Mail
+from lockstep.comm.shm.meet import meet
+from lockstep.comm.shm.memory import Heap, create_segment
+from lockstep.comm.shm.other import OtherBackends
+from lockstep.comm.shm.reduce import Reduction, reduction
+from lockstep.comm.shm.team import State, Team
+
+CLOSE_S: Final = 5.0
+COALESCE_BYTES: Final = 1 << 20
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _on_its_device(method: Method) -> Method:
+    """Hand a call over to the backend that "cpu:shm,cuda:nccl" names for its tensors' device, if that is not shm."""
+
+    @functools.wraps(method)
+    def call(self: ShmGroup, *args: Any, **options: Any) -> Any:
+        other = self._others.for_device(_first_tensor((*args, *options.values())).device)
+        return method(self, *args, **options) if other is None else getattr(other, method.__name__)(*args, **options)
+
+    return call  # type: ignore[return-value]
+
+
+# Torch's stub files describe other overloads in every version, so to the type checker this is just any class.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ShmGroup(_ProcessGroup):  # type: ignore[misc]
+    """Workers on one host that talk through shared memory."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, *, global_ranks: Sequence[int] = ()
+    ) -> None:
+        """`global_ranks`: of the members, in order, if this is a subgroup. Errors call them by these."""
+        super().__init__(rank, size)
+        self._store, self._name, self._pid = store, "", os.getpid()
+        self._rank, self._size = rank, size
+        wait_s = timeout.total_seconds()
+        segment = create_segment()
+        try:
+            self._team = Team(rank, size, segment, wait_s, global_ranks)
+            section = reserve_slots(self._team)
+            names = self._team.names
+            peers = meet(store, rank, names, segment, offer=section, deadline=time.monotonic() + wait_s)
+        finally:
+            os.close(segment.fd)  # the mapping stays
+        try:
+            self._team.join(peers)
+        except BaseException:
+            self._team.forget()
+            raise
+        section = min([section, *(peer.offer for peer in peers.values())])
+        self._engine = Engine(f"shm-{rank}")
+        self._host = Collectives(self._team, HostMemory(self._team, section))
+        self._device: Collectives | None = None
+        self._heap = Heap(segment, heap_start(self._team, section))
+        self._mail = Mail(self._team, self._heap)
+        self._others = OtherBackends(self, store, timeout)
+        self._sequence = 0
+        self._closed = False
+        self._coalescing: list[Work] | None = None
+
+    # ---- what torch asks --------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "shm"
+
+    def name(self) -> str:
+        return "shm"
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        other = self._others.for_device(torch.device(device))
+        return self if other is None else other._get_backend(device)
+
+    def _get_backend_name(self) -> str:
+        return "shm"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Counted from the first call on all workers, so there is nothing to agree on."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._team.timeout_s = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        self._engine.drain()
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor in group memory: collectives on it need no copies. Freed like any other."""
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"device={str(device)!r}: shm gives memory on cpu only")
+        self._check_open()
+        return self._heap.tensor(size, dtype)
+
+    # ---- reductions -------------------------------------------------------------------------------------------------
+
+    @_on_its_device
+    def allreduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
+        opts = _options("AllreduceOptions", opts)
+        tensor = _only(tensors)
+        how = self._reduction(opts, tensor.dtype)
+        if tensor.is_sparse:
+            return self._submit(tensor, opts, [tensor], lambda on: sparse.all_reduce(on, tensor, how))
+        return self._submit(tensor, opts, [tensor], lambda on: _all_reduce(on, tensor, how))
+
+    @_on_its_device
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        opts = _options("AllreduceCoalescedOptions", opts)
+        ways = [self._reduction(opts, tensor.dtype) for tensor in tensors]
+
+        def run(on: Collectives) -> None:
+            alike = len({tensor.dtype for tensor in tensors}) == 1
+            if alike and sum(tensor.nbytes for tensor in tensors) <= COALESCE_BYTES:
+                together = torch.cat([_flat(tensor) for tensor in tensors])
+                on.all_reduce(together, ways[0])
+                pieces = torch.split(together, [tensor.numel() for tensor in tensors])
+                for tensor, piece in zip(tensors, pieces, strict=True):
+                    tensor.data.copy_(piece.view(tensor.shape))
+                return
+            for tensor, how in zip(tensors, ways, strict=True):
+                _all_reduce(on, tensor, how)
+
+        return self._submit(tensors[0], opts, tensors, run)
+
+    @_on_its_device
+    def reduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
+        opts = _options("ReduceOptions", opts)
+        tensor, root = _only(tensors), opts.rootRank
+        how = self._reduction(opts, tensor.dtype)
+        return self._submit(tensor, opts, [tensor], lambda on: _all_reduce(on, tensor, how, root=root))
+
+    @_on_its_device
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Work:
+        opts = _options("ReduceScatterOptions", opts)
+        out, sections = _only(outputs), inputs[0]
+        self._check_list("reduce_scatter", sections)
+        how = self._reduction(opts, out.dtype)
+
+        def run(on: Collectives) -> None:
+            _into([out], functools.partial(_reduce_scatter, on, [_flat(section) for section in sections], how))
+
+        return self._submit(out, opts, [out], run)
+
+    @_on_its_device
+    def reduce_scatter_single(self, out: torch.Tensor, data: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([out], [data], opts)
+
+    @_on_its_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        opts = _options("ReduceScatterOptions", opts)
+        for out, data in zip(outputs, inputs, strict=True):
+            if data.numel() != out.numel() * self._size:
+                raise ValueError(
+                    f"reduce_scatter: the input has {data.numel()} elements, the output {out.numel()}; "
+                    f"the input must be {self._size} times as large"
+                )
+        ways = [self._reduction(opts, out.dtype) for out in outputs]
+
+        def run(on: Collectives) -> None:
+            for out, data, how in zip(outputs, inputs, ways, strict=True):
+                sections = list(torch.split(_flat(data), out.numel())) if out.numel() else [_flat(data)] * self._size
+                _into([out], functools.partial(_reduce_scatter, on, sections, how))
+
+        return self._submit(outputs[0], opts, outputs, run)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ---- moving -----------------------------------------------------------------------------------------------------
+
+    @_on_its_device
+    def broadcast(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
+        opts = _options("BroadcastOptions", opts)
+        tensor, root = _only(tensors), opts.rootRank
+
+        def run(on: Collectives) -> None:
+            def move(flat: Sequence[torch.Tensor]) -> None:
+                data = _bytes(flat[0])
+                into: list[torch.Tensor | None] = [None] * self._size
+                if self._rank != root:
+                    into[root] = data
+                on.move("broadcast", same=(root,), to_all=data if self._rank == root else None, into=into)
+
+            _into([tensor], move, read=True)
+
+        return self._submit(tensor, opts, [tensor], run)
+
+    @_on_its_device
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        for targets, data in zip(outputs, inputs, strict=True):
+            self._check_list("all_gather", targets)
+            for target in targets:
+                _check_alike("all_gather", target, data)
+        return self._gather_all([list(targets) for targets in outputs], inputs, opts)
+
+    @_on_its_device
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        # Torch lists the outputs by rank here, and by tensor in allgather.
+        by_tensor = [[targets[i] for targets in outputs] for i in range(len(inputs))]
+        return self._gather_all(by_tensor, inputs, opts)
+
+    @_on_its_device
+    def all_gather_single(self, out: torch.Tensor, data: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([out], [data], opts)
+
+    @_on_its_device
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        for out, data in zip(outputs, inputs, strict=True):
+            if out.dtype is not data.dtype:
+                raise TypeError(f"all_gather: the output is {out.dtype}, the input {data.dtype}; make them the same")
+            if out.numel() != data.numel() * self._size:
+                raise ValueError(
+                    f"all_gather: the output has {out.numel()} elements, the input {data.numel()}; "
+                    f"the output must be {self._size} times as large"
+                )
+        opts = _options("AllgatherOptions", opts)
+
+        def run(on: Collectives) -> None:
+            for out, data in zip(outputs, inputs, strict=True):
+
+                def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
+                    whole, part = _bytes(flat[0]), _bytes(_flat(data))
+                    length = part.numel()
+                    into = [whole[r * length : (r + 1) * length] for r in range(self._size)]
+                    on.move("all_gather", same=(length,), to_all=part, into=into)
+
+                _into([out], move)
+
+        return self._submit(outputs[0], opts, outputs, run)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_on_its_device
+    def gather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        opts = _options("GatherOptions", opts)
+        data, root = _only(inputs), opts.rootRank
+        targets = list(outputs[0]) if self._rank == root else []
+        if self._rank == root:
+            self._check_list("gather", targets)
+            for target in targets:
+                _check_alike("gather", target, data)
+
+        def run(on: Collectives) -> None:
+            def move(flat: Sequence[torch.Tensor]) -> None:
+                into = [_bytes(t) for t in flat] if flat else [None] * self._size
+                on.move("gather", same=(root,), to_all=_bytes(_flat(data)), into=into)
+
+            _into(targets, move)
+
+        return self._submit(data, opts, targets or [data], run)
+
+    @_on_its_device
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Work:
+        opts = _options("ScatterOptions", opts)
+        out, root = _only(outputs), opts.rootRank
+        sources = list(inputs[0]) if self._rank == root else []
+        if self._rank == root:
+            self._check_list("scatter", sources)
+            for source in sources:
+                _check_alike("scatter", source, out)
+
+        def run(on: Collectives) -> None:
+            def move(flat: Sequence[torch.Tensor]) -> None:
+                into: list[torch.Tensor | None] = [None] * self._size
+                into[root] = _bytes(flat[0])
+                on.move("scatter", same=(root,), to_each=[_bytes(_flat(s)) for s in sources], into=into)
+
+            _into([out], move)
+
+        return self._submit(out, opts, [out], run)
+
+    @_on_its_device
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        opts = _options("AllToAllOptions", opts)
+        self._check_list("all_to_all", outputs)
+        self._check_list("all_to_all", inputs)
+
+        def run(on: Collectives) -> None:
+            def move(flat: Sequence[torch.Tensor]) -> None:
+                to_each = [_bytes(_flat(data)) for data in inputs]
+                on.move("all_to_all", to_each=to_each, into=[_bytes(t) for t in flat])
+
+            _into(outputs, move)
+
+        return self._submit(outputs[0], opts, outputs, run)
+
+    @_on_its_device
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        opts = _options("AllToAllOptions", opts)
+        out_sizes = _cut("output", out, out_splits, self._size)
+        sizes = _cut("input", data, splits, self._size)
+
+        def run(on: Collectives) -> None:
+            def move(flat: Sequence[torch.Tensor]) -> None:
+                to_each = [_bytes(piece) for piece in torch.split(_flat(data), sizes)]
+                into = [_bytes(piece) for piece in torch.split(flat[0], out_sizes)]
+                on.move("all_to_all", to_each=to_each, into=into)
+
+            _into([out], move)
+
+        return self._submit(out, opts, [out], run)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        opts = _options("BarrierOptions", opts)
+        device = getattr(opts, "device", None)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return self._submit(torch.empty(0), opts, [], lambda on: on.barrier())
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        opts = _options("BarrierOptions", None)
+        if timeout is not None and timeout.total_seconds() > 0:
+            opts.timeout = timeout
+        opts.asyncOp = False
+        self._submit(torch.empty(0), opts, [], lambda on: on.barrier("monitored_barrier")).wait()
+
+    # ---- point to point ---------------------------------------------------------------------------------------------
+
+    @_on_its_device
+    def send(self, tensors: Sequence[torch.Tensor] | torch.Tensor, dst: int, tag: int = 0) -> Work:
+        tensor = _only(tensors)
+        self._check_peer("send", dst)
+        self._sequence += 1
+        return self._collect(self._mail.send(_bytes(_flat(tensor).cpu()), dst, tag))
+
+    @_on_its_device
+    def recv(self, tensors: Sequence[torch.Tensor] | torch.Tensor, src: int, tag: int = 0) -> Work:
+        self._check_peer("recv", src)
+        return self._receive(_only(tensors), src, tag)
+
+    @_on_its_device
+    def recv_anysource(self, tensors: Sequence[torch.Tensor] | torch.Tensor, tag: int = 0) -> Work:
+        return self._receive(_only(tensors), None, tag)
+
+    def _receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        self._sequence += 1
+        bare = tensor.data
+        if bare.is_contiguous() and bare.device.type == "cpu":
+            return self._collect(self._mail.receive(_bytes(bare.view(-1)), src, tag, wait_s=self._team.timeout_s))
+        flat = torch.empty(bare.numel(), dtype=bare.dtype)
+        work = self._mail.receive(_bytes(flat), src, tag, wait_s=self._team.timeout_s)
+        work.then = lambda: bare.copy_(flat.view(bare.shape))
+        return self._collect(work)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Free every waiter, here and in the other workers, with an error."""
+        self._end(State.ABORTED)
+
+    def shutdown(self) -> None:
+        self._end(State.LEFT)
+
+    def _end(self, state: State) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._team.leave(state)
+        self._engine.close(CLOSE_S)
+        self._others.close(state is State.ABORTED)
+        self._team.forget()
+        del self._host, self._heap, self._mail
+        self._device = None
+
+    # ---- carrying out -----------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, tensor: torch.Tensor, opts: Any, tensors: Sequence[torch.Tensor], run: Callable[[Collectives], None]
+    ) -> Work:
+        self._sequence += 1
+        self._check_open()
+        timeout = getattr(opts, "timeout", None)
+        wait_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+
+        def carry_out(spin: bool) -> None:
+            self._team.begin(wait_s=wait_s, spin=spin)
+            run(self._host)
+
+        wait = not getattr(opts, "asyncOp", True)
+        return self._collect(self._engine.submit(carry_out, tensors, wait=wait and self._coalescing is None))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return AllOf(works)
+
+    def _collect(self, work: Work) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("this shm group belongs to the parent process; a forked child cannot use it")
+        if self._team.failure is not None:
+            raise self._team.failure
+
+    def _check_list(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{name}: {len(tensors)} tensors for {self._size} workers; give one for each")
+
+    def _check_peer(self, name: str, rank: int) -> None:
+        self._check_open()
+        if not 0 <= rank < self._size or rank == self._rank:
+            raise ValueError(f"{name}: rank {rank} is not another worker of this group of {self._size}")
+
+    def _reduction(self, opts: Any, dtype: torch.dtype) -> Reduction:
+        how = reduction(opts.reduceOp, self._size)
+        how.check(dtype)
+        return how
+
+    def _gather_all(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
+        opts = _options("AllgatherOptions", opts)
+        flat_outputs = [target for targets in outputs for target in targets]
+
+        def run(on: Collectives) -> None:
+            for targets, data in zip(outputs, inputs, strict=True):
+
+                def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
+                    on.move("all_gather", to_all=_bytes(_flat(data)), into=[_bytes(t) for t in flat])
+
+                _into(targets, move)
+
+        return self._submit(inputs[0], opts, flat_outputs, run)
+
+
+class AllOf(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+# ---- torch's tensors as flat memory --------------------------------------------------------------------------------
+
+
+def _options(kind: str, given: Any) -> Any:
+    return given if given is not None else getattr(distributed_c10d, kind)()
+
+
+def _first_tensor(args: Sequence[Any]) -> torch.Tensor:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg
+        if isinstance(arg, (list, tuple)) and arg:
+            return _first_tensor(arg)
+    return torch.empty(0)
+
+
+def _only(tensors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{len(tensors)} tensors where one is expected")
+    return tensors[0]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in order: the tensor's own memory if it is contiguous, else a copy. Complex numbers as pairs."""
+    # `.data`, not `.detach()`: what a collective writes is no step of a computation, for autograd's counters too.
+    return tensor.data.reshape(-1)
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def _into(
+    targets: Sequence[torch.Tensor], write: Callable[[list[torch.Tensor]], None], *, read: bool = False
+) -> None:
+    """Call `write` with the targets' flat memory; for those that are not contiguous, with room that is copied back.
+
+    `read`: their contents are wanted too.
+    """
+    flats, back = [], []
+    for target in targets:
+        bare = target.data
+        if bare.is_contiguous():
+            flats.append(bare.view(-1))
+            continue
+        flat = bare.reshape(-1) if read else torch.empty(bare.numel(), dtype=bare.dtype, device=bare.device)
+        flats.append(flat)
+        back.append((bare, flat))
+    write(flats)
+    for bare, flat in back:
+        bare.copy_(flat.view(bare.shape))
+
+
+def _all_reduce(on: Collectives, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.data)
+    _into([tensor], lambda flat: on.all_reduce(flat[0], how, root=root), read=True)
+
+
+def _reduce_scatter(
+    on: Collectives, sections: Sequence[torch.Tensor], how: Reduction, flat: Sequence[torch.Tensor]
+) -> None:
+    on.reduce_scatter(sections, flat[0], how)
+
+
+def _check_alike(name: str, target: torch.Tensor, data: torch.Tensor) -> None:
+    if target.dtype is not data.dtype or target.numel() != data.numel():
+        raise ValueError(
+            f"{name}: a tensor of {target.numel()} x {target.dtype} for data of {data.numel()} x {data.dtype}; "
+            "make them the same"
+        )
+
+
+def _cut(which: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Elements for each rank: `splits` rows of the first dimension, or equal parts."""
+    if not splits:
+        if tensor.numel() and tensor.shape[0] % size:
+            raise ValueError(f"all_to_all: the {which} has {tensor.shape[0]} rows, not a multiple of {size} workers")
+        return [tensor.numel() // size] * size
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(
+            f"all_to_all: {which} splits {list(splits)} for {size} workers and {rows} rows; they must add up"
+        )
+    row = tensor.numel() // rows if rows else 0
+    return [split * row for split in splits]
