@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import torch
 
 from lockstep.comm.shm.reduce import Reduction
-from lockstep.comm.shm.team import Call, Team
+from lockstep.comm.shm.team import NOTHING_WANTED, Call, Team
 
 SLOTS: Final = 4
 SMALL_BYTES: Final = 64 << 10
@@ -32,6 +32,11 @@ ALIGN: Final = 64
 _DTYPES: Final = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype))
 )
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """A number that means this dtype on every worker."""
+    return _DTYPES.index(dtype)
 
 
 class Memory(Protocol):
@@ -53,6 +58,9 @@ class Collectives:
         self.team, self.memory = team, memory
         self._rounds = 0  # staged so far, the same on all workers
 
+    def settle(self) -> None:
+        """What comes next sees the result. Host memory has it already."""
+
     # ---- moving -----------------------------------------------------------------------------------------------------
 
     def move(
@@ -71,13 +79,15 @@ class Collectives:
         team, memory, me, size = self.team, self.memory, self.team.rank, self.team.size
         offset = self._direct(to_all)
         lengths = tuple(_length(t) for t in to_each) if to_each else (_length(to_all),) * size
-        team.say(Call(name, same, lengths, offset))
+        expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
+        call = Call(name, same, lengths, expects, offset)
+        team.say(call)
         share = memory.section_bytes
         span = share if to_each else share * size  # what one slot takes of one stream
         phase = self._deposit(to_all if offset < 0 else None, to_each, 0, span)
         memory.await_phase(phase)
         heard = team.hear()
-        team.check_lengths([None if target is None else target.numel() for target in into])
+        team.check_lengths(call)
         direct = any(other.offset >= 0 for other in heard)
         personal = name in _PERSONAL
         span = share if personal else share * size
@@ -142,7 +152,7 @@ class Collectives:
         per = -(-per // ALIGN) * ALIGN
         sections = [tensor[k * per : (k + 1) * per] for k in range(size)]
         name = "all_reduce" if root is None else "reduce"
-        same = (how.code, _DTYPES.index(tensor.dtype), tensor.numel(), -1 if root is None else root)
+        same = (how.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
         if how.factor is not None:
             if root is not None and me != root:
                 tensor = tensor.clone()
@@ -153,7 +163,7 @@ class Collectives:
             self._reduce_small(tensor, how, wanted=root in (None, me))
             return
         offset = self._direct(tensor) if root is None else -1
-        self.team.say(Call(name, same, (), offset))
+        self.team.say(Call(name, same, offset=offset))
         self.memory.await_phase(self.memory.arrive())
         heard = self.team.hear()
         if all(other.offset >= 0 for other in heard):
@@ -164,7 +174,7 @@ class Collectives:
 
     def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction) -> None:
         """`out` becomes the reduction of everybody's section that has our rank. The sections stay as they are."""
-        same = (how.code, _DTYPES.index(out.dtype), *(section.numel() for section in sections))
+        same = (how.code, dtype_code(out.dtype), *(section.numel() for section in sections))
         if how.factor is not None:
             sections = [section.clone() for section in sections]
             for section in sections:

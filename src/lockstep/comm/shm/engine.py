@@ -20,15 +20,18 @@ from torch.distributed import Work
 
 NO_TIMEOUT = timedelta(0)
 
+Run = Callable[["ShmWork", bool], None]
+
 
 class ShmWork(Work):
     """One collective, from the call to its end."""
 
-    def __init__(self, engine: Engine, run: Callable[[bool], None], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, run: Run, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._engine, self._run, self._tensors = engine, run, tensors
         self._error: BaseException | None = None
         self._done = False
+        self.after: Callable[[], None] = _do_nothing  # makes the caller's stream wait for the result
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -36,6 +39,7 @@ class ShmWork(Work):
             self._engine.finish(self, timeout.total_seconds())
         if self._error is not None:
             raise self._error
+        self.after()
         return True
 
     def synchronize(self) -> None:
@@ -60,7 +64,9 @@ class ShmWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         with self._engine.lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                # One for GPU tensors makes the stream of whoever waits for it wait, too.
+                devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
+                self._future = torch.futures.Future(devices=list(devices))
                 if self._done:
                     self._settle()
             return self._future
@@ -70,7 +76,7 @@ class ShmWork(Work):
         try:
             # A worker may reduce parameters (no graph wanted) and tensors made in inference mode; both are fine in it.
             with torch.inference_mode():
-                self._run(spin)
+                self._run(self, spin)
         except BaseException as error:
             self._error = error
             if not isinstance(error, Exception):  # Ctrl-C in the caller's thread
@@ -81,13 +87,18 @@ class ShmWork(Work):
     def _settle(self) -> None:
         assert self._future is not None
         if self._error is None:
+            self.after()
             self._future.set_result(list(self._tensors))
         else:
             error = self._error if isinstance(self._error, Exception) else RuntimeError("interrupted")
             self._future.set_exception(error)
 
 
-def _nothing(spin: bool) -> None:
+def _nothing(work: ShmWork, spin: bool) -> None:
+    pass
+
+
+def _do_nothing() -> None:
     pass
 
 
@@ -106,7 +117,7 @@ class Engine:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, run: Callable[[bool], None], tensors: Sequence[torch.Tensor], *, wait: bool) -> ShmWork:
+    def submit(self, run: Run, tensors: Sequence[torch.Tensor], *, wait: bool) -> ShmWork:
         """`run` in its turn; now, and in this thread, if the caller waits and nothing is before it."""
         work = ShmWork(self, run, tensors)
         with self.lock:
@@ -125,13 +136,16 @@ class Engine:
         return work
 
     def finish(self, work: ShmWork, wait_s: float) -> None:
-        """Wait for `work`, doing what comes before it ourselves if nobody else does."""
+        """Wait for `work`, doing what comes before it ourselves if nobody else does.
+
+        With a limit (`wait_s` > 0) it is left to the thread: who begins a collective cannot leave it.
+        """
         end = time.monotonic() + wait_s if wait_s > 0 else float("inf")
         while True:
             with self.lock:
                 self._waiting += 1
                 try:
-                    while not work._done and (self._busy or not self._queue):
+                    while not work._done and (wait_s > 0 or self._busy or not self._queue):
                         left = end - time.monotonic()
                         if left <= 0:
                             raise RuntimeError(f"Operation timed out: waited {wait_s:g} s; the collective goes on")

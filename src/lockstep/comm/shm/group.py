@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.comm.shm import sparse
 from lockstep.comm.shm.collectives import Collectives
-from lockstep.comm.shm.engine import Engine
+from lockstep.comm.shm.device import DeviceCollectives, Event
+from lockstep.comm.shm.engine import Engine, ShmWork
 from lockstep.comm.shm.host import HostMemory, heap_start, reserve_slots
 from lockstep.comm.shm.mail import Mail
 from lockstep.comm.shm.meet import meet
@@ -32,6 +33,7 @@ from lockstep.comm.shm.team import State, Team
 CLOSE_S: Final = 5.0
 COALESCE_BYTES: Final = 1 << 20
 
+AnyCollectives = Collectives | DeviceCollectives
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -77,7 +79,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         section = min([section, *(peer.offer for peer in peers.values())])
         self._engine = Engine(f"shm-{rank}")
         self._host = Collectives(self._team, HostMemory(self._team, section))
-        self._device: Collectives | None = None
+        self._devices: dict[torch.device, DeviceCollectives] = {}
         self._heap = Heap(segment, heap_start(self._team, section))
         self._mail = Mail(self._team, self._heap)
         self._others = OtherBackends(self, store, timeout)
@@ -174,7 +176,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options("AllreduceCoalescedOptions", opts)
         ways = [self._reduction(opts, tensor.dtype) for tensor in tensors]
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             alike = len({tensor.dtype for tensor in tensors}) == 1
             if alike and sum(tensor.nbytes for tensor in tensors) <= COALESCE_BYTES:
                 together = torch.cat([_flat(tensor) for tensor in tensors])
@@ -191,7 +193,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     @_on_its_device
     def reduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
         opts = _options("ReduceOptions", opts)
-        tensor, root = _only(tensors), opts.rootRank
+        tensor, root = _only(tensors), self._root("reduce", opts)
         how = self._reduction(opts, tensor.dtype)
         return self._submit(tensor, opts, [tensor], lambda on: _all_reduce(on, tensor, how, root=root))
 
@@ -202,10 +204,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options("ReduceScatterOptions", opts)
         out, sections = _only(outputs), inputs[0]
         self._check_list("reduce_scatter", sections)
+        _check_alike("reduce_scatter", out, sections[self._rank])
         how = self._reduction(opts, out.dtype)
 
-        def run(on: Collectives) -> None:
-            _into([out], functools.partial(_reduce_scatter, on, [_flat(section) for section in sections], how))
+        def run(on: AnyCollectives) -> None:
+            _into(on, [out], functools.partial(_reduce_scatter, on, [_flat(section) for section in sections], how))
 
         return self._submit(out, opts, [out], run)
 
@@ -219,6 +222,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         opts = _options("ReduceScatterOptions", opts)
         for out, data in zip(outputs, inputs, strict=True):
+            if data.dtype is not out.dtype:
+                raise TypeError(f"reduce_scatter: the input is {data.dtype}, the output {out.dtype}; make them the same")
             if data.numel() != out.numel() * self._size:
                 raise ValueError(
                     f"reduce_scatter: the input has {data.numel()} elements, the output {out.numel()}; "
@@ -226,10 +231,10 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                 )
         ways = [self._reduction(opts, out.dtype) for out in outputs]
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             for out, data, how in zip(outputs, inputs, ways, strict=True):
                 sections = list(torch.split(_flat(data), out.numel())) if out.numel() else [_flat(data)] * self._size
-                _into([out], functools.partial(_reduce_scatter, on, sections, how))
+                _into(on, [out], functools.partial(_reduce_scatter, on, sections, how))
 
         return self._submit(outputs[0], opts, outputs, run)
 
@@ -241,9 +246,9 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     @_on_its_device
     def broadcast(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
         opts = _options("BroadcastOptions", opts)
-        tensor, root = _only(tensors), opts.rootRank
+        tensor, root = _only(tensors), self._root("broadcast", opts)
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
                 data = _bytes(flat[0])
                 into: list[torch.Tensor | None] = [None] * self._size
@@ -251,7 +256,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                     into[root] = data
                 on.move("broadcast", same=(root,), to_all=data if self._rank == root else None, into=into)
 
-            _into([tensor], move, read=True)
+            _into(on, [tensor], move, read=True)
 
         return self._submit(tensor, opts, [tensor], run)
 
@@ -291,7 +296,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                 )
         opts = _options("AllgatherOptions", opts)
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             for out, data in zip(outputs, inputs, strict=True):
 
                 def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
@@ -300,7 +305,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                     into = [whole[r * length : (r + 1) * length] for r in range(self._size)]
                     on.move("all_gather", same=(length,), to_all=part, into=into)
 
-                _into([out], move)
+                _into(on, [out], move)
 
         return self._submit(outputs[0], opts, outputs, run)
 
@@ -312,19 +317,19 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Work:
         opts = _options("GatherOptions", opts)
-        data, root = _only(inputs), opts.rootRank
+        data, root = _only(inputs), self._root("gather", opts)
         targets = list(outputs[0]) if self._rank == root else []
         if self._rank == root:
             self._check_list("gather", targets)
             for target in targets:
                 _check_alike("gather", target, data)
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
                 into = [_bytes(t) for t in flat] if flat else [None] * self._size
                 on.move("gather", same=(root,), to_all=_bytes(_flat(data)), into=into)
 
-            _into(targets, move)
+            _into(on, targets, move)
 
         return self._submit(data, opts, targets or [data], run)
 
@@ -333,20 +338,20 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Work:
         opts = _options("ScatterOptions", opts)
-        out, root = _only(outputs), opts.rootRank
+        out, root = _only(outputs), self._root("scatter", opts)
         sources = list(inputs[0]) if self._rank == root else []
         if self._rank == root:
             self._check_list("scatter", sources)
             for source in sources:
                 _check_alike("scatter", source, out)
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
                 into: list[torch.Tensor | None] = [None] * self._size
                 into[root] = _bytes(flat[0])
                 on.move("scatter", same=(root,), to_each=[_bytes(_flat(s)) for s in sources], into=into)
 
-            _into([out], move)
+            _into(on, [out], move)
 
         return self._submit(out, opts, [out], run)
 
@@ -356,12 +361,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_list("all_to_all", outputs)
         self._check_list("all_to_all", inputs)
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
                 to_each = [_bytes(_flat(data)) for data in inputs]
                 on.move("all_to_all", to_each=to_each, into=[_bytes(t) for t in flat])
 
-            _into(outputs, move)
+            _into(on, outputs, move)
 
         return self._submit(outputs[0], opts, outputs, run)
 
@@ -377,14 +382,19 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options("AllToAllOptions", opts)
         out_sizes = _cut("output", out, out_splits, self._size)
         sizes = _cut("input", data, splits, self._size)
+        if sizes[self._rank] != out_sizes[self._rank]:
+            raise ValueError(
+                f"all_to_all: rank {self._rank} sends {sizes[self._rank]} elements to itself and expects "
+                f"{out_sizes[self._rank]}; make the splits agree"
+            )
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
                 to_each = [_bytes(piece) for piece in torch.split(_flat(data), sizes)]
                 into = [_bytes(piece) for piece in torch.split(flat[0], out_sizes)]
                 on.move("all_to_all", to_each=to_each, into=into)
 
-            _into([out], move)
+            _into(on, [out], move)
 
         return self._submit(out, opts, [out], run)
 
@@ -423,6 +433,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(_only(tensors), None, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        self._check_open()
         self._sequence += 1
         bare = tensor.data
         if bare.is_contiguous() and bare.device.type == "cpu":
@@ -450,24 +461,44 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._others.close(state is State.ABORTED)
         self._team.forget()
         del self._host, self._heap, self._mail
-        self._device = None
+        for device in self._devices.values():
+            device.close()
+        self._devices = {}
 
     # ---- carrying out -----------------------------------------------------------------------------------------------
 
     def _submit(
-        self, tensor: torch.Tensor, opts: Any, tensors: Sequence[torch.Tensor], run: Callable[[Collectives], None]
+        self, tensor: torch.Tensor, opts: Any, tensors: Sequence[torch.Tensor], run: Callable[[AnyCollectives], None]
     ) -> Work:
         self._sequence += 1
         self._check_open()
         timeout = getattr(opts, "timeout", None)
         wait_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
 
-        def carry_out(spin: bool) -> None:
-            self._team.begin(wait_s=wait_s, spin=spin)
-            run(self._host)
+        wait = not getattr(opts, "asyncOp", True) and self._coalescing is None
+        if not tensor.is_cuda:
 
-        wait = not getattr(opts, "asyncOp", True)
-        return self._collect(self._engine.submit(carry_out, tensors, wait=wait and self._coalescing is None))
+            def carry_out(work: ShmWork, spin: bool) -> None:
+                self._team.begin(wait_s=wait_s, spin=spin)
+                run(self._host)
+
+            return self._collect(self._engine.submit(carry_out, tensors, wait=wait))
+        device, ready = tensor.device, _event_behind(torch.cuda.current_stream(tensor.device))
+
+        def carry_out_on_device(work: ShmWork, spin: bool) -> None:
+            self._team.begin(wait_s=wait_s, spin=spin)
+            on = self._on(device)
+            with on.turn(ready):
+                run(on)
+            work.after = on.after()
+
+        return self._collect(self._engine.submit(carry_out_on_device, tensors, wait=wait))
+
+    def _on(self, device: torch.device) -> DeviceCollectives:
+        if device not in self._devices:
+            with torch.cuda.device(device):
+                self._devices[device] = DeviceCollectives(self._team, device)
+        return self._devices[device]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
@@ -486,6 +517,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             raise RuntimeError("this shm group belongs to the parent process; a forked child cannot use it")
         if self._team.failure is not None:
             raise self._team.failure
+
+    def _root(self, name: str, opts: Any) -> int:
+        root = int(opts.rootRank)
+        if not 0 <= root < self._size:
+            raise ValueError(f"{name}: root {root} is not in this group of {self._size} workers")
+        return root
 
     def _check_list(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self._size:
@@ -507,13 +544,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options("AllgatherOptions", opts)
         flat_outputs = [target for targets in outputs for target in targets]
 
-        def run(on: Collectives) -> None:
+        def run(on: AnyCollectives) -> None:
             for targets, data in zip(outputs, inputs, strict=True):
 
                 def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
                     on.move("all_gather", to_all=_bytes(_flat(data)), into=[_bytes(t) for t in flat])
 
-                _into(targets, move)
+                _into(on, targets, move)
 
         return self._submit(inputs[0], opts, flat_outputs, run)
 
@@ -536,6 +573,15 @@ class AllOf(Work):
 
 
 # ---- torch's tensors as flat memory --------------------------------------------------------------------------------
+
+
+def _event_behind(stream: Any) -> Any:
+    """An event behind what is queued now; None if that is all done."""
+    if stream.query():
+        return None
+    event = Event(blocking=True)
+    event.record(stream)
+    return event
 
 
 def _options(kind: str, given: Any) -> Any:
@@ -562,7 +608,8 @@ def _only(tensors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in order: the tensor's own memory if it is contiguous, else a copy. Complex numbers as pairs."""
     # `.data`, not `.detach()`: what a collective writes is no step of a computation, for autograd's counters too.
-    return tensor.data.reshape(-1)
+    # Not reshape(-1), which leaves a one-dimensional tensor with gaps as it is.
+    return tensor.data.contiguous().view(-1)
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
@@ -570,7 +617,11 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _into(
-    targets: Sequence[torch.Tensor], write: Callable[[list[torch.Tensor]], None], *, read: bool = False
+    on: AnyCollectives,
+    targets: Sequence[torch.Tensor],
+    write: Callable[[list[torch.Tensor]], None],
+    *,
+    read: bool = False,
 ) -> None:
     """Call `write` with the targets' flat memory; for those that are not contiguous, with room that is copied back.
 
@@ -582,22 +633,24 @@ def _into(
         if bare.is_contiguous():
             flats.append(bare.view(-1))
             continue
-        flat = bare.reshape(-1) if read else torch.empty(bare.numel(), dtype=bare.dtype, device=bare.device)
+        flat = _flat(bare) if read else torch.empty(bare.numel(), dtype=bare.dtype, device=bare.device)
         flats.append(flat)
         back.append((bare, flat))
     write(flats)
+    if back:
+        on.settle()
     for bare, flat in back:
         bare.copy_(flat.view(bare.shape))
 
 
-def _all_reduce(on: Collectives, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
+def _all_reduce(on: AnyCollectives, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.data)
-    _into([tensor], lambda flat: on.all_reduce(flat[0], how, root=root), read=True)
+    _into(on, [tensor], lambda flat: on.all_reduce(flat[0], how, root=root), read=True)
 
 
 def _reduce_scatter(
-    on: Collectives, sections: Sequence[torch.Tensor], how: Reduction, flat: Sequence[torch.Tensor]
+    on: AnyCollectives, sections: Sequence[torch.Tensor], how: Reduction, flat: Sequence[torch.Tensor]
 ) -> None:
     on.reduce_scatter(sections, flat[0], how)
 

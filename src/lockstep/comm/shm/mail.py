@@ -63,6 +63,7 @@ class Mail:
         self._read = dict.fromkeys(team.peers, 0)
         self._inbox: list[Letter] = []  # came before they were asked for
         self._expected: list[ReceiveWork] = []  # asked for, in order
+        team.chores = self.push_all
         self.calls = 0
 
     # ---- sending ----------------------------------------------------------------------------------------------------
@@ -74,6 +75,11 @@ class Mail:
             self._outboxes[dst].waiting.append(work)
         self.push(dst)
         return work
+
+    def push_all(self) -> None:
+        for dst, box in self._outboxes.items():
+            if box.waiting:
+                self.push(dst)
 
     def push(self, dst: int) -> None:
         """Send what has to wait no longer."""
@@ -142,8 +148,7 @@ class Mail:
                     pass
             if work.done or not pause_s:
                 return
-            for dst in self._outboxes:
-                self.push(dst)
+            self.push_all()
         # Sleep until something comes from where we expect it; with several senders, a little at each in turn.
         sources = [work.src] if work.src is not None else list(self._team.peers)
         if not any([self._take_in(src, pause_s / len(sources)) for src in sources]):
@@ -235,9 +240,8 @@ class ReceiveWork(Work):
         return letter.tag == self.tag and self.src in (None, letter.src)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if timeout.total_seconds() > 0:
-            wait_s = timeout.total_seconds()
-            self.watch = Watch(self.watch.doing, wait_s, time.monotonic() + wait_s)
+        wait_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.watch.wait_s
+        self.watch = Watch(self.watch.doing, wait_s, time.monotonic() + wait_s)
         while not self.done:
             self._mail.fetch(self, LOOK_S)
         if self.error is not None:

@@ -171,8 +171,8 @@ def _call(gathering: _Gathering, lower: int) -> socket.socket:
         names = gathering.names
         raise WorldError(
             f"rank {names[gathering.rank]} on {socket.gethostname()} cannot reach rank {names[lower]} "
-            f"(pid {card.pid} on {card.host}) within this host: {error.strerror}; shm is for workers on one host that share a network namespace. "
-            'Use backend="hierarchy" over several hosts'
+            f"(pid {card.pid} on {card.host}) within this host: {error.strerror}; shm is for workers on one host that "
+            'share a network namespace. Use backend="hierarchy" over several hosts'
         ) from error
     return call
 

@@ -86,7 +86,9 @@ def _open() -> tuple[int, bool]:
     if not os.environ.get("LOCKSTEP_SHM_DIR"):
         # Some sandboxes have no memfds.
         with contextlib.suppress(OSError, AttributeError):
-            return os.memfd_create("lockstep", os.MFD_CLOEXEC), False
+            fd = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+            os.fchmod(fd, 0o600)  # it is made with 0777
+            return fd, False
     try:
         return os.open(_folder(), os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600), True
     except OSError as error:

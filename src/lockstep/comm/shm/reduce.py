@@ -65,7 +65,7 @@ class Reduction:
         if not pairs:
             if out.data_ptr() != values[0].data_ptr():
                 out.copy_(values[0])
-        elif len(pairs) == 1 and not (out.dtype in _NARROW and self.kind is RedOpType.AVG):
+        elif len(pairs) == 1 and not (out.dtype in _NARROW and self.kind == RedOpType.AVG):
             combine(values[0], values[1], out=out)  # torch itself adds two narrow floats in float32
         elif out.dtype in _NARROW and combine in (torch.add, torch.mul):
             for dst, src in pairs:
@@ -85,8 +85,10 @@ class Reduction:
         self._average(out)
 
     def _average(self, total: torch.Tensor) -> None:
-        if self.kind is RedOpType.AVG and self.size > 1:
-            if total.dtype.is_floating_point or total.dtype.is_complex:
+        if self.kind == RedOpType.AVG and self.size > 1:
+            if total.dtype.is_complex:
+                total = torch.view_as_real(total)  # as torch does it, where it hands over pairs itself
+            if total.dtype.is_floating_point:
                 total.div_(self.size)
             else:
                 total.div_(self.size, rounding_mode="trunc")

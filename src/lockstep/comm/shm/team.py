@@ -16,7 +16,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -28,6 +28,8 @@ from lockstep.errors import Desync, LockstepError, PeerLost
 
 LOOK_S: Final = 0.05
 HEADERS: Final = 4  # nobody is more than one collective ahead of anybody
+CARD_BYTES: Final = 512
+CARD_BYTES_PER_WORKER: Final = 1024
 MAIL_ENTRIES: Final = 256
 MAIL_BYTES: Final = 32
 
@@ -64,13 +66,17 @@ class Layout:
         first = PAGE + 2 * self.size * signal.SEMAPHORE_BYTES
         return first + dst * MAIL_ENTRIES * MAIL_BYTES
 
+    def cards(self) -> int:
+        """What the owner tells about its GPU and the tensors there."""
+        return self.lengths(HEADERS)
+
     def lengths(self, slot: int) -> int:
-        """How many bytes the owner sends to each rank."""
-        return self.ring(self.size) + slot * self.size * 8
+        """How many bytes the owner sends to each rank, and how many it takes from each."""
+        return self.ring(self.size) + slot * 2 * self.size * 8
 
     @property
     def end(self) -> int:
-        return -(-self.lengths(HEADERS) // PAGE) * PAGE
+        return -(-(self.cards() + CARD_BYTES + self.size * CARD_BYTES_PER_WORKER) // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Call:
     name: str
     same: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()  # bytes that it sends to each rank
+    expects: tuple[int, ...] = ()  # bytes that it takes from each rank; NOTHING_WANTED if it does not look
     offset: int = -1  # of the worker's tensor in its segment, if it lies there
 
 
@@ -90,6 +97,9 @@ class Watch:
     doing: str
     wait_s: float
     deadline: float
+
+
+NOTHING_WANTED: Final = -1
 
 
 class Heard(NamedTuple):
@@ -106,7 +116,6 @@ _GONE: Final = {
 }
 _HEADER = struct.Struct("<QHxxIqq")  # number, name, check, length, offset
 _STATE = struct.Struct("<II")
-_LENGTH = struct.Struct("<q")
 
 NAMES: Final = (
     "none",
@@ -135,6 +144,7 @@ class Team:
         self.peers: dict[int, Peer] = {}
         self.calls = 0  # collectives so far
         self.failure: LockstepError | None = None
+        self.chores: Callable[[], None] = _nothing  # done now and then by whoever waits
         self._wait_s = timeout_s
         self._watch = Watch("the formation of the group", timeout_s, time.monotonic() + timeout_s)
         self._spin = False
@@ -176,7 +186,8 @@ class Team:
         longest = max(call.lengths, default=0)
         _HEADER.pack_into(self.segment.map, self._header_at(self.calls), *self._said, longest, call.offset)
         if call.lengths:
-            struct.pack_into(f"<{self.size}q", self.segment.map, self._lengths_at(self.calls), *call.lengths)
+            both = (*call.lengths, *call.expects)
+            struct.pack_into(f"<{2 * self.size}q", self.segment.map, self._lengths_at(self.calls), *both)
 
     def arrive(self) -> int:
         """My part of this phase is done. Returns its number, the same on all workers."""
@@ -214,20 +225,21 @@ class Team:
             said.append(Heard(length, offset))
         return said
 
-    def check_lengths(self, expected: Sequence[int | None]) -> None:
-        """Each rank sends as much as we expect of it; None: we take nothing from that rank."""
-        at = self._lengths_at(self.calls) + self.rank * 8
-        for rank, length in enumerate(expected):
-            if length is None or rank == self.rank:
-                continue
-            (sent,) = _LENGTH.unpack_from(self.peers[rank].segment.map, at)
-            if sent != length:
-                raise self.fail(
-                    Desync(
-                        f"{self._watch.doing}: {self.who(rank)} sends {sent} bytes to {self.who(self.rank)}, "
-                        f"which expects {length}; make the sizes agree"
-                    )
+    def check_lengths(self, call: Call) -> None:
+        """Each rank sends as much as we take from it, and takes as much as we send."""
+        for rank in self.peers:
+            table = struct.unpack_from(f"<{2 * self.size}q", self.peers[rank].segment.map, self._lengths_at(self.calls))
+            self._check_pair(rank, self.rank, table[self.rank], call.expects[rank])
+            self._check_pair(self.rank, rank, call.lengths[rank], table[self.size + self.rank])
+
+    def _check_pair(self, src: int, dst: int, sent: int, taken: int) -> None:
+        if taken not in (sent, NOTHING_WANTED):
+            raise self.fail(
+                Desync(
+                    f"{self._watch.doing}: {self.who(src)} sends {sent} bytes to {self.who(dst)}, "
+                    f"which expects {taken}; make the sizes agree"
                 )
+            )
 
     def _header_at(self, number: int) -> int:
         return self.layout.HEADER + number % HEADERS * self.layout.HEADER_BYTES
@@ -241,6 +253,7 @@ class Team:
         """Raise if nobody need be waited for any more: a peer is gone, the group was aborted, or it is too late."""
         if self.failure is not None:
             raise self.failure
+        self.chores()
         dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
         states = {rank: _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE) for rank in self.peers}
         for rank in dead:
@@ -309,6 +322,10 @@ class Team:
 
     def _tell(self, state: State, blamed: int) -> None:
         _STATE.pack_into(self.segment.map, self.layout.STATE, state, blamed + 1)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _condition(pid: int) -> str:

@@ -1,0 +1,173 @@
+"""GPU memory of other processes: what of the CUDA driver's interface is needed to map it, and no more.
+
+Torch can share CUDA tensors too, but keeps counts of them in named files, which a killed process leaves behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from lockstep.errors import LockstepError
+
+MOST_MAPPINGS: Final = 64
+MOST_TENSORS: Final = 512
+
+_IPC_CAPABLE, _BUFFER_ID, _RANGE_START, _RANGE_SIZE = 10, 7, 11, 12
+_LAZY_PEER_ACCESS: Final = 1
+_HANDLE_BYTES: Final = 64
+_REGION = struct.Struct(f"<QQQQ{_HANDLE_BYTES}s")  # id of the allocation, its size, offset in it, length, handle
+REGION_BYTES: Final = _REGION.size
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * _HANDLE_BYTES)]
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    driver.cuIpcGetMemHandle.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
+    driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
+    driver.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+    return driver
+
+
+def _call(name: str, *args: Any) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code != 0:
+        raise LockstepError(f"{name} failed with CUDA error {code}; see CUresult in cuda.h")
+
+
+def _attribute(which: int, address: int) -> int:
+    value = ctypes.c_uint64(0)
+    _call("cuPointerGetAttribute", ctypes.byref(value), which, address)
+    return value.value
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of some process' GPU memory. `allocation` is never used again in that process, unlike an address."""
+
+    allocation: int
+    size: int
+    offset: int
+    length: int
+    handle: bytes
+
+    def pack(self) -> bytes:
+        return _REGION.pack(self.allocation, self.size, self.offset, self.length, self.handle)
+
+    @staticmethod
+    def unpack(data: bytes) -> Region:
+        return Region(*_REGION.unpack(data))
+
+
+NOTHING: Final = Region(0, 0, 0, 0, bytes(_HANDLE_BYTES))
+
+
+class Exporter:
+    """Describes our own tensors to others."""
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[int, bytes] = OrderedDict()  # by allocation
+
+    def region(self, flat: torch.Tensor) -> Region | None:
+        """Where `flat` lies, or None if this kind of memory cannot be shared (expandable segments, cudaMallocAsync)."""
+        if flat.numel() == 0:
+            return NOTHING
+        address = flat.data_ptr()
+        if not _attribute(_IPC_CAPABLE, address) & 0xFF:
+            return None
+        allocation, start = _attribute(_BUFFER_ID, address), _attribute(_RANGE_START, address)
+        handle = self._handles.get(allocation)
+        if handle is None:
+            raw = _Handle()
+            if _driver().cuIpcGetMemHandle(ctypes.byref(raw), start) != 0:
+                return None
+            handle = ctypes.string_at(ctypes.addressof(raw), _HANDLE_BYTES)
+            self._handles[allocation] = handle
+            if len(self._handles) > MOST_MAPPINGS:
+                self._handles.popitem(last=False)
+        return Region(allocation, _attribute(_RANGE_SIZE, address), address - start, flat.nbytes, handle)
+
+
+class Importer:
+    """Maps the tensors of one peer. Mappings are kept while they are used; the oldest are closed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mapped: OrderedDict[int, int] = OrderedDict()  # allocation -> address here
+        self._tensors: OrderedDict[tuple[int, int, int], torch.Tensor] = OrderedDict()
+
+    def tensor(self, region: Region) -> torch.Tensor:
+        """The bytes of `region`, as a tensor here."""
+        key = (region.allocation, region.offset, region.length)
+        tensor = self._tensors.get(key)
+        if tensor is None or region.allocation not in self._mapped:
+            tensor = as_tensor(self._map(region) + region.offset, region.length, self._device)
+            self._tensors[key] = tensor
+            if len(self._tensors) > MOST_TENSORS:
+                self._tensors.popitem(last=False)
+        else:
+            self._mapped.move_to_end(region.allocation)
+        return tensor
+
+    def _map(self, region: Region) -> int:
+        if region.allocation not in self._mapped:
+            if len(self._mapped) >= MOST_MAPPINGS:
+                torch.cuda.current_stream(self._device).synchronize()  # nothing under way may use what is closed now
+                _call("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
+            address, handle = ctypes.c_uint64(0), _Handle()
+            ctypes.memmove(ctypes.addressof(handle), region.handle, _HANDLE_BYTES)
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+            self._mapped[region.allocation] = address.value
+        self._mapped.move_to_end(region.allocation)
+        return self._mapped[region.allocation]
+
+    def close(self) -> None:
+        self._tensors.clear()
+        while self._mapped:
+            _driver().cuIpcCloseMemHandle(self._mapped.popitem()[1])
+
+
+class _Array:
+    """Memory at an address, in the form that torch.as_tensor takes."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(_Array(address, size), device=device)
+
+
+class StandIn:
+    """Memory of our own that can be shared, for tensors in memory that cannot. Grows to the largest that came."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._address, self._size = device, 0, 0
+
+    def tensor(self, size: int, wait: Callable[[], None]) -> torch.Tensor:
+        if size > self._size:
+            self.close(wait)
+            address = ctypes.c_uint64(0)
+            _call("cuMemAlloc_v2", ctypes.byref(address), size)
+            self._address, self._size = address.value, size
+        return as_tensor(self._address, size, self._device)
+
+    def close(self, wait: Callable[[], None]) -> None:
+        if self._address:
+            wait()
+            _driver().cuMemFree_v2(self._address)
+            self._address, self._size = 0, 0

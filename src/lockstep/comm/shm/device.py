@@ -1,0 +1,322 @@
+"""Collectives on GPU tensors: the workers of one host, several of them on one GPU if they like.
+
+Note [One does it for all]
+Processes that share a GPU take turns on it, and a turn costs 0.15 ms: five times what it takes to add 25 MiB. So the
+first worker on each GPU, its *leader*, does the copying and adding for all workers on it. The others only tell where
+their tensors are; it maps them (cuda_ipc.py) and works on them where they lie. No staging, no turns.
+
+Note [Streams]
+A tensor may be written by kernels that are still queued when the collective is called. Then its owner's engine waits
+for an event behind them; if the stream is empty it need not even be asked. The leader's event behind its kernels can
+be seen by all: a caller's stream waits for it, or, if that stream is idle, the caller looks at the event for a
+moment, because even an event in an idle stream would cost a turn. Nobody ever waits for a whole device, and no stream
+waits for a process that may have died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from lockstep.comm.shm.collectives import dtype_code
+from lockstep.comm.shm.cuda_ipc import NOTHING, REGION_BYTES, Exporter, Importer, Region, StandIn
+from lockstep.comm.shm.reduce import Reduction
+from lockstep.comm.shm.team import CARD_BYTES, CARD_BYTES_PER_WORKER, HEADERS, NOTHING_WANTED, Call, Team
+from lockstep.errors import LockstepError
+
+# Torch's annotations of these are not complete.
+Event: Any = torch.cuda.Event
+Stream: Any = torch.cuda.Stream
+
+EVENTS: Final = 4
+GLANCE_S: Final = 300e-6
+UUID_BYTES: Final = 64
+EVENT_BYTES: Final = 64
+
+
+class Cards:
+    """Where each worker tells the others about its tensors: a block in its segment."""
+
+    def __init__(self, team: Team) -> None:
+        self._team, self._start = team, team.layout.cards()
+        assert UUID_BYTES + EVENTS * EVENT_BYTES <= CARD_BYTES
+        assert HEADERS * 2 * REGION_BYTES <= CARD_BYTES_PER_WORKER
+
+    def write_self(self, uuid: str, handles: Sequence[bytes]) -> None:
+        data = uuid.encode().ljust(UUID_BYTES, b"\0") + b"".join(h.ljust(EVENT_BYTES, b"\0") for h in handles)
+        self._team.segment.map[self._start : self._start + len(data)] = data
+
+    def uuid(self, rank: int) -> str:
+        return self._read(rank, 0, UUID_BYTES).rstrip(b"\0").decode()
+
+    def event(self, rank: int, i: int) -> bytes:
+        return self._read(rank, UUID_BYTES + i * EVENT_BYTES, EVENT_BYTES)
+
+    def write(self, regions: Sequence[Region]) -> None:
+        """What the collective under way reads, then what it writes; `size` of each."""
+        data, at = b"".join(region.pack() for region in regions), self._start + self._regions_at()
+        self._team.segment.map[at : at + len(data)] = data
+
+    def read(self, rank: int, i: int) -> Region:
+        return Region.unpack(self._read(rank, self._regions_at() + i * REGION_BYTES, REGION_BYTES))
+
+    def _regions_at(self) -> int:
+        room = 2 * self._team.size * REGION_BYTES
+        return CARD_BYTES + self._team.calls % HEADERS * room
+
+    def _read(self, rank: int, offset: int, size: int) -> bytes:
+        at = self._start + offset
+        segment = self._team.segment if rank == self._team.rank else self._team.peers[rank].segment
+        return segment.map[at : at + size]
+
+
+class DeviceCollectives:
+    """The collectives of one group on GPU memory. The same calls as Collectives, and like it called by the engine."""
+
+    def __init__(self, team: Team, device: torch.device) -> None:
+        """Collective: all workers do this at the same call."""
+        self.team, self.device, self._cards = team, device, Cards(team)
+        cards = self._cards
+        self.stream = Stream(device, priority=-1)
+        self._events = [Event(interprocess=True) for _ in range(EVENTS)]
+        for event in self._events:
+            event.record(self.stream)
+        self._own_event = Event()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        cards.write_self(uuid, [event.ipc_handle() for event in self._events])
+        team.await_phase(team.arrive())
+        uuids = [cards.uuid(rank) for rank in range(team.size)]
+        self._leader = [uuids.index(uuids[rank]) for rank in range(team.size)]
+        self._leaders = sorted(set(self._leader))
+        self._leads = team.rank in self._leaders
+        self._check_reach(uuids)
+        self._seen = {
+            rank: self._events
+            if rank == team.rank
+            else [Event.from_ipc_handle(device, cards.event(rank, i)) for i in range(EVENTS)]
+            for rank in self._leaders
+        }
+        self._exporter = Exporter()
+        self._importers = {rank: Importer(device) for rank in team.peers}
+        self._stand_ins: list[StandIn] = []
+        self._issued = 0
+        self._held: deque[tuple[int, list[torch.Tensor]]] = deque()  # what collectives may still work on
+        self._back: list[tuple[torch.Tensor, torch.Tensor]] = []  # (tensor, its stand-in that holds the result)
+        self._settled = False  # our own stream has work behind the collective under way
+
+    def _check_reach(self, uuids: Sequence[str]) -> None:
+        here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+        for rank, uuid in enumerate(uuids):
+            other = here.get(uuid)
+            if other is None or (
+                other != self.device.index and not torch.cuda.can_device_access_peer(self.device, other)
+            ):
+                raise self.team.fail(
+                    LockstepError(
+                        f"{self.team.who(self.team.rank)} on {self.device} cannot reach the GPU {uuid} of "
+                        f"{self.team.who(rank)}; use backend='nccl' when every worker has a GPU of its own"
+                    )
+                )
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def move(
+        self,
+        name: str,
+        *,
+        same: tuple[int, ...] = (),
+        to_all: torch.Tensor | None = None,
+        to_each: Sequence[torch.Tensor | None] = (),
+        into: Sequence[torch.Tensor | None],
+    ) -> None:
+        """As Collectives.move."""
+        size = self.team.size
+        lengths = tuple(_length(t) for t in to_each) if to_each else (_length(to_all),) * size
+        expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
+        sources = list(to_each) if to_each else [to_all] * size
+        call = Call(name, same, lengths, expects)
+        with self._collective(call, sources, into) as tensor:
+            self.team.check_lengths(call)
+            for dst in self._led():
+                for src in range(size):
+                    target, source = tensor(dst, size + src), tensor(src, dst)
+                    if target is not None and source is not None and source.data_ptr() != target.data_ptr():
+                        target.copy_(source)
+
+    def barrier(self, name: str = "barrier") -> None:
+        self.team.say(Call(name))
+        self.team.await_phase(self.team.arrive())
+        self.team.hear()
+
+    def all_reduce(self, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
+        """As Collectives.all_reduce."""
+        name, size = ("all_reduce" if root is None else "reduce"), self.team.size
+        same = (how.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
+        if how.factor is not None:
+            tensor = tensor if root in (None, self.team.rank) else tensor.clone()
+            how.prepare(tensor)
+        with self._collective(Call(name, same), [], [tensor.view(torch.uint8)]) as row:
+            if self._leads and tensor.numel():
+                rows = [row(rank, size) for rank in range(size)]
+                self._reduce_rows([r.view(tensor.dtype) for r in rows if r is not None], how, root)
+
+    def _reduce_rows(self, rows: Sequence[torch.Tensor], how: Reduction, root: int | None) -> None:
+        """Every leader does its part of the elements."""
+        part = self._leaders.index(self.team.rank)
+        per = -(-rows[0].numel() // len(self._leaders))
+        rows = [row[part * per : (part + 1) * per] for row in rows]
+        if not rows[0].numel():
+            return
+        free = [root is None or rank == root for rank in range(len(rows))]
+        first = root if root is not None else 0
+        how.run(rows, rows[first], free=free)
+        for rank, row in enumerate(rows):
+            if root is None and rank != first:
+                row.copy_(rows[first])
+
+    def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction) -> None:
+        """As Collectives.reduce_scatter."""
+        size = self.team.size
+        same = (how.code, dtype_code(out.dtype), *(section.numel() for section in sections))
+        if how.factor is not None:
+            sections = [section.clone() for section in sections]
+            for section in sections:
+                how.prepare(section)
+        sources = [section.view(torch.uint8) for section in sections]
+        with self._collective(Call("reduce_scatter", same), sources, [out.view(torch.uint8)]) as tensor:
+            for dst in self._led():
+                target = tensor(dst, size)
+                if target is not None:
+                    rows = [tensor(src, dst) for src in range(size)]
+                    operands = [row.view(out.dtype) for row in rows if row is not None]
+                    how.run(operands, target.view(out.dtype), free=[False] * size)
+
+    # ---- there and back ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def turn(self, ready: Any) -> Iterator[None]:
+        """Around everything that is done for one call. `ready`: what its tensors hold is computed behind this event."""
+        if ready is not None:
+            ready.synchronize()
+        self._settled = False
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+            if self._settled:
+                self._own_event.record(self.stream)
+
+    @contextlib.contextmanager
+    def _collective(
+        self, call: Call, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
+    ) -> Iterator[Callable[[int, int], torch.Tensor | None]]:
+        """Tell where our tensors are; inside, the leaders work on everybody's.
+
+        Gives (rank, i) -> tensor: of what `rank` told, source `i`, or target `i - size`. Leaders only.
+        """
+        team, size = self.team, self.team.size
+        self._let_go()
+        ours = [*sources, *([None] * (size - len(sources))), *targets]
+        told = [self._tell(i, tensor) for i, tensor in enumerate(ours)]
+        if not (self._leads and len(self._leaders) == 1) and not self.stream.query():
+            self.stream.synchronize()  # copies that we have made for this; a lone leader's own kernels come behind them
+        team.say(call)
+        self._cards.write([region for region, _ in told])
+        team.await_phase(team.arrive())
+        team.hear()
+
+        def tensor(rank: int, i: int) -> torch.Tensor | None:
+            if rank == team.rank:
+                return told[i][1] if i < len(told) else None
+            region = self._cards.read(rank, i)
+            return self._importers[rank].tensor(region) if region.length else None
+
+        if self._leads:
+            for event in self._last_events() if len(self._leaders) > 1 else ():
+                self.stream.wait_event(event)
+        yield tensor
+        self._issued += 1
+        if self._leads:
+            self._events[self._issued % EVENTS].record(self.stream)
+        team.await_phase(team.arrive())
+        self._held.append((self._issued, [own for _, own in told if own is not None]))
+        if self._back:
+            self.settle()
+            for original, stand_in in self._back:
+                original.copy_(stand_in)
+            self._back = []
+
+    def settle(self) -> None:
+        """Our own stream goes on when the result is there."""
+        self._settled = True
+        for event in self._last_events():
+            self.stream.wait_event(event)
+
+    def _let_go(self) -> None:
+        while self._held:
+            # An event that was recorded again since is done later still, so this never lets go too early.
+            if not all(self._seen[rank][self._held[0][0] % EVENTS].query() for rank in self._leaders):
+                return
+            self._held.popleft()
+
+    def _tell(self, i: int, tensor: torch.Tensor | None) -> tuple[Region, torch.Tensor | None]:
+        """Where tensor `i` of this collective can be reached, and what lies there."""
+        if tensor is None or not tensor.numel():
+            return NOTHING, None
+        region = self._exporter.region(tensor)
+        if region is not None:
+            return region, tensor
+        while len(self._stand_ins) <= i:
+            self._stand_ins.append(StandIn(self.device))
+        stand_in = self._stand_ins[i].tensor(tensor.numel(), self._wait_for_all)
+        self.settle()  # the last collective may still use it
+        stand_in.copy_(tensor)
+        if i >= self.team.size:
+            self._back.append((tensor, stand_in))
+        region = self._exporter.region(stand_in)
+        assert region is not None
+        return region, stand_in
+
+    def _wait_for_all(self) -> None:
+        self.settle()
+        self.stream.synchronize()
+
+    def _led(self) -> list[int]:
+        """The workers for which we do the work."""
+        return [rank for rank in range(self.team.size) if self._leader[rank] == self.team.rank]
+
+    def _last_events(self) -> list[Any]:
+        return [self._seen[rank][self._issued % EVENTS] for rank in self._leaders]
+
+    def after(self) -> Callable[[], None]:
+        """What the caller does in its own thread when it waits for the collective that was just issued."""
+        events, device = self._last_events(), self.device
+        if self._settled:
+            events = [*events, self._own_event]
+
+        def wait() -> None:
+            stream: Any = torch.cuda.current_stream(device)
+            end = time.perf_counter() + GLANCE_S
+            for event in events:
+                # Only an idle stream is worth looking for; a busy one has its turn on the GPU anyway.
+                while not event.query():
+                    if time.perf_counter() > end or not stream.query():
+                        stream.wait_event(event)
+                        break
+
+        return wait
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.stream.synchronize()
+        for importer in self._importers.values():
+            importer.close()
+        for stand_in in self._stand_ins:
+            stand_in.close(lambda: None)
+
+
+def _length(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()

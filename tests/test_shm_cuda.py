@@ -1,0 +1,195 @@
+"""`shm` on GPU tensors: several workers on one GPU. Skips itself where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from crew import crew
+
+import lockstep
+from lockstep.comm.tree import tree_pairs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = (0, 1, 5, 1000, 100_003, 3_000_001)
+
+
+def tree_sum(values: list[torch.Tensor]) -> torch.Tensor:
+    values = list(values)
+    for dst, src in tree_pairs(len(values)):
+        values[dst] = values[dst] + values[src]
+    return values[0]
+
+
+def everything(rank: int, size: int) -> list[str]:
+    """Every collective against a plain reference; what differs is told."""
+    torch.cuda.set_device(0)
+    group = dist.new_group(backend="shm")
+    wrong: list[str] = []
+
+    def check(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        if not torch.equal(got, want):
+            wrong.append(f"{what}: {got.flatten()[:4].tolist()} is not {want.flatten()[:4].tolist()}")
+
+    for numel in SIZES:
+        generator = torch.Generator("cuda").manual_seed(numel)
+        all_ = [torch.randn(numel, device="cuda", generator=generator) for _ in range(size)]
+        mine, total = all_[rank], tree_sum(all_)
+        x = mine.clone()
+        dist.all_reduce(x, group=group)
+        check(f"all_reduce {numel}", x, total)
+        x = torch.stack([mine, mine], 1)[:, 0]  # not contiguous
+        dist.all_reduce(x, group=group)
+        check(f"all_reduce strided {numel}", x, total)
+        x = mine.clone()
+        dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
+        check(f"all_reduce avg {numel}", x, total / size)
+        x = mine.clone()
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+        check(f"all_reduce max {numel}", x, torch.stack(all_).amax(0) if numel else x)
+        x = mine.bfloat16()
+        dist.all_reduce(x, group=group)
+        check(f"all_reduce bf16 {numel}", x, tree_sum([a.bfloat16().float() for a in all_]).bfloat16())
+        for root in range(size):
+            x = mine.clone()
+            dist.broadcast(x, root, group=group)
+            check(f"broadcast {numel} from {root}", x, all_[root])
+            x = mine.clone()
+            dist.reduce(x, root, group=group)
+            check(f"reduce {numel} to {root}", x, total if rank == root else mine)
+        outs = [torch.empty(numel, device="cuda") for _ in range(size)]
+        dist.all_gather(outs, mine, group=group)
+        check(f"all_gather {numel}", torch.cat(outs), torch.cat(all_))
+        out = torch.empty(numel * size, device="cuda")
+        dist.all_gather_into_tensor(out, mine, group=group)
+        check(f"all_gather_into_tensor {numel}", out, torch.cat(all_))
+        rolled = [torch.cat([all_[(i + j) % size] for j in range(size)]) for i in range(size)]
+        own = [r[rank * numel : (rank + 1) * numel] for r in rolled]
+        out = torch.empty(numel, device="cuda")
+        dist.reduce_scatter_tensor(out, rolled[rank], group=group)
+        check(f"reduce_scatter {numel}", out, tree_sum(own))
+        out = torch.empty(numel * size, device="cuda")
+        dist.all_to_all_single(out, rolled[rank], group=group)
+        check(f"all_to_all {numel}", out, torch.cat(own))
+        lists = [torch.full((numel,), float(i), device="cuda") for i in range(size)] if rank == 0 else None
+        out = torch.empty(numel, device="cuda")
+        dist.scatter(out, lists, 0, group=group)
+        check(f"scatter {numel}", out, torch.full_like(out, rank))
+        gathered = [torch.empty(numel, device="cuda") for _ in range(size)] if rank == 0 else None
+        dist.gather(mine, gathered, 0, group=group)
+        if gathered is not None:
+            check(f"gather {numel}", torch.cat(gathered), torch.cat(all_))
+    if size > 1:
+        there, back = torch.full((1000,), float(rank), device="cuda"), torch.empty(1000, device="cuda")
+        sent = dist.isend(there, (rank + 1) % size, group=group)
+        dist.irecv(back, (rank - 1) % size, group=group).wait()
+        sent.wait()
+        check("send and receive", back, torch.full_like(back, (rank - 1) % size))
+    return wrong
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_collective(workers: int) -> None:
+    assert crew(everything, workers, timeout_s=110) == [[] for _ in range(workers)]
+
+
+def streams(rank: int, size: int) -> list[str]:
+    """What is queued before a collective is in it, what is queued after sees it, whatever the streams."""
+    torch.cuda.set_device(0)
+    group = dist.new_group(backend="shm")
+    wrong = []
+    side = torch.cuda.Stream()
+    for i in range(20):
+        x = torch.zeros(1_000_000, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)  # the kernel below comes late
+            x += rank + 1 + i
+            work = dist.all_reduce(x, group=group, async_op=True)
+            work.wait()
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+        want = 2.0 * sum(r + 1 + i for r in range(size))
+        if not bool((y == want).all()):
+            wrong.append(f"round {i}: {y[0].item()} is not {want}")
+    # Many under way at once, waited for in another order.
+    tensors = [torch.full((100_000,), float(rank + i), device="cuda") for i in range(30)]
+    works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+    for work in reversed(works):
+        work.wait()
+    for i, t in enumerate(tensors):
+        if not bool((t == sum(r + i for r in range(size))).all()):
+            wrong.append(f"tensor {i} of many: {t[0].item()}")
+    # An unrelated stream that is busy is not waited for.
+    busy = torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(3_000_000_000)
+    x = torch.ones(1000, device="cuda")
+    dist.all_reduce(x, group=group)
+    torch.cuda.current_stream().synchronize()
+    if busy.query():
+        wrong.append("the whole device was waited for")
+    return wrong
+
+
+def test_streams() -> None:
+    assert crew(streams, 2, timeout_s=110) == [[], []]
+
+
+def memory_comes_and_goes(rank: int, size: int) -> list[str]:
+    """Addresses are used again for other memory; the peers must not see the old."""
+    torch.cuda.set_device(0)
+    group = dist.new_group(backend="shm")
+    wrong = []
+    for i in range(40):
+        x = torch.full(((1 + i % 5) * 3_000_000,), float(rank + i), device="cuda")
+        dist.all_reduce(x, group=group)
+        want = float(sum(r + i for r in range(size)))
+        if not bool((x == want).all()):
+            wrong.append(f"{i}: {x[0].item()} is not {want}")
+        del x
+        if i % 3 == 0:
+            torch.cuda.empty_cache()
+    return wrong
+
+
+def test_memory_comes_and_goes() -> None:
+    assert crew(memory_comes_and_goes, 2, timeout_s=110) == [[], []]
+
+
+def unshareable(rank: int, size: int) -> list[str]:
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    return everything(rank, size) + memory_comes_and_goes(rank, size)
+
+
+def test_memory_that_cannot_be_shared() -> None:
+    assert crew(unshareable, 2, timeout_s=110) == [[], []]
+
+
+def train(rank: int, size: int, kind: str, backend: str) -> list[list[float]]:
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    group: Any = dist.new_group(backend=backend)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)
+    ).cuda()
+    wrapper = lockstep.DistributedDataParallel if kind == "ours" else torch.nn.parallel.DistributedDataParallel
+    wrapped = wrapper(model, process_group=group, bucket_cap_mb=0.2)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(8):
+        x = torch.randn(32, 64, device="cuda", generator=generator).chunk(size)[rank]
+        optimizer.zero_grad()
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_training_gives_the_same_weights_as_on_gloo(kind: str) -> None:
+    on_gloo = crew(train, 2, kind, "gloo", timeout_s=110)
+    on_shm = crew(train, 2, kind, "shm", timeout_s=110)
+    assert on_shm == on_gloo
