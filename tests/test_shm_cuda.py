@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import crew
 
 import lockstep
+from crew import crew
 from lockstep.comm.tree import tree_pairs
+from lockstep.measure.models import GPT2_124M, GPT_SMALL, Gpt, GptShape, draw_tokens, loss_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -193,3 +194,31 @@ def test_training_gives_the_same_weights_as_on_gloo(kind: str) -> None:
     on_gloo = crew(train, 2, kind, "gloo", timeout_s=110)
     on_shm = crew(train, 2, kind, "shm", timeout_s=110)
     assert on_shm == on_gloo
+
+
+def train_gpt(rank: int, size: int, shape: GptShape, steps: int) -> list[list[float]]:
+    """Plain fp32, the same global batches on any number of workers. Returns some of each parameter's elements."""
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    model = Gpt(shape).cuda()
+    group: Any = dist.new_group(backend="shm")
+    wrapped = lockstep.DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = draw_tokens(generator, rows=8, length=64, vocabulary=shape.vocabulary)
+        inputs, targets = (t.chunk(size)[rank].cuda() for t in (batch.inputs, batch.targets))
+        optimizer.zero_grad()
+        loss_of(wrapped(inputs), targets).backward()
+        optimizer.step()
+    flat = [p.detach().flatten() for p in model.parameters()]
+    return [p[:: max(1, p.numel() // 100)].tolist() for p in flat]
+
+
+@pytest.mark.parametrize("shape", [GPT_SMALL, GPT2_124M], ids=["small", "124M"])
+def test_a_gpt_has_the_same_weights_on_1_2_and_4_workers(shape: GptShape) -> None:
+    outcomes = [crew(train_gpt, workers, shape, 10, timeout_s=110) for workers in (1, 2, 4)]
+    for of_workers in outcomes:
+        assert all(one == of_workers[0] for one in of_workers), "replicas differ"
+        for ours, alone in zip(of_workers[0], outcomes[0][0], strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=1e-4, atol=1e-6)

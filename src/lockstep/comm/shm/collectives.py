@@ -28,6 +28,7 @@ from lockstep.comm.shm.team import NOTHING_WANTED, Call, Team
 SLOTS: Final = 4
 SMALL_BYTES: Final = 64 << 10
 ALIGN: Final = 64
+MOST_CELLS: Final = 1024
 
 _DTYPES: Final = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype))
@@ -57,6 +58,8 @@ class Collectives:
     def __init__(self, team: Team, memory: Memory) -> None:
         self.team, self.memory = team, memory
         self._rounds = 0  # staged so far, the same on all workers
+        self._cells: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        self._own = [rank == team.rank for rank in range(team.size)]
 
     def settle(self) -> None:
         """What comes next sees the result. Host memory has it already."""
@@ -148,15 +151,11 @@ class Collectives:
     def all_reduce(self, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
         """Everybody's `tensor` becomes their reduction. With `root` only that rank's does, and the others' stay."""
         me, size = self.team.rank, self.team.size
-        per = -(-tensor.numel() // size)
-        per = -(-per // ALIGN) * ALIGN
-        sections = [tensor[k * per : (k + 1) * per] for k in range(size)]
         name = "all_reduce" if root is None else "reduce"
         same = (how.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
         if how.factor is not None:
             if root is not None and me != root:
                 tensor = tensor.clone()
-                sections = [tensor[k * per : (k + 1) * per] for k in range(size)]
             how.prepare(tensor)
         if tensor.nbytes <= SMALL_BYTES:
             self.team.say(Call(name, same))
@@ -166,9 +165,12 @@ class Collectives:
         self.team.say(Call(name, same, offset=offset))
         self.memory.await_phase(self.memory.arrive())
         heard = self.team.hear()
+        per = -(-tensor.numel() // size)
+        per = -(-per // ALIGN) * ALIGN
         if all(other.offset >= 0 for other in heard):
             self._reduce_direct(tensor, how, [other.offset for other in heard], per)
         else:
+            sections = [tensor[k * per : (k + 1) * per] for k in range(size)]
             out = sections[me] if root in (None, me) else torch.empty_like(sections[me])
             self._reduce_staged(sections, out, how, receivers=range(size) if root is None else (root,))
 
@@ -186,16 +188,28 @@ class Collectives:
 
     def _reduce_small(self, tensor: torch.Tensor, how: Reduction, *, wanted: bool) -> None:
         """One phase: everybody deposits everything, everybody adds everything up."""
-        memory, me, size = self.memory, self.team.rank, self.team.size
+        memory, me = self.memory, self.team.rank
+        cells = self._small_cells(tensor)
         if tensor.numel():
-            memory.slot(me, self._rounds)[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
+            cells[me].copy_(tensor)
         memory.await_phase(memory.arrive())
         self.team.hear()
         if wanted and tensor.numel():
-            operands = [memory.slot(rank, self._rounds)[: tensor.nbytes].view(tensor.dtype) for rank in range(size)]
-            operands[me] = tensor
-            how.run(operands, tensor, free=_own(size, me))
+            cells[me] = tensor
+            how.run(cells, tensor, free=self._own)
         self._rounds += 1
+
+    def _small_cells(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The beginning of everybody's slot, in the shape of `tensor`. Kept: making views takes longer than adding."""
+        slot = self._rounds % SLOTS
+        key = (slot, tensor.numel(), tensor.dtype)
+        cells = self._cells.get(key)
+        if cells is None:
+            if len(self._cells) >= MOST_CELLS:
+                self._cells.clear()
+            slots = [self.memory.slot(rank, slot) for rank in range(self.team.size)]
+            cells = self._cells[key] = [s[: tensor.nbytes].view(tensor.dtype) for s in slots]
+        return list(cells)
 
     def _reduce_direct(self, tensor: torch.Tensor, how: Reduction, offsets: Sequence[int], per: int) -> None:
         """All operands lie in group memory: add up where they are."""
@@ -275,7 +289,3 @@ _PERSONAL: Final = ("scatter", "all_to_all")
 
 def _length(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel()
-
-
-def _own(size: int, me: int) -> list[bool]:
-    return [rank == me for rank in range(size)]

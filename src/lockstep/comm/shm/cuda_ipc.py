@@ -20,10 +20,10 @@ from lockstep.errors import LockstepError
 MOST_MAPPINGS: Final = 64
 MOST_TENSORS: Final = 512
 
-_IPC_CAPABLE, _BUFFER_ID, _RANGE_START, _RANGE_SIZE = 10, 7, 11, 12
+_IPC_CAPABLE, _BUFFER_ID, _RANGE_START = 10, 7, 11
 _LAZY_PEER_ACCESS: Final = 1
 _HANDLE_BYTES: Final = 64
-_REGION = struct.Struct(f"<QQQQ{_HANDLE_BYTES}s")  # id of the allocation, its size, offset in it, length, handle
+_REGION = struct.Struct(f"<QQQ{_HANDLE_BYTES}s")  # number of the allocation, offset in it, length, handle
 REGION_BYTES: Final = _REGION.size
 
 
@@ -38,6 +38,7 @@ def _driver() -> Any:
     driver.cuIpcGetMemHandle.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
     driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
+    driver.cuStreamQuery.argtypes = [ctypes.c_void_p]
     driver.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
     return driver
@@ -55,51 +56,58 @@ def _attribute(which: int, address: int) -> int:
     return value.value
 
 
+def is_idle(stream: int) -> bool:
+    """Whether everything queued in this stream (its address) is done. Costs no turn on the GPU."""
+    return bool(_driver().cuStreamQuery(stream) == 0)
+
+
 @dataclass(frozen=True)
 class Region:
     """A stretch of some process' GPU memory. `allocation` is never used again in that process, unlike an address."""
 
     allocation: int
-    size: int
     offset: int
     length: int
     handle: bytes
 
-    def pack(self) -> bytes:
-        return _REGION.pack(self.allocation, self.size, self.offset, self.length, self.handle)
+    @property
+    def packed(self) -> bytes:
+        return _REGION.pack(self.allocation, self.offset, self.length, self.handle)
 
     @staticmethod
     def unpack(data: bytes) -> Region:
         return Region(*_REGION.unpack(data))
 
 
-NOTHING: Final = Region(0, 0, 0, 0, bytes(_HANDLE_BYTES))
+NOTHING: Final = bytes(REGION_BYTES)
 
 
 class Exporter:
     """Describes our own tensors to others."""
 
     def __init__(self) -> None:
-        self._handles: OrderedDict[int, bytes] = OrderedDict()  # by allocation
+        self._known: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()  # (allocation, address, length)
 
-    def region(self, flat: torch.Tensor) -> Region | None:
-        """Where `flat` lies, or None if this kind of memory cannot be shared (expandable segments, cudaMallocAsync)."""
-        if flat.numel() == 0:
-            return NOTHING
-        address = flat.data_ptr()
-        if not _attribute(_IPC_CAPABLE, address) & 0xFF:
-            return None
-        allocation, start = _attribute(_BUFFER_ID, address), _attribute(_RANGE_START, address)
-        handle = self._handles.get(allocation)
-        if handle is None:
-            raw = _Handle()
-            if _driver().cuIpcGetMemHandle(ctypes.byref(raw), start) != 0:
+    def region(self, flat: torch.Tensor) -> bytes | None:
+        """Where `flat` lies, packed; None if this kind of memory cannot be shared.
+
+        That is so with expandable segments and cudaMallocAsync.
+        """
+        address, length = flat.data_ptr(), flat.nbytes
+        # The number of the allocation tells whether the address still means what it meant.
+        key = (_attribute(_BUFFER_ID, address), address, length)
+        packed = self._known.get(key)
+        if packed is None:
+            if not _attribute(_IPC_CAPABLE, address) & 0xFF:
                 return None
-            handle = ctypes.string_at(ctypes.addressof(raw), _HANDLE_BYTES)
-            self._handles[allocation] = handle
-            if len(self._handles) > MOST_MAPPINGS:
-                self._handles.popitem(last=False)
-        return Region(allocation, _attribute(_RANGE_SIZE, address), address - start, flat.nbytes, handle)
+            start, handle = _attribute(_RANGE_START, address), _Handle()
+            if _driver().cuIpcGetMemHandle(ctypes.byref(handle), start) != 0:
+                return None
+            raw = ctypes.string_at(ctypes.addressof(handle), _HANDLE_BYTES)
+            packed = self._known[key] = Region(key[0], address - start, length, raw).packed
+            if len(self._known) > MOST_TENSORS:
+                self._known.popitem(last=False)
+        return packed
 
 
 class Importer:
@@ -108,24 +116,24 @@ class Importer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mapped: OrderedDict[int, int] = OrderedDict()  # allocation -> address here
-        self._tensors: OrderedDict[tuple[int, int, int], torch.Tensor] = OrderedDict()
+        self._tensors: dict[tuple[bytes, torch.dtype], torch.Tensor] = {}
 
-    def tensor(self, region: Region) -> torch.Tensor:
-        """The bytes of `region`, as a tensor here."""
-        key = (region.allocation, region.offset, region.length)
-        tensor = self._tensors.get(key)
-        if tensor is None or region.allocation not in self._mapped:
-            tensor = as_tensor(self._map(region) + region.offset, region.length, self._device)
-            self._tensors[key] = tensor
-            if len(self._tensors) > MOST_TENSORS:
-                self._tensors.popitem(last=False)
-        else:
-            self._mapped.move_to_end(region.allocation)
+    def tensor(self, packed: bytes, dtype: torch.dtype) -> torch.Tensor:
+        """What the peer described, as a tensor here."""
+        tensor = self._tensors.get((packed, dtype))
+        if tensor is None:
+            region = Region.unpack(packed)
+            address = self._map(region) + region.offset
+            if len(self._tensors) >= MOST_TENSORS:
+                self._tensors.clear()
+            tensor = as_tensor(address, region.length, self._device).view(dtype)
+            self._tensors[packed, dtype] = tensor
         return tensor
 
     def _map(self, region: Region) -> int:
         if region.allocation not in self._mapped:
             if len(self._mapped) >= MOST_MAPPINGS:
+                self._tensors.clear()
                 torch.cuda.current_stream(self._device).synchronize()  # nothing under way may use what is closed now
                 _call("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
             address, handle = ctypes.c_uint64(0), _Handle()

@@ -16,6 +16,7 @@ waits for a process that may have died.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.comm.shm.collectives import dtype_code
-from lockstep.comm.shm.cuda_ipc import NOTHING, REGION_BYTES, Exporter, Importer, Region, StandIn
+from lockstep.comm.shm.cuda_ipc import NOTHING, REGION_BYTES, Exporter, Importer, StandIn, is_idle
 from lockstep.comm.shm.reduce import Reduction
 from lockstep.comm.shm.team import CARD_BYTES, CARD_BYTES_PER_WORKER, HEADERS, NOTHING_WANTED, Call, Team
 from lockstep.errors import LockstepError
@@ -57,13 +58,13 @@ class Cards:
     def event(self, rank: int, i: int) -> bytes:
         return self._read(rank, UUID_BYTES + i * EVENT_BYTES, EVENT_BYTES)
 
-    def write(self, regions: Sequence[Region]) -> None:
+    def write(self, regions: Sequence[bytes]) -> None:
         """What the collective under way reads, then what it writes; `size` of each."""
-        data, at = b"".join(region.pack() for region in regions), self._start + self._regions_at()
+        data, at = b"".join(regions), self._start + self._regions_at()
         self._team.segment.map[at : at + len(data)] = data
 
-    def read(self, rank: int, i: int) -> Region:
-        return Region.unpack(self._read(rank, self._regions_at() + i * REGION_BYTES, REGION_BYTES))
+    def read(self, rank: int, i: int) -> bytes:
+        return self._read(rank, self._regions_at() + i * REGION_BYTES, REGION_BYTES)
 
     def _regions_at(self) -> int:
         room = 2 * self._team.size * REGION_BYTES
@@ -83,17 +84,19 @@ class DeviceCollectives:
         self.team, self.device, self._cards = team, device, Cards(team)
         cards = self._cards
         self.stream = Stream(device, priority=-1)
+        self._stream_data = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
         self._events = [Event(interprocess=True) for _ in range(EVENTS)]
         for event in self._events:
             event.record(self.stream)
         self._own_event = Event()
+        self._threads = threading.local()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         cards.write_self(uuid, [event.ipc_handle() for event in self._events])
         team.await_phase(team.arrive())
         uuids = [cards.uuid(rank) for rank in range(team.size)]
-        self._leader = [uuids.index(uuids[rank]) for rank in range(team.size)]
-        self._leaders = sorted(set(self._leader))
-        self._leads = team.rank in self._leaders
+        leader = [uuids.index(uuid) for uuid in uuids]  # of each rank: the first on its GPU
+        self._leaders = sorted(set(leader))
+        self._led = [rank for rank in range(team.size) if leader[rank] == team.rank]  # we work for these
         self._check_reach(uuids)
         self._seen = {
             rank: self._events
@@ -138,15 +141,15 @@ class DeviceCollectives:
         size = self.team.size
         lengths = tuple(_length(t) for t in to_each) if to_each else (_length(to_all),) * size
         expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
-        sources = list(to_each) if to_each else [to_all] * size
         call = Call(name, same, lengths, expects)
-        with self._collective(call, sources, into) as tensor:
-            self.team.check_lengths(call)
-            for dst in self._led():
-                for src in range(size):
-                    target, source = tensor(dst, size + src), tensor(src, dst)
-                    if target is not None and source is not None and source.data_ptr() != target.data_ptr():
-                        target.copy_(source)
+        told = self._tell(call, list(to_each) if to_each else [to_all] * size, into)
+        self.team.check_lengths(call)
+        for dst in self._led:
+            for src in range(size):
+                target, source = told.tensor(dst, size + src), told.tensor(src, dst)
+                if target is not None and source is not None and source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
+        self._end(told)
 
     def barrier(self, name: str = "barrier") -> None:
         self.team.say(Call(name))
@@ -160,21 +163,20 @@ class DeviceCollectives:
         if how.factor is not None:
             tensor = tensor if root in (None, self.team.rank) else tensor.clone()
             how.prepare(tensor)
-        with self._collective(Call(name, same), [], [tensor.view(torch.uint8)]) as row:
-            if self._leads and tensor.numel():
-                rows = [row(rank, size) for rank in range(size)]
-                self._reduce_rows([r.view(tensor.dtype) for r in rows if r is not None], how, root)
+        told = self._tell(Call(name, same), [], [tensor])
+        if self._led and tensor.numel():
+            rows = [told.tensor(rank, size, tensor.dtype) for rank in range(size)]
+            self._reduce_rows([row for row in rows if row is not None], how, root)
+        self._end(told)
 
     def _reduce_rows(self, rows: Sequence[torch.Tensor], how: Reduction, root: int | None) -> None:
         """Every leader does its part of the elements."""
-        part = self._leaders.index(self.team.rank)
-        per = -(-rows[0].numel() // len(self._leaders))
-        rows = [row[part * per : (part + 1) * per] for row in rows]
-        if not rows[0].numel():
-            return
-        free = [root is None or rank == root for rank in range(len(rows))]
+        if len(self._leaders) > 1:
+            part = self._leaders.index(self.team.rank)
+            per = -(-rows[0].numel() // len(self._leaders))
+            rows = [row[part * per : (part + 1) * per] for row in rows]
         first = root if root is not None else 0
-        how.run(rows, rows[first], free=free)
+        how.run(rows, rows[first], free=[root is None or rank == root for rank in range(len(rows))])
         for rank, row in enumerate(rows):
             if root is None and rank != first:
                 row.copy_(rows[first])
@@ -187,67 +189,78 @@ class DeviceCollectives:
             sections = [section.clone() for section in sections]
             for section in sections:
                 how.prepare(section)
-        sources = [section.view(torch.uint8) for section in sections]
-        with self._collective(Call("reduce_scatter", same), sources, [out.view(torch.uint8)]) as tensor:
-            for dst in self._led():
-                target = tensor(dst, size)
-                if target is not None:
-                    rows = [tensor(src, dst) for src in range(size)]
-                    operands = [row.view(out.dtype) for row in rows if row is not None]
-                    how.run(operands, target.view(out.dtype), free=[False] * size)
+        told = self._tell(Call("reduce_scatter", same), sections, [out])
+        for dst in self._led:
+            target = told.tensor(dst, size, out.dtype)
+            if target is not None:
+                rows = [told.tensor(src, dst, out.dtype) for src in range(size)]
+                how.run([row for row in rows if row is not None], target, free=[False] * size)
+        self._end(told)
 
     # ---- there and back ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def turn(self, ready: Any) -> Iterator[None]:
         """Around everything that is done for one call. `ready`: what its tensors hold is computed behind this event."""
+        index = self.device.index
+        if not hasattr(self._threads, "is_known"):
+            torch.cuda.mem_get_info(index)  # the driver's own calls need a context, which a new thread gets by this
+            self._threads.is_known = True
         if ready is not None:
             ready.synchronize()
         self._settled = False
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        device_before = torch._C._cuda_exchangeDevice(index)
+        stream_before = torch._C._cuda_getCurrentStream(index)
+        _set_stream(self._stream_data)
+        try:
             yield
             if self._settled:
                 self._own_event.record(self.stream)
+        finally:
+            _set_stream(stream_before)
+            torch._C._cuda_exchangeDevice(device_before)
 
-    @contextlib.contextmanager
-    def _collective(
+    def _tell(
         self, call: Call, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
-    ) -> Iterator[Callable[[int, int], torch.Tensor | None]]:
-        """Tell where our tensors are; inside, the leaders work on everybody's.
-
-        Gives (rank, i) -> tensor: of what `rank` told, source `i`, or target `i - size`. Leaders only.
-        """
+    ) -> _Told:
+        """Say where our tensors are, and wait until all have."""
         team, size = self.team, self.team.size
         self._let_go()
         ours = [*sources, *([None] * (size - len(sources))), *targets]
-        told = [self._tell(i, tensor) for i, tensor in enumerate(ours)]
-        if not (self._leads and len(self._leaders) == 1) and not self.stream.query():
+        regions, lying = [], []
+        for i, tensor in enumerate(ours):
+            region, here = (NOTHING, None) if tensor is None or not tensor.numel() else self._find(i, tensor)
+            regions.append(region)
+            lying.append(here)
+        if not (self._led and len(self._leaders) == 1) and not is_idle(self.stream.cuda_stream):
             self.stream.synchronize()  # copies that we have made for this; a lone leader's own kernels come behind them
         team.say(call)
-        self._cards.write([region for region, _ in told])
+        self._cards.write(regions)
         team.await_phase(team.arrive())
         team.hear()
-
-        def tensor(rank: int, i: int) -> torch.Tensor | None:
-            if rank == team.rank:
-                return told[i][1] if i < len(told) else None
-            region = self._cards.read(rank, i)
-            return self._importers[rank].tensor(region) if region.length else None
-
-        if self._leads:
-            for event in self._last_events() if len(self._leaders) > 1 else ():
+        if self._led and len(self._leaders) > 1:
+            for event in self._last_events():
                 self.stream.wait_event(event)
-        yield tensor
+        return _Told(self, lying)
+
+    def _end(self, told: _Told) -> None:
+        """Let everybody know that it has been queued."""
+        team = self.team
         self._issued += 1
-        if self._leads:
+        if self._led:
             self._events[self._issued % EVENTS].record(self.stream)
         team.await_phase(team.arrive())
-        self._held.append((self._issued, [own for _, own in told if own is not None]))
+        self._held.append((self._issued, told.ours))
         if self._back:
             self.settle()
             for original, stand_in in self._back:
                 original.copy_(stand_in)
             self._back = []
+
+    def tensor_of(self, rank: int, i: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Of what another rank told in the collective under way: source `i`, or target `i - size`."""
+        packed = self._cards.read(rank, i)
+        return None if packed == NOTHING else self._importers[rank].tensor(packed, dtype)
 
     def settle(self) -> None:
         """Our own stream goes on when the result is there."""
@@ -262,16 +275,14 @@ class DeviceCollectives:
                 return
             self._held.popleft()
 
-    def _tell(self, i: int, tensor: torch.Tensor | None) -> tuple[Region, torch.Tensor | None]:
-        """Where tensor `i` of this collective can be reached, and what lies there."""
-        if tensor is None or not tensor.numel():
-            return NOTHING, None
+    def _find(self, i: int, tensor: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        """Where tensor `i` of this collective can be reached, and what lies there: itself, or its stand-in."""
         region = self._exporter.region(tensor)
         if region is not None:
             return region, tensor
         while len(self._stand_ins) <= i:
             self._stand_ins.append(StandIn(self.device))
-        stand_in = self._stand_ins[i].tensor(tensor.numel(), self._wait_for_all)
+        stand_in = self._stand_ins[i].tensor(tensor.nbytes, self._wait_for_all).view(tensor.dtype)
         self.settle()  # the last collective may still use it
         stand_in.copy_(tensor)
         if i >= self.team.size:
@@ -284,10 +295,6 @@ class DeviceCollectives:
         self.settle()
         self.stream.synchronize()
 
-    def _led(self) -> list[int]:
-        """The workers for which we do the work."""
-        return [rank for rank in range(self.team.size) if self._leader[rank] == self.team.rank]
-
     def _last_events(self) -> list[Any]:
         return [self._seen[rank][self._issued % EVENTS] for rank in self._leaders]
 
@@ -298,13 +305,12 @@ class DeviceCollectives:
             events = [*events, self._own_event]
 
         def wait() -> None:
-            stream: Any = torch.cuda.current_stream(device)
             end = time.perf_counter() + GLANCE_S
             for event in events:
                 # Only an idle stream is worth looking for; a busy one has its turn on the GPU anyway.
                 while not event.query():
-                    if time.perf_counter() > end or not stream.query():
-                        stream.wait_event(event)
+                    if time.perf_counter() > end or not is_idle(torch._C._cuda_getCurrentRawStream(device.index)):
+                        torch.cuda.current_stream(device).wait_event(event)
                         break
 
         return wait
@@ -316,6 +322,24 @@ class DeviceCollectives:
             importer.close()
         for stand_in in self._stand_ins:
             stand_in.close(lambda: None)
+
+
+class _Told:
+    """The tensors of one collective: ours, and through the cards everybody's."""
+
+    def __init__(self, on: DeviceCollectives, lying: Sequence[torch.Tensor | None]) -> None:
+        self._on, self._lying = on, lying
+        self.ours = [tensor for tensor in lying if tensor is not None]
+
+    def tensor(self, rank: int, i: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
+        if rank != self._on.team.rank:
+            return self._on.tensor_of(rank, i, dtype)
+        return self._lying[i] if i < len(self._lying) else None
+
+
+def _set_stream(data: Sequence[int]) -> None:
+    """What `torch.cuda.stream` does, in a twentieth of its time."""
+    torch._C._cuda_setStream(stream_id=data[0], device_index=data[1], device_type=data[2])
 
 
 def _length(tensor: torch.Tensor | None) -> int:

@@ -74,8 +74,11 @@ class ShmWork(Work):
     def carry_out(self, spin: bool) -> None:
         """Called by the engine, once."""
         try:
-            # A worker may reduce parameters (no graph wanted) and tensors made in inference mode; both are fine in it.
-            with torch.inference_mode():
+            # Tensors made in inference mode can be written only in it. For the others it is not worth its time.
+            if any(tensor.is_inference() for tensor in self._tensors):
+                with torch.inference_mode():
+                    self._run(self, spin)
+            else:
                 self._run(self, spin)
         except BaseException as error:
             self._error = error

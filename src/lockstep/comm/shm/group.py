@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.comm.shm import sparse
 from lockstep.comm.shm.collectives import Collectives
+from lockstep.comm.shm.cuda_ipc import is_idle
 from lockstep.comm.shm.device import DeviceCollectives, Event
 from lockstep.comm.shm.engine import Engine, ShmWork
 from lockstep.comm.shm.host import HostMemory, heap_start, reserve_slots
@@ -42,8 +43,11 @@ def _on_its_device(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(self: ShmGroup, *args: Any, **options: Any) -> Any:
-        other = self._others.for_device(_first_tensor((*args, *options.values())).device)
-        return method(self, *args, **options) if other is None else getattr(other, method.__name__)(*args, **options)
+        if self._others.may_exist:
+            other = self._others.for_device(_first_tensor((*args, *options.values())).device)
+            if other is not None:
+                return getattr(other, method.__name__)(*args, **options)
+        return method(self, *args, **options)
 
     return call  # type: ignore[return-value]
 
@@ -223,7 +227,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options("ReduceScatterOptions", opts)
         for out, data in zip(outputs, inputs, strict=True):
             if data.dtype is not out.dtype:
-                raise TypeError(f"reduce_scatter: the input is {data.dtype}, the output {out.dtype}; make them the same")
+                raise TypeError(f"reduce_scatter: the input is {data.dtype}, the output {out.dtype}; make them alike")
             if data.numel() != out.numel() * self._size:
                 raise ValueError(
                     f"reduce_scatter: the input has {data.numel()} elements, the output {out.numel()}; "
@@ -483,7 +487,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                 run(self._host)
 
             return self._collect(self._engine.submit(carry_out, tensors, wait=wait))
-        device, ready = tensor.device, _event_behind(torch.cuda.current_stream(tensor.device))
+        device, ready = tensor.device, _event_behind_queued(tensor.device)
 
         def carry_out_on_device(work: ShmWork, spin: bool) -> None:
             self._team.begin(wait_s=wait_s, spin=spin)
@@ -534,9 +538,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             raise ValueError(f"{name}: rank {rank} is not another worker of this group of {self._size}")
 
     def _reduction(self, opts: Any, dtype: torch.dtype) -> Reduction:
-        how = reduction(opts.reduceOp, self._size)
-        how.check(dtype)
-        return how
+        return reduction(opts.reduceOp, self._size, dtype)
 
     def _gather_all(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
@@ -575,12 +577,12 @@ class AllOf(Work):
 # ---- torch's tensors as flat memory --------------------------------------------------------------------------------
 
 
-def _event_behind(stream: Any) -> Any:
-    """An event behind what is queued now; None if that is all done."""
-    if stream.query():
+def _event_behind_queued(device: torch.device) -> Any:
+    """An event behind what is in the current stream now; None if that is all done."""
+    if is_idle(torch._C._cuda_getCurrentRawStream(device.index)):
         return None
     event = Event(blocking=True)
-    event.record(stream)
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -613,6 +615,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    if flat.stride(0) != 1:  # none or one element; torch lets it have any stride and call itself contiguous
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 

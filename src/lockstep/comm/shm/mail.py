@@ -130,7 +130,7 @@ class Mail:
         with self._lock:
             self.calls += 1
             who = "any rank" if src is None else f"rank {self._team.names[src]}"
-            watch = Watch(f"recv #{self.calls} from {who} (tag {tag})", wait_s, time.monotonic() + wait_s)
+            watch = Watch(f"recv from {who} (tag {tag})", wait_s, time.monotonic() + wait_s, self.calls)
             work = ReceiveWork(self, into, src, tag, watch)
             for i, letter in enumerate(self._inbox):
                 if work.wants(letter):
@@ -241,7 +241,7 @@ class ReceiveWork(Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         wait_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.watch.wait_s
-        self.watch = Watch(self.watch.doing, wait_s, time.monotonic() + wait_s)
+        self.watch = Watch(self.watch.name, wait_s, time.monotonic() + wait_s, self.watch.number)
         while not self.done:
             self._mail.fetch(self, LOOK_S)
         if self.error is not None:

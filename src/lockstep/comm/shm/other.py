@@ -21,6 +21,7 @@ class OtherBackends:
         self._group, self._store, self._timeout = group, store, timeout
         self._groups: dict[str, dist.ProcessGroup | None] = {"cpu": None}
         self._known = False
+        self.may_exist = True  # False once it is known that shm has all devices
 
     def for_device(self, device: torch.device) -> dist.ProcessGroup | None:
         """The group that has tensors on this device, or None: shm has them."""
@@ -31,6 +32,7 @@ class OtherBackends:
             self._known = True
             for kind, name in BackendConfig(Backend(config)).get_device_backend_map().items():
                 self._groups[kind] = None if name == "shm" else self._form(kind, str(name))
+            self.may_exist = any(group is not None for group in self._groups.values())
         return self._groups.get(device.type)
 
     def _form(self, kind: str, name: str) -> dist.ProcessGroup | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -37,10 +38,20 @@ class Reduction:
     kind: Any  # a RedOpType
     size: int
     factor: float | torch.Tensor | None = None  # of PREMUL_SUM
+    code: int = field(init=False)  # the same on all workers
+    combine: Combine = field(init=False)
+    averages: bool = field(init=False)
 
-    @property
-    def code(self) -> int:
-        return _KINDS.index(self.kind)
+    def __post_init__(self) -> None:
+        if self.kind not in _COMBINE:
+            raise RuntimeError(f"ReduceOp.{self.kind.name} is not known to shm")
+        # Comparing torch's enumerations takes longer than adding a small tensor, so it is done once.
+        for name, value in (
+            ("code", _KINDS.index(self.kind)),
+            ("combine", _COMBINE[self.kind]),
+            ("averages", self.kind == RedOpType.AVG),
+        ):
+            object.__setattr__(self, name, value)
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise for a pair that has no meaning, before anything is sent."""
@@ -61,11 +72,11 @@ class Reduction:
 
         `out` may be one of the operands. Narrow floats are added in float32 and rounded once.
         """
-        values, pairs, combine = list(operands), tree_pairs(len(operands)), _COMBINE[self.kind]
+        values, pairs, combine = list(operands), tree_pairs(len(operands)), self.combine
         if not pairs:
             if out.data_ptr() != values[0].data_ptr():
                 out.copy_(values[0])
-        elif len(pairs) == 1 and not (out.dtype in _NARROW and self.kind == RedOpType.AVG):
+        elif len(pairs) == 1 and not (out.dtype in _NARROW and self.averages):
             combine(values[0], values[1], out=out)  # torch itself adds two narrow floats in float32
         elif out.dtype in _NARROW and combine in (torch.add, torch.mul):
             for dst, src in pairs:
@@ -85,7 +96,7 @@ class Reduction:
         self._average(out)
 
     def _average(self, total: torch.Tensor) -> None:
-        if self.kind == RedOpType.AVG and self.size > 1:
+        if self.averages and self.size > 1:
             if total.dtype.is_complex:
                 total = torch.view_as_real(total)  # as torch does it, where it hands over pairs itself
             if total.dtype.is_floating_point:
@@ -94,11 +105,17 @@ class Reduction:
                 total.div_(self.size, rounding_mode="trunc")
 
 
-def reduction(op: Any, size: int) -> Reduction:
-    """From torch's own description."""
+def reduction(op: Any, size: int, dtype: torch.dtype) -> Reduction:
+    """From torch's own description; checked."""
     kind = getattr(op, "op", op)
-    if kind not in _COMBINE:
-        raise RuntimeError(f"ReduceOp.{kind.name} is not known to shm")
-    # Torch before 2.12 tells the factor only to pickle.
-    factor = op.__getstate__()[1] if kind == RedOpType.PREMUL_SUM else None
-    return Reduction(kind, size, factor)
+    how = _checked(kind, size, dtype)
+    if kind == RedOpType.PREMUL_SUM:
+        how = Reduction(kind, size, op.__getstate__()[1])  # torch before 2.12 tells the factor only to pickle
+    return how
+
+
+@cache
+def _checked(kind: Any, size: int, dtype: torch.dtype) -> Reduction:
+    how = Reduction(kind, size)
+    how.check(dtype)
+    return how

@@ -12,6 +12,7 @@ the cause.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import select
 import struct
@@ -79,7 +80,7 @@ class Layout:
         return -(-(self.cards() + CARD_BYTES + self.size * CARD_BYTES_PER_WORKER) // PAGE) * PAGE
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """What a worker says about the collective it is in. `same` must be equal on all; the rest may differ."""
 
@@ -90,13 +91,18 @@ class Call:
     offset: int = -1  # of the worker's tensor in its segment, if it lies there
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Watch:
     """What is waited for, and until when (on the monotonic clock)."""
 
-    doing: str
+    name: str
     wait_s: float
     deadline: float
+    number: int | None = None
+
+    @property
+    def doing(self) -> str:
+        return self.name if self.number is None else f"{self.name} #{self.number}"
 
 
 NOTHING_WANTED: Final = -1
@@ -133,6 +139,9 @@ NAMES: Final = (
 )
 
 
+_NUMBER: Final = {name: number for number, name in enumerate(NAMES)}
+
+
 class Team:
     """The workers of one group, seen from one of them."""
 
@@ -152,6 +161,7 @@ class Team:
         self._seen = [0] * size
         self._theirs: list[int] = []  # semaphores by which we tell the others
         self._ours: list[tuple[int, int]] = []  # (rank, semaphore) by which they tell us
+        self._maps: list[mmap.mmap] = []
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         segment.reserve(0, self.layout.end, "the control block of a group")
@@ -162,6 +172,7 @@ class Team:
     def join(self, peers: dict[int, Peer]) -> None:
         """Get to know the others, and wait until all know all."""
         self.peers = peers
+        self._maps = [self.segment.map if r == self.rank else peers[r].segment.map for r in range(self.size)]
         for rank, peer in sorted(peers.items()):
             self._poll.register(peer.alive_fd, select.POLLIN)
             self._by_fd[peer.alive_fd] = rank
@@ -181,9 +192,9 @@ class Team:
     def say(self, call: Call) -> None:
         """Tell the others what we are about to do. They read it after the first phase."""
         self.calls += 1
-        self._watch = Watch(f"{call.name} #{self.calls}", self._wait_s, time.monotonic() + self._wait_s)
-        self._said = (self.calls, NAMES.index(call.name), hash(call.same) & 0xFFFFFFFF)
-        longest = max(call.lengths, default=0)
+        self._watch = Watch(call.name, self._wait_s, time.monotonic() + self._wait_s, self.calls)
+        self._said = (self.calls, _NUMBER[call.name], hash(call.same) & 0xFFFFFFFF)
+        longest = max(call.lengths) if call.lengths else 0
         _HEADER.pack_into(self.segment.map, self._header_at(self.calls), *self._said, longest, call.offset)
         if call.lengths:
             both = (*call.lengths, *call.expects)
@@ -210,9 +221,8 @@ class Team:
     def hear(self) -> list[Heard]:
         """What every rank said of its call, after the first phase. Raises if they are not in the same one."""
         at, said = self._header_at(self.calls), []
-        for rank in range(self.size):
-            segment = self.segment if rank == self.rank else self.peers[rank].segment
-            number, name, check, length, offset = _HEADER.unpack_from(segment.map, at)
+        for rank, memory in enumerate(self._maps):
+            number, name, check, length, offset = _HEADER.unpack_from(memory, at)
             if (number, name, check) != self._said:
                 other = f"{NAMES[name] if name < len(NAMES) else name} #{number}"
                 how = "with another shape, dtype, root or operation" if other == self._watch.doing else f"is in {other}"
@@ -265,11 +275,23 @@ class Team:
                 raise self.fail(self._lost(blamed - 1, how, watch, f"{self.who(rank)} gave it up first"))
         for rank in missing:
             if states[rank][0] != State.OPEN and not self._signalled(rank):
-                raise self.fail(self._lost(rank, self._went(states[rank][0]), watch))
-        if missing and time.monotonic() > watch.deadline:
-            rank = missing[0]
-            how = f"{_condition(self.pid(rank))} and did not come to"
-            raise self.fail(self._lost(rank, how, watch, f"waited {watch.wait_s:g} s; {self._last_call(rank)}"))
+                stopped = self._stopped()
+                how = self._went(states[rank][0]) if stopped is None else "is stopped and does not come to"
+                raise self.fail(self._lost(rank if stopped is None else stopped, how, watch))
+        if time.monotonic() > watch.deadline:
+            raise self.fail(self._late(missing, watch))
+
+    def _stopped(self) -> int | None:
+        """A peer that was stopped is the cause, whoever else does not come because of it."""
+        return next((rank for rank in self.peers if _condition(self.pid(rank)).startswith("is stopped")), None)
+
+    def _late(self, missing: Sequence[int], watch: Watch) -> PeerLost:
+        stopped = self._stopped()
+        if stopped is None and not missing:
+            return PeerLost(f"{self.who(self.rank)} waited {watch.wait_s:g} s in {watch.doing}, and nobody came")
+        rank = missing[0] if stopped is None else stopped
+        how = f"{_condition(self.pid(rank))} and did not come to"
+        return self._lost(rank, how, watch, f"waited {watch.wait_s:g} s; {self._last_call(rank)}")
 
     def _went(self, state: int) -> str:
         return f"{_GONE[State(state)]} and does not come to"
@@ -318,7 +340,7 @@ class Team:
         """Let go of the others, and of their memory."""
         for peer in self.peers.values():
             peer.close()
-        self.peers, self._theirs, self._ours = {}, [], []
+        self.peers, self._theirs, self._ours, self._maps = {}, [], [], []
 
     def _tell(self, state: State, blamed: int) -> None:
         _STATE.pack_into(self.segment.map, self.layout.STATE, state, blamed + 1)
