@@ -16,6 +16,7 @@ from lockstep.measure import bench
 from lockstep.measure.rounds import Estimate, estimate, order_of, paired_ratio, slowest
 
 ARMS = ("none", "torch", "lockstep")
+STEP_ARMS = (*ARMS, "lockstep@shm")
 
 CLASSES = """
 import os, time
@@ -64,8 +65,8 @@ def test_step_measures_every_arm_on_two_workers(start, tmp_path):
     record = json.loads(found.read_text())
     assert record["settings"]["workers"] == 2
     arms = record["models"]["tiny"]["arms"]
-    assert tuple(arms) == ARMS
-    for arm in ARMS:
+    assert tuple(arms) == STEP_ARMS
+    for arm in STEP_ARMS:
         assert arm in table
         assert len(arms[arm]["rounds_ms"]) == 3
         assert min(arms[arm]["rounds_ms"]) > 0
@@ -74,6 +75,7 @@ def test_step_measures_every_arm_on_two_workers(start, tmp_path):
         assert sum(arms[arm]["bucket_bytes"]) == 4 * record["models"]["tiny"]["parameters"]
         assert arms[arm]["replicas_equal"]
     assert arms["lockstep"]["weights_equal_torch"]
+    assert arms["lockstep@shm"]["weights_equal_torch"]  # with two workers there is but one order
 
 
 def test_wrapper_measures_every_arm_in_a_world_of_one(tmp_path, capsys):
@@ -88,7 +90,7 @@ def test_the_worker_that_failed_is_named(start):
     process = start("step", "--models", "tiny", "--arms", "none,classes.Raises")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "tiny: worker 1 of classes.Raises failed" in errors
+    assert "worker 1 of classes.Raises failed" in errors
     assert errors.rstrip().endswith("ArithmeticError: one and one is three")
 
 
@@ -118,6 +120,7 @@ def wait_until(condition, wait_s: float = 30) -> None:
         (["step", "--workers", "0"], "'0' is not a positive number"),
         (["step", "--rounds", "many"], "'many' is not a positive number"),
         (["step", "--arms", "none,fast"], "arm 'fast': cannot load fast"),
+        (["step", "--arms", "none,lockstep@tcp"], "arm 'lockstep@tcp': 'tcp' is not a backend"),
         (["step", "--arms", "torch.nn.Missing"], "arm 'torch.nn.Missing': cannot load"),
         (["step", "--json", "no/such/folder/found.json"], "no/such/folder does not exist"),
         (["step", "--device", "tpu"], "tpu"),

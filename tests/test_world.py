@@ -286,11 +286,18 @@ def test_impossible_devices_are_refused(asked: str | None, backend: str | None, 
 
 
 def test_nccl_only_where_every_worker_has_a_gpu_of_its_own() -> None:
-    assert choose_backend(["a"]) == "nccl"
-    assert choose_backend(["a", "b", "c"]) == "nccl"
-    assert choose_backend(["a", "b", "a"]) == "gloo"
-    assert choose_backend(["a", ""]) == "gloo"
-    assert choose_backend(["", ""]) == "gloo"
+    def chosen(gpus: list[str], hosts: str, **more: bool) -> str:
+        return choose_backend(gpus, list(hosts), **more).backend
+
+    assert chosen(["a"], "h") == "nccl"
+    assert chosen(["a", "b", "c"], "hhi") == "nccl"
+    assert chosen(["a", "b", "a"], "hhh") == "shm"
+    assert chosen(["a", ""], "hh") == "gloo"
+    assert chosen(["", ""], "hh") == "shm"
+    assert chosen([""], "h") == "shm"
+    assert chosen(["", "", "", ""], "hhii") == "hierarchy"
+    assert chosen(["a", "a", "b", "b"], "hhii") == "hierarchy"
+    assert chosen(["", ""], "hh", linux=False) == "gloo"
 
 
 def test_local_ranks_from_hosts() -> None:
@@ -370,7 +377,7 @@ def set_env(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 def test_a_world_of_one_is_a_real_one(env: pytest.MonkeyPatch) -> None:
     world = lockstep.init(device="cpu")
     assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
-    assert (world.device, world.backend, world.source) == (torch.device("cpu"), "gloo", "alone")
+    assert (world.device, world.backend, world.source) == (torch.device("cpu"), "shm", "alone")
     assert world.host == socket.gethostname()
     value = torch.arange(3.0)
     dist.all_reduce(value)
@@ -382,8 +389,8 @@ def test_a_world_of_one_is_a_real_one(env: pytest.MonkeyPatch) -> None:
 def test_calling_twice_gives_the_same_world_and_refuses_other_wishes(env: pytest.MonkeyPatch) -> None:
     world = lockstep.init(device="cpu", timeout_s=60)
     assert lockstep.init() is world
-    assert lockstep.init(backend="gloo", device="cpu", timeout_s=60, join_timeout_s=1) is world
-    with pytest.raises(ValueError, match=r"backend='nccl'.*already joined with backend='gloo'"):
+    assert lockstep.init(backend="shm", device="cpu", timeout_s=60, join_timeout_s=1) is world
+    with pytest.raises(ValueError, match=r"backend='nccl'.*already joined with backend='shm'"):
         lockstep.init(backend="nccl")
     with pytest.raises(ValueError, match=r"device='cuda:0'.*'cpu'"):
         lockstep.init(device="cuda:0")
@@ -534,7 +541,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "join.py").write_text(JOIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*command, tmp_path / "join.py", tmp_path], check=True, timeout=60, env=quiet_env())
-    assert told(tmp_path) == [[rank, 2, rank, 2, "gloo", "RANK/WORLD_SIZE", 6.0] for rank in range(2)]
+    assert told(tmp_path) == [[rank, 2, rank, 2, "shm", "RANK/WORLD_SIZE", 6.0] for rank in range(2)]
 
 
 def test_under_srun(tmp_path: Path, free_port: int) -> None:
@@ -555,7 +562,7 @@ def test_under_srun(tmp_path: Path, free_port: int) -> None:
         for rank in range(2)
     ]
     assert [worker.wait(timeout=60) for worker in workers] == [0, 0]
-    assert told(tmp_path) == [[rank, 2, rank, 2, "gloo", "SLURM", 6.0] for rank in range(2)]
+    assert told(tmp_path) == [[rank, 2, rank, 2, "shm", "SLURM", 6.0] for rank in range(2)]
 
 
 def test_a_stranger_at_the_port_is_not_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""Which place among the workers the environment gives us. Pure, and without torch.
+"""Which place among the workers the environment gives us, and which host this is. Pure but for that, and without torch.
 
 This is the only reader of RANK, WORLD_SIZE, LOCAL_*, MASTER_*, SLURM_*, OMPI_* and PMI_*. It refuses what is half set
 or contradicts itself: a worker that guesses wrong trains alone for a week, or waits for somebody who never comes.
@@ -6,10 +6,13 @@ or contradicts itself: a worker that guesses wrong trains alone for a week, or w
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lockstep.errors import WorldError
 
@@ -217,3 +220,18 @@ def read_number(env: Mapping[str, str], name: str, *, low: int = 0) -> int | Non
 def _port_of(job: str) -> int:
     """The same port for all tasks of a job, other ones for most others, below the range the system hands out."""
     return 20000 + zlib.crc32(job.encode()) % 10000
+
+
+def identify_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Workers with the same text are on one host: the same running kernel, and the same network namespace in it.
+
+    The namespace, because shared memory is handed over at a Unix socket, and those do not lead out of one. Containers
+    of one machine count as hosts of their own unless they share it (`--network=host`). Whether memory can really be
+    shared shows when the workers of a host try. LOCKSTEP_HOST overrides all this.
+    """
+    if name := environment.get("LOCKSTEP_HOST", "").strip():
+        return name
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not Linux
+        return socket.gethostname()

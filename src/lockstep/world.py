@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from lockstep import meeting
 from lockstep.errors import WorldError
 from lockstep.meeting import Meeting
-from lockstep.place import Place, detect, read_number
+from lockstep.place import Place, detect, identify_host, read_number
 
 JOIN_TIMEOUT_S = 300.0
 LAST_TENSORS_S = 0.05
@@ -71,9 +71,26 @@ def choose_device(*, asked: torch.device | None, backend: str | None, gpus: int,
     return torch.device("cuda", local_rank % gpus)
 
 
-def choose_backend(gpus: Sequence[str]) -> str:
-    """`gpus` has the GPU of each rank, "" for none. NCCL refuses two workers on one GPU; Gloo takes everything."""
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and why."""
+
+    backend: str
+    reason: str
+
+
+def choose_backend(gpus: Sequence[str], hosts: Sequence[str], *, linux: bool = True) -> Choice:
+    """`gpus` has the GPU of each rank, "" for none; `hosts` its host. NCCL refuses two workers on one GPU."""
+    if all(gpus) and len(set(gpus)) == len(gpus):
+        return Choice("nccl", "every worker has a GPU of its own" if len(gpus) > 1 else "one worker, on a GPU")
+    if not linux:
+        return Choice("gloo", "shared memory between workers needs Linux")
+    if any(gpus) and not all(gpus):
+        return Choice("gloo", "some workers have a GPU and some have none")
+    many = len(set(hosts))
+    if many > 1:
+        return Choice("hierarchy", f"{many} hosts: shared memory inside each, the network between them")
+    return Choice("shm", "workers of one host that share a GPU" if any(gpus) else "all workers on one host, no GPUs")
 
 
 def count_local(hosts: Sequence[str], rank: int) -> tuple[int, int]:
@@ -118,7 +135,8 @@ def init(
 ) -> World:
     """Find out who we are, join the other workers, and return the facts.
 
-    backend         "nccl" where every worker has a GPU of its own, else "gloo". Must be the same on all workers.
+    backend         LOCKSTEP_BACKEND if left out, else what fits: "nccl" where every worker has a GPU of its own,
+                    "shm" on one host, "hierarchy" over several. Must be the same on all workers.
     device          cuda:<local rank> where there are GPUs, else the CPU.
     timeout_s       how long a collective may wait for the others; torch's own default if left out.
     join_timeout_s  how long to wait here for the others; LOCKSTEP_JOIN_TIMEOUT_S if left out, else 300.
@@ -217,7 +235,12 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
             asked=asked.device, backend=asked.backend, gpus=torch.cuda.device_count(), local_rank=local_rank
         )
         gpus = others.swap("gpu", _take_gpu(device, host))
-        backend = asked.backend or choose_backend(gpus)
+        homes = others.swap("home", identify_host())
+        choice = choose_backend(gpus, homes, linux=sys.platform == "linux")
+        wish = asked.backend or os.environ.get("LOCKSTEP_BACKEND", "").strip()
+        if wish:
+            choice = Choice(wish, "asked for")
+        backend = choice.backend
     except BaseException:
         _memory.store = None  # whoever stays outside must not keep the port, or a second try could not have it
         raise
@@ -238,6 +261,9 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
             f"formed: {first_line}; check that the hosts reach each other and that backend={backend!r} is installed"
         ) from error
     _leave_at_exit()
+    if place.rank == 0 and place.size > 1 and not wish:
+        said = f"lockstep: {place.size} workers over {backend}: {choice.reason}"
+        print(f"{said} (lockstep.init(backend=...) or LOCKSTEP_BACKEND changes it)", file=sys.stderr)
     return World(place.rank, place.size, local_rank, local_size, host, device, backend, place.source)
 
 

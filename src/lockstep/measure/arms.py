@@ -1,4 +1,7 @@
-"""What is compared: a model with no wrapper, in torch's DistributedDataParallel, in ours, or in any class like them."""
+"""What is compared: a model with no wrapper, in torch's DistributedDataParallel, in ours, or in any class like them.
+
+An arm is named by its class and, after an @, the backend of its process group: `lockstep@shm`. Without one it is Gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,35 @@ from importlib import import_module
 from typing import Any, cast, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.measure.models import OPTIMIZERS, Batch, Workload, loss_of
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
+OURS_ON_SHM = "lockstep@shm"
 DEFAULT_ARMS = (NONE, TORCH, OURS)
+STEP_ARMS = (*DEFAULT_ARMS, OURS_ON_SHM)
 CLASSES = {TORCH: "torch.nn.parallel.DistributedDataParallel", OURS: "lockstep.DistributedDataParallel"}
 SEED = 7
 
 Wrapper = Callable[..., nn.Module]
 
 
+def backend_of(arm: str) -> str:
+    return arm.partition("@")[2] or "gloo"
+
+
+def check_backend(arm: str) -> None:
+    if backend_of(arm) not in dist.Backend.backend_list:
+        known = ", ".join(dist.Backend.backend_list)
+        raise ValueError(f"arm {arm!r}: {backend_of(arm)!r} is not a backend; name one of {known}")
+
+
 def load_wrapper(arm: str) -> Wrapper:
     """The class of an arm: `torch`, `lockstep` or a dotted name."""
-    dotted = CLASSES.get(arm, arm)
+    name = arm.partition("@")[0]
+    dotted = CLASSES.get(name, name)
     module, _, name = dotted.rpartition(".")
     try:
         return cast(Wrapper, getattr(import_module(module), name))

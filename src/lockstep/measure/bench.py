@@ -2,6 +2,8 @@
 
     lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
     lockstep bench wrapper    what the wrapper costs on one device, in time and memory
+    lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
+    lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import LockstepError
-from lockstep.measure import bench_step, bench_wrapper
-from lockstep.measure.arms import DEFAULT_ARMS, NONE, load_wrapper
+from lockstep.measure import bench_comm, bench_hosts, bench_step, bench_wrapper, plot
+from lockstep.measure.arms import DEFAULT_ARMS, NONE, STEP_ARMS, check_backend, load_wrapper
+from lockstep.measure.collectives import Op, parse_size
 from lockstep.measure.models import DEFAULT_MODELS, WORKLOADS
 from lockstep.measure.rounds import Plan
 
@@ -27,6 +30,8 @@ def main(argv: list[str]) -> int:
         parser.error("--device cuda: torch sees no CUDA device here")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         parser.error(f"--json {arguments.json}: the folder {arguments.json.absolute().parent} does not exist")
+    if arguments.plot and (problem := plot.problem_with(arguments.plot)):
+        parser.error(f"--plot {arguments.plot}: {problem}")
     try:
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
@@ -67,11 +72,35 @@ def run_wrapper(arguments: argparse.Namespace) -> int:
     return bench_wrapper.run(settings, arguments.json)
 
 
+def run_comm(arguments: argparse.Namespace) -> int:
+    settings = bench_comm.Settings(
+        ops=arguments.ops,
+        workers=arguments.workers,
+        sizes_bytes=arguments.sizes or (bench_comm.QUICK_SIZES if arguments.quick else bench_comm.SIZES),
+        rounds=arguments.rounds or (7 if arguments.quick else 21),
+        device=arguments.device or "cpu",
+        wait_s=arguments.timeout_s,
+    )
+    return bench_comm.run(settings, arguments.json, arguments.plot)
+
+
+def run_hosts(arguments: argparse.Namespace) -> int:
+    settings = bench_hosts.Settings(
+        hosts=arguments.hosts,
+        workers=arguments.workers,
+        mbit=arguments.mbit,
+        ops=arguments.ops or (bench_hosts.QUICK_OPS if arguments.quick else tuple(Op)),
+        sizes_bytes=arguments.sizes or (bench_hosts.QUICK_SIZES if arguments.quick else bench_hosts.SIZES),
+        rounds=arguments.rounds or (5 if arguments.quick else 11),
+    )
+    return bench_hosts.run(settings, arguments.json)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="step | wrapper")
+    commands = parser.add_subparsers(required=True, metavar="step | wrapper | comm | hosts")
     step = commands.add_parser("step", help="step time on several workers: no communication, torch DDP, ours")
     step.set_defaults(run=run_step)
     step.add_argument("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
@@ -80,25 +109,53 @@ def make_parser() -> argparse.ArgumentParser:
         "--models", type=model_names, default=",".join(DEFAULT_MODELS), metavar="NAMES",
         help=f"of {', '.join(WORKLOADS)}, with commas (default {','.join(DEFAULT_MODELS)})",
     )  # fmt: skip
-    step.add_argument(
-        "--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)"
-    )
     wrapper = commands.add_parser("wrapper", help="time and memory the wrapper costs on one device, world size 1")
     wrapper.set_defaults(run=run_wrapper)
     wrapper.add_argument(
         "--batches", type=batch_names, default=(), metavar="SIZES", help="such as 1x128,8x1024 (default: all)"
     )
-    for command in (step, wrapper):
+    comm = commands.add_parser("comm", help="time of collectives over their size: shm, Gloo, NCCL, a plain copy")
+    comm.set_defaults(run=run_comm)
+    ops = ",".join(Op)
+    comm.add_argument("--ops", type=op_names, default=ops, metavar="NAMES", help=f"with commas (default {ops})")
+    comm.add_argument(
+        "--workers", type=worker_counts, default="2,4", metavar="N,N", help="one run for each (default 2,4)"
+    )
+    comm.add_argument(
+        "--sizes", type=byte_sizes, default=(), metavar="SIZES",
+        help="such as 4,4KiB,25MiB (default: powers of four from 4 B to 256 MiB, and 25 MiB; 4 of them with --quick)",
+    )  # fmt: skip
+    comm.add_argument("--plot", type=Path, metavar="FILE", help="draw time over size to this .svg or .png file")
+    for command, arms in ((step, STEP_ARMS), (wrapper, DEFAULT_ARMS)):
+        command.set_defaults(plot=None)
         command.add_argument(
-            "--arms", type=arm_names, default=",".join(DEFAULT_ARMS), metavar="NAMES",
-            help=f"with commas (default {','.join(DEFAULT_ARMS)}); the dotted name of a class is an arm too",
+            "--arms", type=arm_names, default=",".join(arms), metavar="NAMES",
+            help=f"with commas (default {','.join(arms)}); a class with its dotted name, class@backend for a backend",
         )  # fmt: skip
+        command.add_argument("--steps", type=positive, metavar="N", help="steps of each arm in a round")
+    for command in (step, comm):
+        command.add_argument(
+            "--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)"
+        )
+    for command in (step, wrapper, comm):
         command.add_argument("--device", choices=("cpu", "cuda"))
         command.add_argument("--rounds", type=positive, metavar="N", help="default 21, or 7 with --quick")
-        command.add_argument("--steps", type=positive, metavar="N", help="steps of each arm in a round")
         command.add_argument("--quick", action="store_true", help="fewer rounds")
         command.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
+    add_hosts(commands.add_parser("hosts", help="collectives over several hosts: hierarchy, Gloo; needs root"))
     return parser
+
+
+def add_hosts(hosts: argparse.ArgumentParser) -> None:
+    hosts.set_defaults(run=run_hosts, device=None, plot=None)
+    hosts.add_argument("--hosts", type=positive, default=2, metavar="N", help="network namespaces (default 2)")
+    hosts.add_argument("--workers", type=positive, default=2, metavar="N", help="on each host (default 2)")
+    hosts.add_argument("--mbit", type=positive, default=1000, metavar="N", help="speed of a link (default 1000 Mbit/s)")
+    hosts.add_argument("--ops", type=op_names, default=(), metavar="NAMES", help=f"of {','.join(Op)} (default: all)")
+    hosts.add_argument("--sizes", type=byte_sizes, default=(), metavar="SIZES", help="such as 4KiB,25MiB")
+    hosts.add_argument("--rounds", type=positive, metavar="N", help="default 11, or 5 with --quick")
+    hosts.add_argument("--quick", action="store_true", help="an all-reduce of 25 MiB only, and fewer rounds")
+    hosts.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
 
 
 def positive(text: str) -> int:
@@ -115,12 +172,34 @@ def model_names(text: str) -> tuple[str, ...]:
     return distinct(text, allowed=WORKLOADS)
 
 
+def op_names(text: str) -> tuple[Op, ...]:
+    return tuple(Op(name) for name in distinct(text, allowed=list(Op)))
+
+
+def worker_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(positive(number) for number in distinct(text))
+    if min(counts) < 2:
+        raise argparse.ArgumentTypeError(f"{min(counts)} is too few: a collective takes 2 workers or more")
+    return counts
+
+
+def byte_sizes(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(parse_size(size) for size in distinct(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names a size twice")
+    return found
+
+
 def arm_names(text: str) -> tuple[str, ...]:
     names = distinct(text)
     try:
         for name in names:
             if name != NONE:
                 load_wrapper(name)
+                check_backend(name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return names

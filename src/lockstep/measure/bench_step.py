@@ -9,29 +9,16 @@ wrapper does not hide of it shows up in the step.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
-import socket
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
-from multiprocessing import connection
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
-from lockstep.errors import LockstepError
-from lockstep.measure.arms import NONE, TORCH, Arm
+from lockstep.measure.arms import NONE, TORCH, Arm, backend_of
 from lockstep.measure.models import WORKLOADS, Workload, count_parameters
 from lockstep.measure.rounds import (
     Conduct,
@@ -44,8 +31,7 @@ from lockstep.measure.rounds import (
     time_rounds,
 )
 from lockstep.measure.table import Column, megabytes, percent, render
-
-LOOPBACK = "127.0.0.1"
+from lockstep.measure.workers import Seat, Workers
 
 
 @dataclass(frozen=True)
@@ -76,13 +62,6 @@ class WorkerTimes:
 
 
 @dataclass(frozen=True)
-class Failure:
-    rank: int
-    at: float  # on the monotonic clock, which all processes of a machine share
-    trace: str
-
-
-@dataclass(frozen=True)
 class ArmFigures:
     step_ms: Estimate
     over_torch: Estimate | None
@@ -99,8 +78,10 @@ class ArmFigures:
 
 
 def communication(bucket_bytes: tuple[int, ...], device: torch.device, group: Any) -> Callable[[], None]:
-    """All-reduces of these sizes, one after the other."""
+    """All-reduces of these sizes, one after the other; in the group's own memory, where it has such."""
     buckets = [torch.zeros(size // 4, device=device) for size in bucket_bytes]
+    if dist.get_backend(group) == "shm" and group.supports_tensor_alloc(device):
+        buckets = [group.allocate_tensor(len(bucket), dtype=bucket.dtype, device=device) for bucket in buckets]
 
     def step() -> None:
         for bucket in buckets:
@@ -144,124 +125,50 @@ class Teller:
     """Of the workers of one arm: their group, and a way to say where they are."""
 
     group: Any
-    pipe: Connection
+    seat: Seat
 
     def __call__(self, text: str) -> None:
-        self.pipe.send(text)
+        self.seat.tell(text)
 
 
-def work(rank: int, port: int, settings: Settings, pipe: Connection) -> None:
-    """A worker's life. It sends texts that say where it is, and a WorkerTimes per model; or a Failure."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends us
-    try:
-        torch.set_num_threads(settings.threads)
-        device = torch.device("cpu")
-        arm, rank_in_arm = settings.arms[rank // settings.workers], rank % settings.workers
-        if settings.device == "cuda":
-            device = torch.device("cuda", rank_in_arm % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        wait = timedelta(seconds=settings.wait_s)
-        store = TCPStore(LOOPBACK, port, is_master=False, timeout=wait)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.processes, timeout=wait)
-        groups = [
-            dist.new_group(list(range(first, first + settings.workers)), timeout=wait)
-            for first in range(0, settings.processes, settings.workers)
-        ]
-        tell = Teller(groups[rank // settings.workers], pipe)
-        for model in settings.models:
-            pipe.send(measure_model(model, arm, settings, device, tell))
-        dist.barrier()  # nobody leaves while a peer still talks to it
-        dist.destroy_process_group()
-    except Exception as error:
-        pipe.send(Failure(rank, time.monotonic(), traceback.format_exc()))
-        raise SystemExit(1) from error
-
-
-def end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
+def work(seat: Seat, settings: Settings) -> None:
+    """Tells a WorkerTimes per model."""
+    torch.set_num_threads(settings.threads)
+    device = torch.device("cpu")
+    arm_number, rank_in_arm = divmod(seat.rank, settings.workers)
+    if settings.device == "cuda":
+        device = torch.device("cuda", rank_in_arm % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    seat.join()
+    groups = [
+        dist.new_group(
+            list(range(i * settings.workers, (i + 1) * settings.workers)),
+            timeout=seat.patience,
+            backend=backend_of(arm),
+        )
+        for i, arm in enumerate(settings.arms)
+    ]
+    tell = Teller(groups[arm_number], seat)
+    for model in settings.models:
+        seat.tell(measure_model(model, settings.arms[arm_number], settings, device, tell))
+    seat.leave()
 
 
 # -------------------------------------------------------------------------------------------------- outside of workers
 
 
-class Workers:
-    """The worker processes. Leaving the `with` block ends them, however it is left."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._context = multiprocessing.get_context("spawn")
-
-    def __enter__(self) -> Workers:
-        use_loopback()
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # 0: the system picks the port
-        self._processes, self._pipes = [], []
-        for rank in range(self.settings.processes):
-            ours, theirs = self._context.Pipe(duplex=False)
-            process = self._context.Process(
-                target=work, args=(rank, self._store.port, self.settings, theirs), name=f"worker {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-
-    def found(self) -> Iterator[list[WorkerTimes]]:
-        """What all workers say about a model, model after model."""
-        found: dict[str, dict[int, WorkerTimes]] = {model: {} for model in self.settings.models}
-        for model, answers in found.items():
-            while len(answers) < self.settings.processes:
-                for rank, message in self._messages(model):
-                    if isinstance(message, WorkerTimes):
-                        found[message.model][rank] = message
-                    elif rank == 0:
-                        print(message, file=sys.stderr, flush=True)
-            yield [answers[rank] for rank in range(self.settings.processes)]
-
-    def _messages(self, model: str) -> Iterator[tuple[int, Any]]:
-        wait_s, failures = self.settings.wait_s, []
-        ready = connection.wait(self._pipes, timeout=wait_s)
-        if not ready:
-            raise LockstepError(f"{model}: no worker gave a sign of life for {wait_s:g} s")
-        for rank, pipe in enumerate(self._pipes):
-            if pipe not in ready:
-                continue
-            message = self._receive(rank)
-            if isinstance(message, Failure):
-                failures.append(message)
-            else:
-                yield rank, message
-        if failures:
-            # The others fail too, because they lose this worker; the one that failed first is the one to show.
-            failures += [late for rank, pipe in enumerate(self._pipes) if pipe not in ready and pipe.poll(1)
-                         if isinstance(late := self._receive(rank), Failure)]  # fmt: skip
-            first = min(failures, key=lambda failure: failure.at)
-            arm, rank = divmod(first.rank, self.settings.workers)
-            raise LockstepError(f"{model}: worker {rank} of {self.settings.arms[arm]} failed\n{first.trace}")
-
-    def _receive(self, rank: int) -> Any:
-        try:
-            return self._pipes[rank].recv()
-        except EOFError:
-            self._processes[rank].join(self.settings.wait_s)
-            status = self._processes[rank].exitcode
-            return Failure(rank, time.monotonic(), f"it ended with status {status} without a word")
+def found_by(workers: Workers, settings: Settings) -> Iterator[list[WorkerTimes]]:
+    """What all workers say about a model, model after model."""
+    said: dict[str, dict[int, WorkerTimes]] = {model: {} for model in settings.models}
+    for rank, times in workers.results():
+        said[times.model][rank] = times
+        if len(said[times.model]) == settings.processes:
+            yield [said[times.model][rank] for rank in range(settings.processes)]
 
 
-def use_loopback() -> None:
-    """Gloo looks the host's name up to find its interface; on one machine the loopback is the right one."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def name_of(rank: int, settings: Settings) -> str:
+    arm, rank_in_arm = divmod(rank, settings.workers)
+    return f"worker {rank_in_arm} of {settings.arms[arm]}"
 
 
 def figures(workers: list[WorkerTimes]) -> dict[str, ArmFigures]:
@@ -333,8 +240,9 @@ def run(settings: Settings, json_path: Path | None) -> int:
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
-    with Workers(settings) as workers:
-        for found in workers.found():
+    name = partial(name_of, settings=settings)
+    with Workers(settings.processes, work, settings, wait_s=settings.wait_s, name=name) as workers:
+        for found in found_by(workers, settings):
             model, parameters, arms = found[0].model, found[0].parameters, figures(found)
             rows += rows_of(model, parameters, arms)
             notes += notes_of(model, arms)
@@ -345,7 +253,7 @@ def run(settings: Settings, json_path: Path | None) -> int:
             }
     plan = settings.plan
     print(
-        f"step time on {settings.device}, torch {torch.__version__}, Gloo: {settings.workers} workers, "
+        f"step time on {settings.device}, torch {torch.__version__}, Gloo or what @ names: {settings.workers} workers, "
         f"{settings.threads} thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, "
         "each round as long as its slowest worker\n"
     )

@@ -686,5 +686,4 @@ def _keep_dynamo_out() -> None:
 
     if not getattr(_keep_dynamo_out, "done", False):
         torch._dynamo.trace_rules.add("lockstep.replicate")
-        torch._dynamo.trace_rules.add("lockstep.comm")
         _keep_dynamo_out.done = True  # type: ignore[attr-defined]

@@ -208,7 +208,8 @@ class Collectives:
             if len(self._cells) >= MOST_CELLS:
                 self._cells.clear()
             slots = [self.memory.slot(rank, slot) for rank in range(self.team.size)]
-            cells = self._cells[key] = [s[: tensor.nbytes].view(tensor.dtype) for s in slots]
+            with torch.inference_mode(False):  # they serve later calls too
+                cells = self._cells[key] = [s[: tensor.nbytes].view(tensor.dtype) for s in slots]
         return list(cells)
 
     def _reduce_direct(self, tensor: torch.Tensor, how: Reduction, offsets: Sequence[int], per: int) -> None:

@@ -19,6 +19,7 @@ from lockstep.errors import LockstepError
 
 MOST_MAPPINGS: Final = 64
 MOST_TENSORS: Final = 512
+BLOCK_BYTES: Final = 2 << 20
 
 _IPC_CAPABLE, _BUFFER_ID, _RANGE_START = 10, 7, 11
 _LAZY_PEER_ACCESS: Final = 1
@@ -126,7 +127,8 @@ class Importer:
             address = self._map(region) + region.offset
             if len(self._tensors) >= MOST_TENSORS:
                 self._tensors.clear()
-            tensor = as_tensor(address, region.length, self._device).view(dtype)
+            with torch.inference_mode(False):  # it serves later calls too
+                tensor = as_tensor(address, region.length, self._device).view(dtype)
             self._tensors[packed, dtype] = tensor
         return tensor
 
@@ -169,9 +171,11 @@ class StandIn:
     def tensor(self, size: int, wait: Callable[[], None]) -> torch.Tensor:
         if size > self._size:
             self.close(wait)
+            # Smaller allocations share a block of the driver's, and a peer can map a block only once.
+            room = max(BLOCK_BYTES, 1 << (size - 1).bit_length())
             address = ctypes.c_uint64(0)
-            _call("cuMemAlloc_v2", ctypes.byref(address), size)
-            self._address, self._size = address.value, size
+            _call("cuMemAlloc_v2", ctypes.byref(address), room)
+            self._address, self._size = address.value, room
         return as_tensor(self._address, size, self._device)
 
     def close(self, wait: Callable[[], None]) -> None:

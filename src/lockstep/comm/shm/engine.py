@@ -1,4 +1,4 @@
-"""Who carries the collectives out: the caller, if it waits anyway, or one thread beside it. Strictly in order.
+"""Who carries the collectives out: the caller, if it waits anyway, or a thread beside it. One by one, in order.
 
 Note [Inline]
 A collective that is waited for at once, with nothing before it in the queue, runs in the caller's own thread: handing
@@ -118,7 +118,9 @@ class Engine:
         self._busy = False
         self._current: ShmWork | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._serving = 0  # threads that look at the queue, or will; not those inside a callback of a future
+        self._idle = 0
 
     def submit(self, run: Run, tensors: Sequence[torch.Tensor], *, wait: bool) -> ShmWork:
         """`run` in its turn; now, and in this thread, if the caller waits and nothing is before it."""
@@ -173,9 +175,10 @@ class Engine:
         with self.lock:
             self._closed = True
             self._to_do.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(deadline_s)
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        end = time.monotonic() + deadline_s
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _do(self, work: ShmWork, *, spin: bool) -> None:
         self._current = work
@@ -190,16 +193,28 @@ class Engine:
                 if self._waiting:
                     self._ended.notify_all()
             if future is not None:
-                work._settle()
+                self._settle(work)
+
+    def _settle(self, work: ShmWork) -> None:
+        """Complete its future. Callbacks may wait for collectives that come after; then another thread does those."""
+        ours = threading.current_thread() in self._threads
+        with self.lock:
+            self._serving -= ours
+            self._call_thread()
+        work._settle()
+        with self.lock:
+            self._serving += ours
 
     def _call_thread(self) -> None:
         if self._busy or not self._queue:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        else:
+        if self._idle:
             self._to_do.notify()
+        elif not self._serving:
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._threads.append(thread)
+            self._serving += 1
+            thread.start()
 
     def _serve(self) -> None:
         while True:
@@ -207,7 +222,9 @@ class Engine:
                 while self._busy or not self._queue:
                     if self._closed and not self._queue:
                         return
+                    self._idle += 1
                     self._to_do.wait()
+                    self._idle -= 1
                 self._busy = True
                 work = self._queue.popleft()
             self._do(work, spin=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -30,9 +31,11 @@ from lockstep.comm.shm.memory import Heap, create_segment
 from lockstep.comm.shm.other import OtherBackends
 from lockstep.comm.shm.reduce import Reduction, reduction
 from lockstep.comm.shm.team import State, Team
+from lockstep.errors import PeerLost
 
 CLOSE_S: Final = 5.0
 COALESCE_BYTES: Final = 1 << 20
+KEPT_BYTES: Final = 1 << 10
 
 AnyCollectives = Collectives | DeviceCollectives
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -90,6 +93,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence = 0
         self._closed = False
         self._coalescing: list[Work] | None = None
+        self._kept: deque[Work] = deque(maxlen=16)
 
     # ---- what torch asks --------------------------------------------------------------------------------------------
 
@@ -411,12 +415,28 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             torch.cuda.current_stream(device).synchronize()
         return self._submit(torch.empty(0), opts, [], lambda on: on.barrier())
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names who did not come; all of them, if `wait_all_ranks`. In the words of Gloo."""
         opts = _options("BarrierOptions", None)
-        if timeout is not None and timeout.total_seconds() > 0:
-            opts.timeout = timeout
+        if timeout is not None:
+            opts.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+            if opts.timeout <= timedelta(0):
+                raise RuntimeError(f"Rank {self._rank} timed out in monitoredBarrier: the timeout is {opts.timeout}")
         opts.asyncOp = False
-        self._submit(torch.empty(0), opts, [], lambda on: on.barrier("monitored_barrier")).wait()
+        team = self._team
+        try:
+            self._submit(torch.empty(0), opts, [], lambda on: on.barrier("monitored_barrier")).wait()
+        except PeerLost as error:
+            missing = [team.names[rank] for rank in team.missing()]
+            if self._rank != 0:
+                said = f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting "
+                said += "for send/recv from rank 0"
+            elif wait_all_ranks:
+                said = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier"
+            else:
+                wait_ms = 1000 * (opts.timeout.total_seconds() if timeout is not None else team.timeout_s)
+                said = f"Rank {error.rank} failed to pass monitoredBarrier in {wait_ms:.0f} ms"
+            raise PeerLost(f"{said}: {error}", rank=error.rank, pid=error.pid) from error
 
     # ---- point to point ---------------------------------------------------------------------------------------------
 
@@ -464,6 +484,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._engine.close(CLOSE_S)
         self._others.close(state is State.ABORTED)
         self._team.forget()
+        self._kept.clear()
         del self._host, self._heap, self._mail
         for device in self._devices.values():
             device.close()
@@ -483,18 +504,18 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         if not tensor.is_cuda:
 
             def carry_out(work: ShmWork, spin: bool) -> None:
-                self._team.begin(wait_s=wait_s, spin=spin)
-                run(self._host)
+                with self._team.begin(wait_s=wait_s, spin=spin):
+                    run(self._host)
 
-            return self._collect(self._engine.submit(carry_out, tensors, wait=wait))
+            return self._collect(self._engine.submit(carry_out, tensors, wait=wait), tensors)
         device, ready = tensor.device, _event_behind_queued(tensor.device)
 
         def carry_out_on_device(work: ShmWork, spin: bool) -> None:
-            self._team.begin(wait_s=wait_s, spin=spin)
-            on = self._on(device)
-            with on.turn(ready):
-                run(on)
-            work.after = on.after()
+            with self._team.begin(wait_s=wait_s, spin=spin):
+                on = self._on(device)
+                with on.turn(ready):
+                    run(on)
+                work.after = on.after()
 
         return self._collect(self._engine.submit(carry_out_on_device, tensors, wait=wait))
 
@@ -511,9 +532,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         works, self._coalescing = self._coalescing or [], None
         return AllOf(works)
 
-    def _collect(self, work: Work) -> Work:
+    def _collect(self, work: Work, tensors: Sequence[torch.Tensor] = ()) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
+        # When a caller gives a work to torch's C++ and drops it (torch's DDP does, in join), only the C++ half would
+        # live on, and that cannot wait. Large tensors are not worth keeping for it.
+        if sum(tensor.nbytes for tensor in tensors) <= KEPT_BYTES:
+            self._kept.append(work)
         return work
 
     def _check_open(self) -> None:

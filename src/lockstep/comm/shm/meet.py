@@ -28,6 +28,7 @@ from lockstep.errors import PeerLost, WorldError
 
 LOOK_S: Final = 0.05
 ASK_S: Final = 0.002
+SAY_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ class _Gathering:
                 "check that all workers call init_process_group or new_group together, with the same backend"
             )
 
+    def look_closely(self, missing: int) -> None:
+        """It has closed its socket, which happens a moment before its process has ended."""
+        for _ in range(10):
+            self.look(missing, "has not answered")
+            time.sleep(LOOK_S)
+
     def close(self) -> None:
         for fd in self._watched:
             os.close(fd)
@@ -141,7 +148,7 @@ def meet(
                 gathering.look(lower, "has not answered")
             peer = _receive(call, secret, size)
             if peer is None:
-                gathering.look(lower, "has not answered")
+                gathering.look_closely(lower)
                 raise WorldError(
                     f"rank {names[rank]} called rank {names[lower]} to form an shm group of {size}, and it hung up"
                 )
@@ -165,9 +172,7 @@ def _call(gathering: _Gathering, lower: int) -> socket.socket:
         call.connect(b"\0" + card.name.encode())
     except OSError as error:
         call.close()
-        for _ in range(10):  # its socket is closed a moment before its process has ended
-            gathering.look(lower, "has not answered")
-            time.sleep(LOOK_S)
+        gathering.look_closely(lower)
         names = gathering.names
         raise WorldError(
             f"rank {names[gathering.rank]} on {socket.gethostname()} cannot reach rank {names[lower]} "
@@ -181,7 +186,7 @@ def _answer(listener: socket.socket) -> socket.socket | None:
     if not select.select([listener], [], [], LOOK_S)[0]:
         return None
     caller, _ = listener.accept()
-    caller.settimeout(5)  # whoever calls and says nothing
+    caller.settimeout(SAY_S)  # whoever calls and says nothing
     return caller
 
 
@@ -193,6 +198,8 @@ def _hand_over(link: socket.socket, message: dict[str, Any], fd: int) -> None:
 def _receive(link: socket.socket, secret: str, size: int) -> Peer | None:
     """The peer at the other end, or None if it is a stranger."""
     pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.geteuid():
+        return None  # before we wait for what it has to say
     try:
         data, fds, _, _ = socket.recv_fds(link, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError:
@@ -206,7 +213,7 @@ def _receive(link: socket.socket, secret: str, size: int) -> Peer | None:
             rank, length, offer = int(message["rank"]), int(message["size"]), int(message["offer"])
         except (ValueError, KeyError, TypeError):
             return None
-        if uid != os.geteuid() or not known or not fds or not 0 <= rank < size:
+        if not known or not fds or not 0 <= rank < size:
             return None
         if os.fstat(fds[0]).st_size < length:
             return None

@@ -25,7 +25,8 @@ def all_reduce(on: Collectives | DeviceCollectives, tensor: torch.Tensor, how: R
     _gather(on, values, all_values)
     on.settle()
     # In rank order, and coalesce() adds in that order too: the same bits on every worker.
-    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape).coalesce()
+    indices, values = torch.cat(all_indices, 1), torch.cat(all_values)
+    total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False).coalesce()
     # The tensor gets new indices and values, so they have to be of its own kind. `.data` would be another tensor.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(total)

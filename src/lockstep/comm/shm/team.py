@@ -182,12 +182,25 @@ class Team:
 
     # ---- phases -----------------------------------------------------------------------------------------------------
 
-    def begin(self, *, wait_s: float | None, spin: bool) -> None:
-        """A new collective; it may wait `wait_s` in all. `spin`: nobody else in this process wants the core."""
+    def begin(self, *, wait_s: float | None, spin: bool) -> Team:
+        """`with team.begin(...)`: a new collective, which may wait `wait_s` in all.
+
+        `spin`: nobody else in this process wants the core. If it does not end well, the group is of no more use: the
+        others would take what comes next for what did not come.
+        """
         if self.failure is not None:
             raise self.failure
         self._wait_s = self.timeout_s if wait_s is None else wait_s
         self._spin = spin
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.failure is None:
+            what = f"{type(error).__name__}: {error}"
+            self.fail(LockstepError(f"{self.who(self.rank)} failed in {self._watch.doing}: {what}"[:500]))
 
     def say(self, call: Call) -> None:
         """Tell the others what we are about to do. They read it after the first phase."""
@@ -259,6 +272,10 @@ class Team:
 
     # ---- who does not come ------------------------------------------------------------------------------------------
 
+    def missing(self) -> list[int]:
+        """Who has not come where we are."""
+        return [rank for rank, _ in self._ours if self._seen[rank] < self._arrived]
+
     def look(self, missing: Sequence[int], watch: Watch) -> None:
         """Raise if nobody need be waited for any more: a peer is gone, the group was aborted, or it is too late."""
         if self.failure is not None:
@@ -288,10 +305,13 @@ class Team:
     def _late(self, missing: Sequence[int], watch: Watch) -> PeerLost:
         stopped = self._stopped()
         if stopped is None and not missing:
-            return PeerLost(f"{self.who(self.rank)} waited {watch.wait_s:g} s in {watch.doing}, and nobody came")
+            return PeerLost(
+                f"{self.who(self.rank)} in {watch.doing}: Timed out waiting {1000 * watch.wait_s:.0f}ms for anybody"
+            )
         rank = missing[0] if stopped is None else stopped
         how = f"{_condition(self.pid(rank))} and did not come to"
-        return self._lost(rank, how, watch, f"waited {watch.wait_s:g} s; {self._last_call(rank)}")
+        waited = f"Timed out waiting {1000 * watch.wait_s:.0f}ms"  # in the words of Gloo
+        return self._lost(rank, how, watch, f"{waited}; {self._last_call(rank)}")
 
     def _went(self, state: int) -> str:
         return f"{_GONE[State(state)]} and does not come to"

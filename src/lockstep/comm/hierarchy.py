@@ -1,0 +1,419 @@
+"""`hierarchy` as torch.distributed sees it: one process group over several hosts.
+
+Inside a host it uses shared memory, between hosts the network, where each worker carries its slice of the message
+(Note [Columns], columns.py). Hosts may have different numbers of workers: then as many workers of each host carry
+slices as the smallest host has, and the others add to the sum of their host and get the result there.
+
+All-reduce, broadcast, all-gather and reduce-scatter go this way, in the order in which they are called. Everything else
+(sends, gathers, all-to-alls, ...) is left to torch, which finds a flat Gloo group of all workers registered here.
+
+Note [Order of sums]
+It is a function of the layout: along the tree of comm/tree.py inside each host, then over the hosts. With `exact` (or
+LOCKSTEP_EXACT=1) the hosts are added along a tree too. Where they all have the same power of two of workers, with
+consecutive ranks, that is the tree over all workers, and the bits are those of one host that has them all. Without it,
+what goes between hosts is added in the order of Gloo's ring or of NCCL, and bfloat16 and float16 are rounded once on
+each host; with it they are sent as float32.
+
+Note [Breaking]
+A collective that fails leaves others waiting for what we shall not send. So whoever fails breaks its connections, to
+its host and to its column; that frees those workers, they fail and break theirs, and in an instant everybody knows.
+Who was the first to go, they read at the store (blame.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Store,
+)
+
+from lockstep.comm.blame import Board, Note, soon
+from lockstep.comm.columns import Columns, Staged
+from lockstep.comm.formation import Formation, LocalGroup, make_card
+from lockstep.comm.hosts import lay_out
+from lockstep.comm.links import Gloo, Nccl
+from lockstep.comm.parts import LinkBroken, Native, Part, Tree
+from lockstep.comm.shm import ShmGroup
+from lockstep.comm.shm.engine import Engine, ShmWork
+from lockstep.comm.shm.reduce import Reduction, reduction
+from lockstep.errors import LockstepError, PeerLost
+
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Options:
+    exact: bool = False  # Note [Order of sums]
+    local: LocalGroup = ShmGroup
+    global_ranks: Sequence[int] = ()  # of the members, if this is a subgroup: errors call them by these
+
+    @staticmethod
+    def from_environment(global_ranks: Sequence[int] = ()) -> Options:
+        return Options(exact=os.environ.get("LOCKSTEP_EXACT", "").strip() not in ("", "0"), global_ranks=global_ranks)
+
+
+# Torch's stub files describe other overloads in every version, so to the type checker this is just any class.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
+    """Workers on several hosts."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, *, options: Options | None = None
+    ) -> None:
+        super().__init__(rank, size)
+        options = options or Options.from_environment()
+        names = list(options.global_ranks) or list(range(size))
+        self._store, self._rank, self._size = store, rank, size
+        self._exact = options.exact
+        self._formation = Formation(store, rank, size, timeout)
+        self._cards = self._formation.swap_cards(make_card(names[rank], exact=options.exact))
+        self.layout = lay_out([card.host for card in self._cards], rank)
+        self._flat = Tree(self._formation.flat(), rank, size)
+        self._local = self._formation.local(self.layout, options.local, [names[r] for r in self.layout.neighbours])
+        self._parts: list[Part] = [self._local, self._flat]  # to be released
+        self._on_host = self._make_columns(Gloo)
+        self._on_gpu: Columns | Staged | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._engine = Engine(f"hierarchy-{rank}")
+        self._board = Board(store)
+        self._failure: LockstepError | None = None
+        self._calls = 0
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(gloo)
+        for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            self._register_backend(torch.device(kind), gloo, self._flat.link.group)
+
+    def _make_columns(self, network: type[Gloo] | type[Nccl]) -> Columns:
+        across = self._formation.across(self.layout, network)
+        self._parts.append(across)
+        return Columns(self.layout, local=self._local, across=across, flat=self._flat, exact=self._exact)
+
+    def _columns(self, device: torch.device) -> Columns | Staged:
+        if device.type == "cpu":
+            return self._on_host
+        if self._on_gpu is None:
+            direct = all(card.nccl for card in self._cards) and self._formation.share_memory(self.layout)
+            self._on_gpu = self._make_columns(Nccl) if direct else Staged(self._on_host)
+        return self._on_gpu
+
+    # ---- reductions -------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+        opts, tensor = opts or AllreduceOptions(), _only(tensors)
+        if tensor.is_sparse:
+            work: dist.Work = super().allreduce([tensor], opts)
+            return work
+        how = self._reduction(opts, tensor)
+        return self._submit("all_reduce", [tensor], opts, lambda: self._all_reduce(tensor, how))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or AllreduceCoalescedOptions()
+        ways = [self._reduction(opts, tensor) for tensor in tensors]
+
+        def job() -> None:
+            if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+                for tensor, how in zip(tensors, ways, strict=True):
+                    self._all_reduce(tensor, how)
+                return
+            together = torch.cat([_elements(tensor) for tensor in tensors])
+            self._all_reduce(together, ways[0])
+            at = 0
+            for tensor in tensors:
+                _put(together[at : (at := at + _elements(tensor).numel())], tensor)
+
+        return self._submit("all_reduce", tensors, opts, job)
+
+    def _all_reduce(self, tensor: Tensor, how: Reduction) -> None:
+        flat = _elements(tensor)
+        if flat.numel():
+            self._columns(flat.device).all_reduce(flat, how)
+            _put(flat, tensor)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or ReduceScatterOptions()
+        ways = [self._reduction(opts, tensor) for tensor in inputs]
+        for output, data in zip(outputs, inputs, strict=True):
+            _check_sizes("reduce_scatter", whole=data, part=output, size=self._size)
+
+        def job() -> None:
+            for output, data, how in zip(outputs, inputs, ways, strict=True):
+                self._reduce_scatter(output, _elements(data), how)
+
+        return self._submit("reduce_scatter", outputs, opts, job)
+
+    def _reduce_scatter_base(self, output: Tensor, data: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_tensor_coalesced([output], [data], opts)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts, output, rows = opts or ReduceScatterOptions(), _only(outputs), list(inputs[0])
+        how = self._reduction(opts, output)
+        if len(rows) != self._size or any(row.shape != output.shape or row.dtype != output.dtype for row in rows):
+            raise ValueError(f"reduce_scatter takes {self._size} tensors like its output, {tuple(output.shape)}")
+
+        def job() -> None:
+            self._reduce_scatter(output, torch.cat([_elements(row) for row in rows]), how)
+
+        return self._submit("reduce_scatter", [output], opts, job)
+
+    def _reduce_scatter(self, output: Tensor, whole: Tensor, how: Reduction) -> None:
+        flat = _elements(output)
+        if flat.numel():
+            self._columns(flat.device).reduce_scatter(flat, whole, how)
+            _put(flat, output)
+
+    # ---- moving -----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+        opts, tensor = opts or BroadcastOptions(), _only(tensors)
+        root = opts.rootRank
+
+        def job() -> None:
+            flat = _elements(tensor)
+            if flat.numel():
+                self._columns(flat.device).broadcast(flat.view(torch.uint8), root)
+                _put(flat, tensor)
+
+        return self._submit("broadcast", [tensor], opts, job)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        for output, data in zip(outputs, inputs, strict=True):
+            _check_sizes("all_gather", whole=output, part=data, size=self._size)
+
+        def job() -> None:
+            for output, data in zip(outputs, inputs, strict=True):
+                flat = _elements(output)
+                if flat.numel():
+                    self._columns(flat.device).all_gather(flat, _elements(data))
+                    _put(flat, output)
+
+        return self._submit("all_gather", outputs, opts or AllgatherOptions(), job)
+
+    def _allgather_base(self, output: Tensor, data: Tensor, opts: Any = None) -> dist.Work:
+        return self.allgather_into_tensor_coalesced([output], [data], opts)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor] | Tensor, opts: Any = None
+    ) -> dist.Work:
+        data, rows = _only(inputs), list(outputs[0])
+        if len(rows) != self._size or any(row.numel() != data.numel() or row.dtype != data.dtype for row in rows):
+            raise ValueError(f"all_gather takes {self._size} tensors like its input, {tuple(data.shape)}")
+
+        def job() -> None:
+            flat = _elements(data)
+            if flat.numel():
+                whole = flat.new_empty(self._size * flat.numel())
+                self._columns(flat.device).all_gather(whole, flat)
+                for row, values in zip(rows, whole.view(self._size, -1), strict=True):
+                    _put(values, row)
+
+        return self._submit("all_gather", rows, opts or AllgatherOptions(), job)
+
+    # Torch has called them by other names since 2.13.
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """After everything that was called before it."""
+        opts = opts or BarrierOptions()
+        return self._submit("barrier", [], opts, lambda: self._flat.barrier(opts)())
+
+    # ---- what torch asks --------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "hierarchy"
+
+    def _get_backend_name(self) -> str:
+        return "hierarchy"
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls + int(self._flat.link.group._get_sequence_number_for_group())
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return isinstance(self._local, Native) and bool(self._local.group.supports_tensor_alloc(device))
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that the other workers of this host can read where it is."""
+        if not (isinstance(self._local, Native) and self.supports_tensor_alloc(device)):
+            raise ValueError(f"device={str(device)!r}: there is no memory there that the workers of this host share")
+        tensor: Tensor = self._local.group.allocate_tensor(size, dtype=dtype, device=device)
+        return tensor
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Free every waiter, here and in the other workers, with an error."""
+        mine = self._cards[self._rank]
+        text = f"{mine} aborted the group; form a new one"
+        self._break(LockstepError(text))
+        self._board.leave(Note(mine.rank, mine.pid, text))
+
+    def shutdown(self) -> None:
+        self._engine.close(CLOSE_S)
+        for part in self._parts:
+            part.shutdown()
+
+    def _break(self, error: LockstepError) -> LockstepError:
+        """Note [Breaking]. Returns why the group broke in the first place."""
+        if self._failure is None:
+            self._failure = error
+            for part in self._parts:
+                with suppress(Exception):
+                    part.abort()
+        return self._failure
+
+    # ---- carrying out -----------------------------------------------------------------------------------------------
+
+    def _submit(self, name: str, tensors: Sequence[Tensor], opts: Any, job: Callable[[], object]) -> dist.Work:
+        self._calls += 1
+        where = f"{name} #{self._calls}"
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is None:
+
+            def run(work: ShmWork, spin: bool) -> None:
+                self._run(where, job)
+
+            return self._engine.submit(run, tensors, wait=not opts.asyncOp)
+        ready = torch.cuda.current_stream(device).record_event()
+
+        def run_on_gpu(work: ShmWork, spin: bool) -> None:
+            stream = self._stream(device)
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                self._run(where, job)
+                done = stream.record_event()
+            for tensor in tensors:
+                tensor.record_stream(stream)  # its memory is not to be used again before we are done with it
+            work.after = lambda: torch.cuda.current_stream(device).wait_event(done)
+
+        return self._engine.submit(run_on_gpu, tensors, wait=not opts.asyncOp)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _run(self, where: str, job: Callable[[], object]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            job()
+        except Exception as error:
+            raise self._break(self._failure or self._explain(where, error)) from error
+
+    def _explain(self, where: str, error: Exception) -> LockstepError:
+        """What happened, as far as anybody knows; those who know more than others leave a note for them."""
+        mine = self._cards[self._rank]
+        if not isinstance(error, (PeerLost, LinkBroken)):
+            text = f"{mine} failed in {where}, and the group with it: {error}"
+            self._board.leave(Note(mine.rank, mine.pid, text))
+            return LockstepError(text)
+        if isinstance(error, PeerLost) and error.rank is not None and error.pid is not None and _is_gone(error.pid):
+            return self._board.leave(Note(error.rank, error.pid, f"{error} (seen by {mine} in {where})")).error()
+        # Those we were connected to may be gone, or may have given up because of somebody else. Who has hung up must be
+        # seen at once, before others who have lost the same one do so too.
+        hung_up = soon(error.part.hung_up) if isinstance(error, LinkBroken) else None
+        note = self._board.read()
+        if note is not None:
+            return note.error()
+        if isinstance(error, PeerLost):
+            return PeerLost(f"{error}; who was lost first cannot be told from here ({mine}, in {where})")
+        members = self._members(error.part)
+        suspects = hung_up or [rank for rank in range(len(members)) if rank != error.part.rank]
+        lost = [self._cards[members[rank]] for rank in suspects]
+        text = (
+            f"{mine} lost the connection to {' or '.join(map(str, lost))} in {where}: it is gone or hangs, or the "
+            f"network is; its own output says why. The connection said: {error}"
+        )
+        return self._board.leave(Note(lost[0].rank, lost[0].pid, text)).error() if len(lost) == 1 else PeerLost(text)
+
+    def _members(self, part: Part) -> Sequence[int]:
+        if part is self._local:
+            return self.layout.neighbours
+        return range(self._size) if part is self._flat else self.layout.column
+
+    def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
+        how = reduction(opts.reduceOp, self._size, tensor.dtype)
+        how.check(tensor.dtype)
+        return how
+
+
+def create(made: Any, options: Any) -> dist.ProcessGroup:
+    """For torch's `Backend.register_backend(..., extended_api=True)`."""
+    wishes = Options.from_environment(made.global_ranks_in_group)
+    group: dist.ProcessGroup = HierarchicalGroup(
+        made.store, made.group_rank, made.group_size, made.timeout, options=wishes
+    )
+    return group
+
+
+# ---- torch's tensors ------------------------------------------------------------------------------------------------
+
+
+def _only(tensors: Sequence[Tensor] | Tensor) -> Tensor:
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{len(tensors)} tensors where one is expected")
+    return tensors[0]
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """Without autograd; complex numbers as pairs."""
+    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """The elements in order: the tensor's own memory if it is contiguous, else a copy."""
+    return _bare(tensor).contiguous().view(-1)
+
+
+def _put(flat: Tensor, tensor: Tensor) -> None:
+    """Where the elements are not in the tensor's own memory, they go there."""
+    bare = _bare(tensor)
+    if flat.data_ptr() != bare.data_ptr():
+        bare.copy_(flat.view(bare.shape))
+
+
+def _check_sizes(name: str, *, whole: Tensor, part: Tensor, size: int) -> None:
+    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{name} on {size} workers: {tuple(whole.shape)} of {whole.dtype} is not {size} times "
+            f"{tuple(part.shape)} of {part.dtype}"
+        )
+
+
+def _is_gone(pid: int) -> bool:
+    """Dead or stopped. For processes of this host."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZXTt"
+    except OSError:
+        return True
