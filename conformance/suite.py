@@ -1,9 +1,9 @@
-"""PyTorch's DDP tests, as they ship inside the installed torch package: which they are, and running one of them.
+"""PyTorch's distributed tests, as they ship inside the installed torch: which they are, and running one of them.
 
 The module of tests reads its settings when it is imported, so every setting has its own *host*, a process that imports
 the tests once. For each test it forks fresh ranks, which form their own process group.
 
-    run.py -> host, one per class and setting -> the ranks of one test
+    run.py -> host, one per subject and setting -> the ranks of one test
 
 All processes of a host form one session, which is killed as a whole; each dies with its parent, so that a SIGKILL of
 run.py leaves nothing behind either.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import multiprocessing
 import os
 import signal
@@ -28,16 +27,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.testing._internal import common_distributed
 
 import standin
 import swap
+from reductions import ReductionTests
+from sharding import ShardingTests
 
-TESTS = "torch.testing._internal.distributed.distributed_test"
 START_S = 120  # for a host to import the tests
+OWN = (ReductionTests, ShardingTests)
 GRACE_S = 20  # for a host to report that its ranks ran out of time, with their tracebacks
 
 # Sizes meant for a GPU that would take a CPU many minutes: integer constants of a test, and what stands for them.
@@ -50,9 +51,16 @@ _fork = multiprocessing.get_context("fork")  # no import of torch in each rank
 class Setting:
     stand_in: bool
     world_size: int
+    known_as: str = "gloo"  # the backend that the tests take ours for
 
     def __str__(self) -> str:
-        return f"{'stand-in' if self.stand_in else 'cpu'} x{self.world_size}"
+        other = "" if self.known_as == "gloo" else f" {self.known_as}"
+        return f"{'stand-in' if self.stand_in else 'cpu'} x{self.world_size}{other}"
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        device, size, *known_as = text.split()
+        return cls(device == "stand-in", int(size.removeprefix("x")), *known_as)
 
 
 class Kind(StrEnum):
@@ -63,12 +71,18 @@ class Kind(StrEnum):
     CRASH = "crash"
 
 
+class Topic(StrEnum):
+    COLLECTIVES = "collectives"
+    DDP = "DDP"
+    OWN = "our own"  # what PyTorch's tests, as far as they are in the package, leave out
+
+
 @dataclass(frozen=True)
 class Outcome:
     kind: Kind
     setting: Setting
     seconds: float
-    built: int  # objects of the class under test, over all ranks
+    built: int  # what the subject produced, over all ranks
     reason: str = ""
 
 
@@ -86,22 +100,32 @@ def next_setting(tried: list[Outcome]) -> Setting | None:
     return None
 
 
-class Host:
-    """Runs tests one after the other, in one setting, with one class in torch's place."""
+class Subject(Protocol):
+    """What is tested: it puts itself where the tests will use it, and counts that they do."""
 
-    def __init__(self, class_name: str, setting: Setting) -> None:
-        self.class_name, self.setting = class_name, setting
+    @property
+    def name(self) -> str: ...
+    @property
+    def product(self) -> str: ...
+    def import_tests(self, setting: Setting, *, built: Path) -> types.ModuleType: ...
+
+
+class Host:
+    """Runs tests one after the other, in one setting, with one subject."""
+
+    def __init__(self, subject: Subject, setting: Setting) -> None:
+        self.subject, self.setting = subject, setting
         self._scratch = tempfile.TemporaryDirectory(prefix="lockstep-conformance-")
         self._process: Any = None
         self._pipe: Connection
 
-    def names(self) -> list[str]:
-        """The tests that have to do with DDP."""
+    def topics(self) -> dict[str, Topic]:
+        """All tests, and what each is about."""
         self._start()
         self._pipe.send(None)
         if not self._pipe.poll(START_S):
             raise TimeoutError(f"the tests were not listed within {START_S} s")
-        found: list[str] = self._pipe.recv()
+        found: dict[str, Topic] = self._pipe.recv()
         return found
 
     def run(self, test: str, *, timeout_s: float) -> Outcome:
@@ -124,7 +148,7 @@ class Host:
             return
         ours, theirs = _fork.Pipe()
         self._process = _fork.Process(
-            target=_serve, args=(self.class_name, self.setting, Path(self._scratch.name), theirs), daemon=False
+            target=_serve, args=(self.subject, self.setting, Path(self._scratch.name), theirs), daemon=False
         )
         self._process.start()
         theirs.close()
@@ -133,7 +157,7 @@ class Host:
             raise TimeoutError(f"{self.setting}: the tests were not imported within {START_S} s\n{_tail(self._log)}")
         error = self._pipe.recv()
         if error:
-            raise RuntimeError(f"{self.setting}: the tests could not be imported with {self.class_name}\n{error}")
+            raise RuntimeError(f"{self.setting}: the tests could not be imported with {self.subject.name}\n{error}")
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -163,7 +187,7 @@ def _tail(log: Path, characters: int = 20_000) -> str:
 # ---------------------------------------------------------------------------------------------- inside a host
 
 
-def _serve(class_name: str, setting: Setting, scratch: Path, pipe: Connection) -> None:
+def _serve(subject: Subject, setting: Setting, scratch: Path, pipe: Connection) -> None:
     os.setsid()
     die_with_parent()
     log, built = scratch / "output", scratch / "built"
@@ -171,7 +195,7 @@ def _serve(class_name: str, setting: Setting, scratch: Path, pipe: Connection) -
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     try:
-        suite = _load_suite(class_name, setting, scratch)
+        suite = _load_suite(subject, setting, scratch)
     except BaseException:
         pipe.send(traceback.format_exc())
         raise
@@ -183,7 +207,7 @@ def _serve(class_name: str, setting: Setting, scratch: Path, pipe: Connection) -
             return
         if request is None:
             names = unittest.defaultTestLoader.getTestCaseNames(suite)
-            pipe.send([name for name in names if _is_about_ddp(suite, name)])
+            pipe.send({name: _topic(suite, name) for name in names})
             continue
         os.truncate(log, 0)
         built.write_bytes(b"")
@@ -195,25 +219,22 @@ def _serve(class_name: str, setting: Setting, scratch: Path, pipe: Connection) -
         if kind is Kind.TIMEOUT:
             reason = f"{_tail(log)}\n{reason}"
         if kind is Kind.PASS and not objects:
-            kind, reason = Kind.FAIL, "passed without building an object of the class under test"
+            kind, reason = Kind.FAIL, f"passed without building {subject.product}"
         pipe.send(Outcome(kind, setting, seconds, objects, reason))
 
 
-def _load_suite(class_name: str, setting: Setting, scratch: Path) -> type[unittest.TestCase]:
+def _load_suite(subject: Subject, setting: Setting, scratch: Path) -> type[unittest.TestCase]:
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(setting.world_size))  # read when the tests are imported
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
     os.environ.pop("MASTER_PORT", None)
     tempfile.tempdir = str(scratch)
     torch.set_num_threads(1)
     common_distributed.TIMEOUT_OVERRIDE.clear()  # type: ignore[attr-defined]
-    cls = swap.load(class_name)
-    swap.put_in_place(class_name, cls)
-    swap.watch(cls, built=scratch / "built", drop_devices=setting.stand_in)
     if setting.stand_in:
         standin.install(devices=setting.world_size)
-    tests = importlib.import_module(TESTS)
+    tests: Any = subject.import_tests(setting, built=scratch / "built")
 
-    class DdpTests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[name-defined,misc]
+    class Tests(*OWN, tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[name-defined,misc]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(_fork.Process)
@@ -232,9 +253,9 @@ def _load_suite(class_name: str, setting: Setting, scratch: Path) -> type[unitte
 
     if setting.stand_in:
         for test, sizes in SMALLER.items():
-            if hasattr(DdpTests, test):
-                _shrink(getattr(DdpTests, test), sizes)
-    return DdpTests
+            if hasattr(Tests, test):
+                _shrink(getattr(Tests, test), sizes)
+    return Tests
 
 
 def _run(suite: type[unittest.TestCase], test: str) -> tuple[Kind, str]:
@@ -249,8 +270,12 @@ def _run(suite: type[unittest.TestCase], test: str) -> tuple[Kind, str]:
     return (Kind.PASS, "") if result.wasSuccessful() else (Kind.FAIL, "unexpected success")
 
 
-def _is_about_ddp(suite: type, test: str) -> bool:
-    return swap.TORCH_CLASS.__name__ in _names_used(suite, getattr(suite, test)) or "ddp" in test.lower()
+def _topic(suite: type, test: str) -> Topic:
+    if any(hasattr(own, test) for own in OWN):
+        return Topic.OWN
+    if swap.TORCH_CLASS.__name__ in _names_used(suite, getattr(suite, test)) or "ddp" in test.lower():
+        return Topic.DDP
+    return Topic.COLLECTIVES
 
 
 def _names_used(suite: type, function: Callable[..., Any]) -> set[str]:

@@ -54,21 +54,32 @@ def _rebind(old: type, new: type) -> None:
             setattr(module, name, new)
 
 
-def watch(cls: type, *, built: Path, drop_devices: bool) -> None:
-    """Every construction appends a byte to the file `built`, from whichever process.
+def count_constructions(cls: type, built: Path) -> None:
+    """Every construction appends a byte to the file `built`, from whichever process."""
+    construct: Any = cls.__init__
 
-    `drop_devices`: the constructor never sees `device_ids` and `output_device`: they name GPUs that are not there."""
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        add_byte(built)
+        construct(self, *args, **named)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+
+
+def drop_devices(cls: type) -> None:
+    """The constructor never sees `device_ids` and `output_device`: they name GPUs that are not there."""
     construct: Any = cls.__init__
 
     @functools.wraps(construct)
     def __init__(
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **named: Any
     ) -> None:
-        descriptor = os.open(built, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(descriptor, b".")
-        os.close(descriptor)
-        if drop_devices:
-            device_ids = output_device = None
-        construct(self, module, device_ids, output_device, *rest, **named)
+        construct(self, module, None, None, *rest, **named)
 
     cls.__init__ = __init__  # type: ignore[misc]
+
+
+def add_byte(built: Path) -> None:
+    descriptor = os.open(built, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, b".")
+    os.close(descriptor)

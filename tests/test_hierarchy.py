@@ -180,8 +180,8 @@ def call_through_torch(rank: int, size: int, hosts: str) -> None:
     out = torch.empty(size)
     dist.all_to_all_single(out, torch.full((size,), float(rank)), group=group)
     assert out.tolist() == list(range(size))
-    dist.reduce(total := torch.ones(3), dst=0, group=group)
-    assert rank != 0 or (total == size).all()
+    dist.reduce(total := torch.full((3,), 2.0 * rank), dst=1, op=ReduceOp.AVG, group=group)
+    assert (total == (size - 1 if rank == 1 else 2 * rank)).all()
     if rank == 0:
         dist.send(torch.arange(3), dst=size - 1, group=group)
     elif rank == size - 1:

@@ -23,6 +23,7 @@ from lockstep.place import identify_host
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.005
+SHARE_WITHIN = timedelta(seconds=30)  # all workers are there already
 
 LocalGroup = Callable[..., Any]
 """Makes the group of one host from (store, rank, size, timeout, global_ranks=...), as ShmGroup does."""
@@ -77,7 +78,8 @@ class Formation:
         group, failure = None, ""
         try:
             store = PrefixStore(f"local/{layout.host}", self._store)
-            group = make(store, rank, size, self._timeout, global_ranks=names)
+            group = make(store, rank, size, min(self._timeout, SHARE_WITHIN), global_ranks=names)
+            group.set_timeout(self._timeout)
         except RuntimeError as error:
             failure = str(error) or type(error).__name__
         # Shared memory that works for us and not for our neighbour is of no use, so we ask.

@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
+    ReduceOptions,
     ReduceScatterOptions,
     Store,
 )
@@ -139,6 +140,19 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
                 _put(together[at : (at := at + _elements(tensor).numel())], tensor)
 
         return self._submit("all_reduce", tensors, opts, job)
+
+    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+        """Sent to everybody, as most of it has to be anyway; only the root keeps it."""
+        opts, tensor = opts or ReduceOptions(), _only(tensors)
+        how, root = self._reduction(opts, tensor), opts.rootRank
+
+        def job() -> None:
+            copy = _elements(tensor).clone()
+            self._all_reduce(copy, how)
+            if self._rank == root:
+                _put(copy, tensor)
+
+        return self._submit("reduce", [tensor], opts, job)
 
     def _all_reduce(self, tensor: Tensor, how: Reduction) -> None:
         flat = _elements(tensor)

@@ -48,12 +48,12 @@ class Host:
 
 
 def sent_bytes() -> int:
-    """What the host we are on has sent over its link so far."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
+    """What the host that the calling thread is on has sent over its link so far."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == INTERFACE:
             return int(figures.split()[8])
-    raise RigError(f"there is no {INTERFACE} here: this process is not on a host of a rig")
+    raise RigError(f"there is no {INTERFACE} here: this thread is not on a host of a rig")
 
 
 class Rig:

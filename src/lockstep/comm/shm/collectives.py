@@ -59,6 +59,7 @@ class Collectives:
         self.team, self.memory = team, memory
         self._rounds = 0  # staged so far, the same on all workers
         self._cells: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        self._sections: dict[torch.dtype, list[list[tuple[torch.Tensor, ...]]]] = {}
         self._own = [rank == team.rank for rank in range(team.size)]
 
     def settle(self) -> None:
@@ -136,8 +137,9 @@ class Collectives:
 
     def _direct(self, tensor: torch.Tensor | None) -> int:
         """Where the peers can read `tensor` itself, or -1 if it has to be staged."""
-        if tensor is None or tensor.nbytes <= SMALL_BYTES:
-            return -1
+        return -1 if tensor is None or tensor.nbytes <= SMALL_BYTES else self._offset(tensor)
+
+    def _offset(self, tensor: torch.Tensor) -> int:
         offset = self.memory.offset_of(tensor)
         return -1 if offset is None else offset
 
@@ -181,10 +183,24 @@ class Collectives:
             sections = [section.clone() for section in sections]
             for section in sections:
                 how.prepare(section)
-        self.team.say(Call("reduce_scatter", same))
+        offset = self._direct_sections(sections)
+        self.team.say(Call("reduce_scatter", same, offset=offset))
         self.memory.await_phase(self.memory.arrive())
-        self.team.hear()
-        self._reduce_staged(sections, out, how, receivers=())
+        heard = self.team.hear()
+        if all(other.offset >= 0 for other in heard):
+            before = sum(section.nbytes for section in sections[: self.team.rank])
+            rows = self._rows([other.offset + before for other in heard], out)
+            self._reduce_blocks(rows, out, how, free=[False] * self.team.size)
+            self.memory.await_phase(self.memory.arrive())
+        else:
+            self._reduce_staged(sections, out, how, receivers=())
+
+    def _direct_sections(self, sections: Sequence[torch.Tensor]) -> int:
+        """Where the sections lie, if they lie in group memory one behind the other; else -1."""
+        ends = [section.data_ptr() + section.nbytes for section in sections]
+        if any(end != section.data_ptr() for end, section in zip(ends, sections[1:], strict=False)):
+            return -1
+        return -1 if sum(section.nbytes for section in sections) <= SMALL_BYTES else self._offset(sections[0])
 
     def _reduce_small(self, tensor: torch.Tensor, how: Reduction, *, wanted: bool) -> None:
         """One phase: everybody deposits everything, everybody adds everything up."""
@@ -213,59 +229,78 @@ class Collectives:
         return list(cells)
 
     def _reduce_direct(self, tensor: torch.Tensor, how: Reduction, offsets: Sequence[int], per: int) -> None:
-        """All operands lie in group memory: add up where they are."""
-        memory, me, size = self.memory, self.team.rank, self.team.size
-        begin, end = min(me * per, tensor.numel()), min((me + 1) * per, tensor.numel())
-        if end > begin:
-            at, length = begin * tensor.itemsize, (end - begin) * tensor.itemsize
-            rows = [memory.shared(rank, offsets[rank] + at, length).view(tensor.dtype) for rank in range(size)]
-            how.run(rows, rows[me], free=[True] * size)
-            for rank in range(size):
-                if rank != me:
-                    rows[rank].copy_(rows[me])
-        memory.await_phase(memory.arrive())
+        """All operands lie in group memory: add up where they are, and write the sum to everybody."""
+        me, size = self.team.rank, self.team.size
+        mine = tensor[me * per : (me + 1) * per]
+        if mine.numel():
+            rows = self._rows([offset + me * per * tensor.itemsize for offset in offsets], mine)
+            self._reduce_blocks(rows, rows[me], how, free=[True] * size, others=[r for r in range(size) if r != me])
+        self.memory.await_phase(self.memory.arrive())
+
+    def _rows(self, offsets: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+        shared = self.memory.shared
+        return [shared(rank, offset, like.nbytes).view(like.dtype) for rank, offset in enumerate(offsets)]
+
+    def _reduce_blocks(
+        self,
+        rows: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        how: Reduction,
+        *,
+        free: Sequence[bool],
+        others: Sequence[int] = (),
+    ) -> None:
+        """Block by block, so that what is written to the `others` rows is still in the cache."""
+        if not out.numel():
+            return
+        step = self.memory.section_bytes // out.itemsize
+        blocks = [torch.split(row, step) for row in rows]
+        for i, target in enumerate(torch.split(out, step)):
+            operands = [of_row[i] for of_row in blocks]
+            how.run(operands, target, free=free)
+            for rank in others:
+                operands[rank].copy_(target)
 
     def _reduce_staged(
         self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction, *, receivers: Sequence[int]
     ) -> None:
         """Rounds of three parts: bring the others' sections, reduce one's own, fetch the results (if a receiver)."""
-        memory, me = self.memory, self.team.rank
-        itemsize = out.itemsize
-        share = memory.section_bytes
-        step = share // itemsize
-        rounds = -(-max(section.numel() for section in sections) // step)
-        fetch = me in receivers
+        memory, me, first = self.memory, self.team.rank, self._rounds
+        step = memory.section_bytes // out.itemsize
+        pieces, targets = [torch.split(section, step) for section in sections], torch.split(out, step)
+        rounds = max(-(-section.numel() // step) for section in sections)
+        cells = self._section_cells(out.dtype)
+        others = [rank for rank in range(len(sections)) if rank != me]
+        in_place = out.data_ptr() == sections[me].data_ptr()
+        free = [rank != me or in_place for rank in range(len(sections))]
 
-        def cell(owner: int, rank: int, round_: int, numel: int) -> torch.Tensor:
-            start = rank * share
-            return memory.slot(owner, self._rounds + round_)[start : start + numel * itemsize].view(out.dtype)
+        def cell(owner: int, rank: int, round_: int, like: torch.Tensor) -> torch.Tensor:
+            whole = cells[owner][(first + round_) % SLOTS][rank]
+            return whole if whole.numel() == like.numel() else whole[: like.numel()]
 
         def bring(round_: int) -> int:
-            for rank, section in enumerate(sections):
-                piece = section[round_ * step : (round_ + 1) * step]
-                if rank != me and piece.numel():
-                    cell(me, rank, round_, piece.numel()).copy_(piece)
+            for rank in others:
+                if round_ < len(pieces[rank]):
+                    piece = pieces[rank][round_]
+                    cell(me, rank, round_, piece).copy_(piece)
             return memory.arrive()
 
         def reduce(round_: int) -> int:
-            mine = sections[me][round_ * step : (round_ + 1) * step]
-            target = out[round_ * step : (round_ + 1) * step]
-            if mine.numel():
-                operands = [cell(rank, me, round_, mine.numel()) for rank in range(len(sections))]
-                staged, operands[me] = list(operands), mine
-                free = [True] * len(sections)
-                free[me] = target.data_ptr() == mine.data_ptr()
+            if round_ < len(pieces[me]):
+                mine, target = pieces[me][round_], targets[round_]
+                staged = [cell(rank, me, round_, mine) for rank in range(len(sections))]
+                operands = [*staged[:me], mine, *staged[me + 1 :]]
                 how.run(operands, target, free=free)
                 for rank in receivers:
                     if rank != me:
                         staged[rank].copy_(target)
             return memory.arrive()
 
-        def take(round_: int) -> None:
-            for rank, section in enumerate(sections):
-                piece = section[round_ * step : (round_ + 1) * step]
-                if rank != me and piece.numel():
-                    piece.copy_(cell(me, rank, round_, piece.numel()))
+        def fetch(round_: int) -> None:
+            for rank in others if me in receivers else ():
+                if round_ < len(pieces[rank]):
+                    piece = pieces[rank][round_]
+                    piece.copy_(cell(me, rank, round_, piece))
 
         brought = [bring(round_) for round_ in range(min(2, rounds))]
         reduced: list[int] = []
@@ -276,13 +311,22 @@ class Collectives:
                 brought.append(bring(round_ + 2))
             if round_ > 0:
                 memory.await_phase(reduced[round_ - 1])
-                if fetch:
-                    take(round_ - 1)
+                fetch(round_ - 1)
         if rounds:
             memory.await_phase(reduced[-1])
-            if fetch:
-                take(rounds - 1)
+            fetch(rounds - 1)
         self._rounds += rounds
+
+    def _section_cells(self, dtype: torch.dtype) -> list[list[tuple[torch.Tensor, ...]]]:
+        """[owner][slot][rank]: that part of a slot. Kept, like the small cells."""
+        if dtype not in self._sections:
+            memory, size = self.memory, self.team.size
+            with torch.inference_mode(False):
+                self._sections[dtype] = [
+                    [memory.slot(owner, slot).view(dtype).view(size, -1).unbind() for slot in range(SLOTS)]
+                    for owner in range(size)
+                ]
+        return self._sections[dtype]
 
 
 _PERSONAL: Final = ("scatter", "all_to_all")
