@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint conformance bench clean
+.PHONY: help demo test lint conformance chaos bench clean
 
 help:
 	@echo "make demo         set up, train on two workers, show the result"
 	@echo "make test         set up, lint, type-check, run the tests"
 	@echo "make lint         ruff and mypy"
-	@echo "make conformance  PyTorch's own DDP tests, against torch's class and ours (QUICK=1: ours only)"
-	@echo "make bench        step time beside torch DDP (QUICK=1: fewer rounds)"
+	@echo "make conformance  PyTorch's own tests: of DDP against our class, of collectives against shm (QUICK=1: ours only)"
+	@echo "make chaos        500 kills in every collective of shm (QUICK=1: fewer)"
+	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lockstep needs Python 3.11 or newer; set PYTHON=...")'
@@ -32,9 +33,14 @@ test: lint
 
 conformance: $(READY)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
+	$(BIN)/python conformance/backend.py $(if $(QUICK),--quick)
+
+chaos: $(READY)
+	$(BIN)/python chaos/run.py $(if $(QUICK),--quick)
 
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
+	$(BIN)/lockstep bench comm $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -21,7 +21,7 @@ _TOP = """\
 commands:
   run     start a training program on several workers of this machine
   demo    train on two workers and show that the replicas stay identical (under a minute)
-  bench   measure a training step beside torch's DistributedDataParallel
+  bench   measure a training step beside torch's DistributedDataParallel, and collectives beside Gloo
 
 examples:
   lockstep demo

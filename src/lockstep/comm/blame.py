@@ -71,3 +71,12 @@ def soon(ask: Callable[[], Answer]) -> Answer | None:
     thread.start()
     thread.join(2 * PATIENCE_S)
     return answers[0] if answers else None
+
+
+def is_gone(pid: int) -> bool:
+    """Dead or stopped. For processes of this host."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZXTt"
+    except OSError:
+        return True

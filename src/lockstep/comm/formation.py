@@ -15,7 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.comm.hosts import Layout
-from lockstep.comm.links import Gloo, Nccl
+from lockstep.comm.links import Gloo, Link, Nccl
 from lockstep.comm.parts import Alone, Native, Part, Tree
 from lockstep.errors import WorldError
 from lockstep.place import identify_host
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.005
 SHARE_WITHIN = timedelta(seconds=30)  # all workers are there already
 
+Network = type[Gloo] | type[Nccl]
 LocalGroup = Callable[..., Any]
 """Makes the group of one host from (store, rank, size, timeout, global_ranks=...), as ShmGroup does."""
 
@@ -66,9 +67,10 @@ class Formation:
                 )
         return cards
 
-    def flat(self) -> Gloo:
+    def flat(self, network: Network) -> Link:
         """All workers."""
-        return Gloo(PrefixStore("flat", self._store), self._rank, self._size, self._timeout)
+        store = PrefixStore(f"{network.__name__}/flat", self._store)
+        return network(store, self._rank, self._size, self._timeout)
 
     def local(self, layout: Layout, make: LocalGroup, names: Sequence[int]) -> Part:
         """The workers of our host: a group that `make` makes, or Gloo if that fails for one of them."""
@@ -99,7 +101,7 @@ class Formation:
         crowded = [rank for ranks in layout.hosts if len(ranks) > 1 for rank in ranks]
         return all(self._read(f"shared/{rank}", rank) == "yes" for rank in crowded)
 
-    def across(self, layout: Layout, network: type[Gloo] | type[Nccl]) -> Part:
+    def across(self, layout: Layout, network: Network) -> Part:
         """The workers of our column."""
         rank, size = layout.host, len(layout.hosts)
         if size == 1 or not layout.carries:

@@ -22,12 +22,13 @@ Who was the first to go, they read at the store (blame.py).
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,12 +43,14 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     Store,
 )
+from torch.distributed.distributed_c10d import Backend, BackendConfig, _world
 
-from lockstep.comm.blame import Board, Note, soon
+from lockstep.comm.blame import Board, Note, is_gone, soon
 from lockstep.comm.columns import Columns, Staged
-from lockstep.comm.formation import Formation, LocalGroup, make_card
+from lockstep.comm.flatten import check_list, check_sizes, elements, first_of, only, put
+from lockstep.comm.formation import Formation, LocalGroup, Network, make_card
 from lockstep.comm.hosts import lay_out
-from lockstep.comm.links import Gloo, Nccl
+from lockstep.comm.links import Gloo, Link, Nccl
 from lockstep.comm.parts import LinkBroken, Native, Part, Tree
 from lockstep.comm.shm import ShmGroup
 from lockstep.comm.shm.engine import Engine, ShmWork
@@ -72,6 +75,21 @@ class Options:
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _unless_others(method: Method) -> Method:
+    """If "cpu:hierarchy,cuda:nccl" gives the device of the tensors to another backend, hand the call over to it."""
+
+    @functools.wraps(method)
+    def call(self: HierarchicalGroup, *args: Any, **options: Any) -> Any:
+        if self._has(first_of((*args, *options.values())).device.type):
+            return method(self, *args, **options)
+        return getattr(self._plain, method.__name__)(*args, **options)
+
+    return call  # type: ignore[return-value]
+
+
 class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     """Workers on several hosts."""
 
@@ -86,7 +104,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._formation = Formation(store, rank, size, timeout)
         self._cards = self._formation.swap_cards(make_card(names[rank], exact=options.exact))
         self.layout = lay_out([card.host for card in self._cards], rank)
-        self._flat = Tree(self._formation.flat(), rank, size)
+        self._flat = Tree(self._formation.flat(Gloo), rank, size)
         self._local = self._formation.local(self.layout, options.local, [names[r] for r in self.layout.neighbours])
         self._parts: list[Part] = [self._local, self._flat]  # to be released
         self._on_host = self._make_columns(Gloo)
@@ -96,12 +114,14 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._board = Board(store)
         self._failure: LockstepError | None = None
         self._calls = 0
-        gloo = dist.ProcessGroup.BackendType.GLOO
-        self._set_default_backend(gloo)
+        self._has_kind: dict[str, bool] = {}  # of device, once it is known
+        # What we do not carry out ourselves, torch does: we are a group of its own sort too, and so is `_plain`, on which
+        # the methods that we replace can be called.
+        self._plain: Any = dist.ProcessGroup(store, rank, size)
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            self._register_backend(torch.device(kind), gloo, self._flat.link.group)
+            self._leave_to(self._flat.link, kind, dist.ProcessGroup.BackendType.GLOO)
 
-    def _make_columns(self, network: type[Gloo] | type[Nccl]) -> Columns:
+    def _make_columns(self, network: Network) -> Columns:
         across = self._formation.across(self.layout, network)
         self._parts.append(across)
         return Columns(self.layout, local=self._local, across=across, flat=self._flat, exact=self._exact)
@@ -114,16 +134,35 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
             self._on_gpu = self._make_columns(Nccl) if direct else Staged(self._on_host)
         return self._on_gpu
 
+    def _has(self, kind: str) -> bool:
+        """Whether tensors on this kind of device are ours. Torch says so only after it has formed the group."""
+        if kind not in self._has_kind:
+            config = _world.pg_backend_config.get(self)
+            if config is None:
+                return True  # it did not form this group, or is about to
+            name = BackendConfig(Backend(config)).get_device_backend_map().get(kind, "hierarchy")
+            self._has_kind[kind] = name == "hierarchy"
+            if name == "nccl":
+                self._leave_to(self._formation.flat(Nccl), kind, dist.ProcessGroup.BackendType.NCCL)
+        return self._has_kind[kind]
+
+    def _leave_to(self, link: Link, kind: str, sort: Any) -> None:
+        for group in (self, self._plain):
+            group._set_default_backend(sort)
+            group._register_backend(torch.device(kind), sort, link.group)
+
     # ---- reductions -------------------------------------------------------------------------------------------------
 
+    @_unless_others
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
-        opts, tensor = opts or AllreduceOptions(), _only(tensors)
+        opts, tensor = opts or AllreduceOptions(), only(tensors)
         if tensor.is_sparse:
-            work: dist.Work = super().allreduce([tensor], opts)
+            work: dist.Work = self._plain.allreduce([tensor], opts)
             return work
         how = self._reduction(opts, tensor)
         return self._submit("all_reduce", [tensor], opts, lambda: self._all_reduce(tensor, how))
 
+    @_unless_others
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or AllreduceCoalescedOptions()
         ways = [self._reduction(opts, tensor) for tensor in tensors]
@@ -133,115 +172,121 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
                 for tensor, how in zip(tensors, ways, strict=True):
                     self._all_reduce(tensor, how)
                 return
-            together = torch.cat([_elements(tensor) for tensor in tensors])
+            together = torch.cat([elements(tensor) for tensor in tensors])
             self._all_reduce(together, ways[0])
             at = 0
             for tensor in tensors:
-                _put(together[at : (at := at + _elements(tensor).numel())], tensor)
+                put(together[at : (at := at + elements(tensor).numel())], tensor)
 
         return self._submit("all_reduce", tensors, opts, job)
 
+    @_unless_others
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
         """Sent to everybody, as most of it has to be anyway; only the root keeps it."""
-        opts, tensor = opts or ReduceOptions(), _only(tensors)
+        opts, tensor = opts or ReduceOptions(), only(tensors)
         how, root = self._reduction(opts, tensor), opts.rootRank
 
         def job() -> None:
-            copy = _elements(tensor).clone()
+            copy = elements(tensor).clone()
             self._all_reduce(copy, how)
             if self._rank == root:
-                _put(copy, tensor)
+                put(copy, tensor)
 
         return self._submit("reduce", [tensor], opts, job)
 
     def _all_reduce(self, tensor: Tensor, how: Reduction) -> None:
-        flat = _elements(tensor)
+        flat = elements(tensor)
         if flat.numel():
             self._columns(flat.device).all_reduce(flat, how)
-            _put(flat, tensor)
+            put(flat, tensor)
 
+    @_unless_others
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         opts = opts or ReduceScatterOptions()
         ways = [self._reduction(opts, tensor) for tensor in inputs]
         for output, data in zip(outputs, inputs, strict=True):
-            _check_sizes("reduce_scatter", whole=data, part=output, size=self._size)
+            check_sizes("reduce_scatter", whole=data, part=output, size=self._size)
 
         def job() -> None:
             for output, data, how in zip(outputs, inputs, ways, strict=True):
-                self._reduce_scatter(output, _elements(data), how)
+                self._reduce_scatter(output, elements(data), how)
 
         return self._submit("reduce_scatter", outputs, opts, job)
 
+    @_unless_others
     def _reduce_scatter_base(self, output: Tensor, data: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([output], [data], opts)
 
+    @_unless_others
     def reduce_scatter(
         self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
-        opts, output, rows = opts or ReduceScatterOptions(), _only(outputs), list(inputs[0])
+        opts, output, rows = opts or ReduceScatterOptions(), only(outputs), list(inputs[0])
         how = self._reduction(opts, output)
-        if len(rows) != self._size or any(row.shape != output.shape or row.dtype != output.dtype for row in rows):
-            raise ValueError(f"reduce_scatter takes {self._size} tensors like its output, {tuple(output.shape)}")
+        check_list("reduce_scatter", rows, like=output, size=self._size)
 
         def job() -> None:
-            self._reduce_scatter(output, torch.cat([_elements(row) for row in rows]), how)
+            self._reduce_scatter(output, torch.cat([elements(row) for row in rows]), how)
 
         return self._submit("reduce_scatter", [output], opts, job)
 
     def _reduce_scatter(self, output: Tensor, whole: Tensor, how: Reduction) -> None:
-        flat = _elements(output)
+        flat = elements(output)
         if flat.numel():
             self._columns(flat.device).reduce_scatter(flat, whole, how)
-            _put(flat, output)
+            put(flat, output)
 
     # ---- moving -----------------------------------------------------------------------------------------------------
 
+    @_unless_others
     def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
-        opts, tensor = opts or BroadcastOptions(), _only(tensors)
+        opts, tensor = opts or BroadcastOptions(), only(tensors)
         root = opts.rootRank
 
         def job() -> None:
-            flat = _elements(tensor)
+            flat = elements(tensor)
             if flat.numel():
                 self._columns(flat.device).broadcast(flat.view(torch.uint8), root)
-                _put(flat, tensor)
+                put(flat, tensor)
 
         return self._submit("broadcast", [tensor], opts, job)
 
+    @_unless_others
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         for output, data in zip(outputs, inputs, strict=True):
-            _check_sizes("all_gather", whole=output, part=data, size=self._size)
+            check_sizes("all_gather", whole=output, part=data, size=self._size)
 
         def job() -> None:
             for output, data in zip(outputs, inputs, strict=True):
-                flat = _elements(output)
+                flat = elements(output)
                 if flat.numel():
-                    self._columns(flat.device).all_gather(flat, _elements(data))
-                    _put(flat, output)
+                    self._columns(flat.device).all_gather(flat, elements(data))
+                    put(flat, output)
 
         return self._submit("all_gather", outputs, opts or AllgatherOptions(), job)
 
+    @_unless_others
     def _allgather_base(self, output: Tensor, data: Tensor, opts: Any = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([output], [data], opts)
 
+    @_unless_others
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor] | Tensor, opts: Any = None
     ) -> dist.Work:
-        data, rows = _only(inputs), list(outputs[0])
-        if len(rows) != self._size or any(row.numel() != data.numel() or row.dtype != data.dtype for row in rows):
-            raise ValueError(f"all_gather takes {self._size} tensors like its input, {tuple(data.shape)}")
+        data, rows = only(inputs), list(outputs[0])
+        check_list("all_gather", rows, like=data, size=self._size)
 
         def job() -> None:
-            flat = _elements(data)
+            flat = elements(data)
             if flat.numel():
                 whole = flat.new_empty(self._size * flat.numel())
                 self._columns(flat.device).all_gather(whole, flat)
                 for row, values in zip(rows, whole.view(self._size, -1), strict=True):
-                    _put(values, row)
+                    put(values, row)
 
         return self._submit("all_gather", rows, opts or AllgatherOptions(), job)
 
@@ -348,8 +393,8 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         if not isinstance(error, (PeerLost, LinkBroken)):
             text = f"{mine} failed in {where}, and the group with it: {error}"
             self._board.leave(Note(mine.rank, mine.pid, text))
-            return LockstepError(text)
-        if isinstance(error, PeerLost) and error.rank is not None and error.pid is not None and _is_gone(error.pid):
+            return error if isinstance(error, LockstepError) else LockstepError(text)
+        if isinstance(error, PeerLost) and error.rank is not None and error.pid is not None and is_gone(error.pid):
             return self._board.leave(Note(error.rank, error.pid, f"{error} (seen by {mine} in {where})")).error()
         # Those we were connected to may be gone, or may have given up because of somebody else. Who has hung up must be
         # seen at once, before others who have lost the same one do so too.
@@ -386,48 +431,3 @@ def create(made: Any, options: Any) -> dist.ProcessGroup:
         made.store, made.group_rank, made.group_size, made.timeout, options=wishes
     )
     return group
-
-
-# ---- torch's tensors ------------------------------------------------------------------------------------------------
-
-
-def _only(tensors: Sequence[Tensor] | Tensor) -> Tensor:
-    if isinstance(tensors, Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"{len(tensors)} tensors where one is expected")
-    return tensors[0]
-
-
-def _bare(tensor: Tensor) -> Tensor:
-    """Without autograd; complex numbers as pairs."""
-    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """The elements in order: the tensor's own memory if it is contiguous, else a copy."""
-    return _bare(tensor).contiguous().view(-1)
-
-
-def _put(flat: Tensor, tensor: Tensor) -> None:
-    """Where the elements are not in the tensor's own memory, they go there."""
-    bare = _bare(tensor)
-    if flat.data_ptr() != bare.data_ptr():
-        bare.copy_(flat.view(bare.shape))
-
-
-def _check_sizes(name: str, *, whole: Tensor, part: Tensor, size: int) -> None:
-    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
-        raise ValueError(
-            f"{name} on {size} workers: {tuple(whole.shape)} of {whole.dtype} is not {size} times "
-            f"{tuple(part.shape)} of {part.dtype}"
-        )
-
-
-def _is_gone(pid: int) -> bool:
-    """Dead or stopped. For processes of this host."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZXTt"
-    except OSError:
-        return True

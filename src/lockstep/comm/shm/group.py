@@ -35,7 +35,7 @@ from lockstep.errors import PeerLost
 
 CLOSE_S: Final = 5.0
 COALESCE_BYTES: Final = 1 << 20
-KEPT_BYTES: Final = 1 << 10
+KEPT_NUMEL: Final = 64
 
 AnyCollectives = Collectives | DeviceCollectives
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -76,8 +76,9 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             section = reserve_slots(self._team)
             names = self._team.names
             peers = meet(store, rank, names, segment, offer=section, deadline=time.monotonic() + wait_s)
-        finally:
-            os.close(segment.fd)  # the mapping stays
+        except BaseException:
+            os.close(segment.fd)
+            raise
         try:
             self._team.join(peers)
         except BaseException:
@@ -537,7 +538,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             self._coalescing.append(work)
         # When a caller gives a work to torch's C++ and drops it (torch's DDP does, in join), only the C++ half would
         # live on, and that cannot wait. Large tensors are not worth keeping for it.
-        if sum(tensor.nbytes for tensor in tensors) <= KEPT_BYTES:
+        if sum(tensor.numel() for tensor in tensors) <= KEPT_NUMEL:
             self._kept.append(work)
         return work
 

@@ -45,7 +45,11 @@ class HostMemory:
 
 def reserve_slots(team: Team) -> int:
     """Make room for our slots; smaller ones where shared memory is scarce. Returns the size of a section."""
-    section = max(SLOT_BYTES // team.size // ALIGN * ALIGN, LEAST_SECTION_BYTES)
+    section = SLOT_BYTES // team.size
+    room = team.segment.room()
+    if room is not None:  # half of it for the slots of all; whoever comes later must find some too
+        section = min(section, room // 2 // (SLOTS * team.size**2))
+    section = max(section // ALIGN * ALIGN, LEAST_SECTION_BYTES)
     while True:
         try:
             team.segment.reserve(team.layout.end, SLOTS * section * team.size, "the staging slots of a group")

@@ -69,24 +69,24 @@ class _Gathering:
                 self.look(rank, "has not come")
                 time.sleep(ASK_S)
             card = _Card(**json.loads(self.store.get(f"card/{rank}")))
-            if card.pid_space == mine.pid_space and rank != self.rank:
-                with contextlib.suppress(OSError, AttributeError):
-                    fd = os.pidfd_open(card.pid)
-                    self._watched[fd] = rank
-                    self._poll.register(fd, select.POLLIN)
             self.cards[rank] = card
+            if card.pid_space == mine.pid_space and rank != self.rank:
+                self._watch(rank, card.pid)
+
+    def _watch(self, rank: int, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:  # gone already, and nobody knows its number any more
+            raise self._died(rank) from None
+        except (OSError, AttributeError):
+            return
+        self._watched[fd] = rank
+        self._poll.register(fd, select.POLLIN)
 
     def look(self, missing: int, how: str) -> None:
         """Between two looks for `missing`: is anybody dead, is it too late?"""
         for fd, _ in self._poll.poll(0):
-            rank = self._watched[fd]
-            pid = self.cards[rank].pid
-            raise PeerLost(
-                f"rank {self.names[rank]} (pid {pid}) died while the shm group of {self.size} workers was formed; "
-                "its own output says why",
-                rank=self.names[rank],
-                pid=pid,
-            )
+            raise self._died(self._watched[fd])
         if time.monotonic() > self.deadline:
             card = self.cards.get(missing)
             who = f"rank {self.names[missing]}" + (f" (pid {card.pid} on {card.host})" if card else "")
@@ -94,6 +94,15 @@ class _Gathering:
                 f"rank {self.names[self.rank]} waited for {who} to form an shm group of {self.size}, and it {how}; "
                 "check that all workers call init_process_group or new_group together, with the same backend"
             )
+
+    def _died(self, rank: int) -> PeerLost:
+        name, pid = self.names[rank], self.cards[rank].pid
+        return PeerLost(
+            f"rank {name} (pid {pid}) died while the shm group of {self.size} workers was formed; "
+            "its own output says why",
+            rank=name,
+            pid=pid,
+        )
 
     def look_closely(self, missing: int) -> None:
         """It has closed its socket, which happens a moment before its process has ended."""

@@ -28,30 +28,38 @@ from lockstep.errors import SharedMemoryFull
 PAGE: Final = mmap.PAGESIZE
 LEAST_BYTES: Final = 64 << 20
 KEEP_BYTES: Final = 256 << 20
+MORE: Final = (
+    "give it more (docker run --shm-size=8g, or mount -o remount,size=8g), or unset LOCKSTEP_SHM_DIR to use none of it"
+)
 
 
 class Segment:
     """A mapped stretch of memory, as bytes of a tensor."""
 
     def __init__(self, fd: int, size: int, *, limited: bool) -> None:
-        self.fd, self.size, self._limited = fd, size, limited
+        self.fd, self.size, self.limited = fd, size, limited
         self.map = mmap.mmap(fd, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def reserve(self, offset: int, size: int, purpose: str) -> None:
         """Make sure that the pages are there. In a tmpfs that is full, touching one would kill the process."""
-        if not self._limited:
+        if not self.limited:
             return
         try:
             os.posix_fallocate(self.fd, offset, size)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise SharedMemoryFull(
-                f"{purpose} needs {size / 2**20:.1f} MiB of shared memory, and {_folder()} is full; give it more "
-                "(docker run --shm-size=8g, or mount -o remount,size=8g), or unset LOCKSTEP_SHM_DIR to use none of it"
-            ) from None
+            what = f"{purpose} needs {size / 2**20:.1f} MiB of shared memory, and {_folder()} is full"
+            raise SharedMemoryFull(f"{what}; {MORE}") from None
+
+    def room(self) -> int | None:
+        """Bytes that are left where the segment lies, for all who use that; None if only the machine's memory counts."""
+        if not self.limited:
+            return None
+        left = os.fstatvfs(self.fd)
+        return left.f_bavail * left.f_frsize
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in this segment, if it does."""
@@ -130,8 +138,10 @@ class Heap:
                     self._free[i : i + 1] = [(begin + size, end)] if end - begin > size else []
                     return begin
             largest = max((end - begin for begin, end in self._free), default=0)
+        advice = MORE if self._segment.limited else "free tensors that you no longer need"
         raise SharedMemoryFull(
-            f"{purpose} needs {size / 2**20:.1f} MiB of shared memory in one piece; {largest / 2**20:.1f} MiB are left"
+            f"{purpose} needs {size / 2**20:.1f} MiB of shared memory in one piece, "
+            f"{largest / 2**20:.1f} MiB are left; {advice}"
         )
 
     def give_back(self, offset: int, size: int) -> None:

@@ -59,7 +59,8 @@ class Reduction:
             raise RuntimeError(f"Cannot use ReduceOp.{self.kind.name} with {dtype}; it takes integers and bool only")
         if dtype.is_complex and self.kind in (RedOpType.MIN, RedOpType.MAX):
             raise RuntimeError(f"Cannot use ReduceOp.{self.kind.name} with {dtype}: complex numbers have no order")
-        if dtype is torch.bool and self.kind in (RedOpType.AVG, RedOpType.PREMUL_SUM):
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        if (dtype is torch.bool and self.kind == RedOpType.AVG) or (whole and self.kind == RedOpType.PREMUL_SUM):
             raise RuntimeError(f"Cannot use ReduceOp.{self.kind.name} with {dtype}: there are no fractions of it")
         if dtype.is_floating_point and dtype.itemsize == 1:
             raise RuntimeError(f"{dtype} can be sent but not reduced; convert it to bfloat16 first")

@@ -121,7 +121,7 @@ _GONE: Final = {
     State.FAILED: "failed",
 }
 _HEADER = struct.Struct("<QHxxIqq")  # number, name, check, length, offset
-_STATE = struct.Struct("<II")
+_STATE = struct.Struct("<IIII")  # state, rank blamed + 1; global rank + 1 and pid of whom this process lost
 
 NAMES: Final = (
     "none",
@@ -139,6 +139,8 @@ NAMES: Final = (
 )
 
 
+# Whom this process has lost in any of its groups: it leaves the others because of that, and says so there.
+_lost = [0, 0]
 _NUMBER: Final = {name: number for number, name in enumerate(NAMES)}
 
 
@@ -164,6 +166,7 @@ class Team:
         self._maps: list[mmap.mmap] = []
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
+        _lost[:] = [0, 0]  # a new beginning
         segment.reserve(0, self.layout.end, "the control block of a group")
         for src in range(size):
             signal.create(segment.address + self.layout.token(src))
@@ -284,14 +287,18 @@ class Team:
         dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
         states = {rank: _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE) for rank in self.peers}
         for rank in dead:
-            if states[rank] == (State.OPEN, 0):
+            if states[rank][:2] == (State.OPEN, 0):
                 raise self.fail(self._lost(rank, "died in", watch))
-        for rank, (_, blamed) in states.items():
+        for rank, (_, blamed, _, _) in states.items():
             if blamed not in (0, self.rank + 1):
                 how = "was lost in" if states[blamed - 1][0] == State.OPEN else self._went(states[blamed - 1][0])
                 raise self.fail(self._lost(blamed - 1, how, watch, f"{self.who(rank)} gave it up first"))
         for rank in missing:
             if states[rank][0] != State.OPEN and not self._signalled(rank):
+                _, _, lost, pid = states[rank]
+                if lost:
+                    text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.who(rank)} does not come to"
+                    raise self.fail(PeerLost(f"{text} {watch.doing}", rank=lost - 1, pid=pid))
                 stopped = self._stopped()
                 how = self._went(states[rank][0]) if stopped is None else "is stopped and does not come to"
                 raise self.fail(self._lost(rank if stopped is None else stopped, how, watch))
@@ -341,7 +348,10 @@ class Team:
         """Nothing can be done in this group any more. Says so to the others, and returns the error to raise."""
         if self.failure is None:
             self.failure = error
-            blamed = self.names.index(error.rank) if isinstance(error, PeerLost) and error.rank is not None else -1
+            blamed = -1
+            if isinstance(error, PeerLost) and error.rank is not None:
+                _lost[:] = [error.rank + 1, error.pid or 0]
+                blamed = self.names.index(error.rank) if error.rank in self.names else -1
             self._tell(State.FAILED, blamed)
         return self.failure
 
@@ -360,10 +370,11 @@ class Team:
         """Let go of the others, and of their memory."""
         for peer in self.peers.values():
             peer.close()
+        os.close(self.segment.fd)
         self.peers, self._theirs, self._ours, self._maps = {}, [], [], []
 
     def _tell(self, state: State, blamed: int) -> None:
-        _STATE.pack_into(self.segment.map, self.layout.STATE, state, blamed + 1)
+        _STATE.pack_into(self.segment.map, self.layout.STATE, state, blamed + 1, *_lost)
 
 
 def _nothing() -> None:
