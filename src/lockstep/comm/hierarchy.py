@@ -115,9 +115,11 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._failure: LockstepError | None = None
         self._calls = 0
         self._has_kind: dict[str, bool] = {}  # of device, once it is known
-        # What we do not carry out ourselves, torch does: we are a group of its own sort too, and so is `_plain`, on which
-        # the methods that we replace can be called.
+        # What we do not carry out ourselves, torch does: it finds these backends in us. `_plain` has them too, and has
+        # the methods that we replace.
         self._plain: Any = dist.ProcessGroup(store, rank, size)
+        for group in (self, self._plain):
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             self._leave_to(self._flat.link, kind, dist.ProcessGroup.BackendType.GLOO)
 
@@ -148,7 +150,6 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _leave_to(self, link: Link, kind: str, sort: Any) -> None:
         for group in (self, self._plain):
-            group._set_default_backend(sort)
             group._register_backend(torch.device(kind), sort, link.group)
 
     # ---- reductions -------------------------------------------------------------------------------------------------
@@ -385,7 +386,8 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         try:
             job()
         except Exception as error:
-            raise self._break(self._failure or self._explain(where, error)) from error
+            reason = self._break(self._failure or self._explain(where, error))
+            raise reason from (None if reason is error else error)
 
     def _explain(self, where: str, error: Exception) -> LockstepError:
         """What happened, as far as anybody knows; those who know more than others leave a note for them."""

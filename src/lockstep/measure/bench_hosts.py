@@ -27,8 +27,8 @@ from lockstep.measure.rounds import Estimate, estimate, order_of, paired_ratio, 
 from lockstep.measure.table import Column, render
 from lockstep.measure.workers import Seat, Workers
 
-GLOO, HIERARCHY = "gloo", "hierarchy"
-ARMS = (GLOO, HIERARCHY)
+GLOO, HIERARCHY, EXACT = "gloo", "hierarchy", "hierarchy, exact"
+ARMS = (GLOO, HIERARCHY, EXACT)
 SIZES = (4 * 2**10, 2**20, 25 * 2**20)
 QUICK_OPS, QUICK_SIZES = (Op.ALL_REDUCE,), (25 * 2**20,)
 STORE_PORT = 29500  # nobody else is on these hosts
@@ -83,7 +83,7 @@ class ArmFigures:
 def bytes_by_plan(case: Case, arm: str, hosts: int) -> float | None:
     """What the busiest host has to send, without headers; None where it has not been worked out."""
     size, share = case.size_bytes, (hosts - 1) / hosts
-    if arm == HIERARCHY:
+    if arm != GLOO:
         return {
             Op.ALL_REDUCE: 2 * share * size,
             Op.REDUCE_SCATTER: share * size,
@@ -103,7 +103,10 @@ def work(seat: Seat, job: Job) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     store = TCPStore(job.hosts[0].address, STORE_PORT, is_master=seat.rank == 0, timeout=seat.patience)
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=seat.patience)
-    groups = {GLOO: dist.group.WORLD, HIERARCHY: dist.new_group(backend=HIERARCHY, timeout=seat.patience)}
+    groups = {GLOO: dist.group.WORLD}
+    for arm, exact in ((HIERARCHY, "0"), (EXACT, "1")):
+        os.environ["LOCKSTEP_EXACT"] = exact
+        groups[arm] = dist.new_group(backend="hierarchy", timeout=seat.patience)
     for case in job.settings.cases:
         seat.tell(str(case))
         seat.tell(measure(case, seat, groups, job.settings.rounds))

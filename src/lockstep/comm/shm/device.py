@@ -34,6 +34,7 @@ from lockstep.errors import LockstepError
 Event: Any = torch.cuda.Event
 Stream: Any = torch.cuda.Stream
 
+ON_DEVICE: Final = 1  # in what a call says, so that a worker whose tensor is in host memory is found out
 EVENTS: Final = 4
 GLANCE_S: Final = 300e-6
 UUID_BYTES: Final = 64
@@ -141,7 +142,7 @@ class DeviceCollectives:
         size = self.team.size
         lengths = tuple(_length(t) for t in to_each) if to_each else (_length(to_all),) * size
         expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
-        call = Call(name, same, lengths, expects)
+        call = Call(name, (ON_DEVICE, *same), lengths, expects)
         told = self._tell(call, list(to_each) if to_each else [to_all] * size, into)
         self.team.check_lengths(call)
         for dst in self._led:
@@ -159,7 +160,7 @@ class DeviceCollectives:
     def all_reduce(self, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
         """As Collectives.all_reduce."""
         name, size = ("all_reduce" if root is None else "reduce"), self.team.size
-        same = (how.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
+        same = (ON_DEVICE, how.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
         if how.factor is not None:
             tensor = tensor if root in (None, self.team.rank) else tensor.clone()
             how.prepare(tensor)
@@ -184,7 +185,7 @@ class DeviceCollectives:
     def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction) -> None:
         """As Collectives.reduce_scatter."""
         size = self.team.size
-        same = (how.code, dtype_code(out.dtype), *(section.numel() for section in sections))
+        same = (ON_DEVICE, how.code, dtype_code(out.dtype), *(section.numel() for section in sections))
         if how.factor is not None:
             sections = [section.clone() for section in sections]
             for section in sections:

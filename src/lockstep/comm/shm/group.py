@@ -498,9 +498,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         self._sequence += 1
         self._check_open()
-        timeout = getattr(opts, "timeout", None)
-        wait_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
-
+        seconds = opts.timeout.total_seconds()
+        wait_s = seconds if seconds > 0 else None
         wait = not getattr(opts, "asyncOp", True) and self._coalescing is None
         if not tensor.is_cuda:
 
@@ -536,6 +535,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     def _collect(self, work: Work, tensors: Sequence[torch.Tensor] = ()) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if work.is_completed():
+            return work
         # When a caller gives a work to torch's C++ and drops it (torch's DDP does, in join), only the C++ half would
         # live on, and that cannot wait. Large tensors are not worth keeping for it.
         if sum(tensor.numel() for tensor in tensors) <= KEPT_NUMEL:

@@ -55,7 +55,7 @@ class Segment:
             raise SharedMemoryFull(f"{what}; {MORE}") from None
 
     def room(self) -> int | None:
-        """Bytes that are left where the segment lies, for all who use that; None if only the machine's memory counts."""
+        """Bytes left where the segment lies, for all who use that; None if only the machine's memory counts."""
         if not self.limited:
             return None
         left = os.fstatvfs(self.fd)

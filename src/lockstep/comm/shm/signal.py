@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 SEMAPHORE_BYTES: Final = 64  # sem_t has 32 at most; a cache line each, so that neighbours do not disturb each other
-SPIN_S: Final = 40e-6
+SPIN_S: Final = 200e-6  # waking up from sleep takes 50 us and more on a virtual machine
 
 
 class _Timespec(ctypes.Structure):
