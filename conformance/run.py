@@ -36,6 +36,7 @@ from suite import Kind, Outcome, Setting, Topic, next_setting
 HERE = Path(__file__).resolve().parent
 BASELINE = HERE / "baseline.json"
 EXCEPTIONS = HERE / "exceptions.json"
+BACKEND_EXCEPTIONS = HERE / "backend_exceptions.json"
 QUICK_S = 540  # --quick ends within ten minutes, whatever hangs
 
 
@@ -78,11 +79,13 @@ def write_baseline(outcomes: dict[str, Outcome]) -> None:
 # -------------------------------------------------------------------------------------------------- the comparison
 
 
-def compare(class_name: str, passed: dict[str, Setting], ours: dict[str, Outcome]) -> bool:
+def compare(subject: DdpClass, ours: dict[str, Outcome]) -> bool:
     """Prints both counts and every difference; True when all differences are explained."""
     differ = {name: outcome for name, outcome in ours.items() if outcome.kind is not Kind.PASS}
-    print(f"\n{'torch':40}{len(passed):4} pass\n{class_name:40}{len(ours) - len(differ):4} pass")
-    agreed = measure.explain(differ, EXCEPTIONS, reference="torch", subject=class_name)
+    name = subject.name if subject.backend == "gloo" else f"{subject.name} on {subject.backend}"
+    print(f"\n{'torch':40}{len(ours):4} pass\n{name:40}{len(ours) - len(differ):4} pass")
+    exceptions = [EXCEPTIONS] if subject.backend == "gloo" else [EXCEPTIONS, BACKEND_EXCEPTIONS]
+    agreed = measure.explain(differ, *exceptions, reference="torch", subject=name)
     measure.name_needless(ours.keys() - differ.keys(), EXCEPTIONS)
     return agreed
 
@@ -143,11 +146,11 @@ def main(argv: list[str]) -> int:
         write_baseline(measured["torch"])
     agreed = True
     if arguments.class_name != "torch":
-        class_name = "lockstep" if arguments.class_name == "both" else arguments.class_name
-        print(f"{class_name}: {len(passed)} tests")
-        with Runner(DdpClass(class_name, arguments.backend), limits, verbose=arguments.verbose) as runner:
-            measured[class_name] = measure_other(passed, runner)
-        agreed = compare(class_name, passed, measured[class_name])
+        subject = DdpClass("lockstep" if arguments.class_name == "both" else arguments.class_name, arguments.backend)
+        print(f"{subject.name}: {len(passed)} tests")
+        with Runner(subject, limits, verbose=arguments.verbose) as runner:
+            measured[subject.name] = measure_other(passed, runner)
+        agreed = compare(subject, measured[subject.name])
     if arguments.json:
         measure.write_json(arguments.json, measured, what="classes")
     print(f"{time.monotonic() - started:.0f} s")

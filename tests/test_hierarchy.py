@@ -331,3 +331,20 @@ def test_training_gives_what_it_gives_on_gloo(hosts, sort):
 
 def test_on_two_workers_training_has_the_bits_it_has_on_gloo():
     assert all(here == on_gloo for here, on_gloo in crew(train_twice, 2, APART, "ours"))
+
+
+def beside_gloo(rank: int, size: int) -> str:
+    """Torch gives us the whole group and tells us later that CPU tensors are Gloo's."""
+    os.environ["LOCKSTEP_HOST"] = APART[rank]
+    group: Any = dist.new_group(backend="cpu:gloo,cuda:hierarchy", timeout=WAIT)
+    before = group._calls
+    dist.all_reduce(tensor := torch.ones(50_000), group=group)
+    dist.broadcast(tensor, 0, group=group)
+    assert (tensor == 2).all()
+    assert group._calls == before
+    dist.destroy_process_group(group)
+    return type(group).__name__
+
+
+def test_beside_another_backend_it_leaves_that_one_its_devices():
+    assert crew(beside_gloo, 2) == ["HierarchicalGroup"] * 2

@@ -30,14 +30,15 @@ SMALL_BYTES: Final = 64 << 10
 ALIGN: Final = 64
 MOST_CELLS: Final = 1024
 
-_DTYPES: Final = tuple(
-    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype))
-)
+_DTYPES: Final = {
+    dtype: code
+    for code, dtype in enumerate(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
     """A number that means this dtype on every worker."""
-    return _DTYPES.index(dtype)
+    return _DTYPES[dtype]
 
 
 class Memory(Protocol):

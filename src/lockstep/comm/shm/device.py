@@ -176,11 +176,14 @@ class DeviceCollectives:
             part = self._leaders.index(self.team.rank)
             per = -(-rows[0].numel() // len(self._leaders))
             rows = [row[part * per : (part + 1) * per] for row in rows]
-        first = root if root is not None else 0
-        how.run(rows, rows[first], free=[root is None or rank == root for rank in range(len(rows))])
-        for rank, row in enumerate(rows):
-            if root is None and rank != first:
-                row.copy_(rows[first])
+        if root is not None:
+            how.run(rows, rows[root], free=[rank == root for rank in range(len(rows))])
+            return
+        how.run(rows, rows[0], free=[True] * len(rows))
+        if len(rows) == 2:
+            rows[1].copy_(rows[0])
+        elif len(rows) > 2:
+            torch._foreach_copy_(list(rows[1:]), [rows[0]] * (len(rows) - 1))  # one kernel
 
     def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction) -> None:
         """As Collectives.reduce_scatter."""

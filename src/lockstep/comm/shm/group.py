@@ -677,6 +677,9 @@ def _into(
 def _all_reduce(on: AnyCollectives, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.data)
+    if tensor.is_contiguous():
+        on.all_reduce(tensor.data.view(-1), how, root=root)
+        return
     _into(on, [tensor], lambda flat: on.all_reduce(flat[0], how, root=root), read=True)
 
 

@@ -41,6 +41,7 @@ class Reduction:
     code: int = field(init=False)  # the same on all workers
     combine: Combine = field(init=False)
     averages: bool = field(init=False)
+    multiplies: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self.kind not in _COMBINE:
@@ -50,6 +51,7 @@ class Reduction:
             ("code", _KINDS.index(self.kind)),
             ("combine", _COMBINE[self.kind]),
             ("averages", self.kind == RedOpType.AVG),
+            ("multiplies", self.kind == RedOpType.PREMUL_SUM),
         ):
             object.__setattr__(self, name, value)
 
@@ -112,7 +114,7 @@ def reduction(op: Any, size: int, dtype: torch.dtype) -> Reduction:
     """From torch's own description; checked."""
     kind = getattr(op, "op", op)
     how = _checked(kind, size, dtype)
-    if kind == RedOpType.PREMUL_SUM:
+    if how.multiplies:
         how = Reduction(kind, size, op.__getstate__()[1])  # torch before 2.12 tells the factor only to pickle
     return how
 
