@@ -4,7 +4,9 @@ Note [Giving Gloo up]
 A Gloo collective whose peer is gone, or never calls, waits until the group's timeout, its threads with it, and the
 process cannot end before. `abort()` of torch's class does not change that. What does is a closed connection. So we find
 out which sockets are Gloo's, by looking before and after it makes them, and shut those down: waiters here and at the
-other end get an error within milliseconds.
+other end get an error within milliseconds. Now and then Gloo misses it: what is called at the moment at which the
+connection closes waits on. So whoever waits looks at the connections too. A peer that has all it needs may close its
+connections and leave while we are still receiving from others; that is what the grace is for.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import select
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,11 +26,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+LOOK_S = 0.25
+GRACE_S = 2.0
+GRACE_OF_TWO_S = 0.25  # the only other one has left, so all it had to say is here already
+
 _forming = threading.Lock()  # so that two groups that are formed at once do not take each other's sockets for their own
 
 
 class Link(Protocol):
     group: Any  # with torch's collectives
+
+    def wait(self, work: Any) -> None:
+        """For one of its collectives."""
 
     def abort(self) -> None:
         """May be called by any thread, and more than once."""
@@ -49,6 +59,9 @@ class Nccl:
     def is_there() -> bool:
         return torch.cuda.is_available() and dist.is_nccl_available()
 
+    def wait(self, work: Any) -> None:
+        work.wait()
+
     def abort(self) -> None:
         self.group.abort()
 
@@ -68,6 +81,29 @@ class Gloo:
         connections = {number: ends for number in made if (ends := _ends_of(number[0])) and not ends.touch(door)}
         self._far_ends = {number: ends.far for number, ends in connections.items()}
         self._store.set(str(rank), json.dumps([ends.near for ends in connections.values()]))
+        self._grace_s = GRACE_S if size > 2 else GRACE_OF_TWO_S
+
+    def wait(self, work: Any) -> None:
+        """Note [Giving Gloo up]. A time limit here does not disturb the collective."""
+        broken_since = None
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError as error:
+                if work.is_completed() or "Operation timed out" not in str(error):
+                    raise
+            if not self._broken():
+                broken_since = None
+            elif broken_since is None:
+                broken_since = time.monotonic()
+            elif time.monotonic() - broken_since > self._grace_s:
+                raise RuntimeError("a connection was closed by the other side")
+
+    def _broken(self) -> list[tuple[str, int]]:
+        """The far ends of connections that are closed."""
+        now = _sockets()
+        return [far for number, far in self._far_ends.items() if number not in now or _is_closed(number[0])]
 
     def abort(self) -> None:
         for descriptor, _ in self._far_ends.keys() & _sockets():
@@ -76,7 +112,7 @@ class Gloo:
 
     def hung_up(self, size: int) -> list[int]:
         """The ranks that have closed their connection to us. Reads at the store, which may not answer any more."""
-        lost = [far for number, far in self._far_ends.items() if number not in _sockets() or _is_closed(number[0])]
+        lost = self._broken()
         if not lost:
             return []
         near_ends = {rank: json.loads(self._store.get(str(rank))) for rank in range(size)}

@@ -224,7 +224,7 @@ class Tree:
 
     def _wait(self, work: Any) -> None:
         with self._blames_links():
-            work.wait()
+            self.link.wait(work)
 
     @contextmanager
     def _blames_links(self) -> Iterator[None]:

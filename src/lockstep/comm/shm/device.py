@@ -328,6 +328,15 @@ class DeviceCollectives:
             stand_in.close(lambda: None)
 
 
+def event_behind_queued(device: torch.device) -> Any:
+    """An event behind what is in the current stream now; None if that is all done."""
+    if is_idle(torch._C._cuda_getCurrentRawStream(device.index)):
+        return None
+    event = Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class _Told:
     """The tensors of one collective: ours, and through the cards everybody's."""
 

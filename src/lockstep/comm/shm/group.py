@@ -21,9 +21,20 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.comm.shm import sparse
 from lockstep.comm.shm.collectives import Collectives
-from lockstep.comm.shm.cuda_ipc import is_idle
-from lockstep.comm.shm.device import DeviceCollectives, Event
-from lockstep.comm.shm.engine import Engine, ShmWork
+from lockstep.comm.shm.device import DeviceCollectives, event_behind_queued
+from lockstep.comm.shm.engine import AllOf, Engine, ShmWork
+from lockstep.comm.shm.flat import (
+    AnyCollectives,
+    all_reduce,
+    as_bytes,
+    check_alike,
+    cut,
+    first_tensor,
+    flatten,
+    only,
+    reduce_scatter,
+    write_into,
+)
 from lockstep.comm.shm.host import HostMemory, heap_start, reserve_slots
 from lockstep.comm.shm.mail import Mail
 from lockstep.comm.shm.meet import meet
@@ -37,7 +48,6 @@ CLOSE_S: Final = 5.0
 COALESCE_BYTES: Final = 1 << 20
 KEPT_NUMEL: Final = 64
 
-AnyCollectives = Collectives | DeviceCollectives
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -47,7 +57,7 @@ def _on_its_device(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: ShmGroup, *args: Any, **options: Any) -> Any:
         if self._others.may_exist:
-            other = self._others.for_device(_first_tensor((*args, *options.values())).device)
+            other = self._others.for_device(first_tensor((*args, *options.values())).device)
             if other is not None:
                 return getattr(other, method.__name__)(*args, **options)
         return method(self, *args, **options)
@@ -174,11 +184,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     @_on_its_device
     def allreduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
         opts = _options("AllreduceOptions", opts)
-        tensor = _only(tensors)
+        tensor = only(tensors)
         how = self._reduction(opts, tensor.dtype)
         if tensor.is_sparse:
             return self._submit(tensor, opts, [tensor], lambda on: sparse.all_reduce(on, tensor, how))
-        return self._submit(tensor, opts, [tensor], lambda on: _all_reduce(on, tensor, how))
+        return self._submit(tensor, opts, [tensor], lambda on: all_reduce(on, tensor, how))
 
     @_on_its_device
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
@@ -188,36 +198,37 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         def run(on: AnyCollectives) -> None:
             alike = len({tensor.dtype for tensor in tensors}) == 1
             if alike and sum(tensor.nbytes for tensor in tensors) <= COALESCE_BYTES:
-                together = torch.cat([_flat(tensor) for tensor in tensors])
+                together = torch.cat([flatten(tensor) for tensor in tensors])
                 on.all_reduce(together, ways[0])
                 pieces = torch.split(together, [tensor.numel() for tensor in tensors])
                 for tensor, piece in zip(tensors, pieces, strict=True):
                     tensor.data.copy_(piece.view(tensor.shape))
                 return
             for tensor, how in zip(tensors, ways, strict=True):
-                _all_reduce(on, tensor, how)
+                all_reduce(on, tensor, how)
 
         return self._submit(tensors[0], opts, tensors, run)
 
     @_on_its_device
     def reduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
         opts = _options("ReduceOptions", opts)
-        tensor, root = _only(tensors), self._root("reduce", opts)
+        tensor, root = only(tensors), self._root("reduce", opts)
         how = self._reduction(opts, tensor.dtype)
-        return self._submit(tensor, opts, [tensor], lambda on: _all_reduce(on, tensor, how, root=root))
+        return self._submit(tensor, opts, [tensor], lambda on: all_reduce(on, tensor, how, root=root))
 
     @_on_its_device
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Work:
         opts = _options("ReduceScatterOptions", opts)
-        out, sections = _only(outputs), inputs[0]
+        out, sections = only(outputs), inputs[0]
         self._check_list("reduce_scatter", sections)
-        _check_alike("reduce_scatter", out, sections[self._rank])
+        check_alike("reduce_scatter", out, sections[self._rank])
         how = self._reduction(opts, out.dtype)
 
         def run(on: AnyCollectives) -> None:
-            _into(on, [out], functools.partial(_reduce_scatter, on, [_flat(section) for section in sections], how))
+            flat = [flatten(section) for section in sections]
+            write_into(on, [out], functools.partial(reduce_scatter, on, flat, how))
 
         return self._submit(out, opts, [out], run)
 
@@ -242,8 +253,9 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(on: AnyCollectives) -> None:
             for out, data, how in zip(outputs, inputs, ways, strict=True):
-                sections = list(torch.split(_flat(data), out.numel())) if out.numel() else [_flat(data)] * self._size
-                _into(on, [out], functools.partial(_reduce_scatter, on, sections, how))
+                flat = flatten(data)
+                sections = list(torch.split(flat, out.numel())) if out.numel() else [flat] * self._size
+                write_into(on, [out], functools.partial(reduce_scatter, on, sections, how))
 
         return self._submit(outputs[0], opts, outputs, run)
 
@@ -255,17 +267,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     @_on_its_device
     def broadcast(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
         opts = _options("BroadcastOptions", opts)
-        tensor, root = _only(tensors), self._root("broadcast", opts)
+        tensor, root = only(tensors), self._root("broadcast", opts)
 
         def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
-                data = _bytes(flat[0])
+                data = as_bytes(flat[0])
                 into: list[torch.Tensor | None] = [None] * self._size
                 if self._rank != root:
                     into[root] = data
                 on.move("broadcast", same=(root,), to_all=data if self._rank == root else None, into=into)
 
-            _into(on, [tensor], move, read=True)
+            write_into(on, [tensor], move, read=True)
 
         return self._submit(tensor, opts, [tensor], run)
 
@@ -276,7 +288,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         for targets, data in zip(outputs, inputs, strict=True):
             self._check_list("all_gather", targets)
             for target in targets:
-                _check_alike("all_gather", target, data)
+                check_alike("all_gather", target, data)
         return self._gather_all([list(targets) for targets in outputs], inputs, opts)
 
     @_on_its_device
@@ -309,12 +321,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             for out, data in zip(outputs, inputs, strict=True):
 
                 def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
-                    whole, part = _bytes(flat[0]), _bytes(_flat(data))
+                    whole, part = as_bytes(flat[0]), as_bytes(flatten(data))
                     length = part.numel()
                     into = [whole[r * length : (r + 1) * length] for r in range(self._size)]
                     on.move("all_gather", same=(length,), to_all=part, into=into)
 
-                _into(on, [out], move)
+                write_into(on, [out], move)
 
         return self._submit(outputs[0], opts, outputs, run)
 
@@ -326,19 +338,19 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Work:
         opts = _options("GatherOptions", opts)
-        data, root = _only(inputs), self._root("gather", opts)
+        data, root = only(inputs), self._root("gather", opts)
         targets = list(outputs[0]) if self._rank == root else []
         if self._rank == root:
             self._check_list("gather", targets)
             for target in targets:
-                _check_alike("gather", target, data)
+                check_alike("gather", target, data)
 
         def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
-                into = [_bytes(t) for t in flat] if flat else [None] * self._size
-                on.move("gather", same=(root,), to_all=_bytes(_flat(data)), into=into)
+                into = [as_bytes(t) for t in flat] if flat else [None] * self._size
+                on.move("gather", same=(root,), to_all=as_bytes(flatten(data)), into=into)
 
-            _into(on, targets, move)
+            write_into(on, targets, move)
 
         return self._submit(data, opts, targets or [data], run)
 
@@ -347,20 +359,20 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Work:
         opts = _options("ScatterOptions", opts)
-        out, root = _only(outputs), self._root("scatter", opts)
+        out, root = only(outputs), self._root("scatter", opts)
         sources = list(inputs[0]) if self._rank == root else []
         if self._rank == root:
             self._check_list("scatter", sources)
             for source in sources:
-                _check_alike("scatter", source, out)
+                check_alike("scatter", source, out)
 
         def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
                 into: list[torch.Tensor | None] = [None] * self._size
-                into[root] = _bytes(flat[0])
-                on.move("scatter", same=(root,), to_each=[_bytes(_flat(s)) for s in sources], into=into)
+                into[root] = as_bytes(flat[0])
+                on.move("scatter", same=(root,), to_each=[as_bytes(flatten(s)) for s in sources], into=into)
 
-            _into(on, [out], move)
+            write_into(on, [out], move)
 
         return self._submit(out, opts, [out], run)
 
@@ -372,10 +384,10 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
-                to_each = [_bytes(_flat(data)) for data in inputs]
-                on.move("all_to_all", to_each=to_each, into=[_bytes(t) for t in flat])
+                to_each = [as_bytes(flatten(data)) for data in inputs]
+                on.move("all_to_all", to_each=to_each, into=[as_bytes(t) for t in flat])
 
-            _into(on, outputs, move)
+            write_into(on, outputs, move)
 
         return self._submit(outputs[0], opts, outputs, run)
 
@@ -389,8 +401,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> Work:
         opts = _options("AllToAllOptions", opts)
-        out_sizes = _cut("output", out, out_splits, self._size)
-        sizes = _cut("input", data, splits, self._size)
+        out_sizes = cut("output", out, out_splits, self._size)
+        sizes = cut("input", data, splits, self._size)
         if sizes[self._rank] != out_sizes[self._rank]:
             raise ValueError(
                 f"all_to_all: rank {self._rank} sends {sizes[self._rank]} elements to itself and expects "
@@ -399,11 +411,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(on: AnyCollectives) -> None:
             def move(flat: Sequence[torch.Tensor]) -> None:
-                to_each = [_bytes(piece) for piece in torch.split(_flat(data), sizes)]
-                into = [_bytes(piece) for piece in torch.split(flat[0], out_sizes)]
+                to_each = [as_bytes(piece) for piece in torch.split(flatten(data), sizes)]
+                into = [as_bytes(piece) for piece in torch.split(flat[0], out_sizes)]
                 on.move("all_to_all", to_each=to_each, into=into)
 
-            _into(on, [out], move)
+            write_into(on, [out], move)
 
         return self._submit(out, opts, [out], run)
 
@@ -443,28 +455,28 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     @_on_its_device
     def send(self, tensors: Sequence[torch.Tensor] | torch.Tensor, dst: int, tag: int = 0) -> Work:
-        tensor = _only(tensors)
+        tensor = only(tensors)
         self._check_peer("send", dst)
         self._sequence += 1
-        return self._collect(self._mail.send(_bytes(_flat(tensor).cpu()), dst, tag))
+        return self._collect(self._mail.send(as_bytes(flatten(tensor).cpu()), dst, tag))
 
     @_on_its_device
     def recv(self, tensors: Sequence[torch.Tensor] | torch.Tensor, src: int, tag: int = 0) -> Work:
         self._check_peer("recv", src)
-        return self._receive(_only(tensors), src, tag)
+        return self._receive(only(tensors), src, tag)
 
     @_on_its_device
     def recv_anysource(self, tensors: Sequence[torch.Tensor] | torch.Tensor, tag: int = 0) -> Work:
-        return self._receive(_only(tensors), None, tag)
+        return self._receive(only(tensors), None, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         self._check_open()
         self._sequence += 1
         bare = tensor.data
         if bare.is_contiguous() and bare.device.type == "cpu":
-            return self._collect(self._mail.receive(_bytes(bare.view(-1)), src, tag, wait_s=self._team.timeout_s))
+            return self._collect(self._mail.receive(as_bytes(bare.view(-1)), src, tag, wait_s=self._team.timeout_s))
         flat = torch.empty(bare.numel(), dtype=bare.dtype)
-        work = self._mail.receive(_bytes(flat), src, tag, wait_s=self._team.timeout_s)
+        work = self._mail.receive(as_bytes(flat), src, tag, wait_s=self._team.timeout_s)
         work.then = lambda: bare.copy_(flat.view(bare.shape))
         return self._collect(work)
 
@@ -508,7 +520,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                     run(self._host)
 
             return self._collect(self._engine.submit(carry_out, tensors, wait=wait), tensors)
-        device, ready = tensor.device, _event_behind_queued(tensor.device)
+        device, ready = tensor.device, event_behind_queued(tensor.device)
 
         def carry_out_on_device(work: ShmWork, spin: bool) -> None:
             with self._team.begin(wait_s=wait_s, spin=spin):
@@ -577,136 +589,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             for targets, data in zip(outputs, inputs, strict=True):
 
                 def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
-                    on.move("all_gather", to_all=_bytes(_flat(data)), into=[_bytes(t) for t in flat])
+                    on.move("all_gather", to_all=as_bytes(flatten(data)), into=[as_bytes(t) for t in flat])
 
-                _into(on, targets, move)
+                write_into(on, targets, move)
 
         return self._submit(inputs[0], opts, flat_outputs, run)
 
 
-class AllOf(Work):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all([work.wait() for work in self._works])
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-# ---- torch's tensors as flat memory --------------------------------------------------------------------------------
-
-
-def _event_behind_queued(device: torch.device) -> Any:
-    """An event behind what is in the current stream now; None if that is all done."""
-    if is_idle(torch._C._cuda_getCurrentRawStream(device.index)):
-        return None
-    event = Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 def _options(kind: str, given: Any) -> Any:
     return given if given is not None else getattr(distributed_c10d, kind)()
-
-
-def _first_tensor(args: Sequence[Any]) -> torch.Tensor:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg
-        if isinstance(arg, (list, tuple)) and arg:
-            return _first_tensor(arg)
-    return torch.empty(0)
-
-
-def _only(tensors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"{len(tensors)} tensors where one is expected")
-    return tensors[0]
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order: the tensor's own memory if it is contiguous, else a copy. Complex numbers as pairs."""
-    # `.data`, not `.detach()`: what a collective writes is no step of a computation, for autograd's counters too.
-    # Not reshape(-1), which leaves a one-dimensional tensor with gaps as it is.
-    return tensor.data.contiguous().view(-1)
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    if flat.stride(0) != 1:  # none or one element; torch lets it have any stride and call itself contiguous
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8)
-
-
-def _into(
-    on: AnyCollectives,
-    targets: Sequence[torch.Tensor],
-    write: Callable[[list[torch.Tensor]], None],
-    *,
-    read: bool = False,
-) -> None:
-    """Call `write` with the targets' flat memory; for those that are not contiguous, with room that is copied back.
-
-    `read`: their contents are wanted too.
-    """
-    flats, back = [], []
-    for target in targets:
-        bare = target.data
-        if bare.is_contiguous():
-            flats.append(bare.view(-1))
-            continue
-        flat = _flat(bare) if read else torch.empty(bare.numel(), dtype=bare.dtype, device=bare.device)
-        flats.append(flat)
-        back.append((bare, flat))
-    write(flats)
-    if back:
-        on.settle()
-    for bare, flat in back:
-        bare.copy_(flat.view(bare.shape))
-
-
-def _all_reduce(on: AnyCollectives, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.data)
-    if tensor.is_contiguous():
-        on.all_reduce(tensor.data.view(-1), how, root=root)
-        return
-    _into(on, [tensor], lambda flat: on.all_reduce(flat[0], how, root=root), read=True)
-
-
-def _reduce_scatter(
-    on: AnyCollectives, sections: Sequence[torch.Tensor], how: Reduction, flat: Sequence[torch.Tensor]
-) -> None:
-    on.reduce_scatter(sections, flat[0], how)
-
-
-def _check_alike(name: str, target: torch.Tensor, data: torch.Tensor) -> None:
-    if target.dtype is not data.dtype or target.numel() != data.numel():
-        raise ValueError(
-            f"{name}: a tensor of {target.numel()} x {target.dtype} for data of {data.numel()} x {data.dtype}; "
-            "make them the same"
-        )
-
-
-def _cut(which: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Elements for each rank: `splits` rows of the first dimension, or equal parts."""
-    if not splits:
-        if tensor.numel() and tensor.shape[0] % size:
-            raise ValueError(f"all_to_all: the {which} has {tensor.shape[0]} rows, not a multiple of {size} workers")
-        return [tensor.numel() // size] * size
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(
-            f"all_to_all: {which} splits {list(splits)} for {size} workers and {rows} rows; they must add up"
-        )
-    row = tensor.numel() // rows if rows else 0
-    return [split * row for split in splits]
