@@ -1,0 +1,243 @@
+"""Workers on shm that die, stop, leave or give up, with real processes; `make chaos` does the same at random."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import crew  # noqa: F401  (its fork server has torch loaded already)
+from lockstep.comm.shm import ShmGroup
+from lockstep.errors import PeerLost
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
+from leftovers import holdings, settle, shm_files, shm_left
+
+_context = mp.get_context("forkserver")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_dev_shm() -> Iterator[None]:
+    before = shm_files()
+    yield
+    assert shm_left(before) == []
+
+
+def run(function: Callable[..., Any], workers: int, folder: Path, *, gone: set[int], within_s: float = 20) -> list[Any]:
+    """What `function(rank, size, folder)` returned on each worker; None for those in `gone`, who are not waited for."""
+    members = []
+    for rank in range(workers):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_work, args=(function, rank, workers, folder, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        members.append((process, ours))
+    try:
+        end_s = time.monotonic() + within_s
+        for rank, (_, pipe) in enumerate(members):
+            assert rank in gone or pipe.poll(end_s - time.monotonic()), f"rank {rank} did not finish in {within_s} s"
+        return [None if rank in gone else pipe.recv() for rank, (_, pipe) in enumerate(members)]
+    finally:
+        for process, pipe in members:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _work(function: Callable[..., Any], rank: int, size: int, folder: Path, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    pipe.send(function(rank, size, folder))
+    wait([pipe], timeout=30)  # until we are killed: our end must not be taken for the fault under test
+    os._exit(0)
+
+
+def group_of(rank: int, size: int, folder: Path, *, timeout_s: float = 10) -> ShmGroup:
+    return ShmGroup(dist.FileStore(str(folder / "store"), size), rank, size, timedelta(seconds=timeout_s))
+
+
+def all_reduce_until_error(group: ShmGroup) -> tuple[PeerLost, float]:
+    """The error, and when it came."""
+    tensor = torch.ones(10_000)
+    while True:
+        try:
+            group.allreduce([tensor]).wait()
+        except PeerLost as error:
+            return error, time.monotonic()
+
+
+def leave_a_line(folder: Path) -> None:
+    """Who does something drastic, and when."""
+    (folder / "event").write_text(f"{os.getpid()} {time.monotonic()}")
+
+
+def event(folder: Path) -> tuple[int, float]:
+    pid, when_s = (folder / "event").read_text().split()
+    return int(pid), float(when_s)
+
+
+def soon(after_s: float, action: Callable[[], None]) -> None:
+    threading.Timer(after_s, action).start()
+
+
+# ------------------------------------------------------------------------------------------------------------- killed
+
+
+def die(folder: Path) -> None:
+    leave_a_line(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_all_reduce(rank: int, size: int, folder: Path) -> Any:
+    before = holdings()
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=10))
+    if rank == 1:
+        soon(0.1, lambda: die(folder))
+    error, raised_s = all_reduce_until_error(dist.distributed_c10d._get_default_group())
+    said = (error.rank, error.pid, str(error), raised_s)
+    dist.destroy_process_group()
+    del store, error  # a traceback holds the group
+    gc.collect()
+    return *said, settle(before)
+
+
+def test_a_killed_worker_is_named_at_once_and_nothing_of_the_group_stays(tmp_path: Path) -> None:
+    results = run(killed_in_all_reduce, 3, tmp_path, gone={1})
+    pid, died_s = event(tmp_path)
+    for rank, named_pid, text, raised_s, left in (results[0], results[2]):
+        assert (rank, named_pid) == (1, pid)
+        assert f"rank 1 (pid {pid}) died in all_reduce #" in text
+        assert raised_s - died_s < 1
+        assert left == []
+
+
+def killed_while_forming(rank: int, size: int, folder: Path) -> Any:
+    if rank == 2:
+        time.sleep(30)  # so that the group cannot come about before the death
+    if rank == 1:
+        soon(0.3, lambda: die(folder))
+    try:
+        group_of(rank, size, folder)
+    except PeerLost as error:
+        return error.rank, error.pid, str(error), time.monotonic()
+
+
+def test_a_worker_killed_while_the_group_is_formed_is_named_though_another_is_missing(tmp_path: Path) -> None:
+    rank, named_pid, text, raised_s = run(killed_while_forming, 3, tmp_path, gone={1, 2})[0]
+    pid, died_s = event(tmp_path)
+    assert (rank, named_pid) == (1, pid)
+    assert f"rank 1 (pid {pid})" in text
+    assert raised_s - died_s < 1
+
+
+# ------------------------------------------------------------------------------------------------- silent, or leaving
+
+
+def stopped(rank: int, size: int, folder: Path) -> Any:
+    group = group_of(rank, size, folder, timeout_s=1)
+    if rank == 1:
+        leave_a_line(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    error, raised_s = all_reduce_until_error(group)
+    return error.rank, error.pid, str(error), raised_s
+
+
+def test_a_stopped_worker_is_named_at_the_deadline_not_before(tmp_path: Path) -> None:
+    results = run(stopped, 3, tmp_path, gone={1})
+    pid, stopped_s = event(tmp_path)
+    for rank, named_pid, text, raised_s in (results[0], results[2]):
+        assert (rank, named_pid) == (1, pid)
+        assert f"rank 1 (pid {pid})" in text
+        assert 0.9 < raised_s - stopped_s < 2
+
+
+def leaves(rank: int, size: int, folder: Path) -> Any:
+    group = group_of(rank, size, folder)
+    if rank == 1:
+        time.sleep(0.2)  # the others wait by now
+        leave_a_line(folder)
+        group.shutdown()
+        return None
+    error, raised_s = all_reduce_until_error(group)
+    return error.rank, error.pid, str(error), raised_s
+
+
+def test_a_worker_that_leaves_in_peace_is_named_by_those_who_wait(tmp_path: Path) -> None:
+    results = run(leaves, 3, tmp_path, gone=set())
+    pid, left_s = event(tmp_path)
+    for rank, named_pid, text, raised_s in (results[0], results[2]):
+        assert (rank, named_pid) == (1, pid)
+        assert f"rank 1 (pid {pid}) left" in text
+        assert raised_s - left_s < 1
+
+
+def aborts(rank: int, size: int, folder: Path) -> Any:
+    group = group_of(rank, size, folder)
+    if rank == 1:
+        time.sleep(30)  # never comes
+    aborted_s = []
+
+    def abort() -> None:
+        aborted_s.append(time.monotonic())
+        group.abort()
+
+    # One that waits in its own thread, one that was started before and is carried out by the group's.
+    started = group.allreduce([torch.ones(4)])
+    soon(0.3, abort)
+    freed = []
+    for wait_for in (started.wait, lambda: group.barrier().wait()):
+        try:
+            wait_for()
+        except RuntimeError as error:
+            freed.append((time.monotonic(), str(error)))
+    return aborted_s[0], freed
+
+
+def test_abort_from_another_thread_frees_a_waiter_at_once(tmp_path: Path) -> None:
+    aborted_s, freed = run(aborts, 2, tmp_path, gone={1})[0]
+    assert len(freed) == 2
+    for freed_s, text in freed:
+        assert freed_s - aborted_s < 0.1
+        assert "abort" in text
+
+
+# ----------------------------------------------------------------------------------------------------- nothing amiss
+
+
+def comes_and_goes(rank: int, size: int, folder: Path) -> Any:
+    before = holdings()
+    during = 0
+    for turn in range(3):
+        store = dist.FileStore(str(folder / f"store-{turn}"), size)
+        dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=10))
+        group: Any = dist.distributed_c10d._get_default_group()
+        tensor = group.allocate_tensor(100_000, dtype=torch.float32, device=torch.device("cpu"))
+        works = [dist.all_reduce(t, async_op=True) for t in (tensor.fill_(1), torch.ones(100_000))]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert bool((tensor == size).all())
+        during = len(holdings().descriptors)
+        dist.destroy_process_group()
+        del store, group, tensor, works, work
+    gc.collect()
+    return during - len(before.descriptors), settle(before)
+
+
+def test_descriptors_threads_and_memory_are_as_before_when_a_group_is_destroyed(tmp_path: Path) -> None:
+    for held, left in run(comes_and_goes, 2, tmp_path, gone=set()):
+        assert held > 0, "a group that holds nothing shows nothing"
+        assert left == []
