@@ -36,7 +36,7 @@ def _nothing_left_in_dev_shm() -> Iterator[None]:
     assert shm_left(before) == []
 
 
-def run(function: Callable[..., Any], workers: int, folder: Path, *, gone: set[int], within_s: float = 20) -> list[Any]:
+def run(function: Callable[..., Any], workers: int, folder: Path, *, gone: set[int], within_s: float = 60) -> list[Any]:
     """What `function(rank, size, folder)` returned on each worker; None for those in `gone`, who are not waited for."""
     members = []
     for rank in range(workers):

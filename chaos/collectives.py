@@ -1,0 +1,298 @@
+"""Every collective once, on tensors whose results are known, and checked: a sum that is wrong is found too.
+
+All workers call the same function with dice that fall alike, so sizes and roots agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LARGE = 1 << 22  # elements of 4 bytes
+IN_FLIGHT = 6
+
+
+class WrongResult(AssertionError):
+    """A collective returned, with something else than it should."""
+
+
+@dataclass
+class Seat:
+    """Our place in the group."""
+
+    rank: int
+    size: int
+    timeout: timedelta  # for subgroups; torch does not pass the group's own on
+    halves: list[Any] = field(default_factory=list)  # subgroups; every worker is in one of them
+    allocated: dict[int, torch.Tensor] = field(default_factory=dict)  # from the group, by number of elements
+
+    @property
+    def total(self) -> int:
+        """The sum of what `ones` holds over all workers."""
+        return self.size * (self.size + 1) // 2
+
+    def ours(self, numel: int) -> torch.Tensor:
+        return torch.full((numel,), float(self.rank + 1))
+
+    def half(self) -> range:
+        """The ranks of our subgroup."""
+        middle = (self.size + 1) // 2
+        return range(middle) if self.rank < middle else range(middle, self.size)
+
+
+def expect(tensor: torch.Tensor, value: float, what: str) -> None:
+    if not bool((tensor == value).all()):
+        raise WrongResult(f"{what}: {value} expected everywhere, found {tensor.unique()[:8].tolist()}")
+
+
+def any_size(dice: Random) -> int:
+    """Mostly small; some that take a while to copy."""
+    return dice.choice([1, 7, 1000, 65_537, LARGE // 8])
+
+
+def all_reduce_small(seat: Seat, dice: Random) -> None:
+    tensor = seat.ours(dice.randint(1, 2000))
+    dist.all_reduce(tensor)
+    expect(tensor, seat.total, "all_reduce")
+
+
+def all_reduce_large(seat: Seat, dice: Random) -> None:
+    tensor = seat.ours(dice.choice([LARGE // 4, LARGE, LARGE + 3]))
+    dist.all_reduce(tensor)
+    expect(tensor, seat.total, "all_reduce")
+
+
+def all_reduce_allocated(seat: Seat, dice: Random) -> None:
+    numel = dice.choice([1000, LARGE // 4])
+    if numel not in seat.allocated:
+        seat.allocated[numel] = _allocate(numel)
+    tensor = seat.allocated[numel]
+    tensor.fill_(float(seat.rank + 1))
+    dist.all_reduce(tensor)
+    expect(tensor, seat.total, "all_reduce of allocated memory")
+
+
+def _allocate(numel: int) -> torch.Tensor:
+    group: Any = dist.distributed_c10d._get_default_group()
+    cpu = torch.device("cpu")
+    if dist.get_backend() == "gloo":  # does not give out memory
+        return torch.empty(numel)
+    allocated: torch.Tensor = group.allocate_tensor(numel, dtype=torch.float32, device=cpu)
+    return allocated
+
+
+def all_reduce_in_flight(seat: Seat, dice: Random) -> None:
+    tensors = [seat.ours(any_size(dice)) for _ in range(dice.randint(2, IN_FLIGHT))]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work, tensor in zip(works, tensors, strict=True):
+        assert work is not None
+        work.wait()
+        expect(tensor, seat.total, "all_reduce in flight")
+
+
+def all_reduce_coalesced(seat: Seat, dice: Random) -> None:
+    tensors = [seat.ours(any_size(dice)) for _ in range(3)]
+    with dist.distributed_c10d._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    for tensor in tensors:
+        expect(tensor, seat.total, "all_reduce, coalesced")
+
+
+def broadcast(seat: Seat, dice: Random) -> None:
+    root, tensor = dice.randrange(seat.size), seat.ours(any_size(dice))
+    dist.broadcast(tensor, root)
+    expect(tensor, root + 1, "broadcast")
+
+
+def reduce(seat: Seat, dice: Random) -> None:
+    root, tensor = dice.randrange(seat.size), seat.ours(any_size(dice))
+    dist.reduce(tensor, root)
+    if seat.rank == root:
+        expect(tensor, seat.total, "reduce")
+
+
+def all_gather(seat: Seat, dice: Random) -> None:
+    tensor = seat.ours(any_size(dice))
+    pieces = [torch.empty_like(tensor) for _ in range(seat.size)]
+    dist.all_gather(pieces, tensor)
+    for rank, piece in enumerate(pieces):
+        expect(piece, rank + 1, "all_gather")
+
+
+def all_gather_into_tensor(seat: Seat, dice: Random) -> None:
+    tensor = seat.ours(any_size(dice))
+    whole = torch.empty(seat.size, tensor.numel())
+    dist.all_gather_into_tensor(whole.view(-1), tensor)
+    for rank, piece in enumerate(whole):
+        expect(piece, rank + 1, "all_gather_into_tensor")
+
+
+def all_gather_coalesced(seat: Seat, dice: Random) -> None:
+    tensors = [seat.ours(any_size(dice)) for _ in range(3)]
+    wholes = [torch.empty(seat.size, tensor.numel()) for tensor in tensors]
+    with dist.distributed_c10d._coalescing_manager():
+        for whole, tensor in zip(wholes, tensors, strict=True):
+            dist.all_gather_into_tensor(whole.view(-1), tensor)
+    for whole in wholes:
+        for rank, piece in enumerate(whole):
+            expect(piece, rank + 1, "all_gather_into_tensor, coalesced")
+
+
+def reduce_scatter(seat: Seat, dice: Random) -> None:
+    numel = any_size(dice)
+    piece = torch.empty(numel)
+    dist.reduce_scatter(piece, [seat.ours(numel) for _ in range(seat.size)])
+    expect(piece, seat.total, "reduce_scatter")
+
+
+def reduce_scatter_tensor(seat: Seat, dice: Random) -> None:
+    numel = any_size(dice)
+    piece = torch.empty(numel)
+    dist.reduce_scatter_tensor(piece, seat.ours(numel * seat.size))
+    expect(piece, seat.total, "reduce_scatter_tensor")
+
+
+def reduce_scatter_coalesced(seat: Seat, dice: Random) -> None:
+    pieces = [torch.empty(any_size(dice)) for _ in range(3)]
+    with dist.distributed_c10d._coalescing_manager():
+        for piece in pieces:
+            dist.reduce_scatter_tensor(piece, seat.ours(piece.numel() * seat.size))
+    for piece in pieces:
+        expect(piece, seat.total, "reduce_scatter_tensor, coalesced")
+
+
+def all_to_all(seat: Seat, dice: Random) -> None:
+    numel = any_size(dice)
+    pieces = [torch.empty(numel) for _ in range(seat.size)]
+    dist.all_to_all(pieces, [seat.ours(numel) for _ in range(seat.size)])
+    for rank, piece in enumerate(pieces):
+        expect(piece, rank + 1, "all_to_all")
+
+
+def all_to_all_single(seat: Seat, dice: Random) -> None:
+    """Uneven: rank a sends base + b elements to rank b."""
+    base = any_size(dice)
+    sent = [base + rank for rank in range(seat.size)]
+    received = [base + seat.rank] * seat.size
+    whole = torch.empty(sum(received))
+    dist.all_to_all_single(whole, seat.ours(sum(sent)), received, sent)
+    for rank, piece in enumerate(whole.split(received)):
+        expect(piece, rank + 1, "all_to_all_single")
+
+
+def gather(seat: Seat, dice: Random) -> None:
+    root, tensor = dice.randrange(seat.size), seat.ours(any_size(dice))
+    pieces = [torch.empty_like(tensor) for _ in range(seat.size)] if seat.rank == root else None
+    dist.gather(tensor, pieces, root)
+    for rank, piece in enumerate(pieces or []):
+        expect(piece, rank + 1, "gather")
+
+
+def scatter(seat: Seat, dice: Random) -> None:
+    root, numel = dice.randrange(seat.size), any_size(dice)
+    piece = torch.empty(numel)
+    pieces = [torch.full((numel,), float(rank)) for rank in range(seat.size)] if seat.rank == root else None
+    dist.scatter(piece, pieces, root)
+    expect(piece, seat.rank, "scatter")
+
+
+def send_recv(seat: Seat, dice: Random) -> None:
+    """A parcel goes once around; each adds one. Blocking calls."""
+    after, before = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
+    parcel = torch.zeros(any_size(dice))
+    if seat.rank == 0:
+        dist.send(parcel, after)
+        dist.recv(parcel, before)
+        expect(parcel, seat.size - 1, "send and recv")
+    else:
+        dist.recv(parcel, before)
+        expect(parcel, seat.rank - 1, "send and recv")
+        dist.send(parcel + 1, after)
+
+
+def isend_irecv(seat: Seat, dice: Random) -> None:
+    """Everybody hands something to the next, at the same time."""
+    after, before = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
+    tensor = seat.ours(any_size(dice))
+    got = torch.empty_like(tensor)
+    works = [dist.isend(tensor, after), dist.irecv(got, before)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    expect(got, before + 1, "isend and irecv")
+
+
+def recv_from_anybody(seat: Seat, dice: Random) -> None:
+    """One hears from all the others, in any order, and answers each."""
+    root, parcel = dice.randrange(seat.size), seat.ours(any_size(dice))
+    tag = dice.randrange(1 << 20)  # whoever has its answer may be in the next round already
+    if seat.rank != root:
+        dist.send(parcel, root, tag=tag)
+        dist.recv(parcel, root, tag=tag)
+        expect(parcel, root + 1, "the answer")
+        return
+    got = torch.empty_like(parcel)
+    for _ in range(seat.size - 1):
+        sender = dist.recv(got, tag=tag)
+        expect(got, sender + 1, "recv from anybody")
+        dist.send(parcel, sender, tag=tag)
+
+
+def barrier(seat: Seat, dice: Random) -> None:
+    dist.barrier()
+
+
+def monitored_barrier(seat: Seat, dice: Random) -> None:
+    """Torch's function is for Gloo only, so the group's own."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    group.monitored_barrier()
+
+
+def objects(seat: Seat, dice: Random) -> None:
+    text = "x" * dice.randint(0, 5000)
+    gathered: list[Any] = [None] * seat.size
+    dist.all_gather_object(gathered, (seat.rank, text))
+    if gathered != [(rank, text) for rank in range(seat.size)]:
+        raise WrongResult("all_gather_object: not what was sent")
+    root = dice.randrange(seat.size)
+    said = [{"from": seat.rank}]
+    dist.broadcast_object_list(said, root)
+    if said != [{"from": root}]:
+        raise WrongResult(f"broadcast_object_list: {said} is not what rank {root} sent")
+
+
+def subgroup(seat: Seat, dice: Random) -> None:
+    """A sum in our half, then all meet: the other half does not wait for our half's dead by itself."""
+    ranks = seat.half()
+    tensor = seat.ours(any_size(dice))
+    dist.all_reduce(tensor, group=seat.halves[0 if 0 in ranks else 1])
+    expect(tensor, sum(rank + 1 for rank in ranks), "all_reduce in a subgroup")
+    dist.barrier()
+
+
+def make_halves(seat: Seat) -> None:
+    """Everybody takes part in the making of every subgroup; so torch wants it."""
+    middle = (seat.size + 1) // 2
+    halves = [list(range(middle)), list(range(middle, seat.size))]
+    seat.halves = [dist.new_group(ranks, timeout=seat.timeout) for ranks in halves]
+
+
+def new_group(seat: Seat, dice: Random) -> None:
+    """A group for one sum."""
+    group: Any = dist.new_group(list(range(seat.size)), timeout=seat.timeout)
+    tensor = seat.ours(100)
+    dist.all_reduce(tensor, group=group)
+    expect(tensor, seat.total, "all_reduce in a new group")
+    dist.destroy_process_group(group)
+
+
+def by_name(name: str) -> Callable[[Seat, Random], None]:
+    function: Callable[[Seat, Random], None] = globals()[name]
+    return function
