@@ -27,7 +27,7 @@ from plain import FACTOR, FLOATS, INTEGERS, KINDS, NARROW, kinds_of, reduced, sa
 EVEN, MIXED, UNEVEN, SINGLE, APART = "aabb", "abab", "aab", "aa", "ab"
 ALL_LAYOUTS = (EVEN, MIXED, UNEVEN, SINGLE, APART)
 # Small ones, ones that no number of workers divides, and ones that are cut into chunks.
-SIZES = (1, 7, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 600_011)
+SIZES = (1, 7, SMALL_BYTES // 8, SMALL_BYTES // 8 + 1, 600_011)
 ALL_DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
 WAIT = timedelta(seconds=20)
 

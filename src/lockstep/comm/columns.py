@@ -22,8 +22,9 @@ from lockstep.comm.hosts import Layout, chunk_bytes, cut
 from lockstep.comm.parts import Kind, Native, Part, Scratch, goes_round, nothing
 from lockstep.comm.shm.reduce import Reduction
 
-# Up to here a hop more costs more time than the bytes that it saves (measured at 1 Gbit/s).
-SMALL_BYTES = 32 << 10
+# If the workers of a host together send no more than this, a hop more costs more time than the bytes that it saves
+# (measured at 1 Gbit/s).
+SMALL_BYTES = 128 << 10
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -39,12 +40,15 @@ class Columns:
     def _hosts(self) -> int:
         return len(self.layout.hosts)
 
+    def _is_small(self, tensor: Tensor) -> bool:
+        return tensor.nbytes * self.layout.carriers <= SMALL_BYTES
+
     # ---- all-reduce --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, how: Reduction) -> None:
         how.prepare(tensor)
         in_one_go = self._hosts == 1 and isinstance(self.local, Native)
-        if in_one_go or tensor.nbytes <= SMALL_BYTES:
+        if in_one_go or self._is_small(tensor):
             self._all_reduce_small(tensor, how)
             return
         pieces = self._hosts * self.layout.carriers
@@ -102,7 +106,7 @@ class Columns:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """One copy goes to each host."""
         carriers = self.layout.carriers
-        if self._hosts == 1 or tensor.nbytes <= SMALL_BYTES:
+        if self._hosts == 1 or self._is_small(tensor):
             self._broadcast_small(tensor, root)
             return
         step = _round_up(-(-chunk_bytes(tensor.nbytes, carriers) // tensor.itemsize), carriers)
