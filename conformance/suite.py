@@ -3,7 +3,7 @@
 The module of tests reads its settings when it is imported, so every setting has its own *host*, a process that imports
 the tests once. For each test it forks fresh ranks, which form their own process group.
 
-    run.py -> host, one per subject and setting -> the ranks of one test
+    run.py or backend.py -> host, one per subject and setting -> the ranks of one test
 
 All processes of a host form one session, which is killed as a whole; each dies with its parent, so that a SIGKILL of
 run.py leaves nothing behind either.
