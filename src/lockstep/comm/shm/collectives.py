@@ -27,6 +27,7 @@ from lockstep.comm.shm.team import NOTHING_WANTED, Call, Team
 
 SLOTS: Final = 4
 SMALL_BYTES: Final = 64 << 10
+BLOCK_BYTES: Final = 1 << 20  # of all rows: what stays in the cache of a core, where copying is three times as fast
 ALIGN: Final = 64
 MOST_CELLS: Final = 1024
 
@@ -254,7 +255,7 @@ class Collectives:
         """Block by block, so that what is written to the `others` rows is still in the cache."""
         if not out.numel():
             return
-        step = self.memory.section_bytes // out.itemsize
+        step = BLOCK_BYTES // len(rows) // out.itemsize
         blocks = [torch.split(row, step) for row in rows]
         for i, target in enumerate(torch.split(out, step)):
             operands = [of_row[i] for of_row in blocks]

@@ -11,9 +11,9 @@ from lockstep.comm.shm.memory import PAGE
 from lockstep.comm.shm.team import Team
 from lockstep.errors import SharedMemoryFull
 
-# A slot, and the blocks in which reductions are done, should stay in the cache of a core: copying is three times as
-# fast there. Of a slot each worker has a section.
-SLOT_BYTES: Final = 1 << 20
+# Of a slot each worker has a section. Staging is no faster in smaller ones: what comes from another core is not in our
+# cache anyway, and every round takes its time.
+SLOT_BYTES: Final = 4 << 20
 LEAST_SECTION_BYTES: Final = 64 << 10  # a small reduction goes into one slot; and shorter ones are all overhead
 
 
