@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint conformance chaos bench clean
+.PHONY: help demo test lint conformance chaos bench bench-hosts clean
 
 help:
 	@echo "make demo         set up, train on two workers, show the result"
@@ -13,6 +13,7 @@ help:
 	@echo "make conformance  PyTorch's own tests: of DDP against our class, of collectives against shm (QUICK=1: ours only)"
 	@echo "make chaos        500 kills in every collective of shm (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
+	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lockstep needs Python 3.11 or newer; set PYTHON=...")'
@@ -34,6 +35,7 @@ test: lint
 conformance: $(READY)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
 	$(BIN)/python conformance/backend.py $(if $(QUICK),--quick)
+	$(BIN)/python conformance/run.py --quick --backend shm
 
 chaos: $(READY)
 	$(BIN)/python chaos/run.py $(if $(QUICK),--quick)
@@ -41,6 +43,9 @@ chaos: $(READY)
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
 	$(BIN)/lockstep bench comm $(if $(QUICK),--quick)
+
+bench-hosts: $(READY)
+	$(BIN)/lockstep bench hosts $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -12,23 +11,6 @@ from lockstep.comm.shm.device import DeviceCollectives
 from lockstep.comm.shm.reduce import Reduction
 
 AnyCollectives = Collectives | DeviceCollectives
-
-
-def first_tensor(args: Sequence[Any]) -> torch.Tensor:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg
-        if isinstance(arg, (list, tuple)) and arg:
-            return first_tensor(arg)
-    return torch.empty(0)
-
-
-def only(tensors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"{len(tensors)} tensors where one is expected")
-    return tensors[0]
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Work, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
+from lockstep.comm.flatten import first_of, only
 from lockstep.comm.shm import sparse
 from lockstep.comm.shm.collectives import Collectives
 from lockstep.comm.shm.device import DeviceCollectives, event_behind_queued
@@ -29,9 +30,7 @@ from lockstep.comm.shm.flat import (
     as_bytes,
     check_alike,
     cut,
-    first_tensor,
     flatten,
-    only,
     reduce_scatter,
     write_into,
 )
@@ -57,7 +56,7 @@ def _on_its_device(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: ShmGroup, *args: Any, **options: Any) -> Any:
         if self._others.may_exist:
-            other = self._others.for_device(first_tensor((*args, *options.values())).device)
+            other = self._others.for_device(first_of((*args, *options.values())).device)
             if other is not None:
                 return getattr(other, method.__name__)(*args, **options)
         return method(self, *args, **options)
