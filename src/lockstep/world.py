@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -219,6 +219,7 @@ def _adopt(asked: _Asked, deadline: float) -> World:
 
 
 def _join(place: Place, asked: _Asked, deadline: float) -> World:
+    asked = replace(asked, backend=_wished_backend(asked.backend, os.environ))
     host = socket.gethostname()
     where = f"{place.addr}:{place.port}" if place.size > 1 else "a store of its own"
     if _memory.store is None or _memory.place != place:
@@ -237,10 +238,7 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
         gpus = others.swap("gpu", _take_gpu(device, host))
         homes = others.swap("home", identify_host())
         choice = choose_backend(gpus, homes, linux=sys.platform == "linux")
-        wish = asked.backend or os.environ.get("LOCKSTEP_BACKEND", "").strip()
-        if wish:
-            choice = Choice(wish, "asked for")
-        backend = choice.backend
+        backend = asked.backend or choice.backend
     except BaseException:
         _memory.store = None  # whoever stays outside must not keep the port, or a second try could not have it
         raise
@@ -261,10 +259,21 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
             f"formed: {first_line}; check that the hosts reach each other and that backend={backend!r} is installed"
         ) from error
     _leave_at_exit()
-    if place.rank == 0 and place.size > 1 and not wish:
+    if place.rank == 0 and place.size > 1 and asked.backend is None:
         said = f"lockstep: {place.size} workers over {backend}: {choice.reason}"
         print(f"{said} (lockstep.init(backend=...) or LOCKSTEP_BACKEND changes it)", file=sys.stderr)
     return World(place.rank, place.size, local_rank, local_size, host, device, backend, place.source)
+
+
+def _wished_backend(asked: str | None, env: Mapping[str, str]) -> str | None:
+    """What the program asks for, or else LOCKSTEP_BACKEND; None if neither does."""
+    wish = asked or env.get("LOCKSTEP_BACKEND", "").strip() or None
+    known = dist.Backend.backend_list
+    for part in wish.split(",") if wish else ():
+        if part.rpartition(":")[2].lower() not in known:
+            source = f"backend={asked!r}" if asked else f"LOCKSTEP_BACKEND={wish!r}"
+            raise ValueError(f"{source}: torch knows no backend {part!r}; name one of {', '.join(known)}")
+    return wish
 
 
 def _introduce(others: Meeting, place: Place, host: str, backend: str | None) -> list[str]:
