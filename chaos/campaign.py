@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 
 import torch.distributed as dist
@@ -34,6 +35,15 @@ class Meeting:
             return Address(port=self._server.port)
         return Address(path=f"{self._path}-{name}")
 
+    def has_signed(self, rank: int) -> bool:
+        """Whether this worker has told at the store of the first group that it is there."""
+        if self._path is not None:
+            file = Path(self.address("first").path)
+            return file.exists() and f"process/{rank}".encode() in file.read_bytes()
+        assert self._server is not None
+        keys = getattr(self._server, "list_keys", list)()  # older torch has none, and the verdict is milder
+        return any(key.endswith(f"process/{rank}") for key in keys)
+
     def close(self) -> None:
         self._server = None
         if self._path is not None:
@@ -50,7 +60,8 @@ def run(case: Case, fleet: Fleet, *, backend: str) -> Result:
     result.pids = {rank: member.pid for rank, member in enumerate(members)}
     meeting = Meeting(case, fleet)
     try:
-        _strike(result, members, meeting, backend)
+        _strike(result, members, meeting, fleet, backend=backend)
+        result.signed = meeting.has_signed(case.victims[0])
         note = fleet.note(members[case.victims[0]])
         result.place, result.inside = _place(case, note.collective), bool(note.inside)
         _listen(result, members)
@@ -73,12 +84,15 @@ def _place(case: Case, collective: int) -> str:
     return "new_group" if case.event is Event.NEW_GROUP else "forming"
 
 
-def _strike(result: Result, members: Sequence[Member], meeting: Meeting, backend: str) -> None:
-    case = result.case
+def _strike(result: Result, members: Sequence[Member], meeting: Meeting, fleet: Fleet, *, backend: str) -> None:
+    case, end_s = result.case, time.monotonic() + FORM_S
     for rank, member in enumerate(members):
         member.send(Join(case, rank, meeting.address("first"), backend))
-    if case.event is not Event.FORMING:
-        end_s = time.monotonic() + FORM_S
+    if case.event is Event.FORMING:
+        first = members[case.victims[0]]
+        while not fleet.note(first).steps and not fleet.note(first).inside and time.monotonic() < end_s:
+            time.sleep(0.0002)
+    else:
         for member in members:
             member.receive(Formed, end_s)
     time.sleep(case.delay_s)

@@ -3,8 +3,9 @@
 Two to four real workers form a group and run collectives. One is killed (or two, or all; while the group is formed;
 with a child that lives on) or stopped. Every survivor must get `PeerLost` with the rank and the pid of the dead within
 one second, or at the deadline if the worker was merely stopped; must leave the group, hold no descriptor, thread or
-shared memory more than before, and form a new group with the other survivors. One that dies before it has joined cannot
-be known to be dead: it must be named at the deadline. Those are counted apart, as "missed".
+shared memory more than before, and form a new group with the other survivors. One that dies in init_process_group
+before it has told the others that it is there (its first act) cannot be known to be dead: it must be named at the
+deadline. Those are counted apart, as "missed".
 
     python chaos/run.py                                500 kills, and a stop after every 25
     python chaos/run.py --quick                        at most 5 minutes

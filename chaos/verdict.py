@@ -36,6 +36,7 @@ class Result:
     case: Case
     place: str = ""  # where the first victim was
     inside: bool = False  # in the middle of the call
+    signed: bool = False  # the first victim had told that it was there, so its death can be seen
     strikes: dict[int, float] = field(default_factory=dict)  # rank -> when its signal was sent
     pids: dict[int, int] = field(default_factory=dict)
     told: dict[int, Told] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Result:
         return {r: t.raised_s - start_s for r, t in self.told.items()}
 
     def missed_at_deadline(self, rank: int) -> bool:
-        """It was told no sooner than a worker can be that waits for one who never joined."""
+        """It was told no sooner than a worker can be that waits for one who never came."""
         told = self.told[rank]
         forming = self.case.deadline_counts and told.where in ("forming", "new_group")
         return forming and told.raised_s >= told.entered_s + self.case.timeout_s - CLOCK_S
@@ -89,10 +90,11 @@ def _names(told: Told, pid: int) -> bool:
 
 
 def _missed_a_stranger(result: Result, rank: int) -> bool:
-    """Whoever died before it had joined cannot be known to be dead. At the deadline any error of ours may name it."""
+    """Whoever died before it had signed cannot be known to be dead. At the deadline any error of ours may name it."""
+    if result.signed:
+        return False
     told, timeout_s = result.told[rank], result.case.timeout_s
     in_time = told.raised_s <= told.entered_s + timeout_s + NOTICE_S
-    # These words mean that not even its card was in the store; who has seen that can see the death, and must.
     names_it = "has not come" in told.text and any(f"rank {victim}" in told.text for victim in result.case.victims)
     return result.missed_at_deadline(rank) and in_time and told.ours and names_it
 
@@ -147,7 +149,8 @@ def summary(results: Sequence[Result]) -> str:
     lines = ["events: " + ", ".join(f"{event} {count}" for event, count in events.most_common())]
     if missed:
         lines += [
-            f"missed: {missed} survivors waited for one that died before it had joined; they named it at the deadline"
+            f"missed: {missed} survivors waited for one that died before it had told anybody of itself; "
+            "they named it at the deadline"
         ]
     return "\n".join(lines)
 

@@ -154,8 +154,9 @@ class Worker:
     def _take_part(self, join: Join) -> None:
         self._note = Note()
         try:
+            store = join.address.open(STORE_S)
             with self._inside("forming"):
-                _init(join)
+                _init(join, store)
                 seat = collectives.Seat(join.rank, join.case.workers, timedelta(seconds=join.case.timeout_s))
                 if join.case.collective in ("subgroup", MIXED):
                     collectives.make_halves(seat)
@@ -247,10 +248,10 @@ class Worker:
         return Reformed(problem, self._leftovers())
 
 
-def _init(join: Join) -> None:
+def _init(join: Join, store: dist.Store) -> None:
     dist.init_process_group(
         join.backend,
-        store=join.address.open(STORE_S),
+        store=store,
         rank=join.rank,
         world_size=join.case.workers,
         timeout=timedelta(seconds=join.case.timeout_s),

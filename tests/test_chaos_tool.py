@@ -58,7 +58,7 @@ def told(**changes: object) -> Told:
     return Told(**(said | times | changes))  # type: ignore[arg-type]
 
 
-def faults(said: Told, **changes: object) -> list[Fault]:
+def faults(said: Told, *, signed: bool = False, **changes: object) -> list[Fault]:
     case = Case(
         seed=0,
         number=0,
@@ -73,7 +73,8 @@ def faults(said: Told, **changes: object) -> list[Fault]:
         timeout_s=3.0,
         continued=False,
     )
-    result = Result(replace(case, **changes), strikes={1: KILLED_S}, pids=PIDS, told={0: said})  # type: ignore[arg-type]
+    case = replace(case, **changes)  # type: ignore[arg-type]
+    result = Result(case, signed=signed, strikes={1: KILLED_S}, pids=PIDS, told={0: said})
     return [finding.fault for finding in judge(result)]
 
 
@@ -110,7 +111,7 @@ def test_a_stopped_worker_is_named_at_the_deadline() -> None:
         assert faults(told(raised_s=KILLED_S + raised_s), event=Event.STOP) == expected
 
 
-def test_one_that_died_before_it_joined_may_be_missed_at_the_deadline_by_any_error_that_names_it() -> None:
+def test_one_that_died_before_it_signed_may_be_missed_at_the_deadline_by_any_error_that_names_it() -> None:
     missed = told(
         where="forming",
         peer_lost=False,
@@ -126,6 +127,8 @@ def test_one_that_died_before_it_joined_may_be_missed_at_the_deadline_by_any_err
     assert faults(replace(missed, raised_s=KILLED_S + 4.1), event=Event.FORMING) == [Fault.NOT_TOLD]
     assert faults(replace(missed, raised_s=KILLED_S + 1.5), event=Event.FORMING) == [Fault.NOT_TOLD]
     assert faults(missed, event=Event.KILL) == [Fault.NOT_TOLD]
+    assert faults(missed, event=Event.NEW_GROUP) == [Fault.NOT_TOLD]
+    assert faults(missed, event=Event.FORMING, signed=True) == [Fault.NOT_TOLD]
 
 
 def test_the_table_counts() -> None:

@@ -31,7 +31,9 @@ from lockstep.elastic.verdict import (
     last_words,
 )
 
-DEADLINE_S = 40.0
+# These do not say how fast the launcher is: on a machine that has much else to do, Python alone takes seconds to start.
+DEADLINE_S = 100.0
+SOON_S = 30.0  # less than what the workers would sleep
 LAUNCHER = (sys.executable, "-m", "lockstep")
 
 
@@ -56,7 +58,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], object], what: str, *, within_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, *, within_s: float = SOON_S) -> None:
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, f"waited {within_s} s for {what}"
@@ -67,7 +69,7 @@ def wait_for(condition: Callable[[], object], what: str, *, within_s: float = 10
 def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     yield
     try:
-        wait_for(lambda: not processes_of(tmp_path), "all processes of the test to be gone", within_s=5)
+        wait_for(lambda: not processes_of(tmp_path), "all processes of the test to be gone")
     finally:
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGKILL)
@@ -229,7 +231,7 @@ def test_the_demo(tmp_path: Path) -> None:
         env=outer_env(TMPDIR=str(tmp_path)),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "[rank 0] identical, to the last bit" in done.stdout.splitlines()
@@ -318,7 +320,7 @@ def test_a_worker_that_dies_of_a_signal(stage: Stage, sign: signal.Signals) -> N
     assert done.returncode == 128 + sign
     assert f"rank 1 of 2 failed first: killed by {sign.name}" in done.stderr
     assert done.stderr.endswith("[rank 1] last line\n")
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < SOON_S
 
 
 def test_peers_that_do_not_obey_are_killed_after_the_grace(stage: Stage) -> None:
@@ -330,7 +332,7 @@ def test_peers_that_do_not_obey_are_killed_after_the_grace(stage: Stage) -> None
         "while not os.path.exists('deaf'): time.sleep(0.01)\n"
         "sys.exit(3)\n"
     )
-    done = stage.run("-n", "2", "--grace-s", "0.5", script)
+    done = stage.run("-n", "2", "--grace-s", "2", script)
     assert done.returncode == 3
     assert "[rank 0] no\n" in done.stdout
     assert done.stderr.splitlines()[-1] == "lockstep: rank 1 said nothing"
@@ -346,14 +348,14 @@ def test_what_a_worker_started_ends_with_the_run(stage: Stage) -> None:
     begin_s = time.monotonic()
     done = stage.run("-n", "1", "--grace-s", "0.5", script)
     assert done.returncode == 0
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < SOON_S
     assert not processes_of(stage.folder)
 
 
 def test_a_child_that_never_stops_writing_does_not_keep_the_launcher(stage: Stage) -> None:
     """It leaves the worker's process group, so that it is not ours to end; but the run must be over."""
     script = stage.script(
-        "subprocess.Popen(['timeout', '20', 'yes', 'still here'], start_new_session=True)\ntime.sleep(0.2)\n"
+        "subprocess.Popen(['timeout', '60', 'yes', 'still here'], start_new_session=True)\ntime.sleep(0.2)\n"
     )
     begin_s = time.monotonic()
     launcher = subprocess.run(
@@ -364,7 +366,7 @@ def test_a_child_that_never_stops_writing_does_not_keep_the_launcher(stage: Stag
         timeout=DEADLINE_S,
     )
     assert launcher.returncode == 0
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < SOON_S
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
@@ -522,7 +524,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(stage: Stage, kill: Callable[
     assert len(processes_of(stage.folder)) == 6  # launcher, guardian, two workers, two children
     kill(launcher.pid, signal.SIGKILL)
     launcher.communicate(timeout=DEADLINE_S)
-    wait_for(lambda: not processes_of(stage.folder), "workers and their children to be gone", within_s=5)
+    wait_for(lambda: not processes_of(stage.folder), "workers and their children to be gone")
 
 
 def test_workers_do_not_outlive_launcher_and_guardian(stage: Stage) -> None:
@@ -536,7 +538,7 @@ def test_workers_do_not_outlive_launcher_and_guardian(stage: Stage) -> None:
     os.kill(guardian, signal.SIGKILL)
     launcher.kill()
     launcher.wait(timeout=DEADLINE_S)
-    wait_for(lambda: not workers & set(processes_of(stage.folder)), "workers to be gone", within_s=5)
+    wait_for(lambda: not workers & set(processes_of(stage.folder)), "workers to be gone")
     for _, child in families:
         os.kill(child, signal.SIGKILL)
     launcher.communicate(timeout=DEADLINE_S)

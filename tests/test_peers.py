@@ -85,7 +85,7 @@ def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, w
     other = subprocess.Popen(command, env=environment | {"RANK": "1", "LOCAL_RANK": "1"}, stdout=quiet, stderr=quiet)
     try:
         done = subprocess.run(
-            command, env=environment | {"RANK": "0", "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=60
+            command, env=environment | {"RANK": "0", "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=110
         )
     finally:
         other.kill()

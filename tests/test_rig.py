@@ -20,6 +20,7 @@ from lockstep.measure.collectives import Case, Op
 from lockstep.measure.rig import Rig, RigError, refuse_where_impossible, sent_bytes
 
 MIB = 2**20
+START_S = 90.0  # for six processes that import torch, on a machine that has much else to do
 
 
 def can_make_hosts() -> bool:
@@ -51,7 +52,7 @@ def holders() -> set[int]:
 
 
 def wait_until_only(before: set[int]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while holders() - before and time.monotonic() < end:
         time.sleep(0.05)
     assert not holders() - before
@@ -110,10 +111,11 @@ def test_hosts_reach_each_other_over_links_that_count():
 
 
 @needs_root
+@pytest.mark.timeout(240)
 def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
     before, found = holders(), tmp_path / "found.json"
     process = bench("--sizes", "4MiB", "--ops", "all-reduce,broadcast", "--rounds", "2", "--json", str(found))
-    table, progress = process.communicate(timeout=90)
+    table, progress = process.communicate(timeout=200)
     assert process.returncode == 0, progress
     assert "by plan" in table
     all_reduce, broadcast = json.loads(found.read_text())["cases"]
@@ -125,16 +127,18 @@ def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
 
 
 @needs_root
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_is_ended(number):
     before = holders()
     process = bench("--quick", "--rounds", "1000")
     try:
-        end = time.monotonic() + 30
-        while len(holders() - before) < 5 and time.monotonic() < end:
-            time.sleep(0.05)  # three namespaces are held, and workers have entered theirs
+        end = time.monotonic() + START_S
+        while len(holders() - before) < 5:  # three namespaces are held, and workers have entered theirs
+            assert time.monotonic() < end, f"not under way after {START_S} s"
+            time.sleep(0.05)
         process.send_signal(number)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
         assert process.returncode == (130 if number == signal.SIGINT else -number)
     finally:
         process.kill()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import multiprocessing as mp
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,14 +15,17 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import crew  # noqa: F401  (its fork server has torch loaded already)
+import lockstep
+from lockstep import world
 from lockstep.comm.shm import ShmGroup
+from lockstep.comm.shm import group as group_module
 from lockstep.errors import PeerLost
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
@@ -141,6 +146,149 @@ def test_a_worker_killed_while_the_group_is_formed_is_named_though_another_is_mi
     assert (rank, named_pid) == (1, pid)
     assert f"rank 1 (pid {pid})" in text
     assert raised_s - died_s < 1
+
+
+# ------------------------------------------------------------------------------------------------ killed on the way
+
+AT_ONCE_S = 3  # for a machine that is busy; the deadlines of the groups are far behind
+
+
+class Caught(NamedTuple):
+    rank: int | None
+    pid: int | None
+    text: str
+    raised_s: float
+
+
+def lost_in(action: Callable[[], Any]) -> Caught:
+    try:
+        action()
+    except PeerLost as error:
+        return Caught(error.rank, error.pid, str(error), time.monotonic())
+    raise AssertionError("nobody was lost")
+
+
+def check_named(caught: Caught, victim: int, folder: Path) -> None:
+    pid, died_s = event(folder)
+    assert (caught.rank, caught.pid) == (victim, pid)
+    assert f"rank {victim} (pid {pid})" in caught.text
+    assert 0 < caught.raised_s - died_s < AT_ONCE_S
+
+
+def shm_world(rank: int, size: int, folder: Path) -> Any:
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=40))
+    return dist.distributed_c10d._get_default_group()
+
+
+def wait_for(file: Path, within_s: float = 30) -> None:
+    end_s = time.monotonic() + within_s
+    while not file.exists():
+        assert time.monotonic() < end_s, f"{file.name} did not come"
+        time.sleep(0.01)
+
+
+def killed_in_lockstep_init(rank: int, size: int, folder: Path) -> Any:
+    victim, moment, port = (folder / "plan").read_text().split()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    def die_in_my_turn(*args: Any, **options: Any) -> None:
+        time.sleep(0.3)  # the others wait by now
+        die(folder)
+
+    if rank == int(victim):
+        # In `moment` it has shown its card, and not yet begun with the group.
+        module: Any = {"_take_gpu": world, "init_process_group": dist}[moment]
+        setattr(module, moment, die_in_my_turn)
+    return lost_in(lambda: lockstep.init(backend="shm", join_timeout_s=40, timeout_s=40))
+
+
+@pytest.mark.parametrize("moment", ["_take_gpu", "init_process_group"])
+@pytest.mark.parametrize("victim", [0, 1])  # rank 0 keeps the store
+def test_a_worker_killed_between_its_card_and_the_group_is_named_at_once(
+    tmp_path: Path, victim: int, moment: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "plan").write_text(f"{victim} {moment} {port}")
+    results = run(killed_in_lockstep_init, 3, tmp_path, gone={victim})
+    for caught in (results[rank] for rank in range(3) if rank != victim):
+        check_named(caught, victim, tmp_path)
+
+
+def killed_before_it_has_memory(rank: int, size: int, folder: Path) -> Any:
+    if rank == 1:
+        group_module.create_segment = lambda: die(folder)  # type: ignore[assignment,return-value]
+    if rank == 2:
+        wait_for(folder / "second")  # by now two are dead, and the lower rank is not the cause
+    caught = lost_in(lambda: shm_world(rank, size, folder))
+    if rank == 0:
+        (folder / "caught").write_text(repr(tuple(caught)))
+        (folder / "second").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught
+
+
+def test_a_worker_killed_as_it_begins_to_join_is_named_also_by_who_comes_late(tmp_path: Path) -> None:
+    late = run(killed_before_it_has_memory, 3, tmp_path, gone={0, 1})[2]
+    prompt = Caught(*ast.literal_eval((tmp_path / "caught").read_text()))
+    check_named(prompt, 1, tmp_path)
+    assert (late.rank, late.pid, late.text) == (1, prompt.pid, prompt.text)
+
+
+def killed_before_new_group(rank: int, size: int, folder: Path) -> Any:
+    shm_world(rank, size, folder)
+    if rank == 2:
+        time.sleep(0.3)
+        die(folder)
+    if rank == 0:
+        dist.new_group([1, 2, 3])  # is not in it, so need not wait
+        wait_for(folder / "third")  # by now two are dead, and the lower rank is not the cause
+        return lost_in(dist.barrier)
+    caught = lost_in(lambda: dist.new_group([1, 2, 3], timeout=timedelta(seconds=40)))
+    if rank == 1:
+        (folder / "caught").write_text(repr(tuple(caught)))
+        (folder / "third").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught
+
+
+def test_a_worker_killed_before_it_joins_a_subgroup_is_named_at_once_by_its_global_rank(tmp_path: Path) -> None:
+    in_the_whole, _, _, in_the_part = run(killed_before_new_group, 4, tmp_path, gone={1, 2})
+    for caught in (in_the_part, Caught(*ast.literal_eval((tmp_path / "caught").read_text()))):
+        check_named(caught, 2, tmp_path)
+    assert (in_the_whole.rank, in_the_whole.pid) == (2, in_the_part.pid)
+
+
+def ends_because_of_another(rank: int, size: int, folder: Path) -> Any:
+    shm_world(rank, size, folder)
+    if rank == 1:
+        time.sleep(0.3)
+        die(folder)
+    if rank == 2:
+        lost_in(dist.barrier)
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Rank 1 has nothing to do with this group, but is the reason why rank 2 does not come to it.
+    return lost_in(lambda: dist.new_group([0, 2], use_local_synchronization=True, timeout=timedelta(seconds=40)))
+
+
+def test_who_ended_because_of_another_is_not_to_blame_for_a_subgroup_that_failed(tmp_path: Path) -> None:
+    check_named(run(ends_because_of_another, 3, tmp_path, gone={1, 2})[0], 1, tmp_path)
+
+
+def goes_on_without(rank: int, size: int, folder: Path) -> Any:
+    shm_world(rank, size, folder)
+    if rank == 1:
+        die(folder)
+    lost_in(dist.barrier)
+    group: Any = dist.new_group([0, 2], use_local_synchronization=True, timeout=timedelta(seconds=20))
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=group)
+    return tensor.sum().item()
+
+
+def test_survivors_form_a_subgroup_though_the_group_of_all_has_a_dead_member(tmp_path: Path) -> None:
+    assert run(goes_on_without, 3, tmp_path, gone={1}) == [20, None, 20]
 
 
 # ------------------------------------------------------------------------------------------------- silent, or leaving

@@ -345,8 +345,9 @@ class Told:
 
 
 def introduce(**other: Any) -> list[str]:
-    me = {"host": "here", "pid": os.getpid(), "size": 2, "backend": None}
-    they = {"host": "there", "pid": 5, "size": 2, "backend": None}
+    process = {"process": {"pid": 5, "started": "", "space": ""}}
+    me = {"host": "here", "pid": os.getpid(), "size": 2, "backend": None} | process
+    they = {"host": "there", "pid": 5, "size": 2, "backend": None} | process
     told = Told([me | other.pop("me", {}), they | other])
     meeting = Meeting(told, 0, 2, "nowhere", time.monotonic() + 1)  # type: ignore[arg-type]
     return _introduce(meeting, Place(0, 2, "test"), "here", None)

@@ -12,19 +12,46 @@ from typing import TYPE_CHECKING, Any
 from lockstep.arrival import register_backends
 
 if TYPE_CHECKING:
-    from lockstep.errors import Desync, LockstepError, PeerLost, ReplicaMismatch, WorldError
+    from lockstep.data.order import ByLength, InOrder, Shuffled
+    from lockstep.errors import (
+        CheckpointError,
+        Desync,
+        Divergence,
+        LockstepError,
+        NonFinite,
+        PeerLost,
+        ReplicaMismatch,
+        UnevenData,
+        WorldError,
+    )
+    from lockstep.replicate.batchnorm import SyncBatchNorm
     from lockstep.replicate.ddp import DistributedDataParallel
     from lockstep.replicate.install import install
+    from lockstep.train.optim import LAMB, LARS
+    from lockstep.train.run import Run
+    from lockstep.train.schedule import Scaling
     from lockstep.world import World, init
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "ByLength": "lockstep.data.order",
+    "CheckpointError": "lockstep.errors",
     "Desync": "lockstep.errors",
     "DistributedDataParallel": "lockstep.replicate.ddp",
+    "Divergence": "lockstep.errors",
+    "InOrder": "lockstep.data.order",
+    "LAMB": "lockstep.train.optim",
+    "LARS": "lockstep.train.optim",
     "LockstepError": "lockstep.errors",
+    "NonFinite": "lockstep.errors",
     "PeerLost": "lockstep.errors",
     "ReplicaMismatch": "lockstep.errors",
+    "Run": "lockstep.train.run",
+    "Scaling": "lockstep.train.schedule",
+    "Shuffled": "lockstep.data.order",
+    "SyncBatchNorm": "lockstep.replicate.batchnorm",
+    "UnevenData": "lockstep.errors",
     "World": "lockstep.world",
     "WorldError": "lockstep.errors",
     "init": "lockstep.world",
@@ -32,11 +59,23 @@ _HOME = {
 }
 
 __all__ = [
+    "LAMB",
+    "LARS",
+    "ByLength",
+    "CheckpointError",
     "Desync",
     "DistributedDataParallel",
+    "Divergence",
+    "InOrder",
     "LockstepError",
+    "NonFinite",
     "PeerLost",
     "ReplicaMismatch",
+    "Run",
+    "Scaling",
+    "Shuffled",
+    "SyncBatchNorm",
+    "UnevenData",
     "World",
     "WorldError",
     "init",

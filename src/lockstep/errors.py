@@ -29,3 +29,19 @@ class PeerLost(LockstepError):
     def __init__(self, message: str, *, rank: int | None = None, pid: int | None = None) -> None:
         super().__init__(message)
         self.rank, self.pid = rank, pid
+
+
+class NonFinite(LockstepError):
+    """A loss or a gradient is infinite or not a number."""
+
+
+class Divergence(LockstepError):
+    """Replicas that must be equal are not, or the same computation gave two results."""
+
+
+class UnevenData(LockstepError):
+    """Some workers have run out of data, and others have not."""
+
+
+class CheckpointError(LockstepError):
+    """What was saved cannot be read, or belongs to another run."""

@@ -5,47 +5,66 @@ It knows addresses and ranks, not where they come from (`world.detect`) nor what
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from ipaddress import ip_address
 from threading import Thread
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import WorldError
+from lockstep.vigil import Process, Vigil
 
 # A store answers in milliseconds. Whoever accepts our connection and then says nothing for this long is no store.
 HANDSHAKE_S = 30.0
 
 
-@dataclass(frozen=True)
 class Meeting:
     """Everybody at one store, and the moment (of `time.monotonic`) after which we stop waiting for them."""
 
-    store: Store
-    rank: int
-    size: int
-    where: str
-    deadline: float
+    def __init__(self, store: Store, rank: int, size: int, where: str, deadline: float) -> None:
+        self.store, self.rank, self.size, self.where, self.deadline = store, rank, size, where, deadline
+        self.processes: dict[int, Process] = {}
+        self._vigil = Vigil(store, during=f"{size} workers met at {where}")
+
+    def introduce(self, card: dict[str, Any]) -> list[dict[str, Any]]:
+        """The first swap: what each tells of itself. Whoever dies after it is named at once by those who wait here."""
+        cards = []
+        mine = card | {"process": asdict(self._vigil.me)}
+        for rank, text in enumerate(self._hear("card", json.dumps(mine))):
+            cards.append(json.loads(text))
+            self.processes[rank] = process = Process(**cards[-1].pop("process"))
+            if rank != self.rank:
+                self._vigil.watch(rank, process)
+        return cards
 
     def swap(self, topic: str, mine: str) -> list[str]:
-        """Tell the others, and return what each rank told. Polls: a wait inside the store logs a page when it ends."""
+        """Tell the others, and return what each rank told."""
+        return list(self._hear(topic, mine))
+
+    def _hear(self, topic: str, mine: str) -> Iterator[str]:
+        """Polls: a wait inside the store logs a page when it ends."""
         pause_s = 0.002
         try:
             self.store.set(f"{topic}/{self.rank}", mine)
             for rank in range(self.size):
                 while not self.store.check([f"{topic}/{rank}"]):
+                    self._vigil.look()
                     if time.monotonic() > self.deadline:
                         raise self._missing(topic)
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, 0.25)
-            return [self.store.get(f"{topic}/{rank}").decode() for rank in range(self.size)]
+                yield self.store.get(f"{topic}/{rank}").decode()
         except DistError as error:
+            self._vigil.look_closely()  # perhaps whoever keeps the store has just died
             raise WorldError(
                 f"rank {self.rank} of {self.size} lost the store at {self.where} while joining: whoever keeps it "
                 "(rank 0, or torchrun) went away; look at the first error in its output"

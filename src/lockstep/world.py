@@ -8,7 +8,6 @@ the same way, with a store of its own, so that nothing that comes after has to a
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import socket
@@ -24,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from lockstep import meeting
-from lockstep.errors import WorldError
+from lockstep.errors import PeerLost, WorldError
 from lockstep.meeting import Meeting
 from lockstep.place import Place, detect, identify_host, read_number
+from lockstep.vigil import Introduced
 
 JOIN_TIMEOUT_S = 300.0
 LAST_TENSORS_S = 0.05
@@ -251,7 +251,10 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
             world_size=place.size,
             timeout=None if asked.timeout_s is None else timedelta(seconds=asked.timeout_s),
             device_id=device if backend == "nccl" else None,
+            pg_options=Introduced(others.processes) if backend == "shm" else None,
         )
+    except PeerLost:
+        raise
     except (RuntimeError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise WorldError(
@@ -279,7 +282,7 @@ def _wished_backend(asked: str | None, env: Mapping[str, str]) -> str | None:
 def _introduce(others: Meeting, place: Place, host: str, backend: str | None) -> list[str]:
     """Everybody tells who they are; everybody checks that the stories agree. Returns the host of each rank."""
     me = {"host": host, "pid": os.getpid(), "size": place.size, "backend": backend}
-    cards = [json.loads(text) for text in others.swap("card", json.dumps(me))]
+    cards = others.introduce(me)
     for rank, card in enumerate(cards):
         who = f"rank {rank} (process {card['pid']} on {card['host']})"
         if card["size"] != place.size:

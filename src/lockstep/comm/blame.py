@@ -17,6 +17,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from lockstep.errors import PeerLost
+from lockstep.vigil import read_stat
 
 PATIENCE_S = 0.3
 LOOK_S = 0.01
@@ -76,7 +77,6 @@ def soon(ask: Callable[[], Answer]) -> Answer | None:
 def is_gone(pid: int) -> bool:
     """Dead or stopped. For processes of this host."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZXTt"
+        return read_stat(pid).state in "ZXTt"
     except OSError:
         return True

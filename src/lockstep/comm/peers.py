@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lockstep.errors import Desync, LockstepError, PeerLost
+from lockstep.vigil import read_stat
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +281,6 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         return True
     try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] not in "ZX"  # dead, though nobody has collected it yet
+        return read_stat(pid).state not in "ZX"  # dead, though nobody has collected it yet
     except OSError:
         return True

@@ -1,4 +1,4 @@
-"""Our backends, made known to torch.distributed."""
+"""Our backends, made known to torch.distributed. Loaded with it, so all else is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,22 @@ def is_ours(group: dist.ProcessGroup) -> bool:
 
 
 def _create_shm(made: Any, options: Any) -> dist.ProcessGroup:
-    from lockstep.comm.shm import ShmGroup
+    """A subgroup knows the processes of its members from the default group, if that is ours."""
+    from lockstep.comm.roll import NOBODY, Roll
+    from lockstep.errors import PeerLost
+    from lockstep.vigil import Introduced
 
-    ranks = made.global_ranks_in_group
-    return ShmGroup(made.store, made.group_rank, made.group_size, made.timeout, global_ranks=ranks)
+    ranks = made.global_ranks_in_group or range(made.group_size)
+    whole: Any = dist.group.WORLD if made.global_ranks_in_group else None
+    known = options.processes if isinstance(options, Introduced) else getattr(whole, "processes", NOBODY)
+    try:
+        roll = Roll(made.store, made.group_rank, ranks, known)
+
+        from lockstep.comm.shm import ShmGroup  # takes its time, so we sign before
+
+        return ShmGroup(made.store, made.group_rank, made.group_size, made.timeout, roll=roll)
+    except PeerLost as error:
+        raise (whole.mourn(error) if hasattr(whole, "mourn") else error) from None
 
 
 def _create_hierarchy(made: Any, options: Any) -> dist.ProcessGroup:

@@ -5,7 +5,6 @@ An arm is named by its class and, after an @, the backend of its process group: 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.measure.models import OPTIMIZERS, Batch, Workload, loss_of
+from lockstep.measure.models import OPTIMIZERS, Batch, Workload, digest_of, loss_of
+from lockstep.measure.run_arm import EXACT, FAST, RunArm
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
 OURS_ON_SHM = "lockstep@shm"
@@ -81,8 +81,10 @@ class Arm:
         return tuple(int(size) for size in str(sizes).split(","))
 
     def digest(self) -> str:
-        """Of all parameters, bit for bit."""
-        sha = hashlib.sha256()
-        for parameter in self.model.parameters():
-            sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        return sha.hexdigest()
+        return digest_of(self.model)
+
+
+def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> Arm | RunArm:
+    if name.partition("@")[0] in (EXACT, FAST):
+        return RunArm(name, workload, device, group=group)
+    return Arm(name, workload, device, group=group)

@@ -1,6 +1,7 @@
 """`lockstep bench`: speed, always with a peer beside it in the same run.
 
     lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
+    lockstep bench exact      step time with the same bits on any number of workers, beside the fastest there is
     lockstep bench wrapper    what the wrapper costs on one device, in time and memory
     lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
     lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import LockstepError
-from lockstep.measure import bench_comm, bench_hosts, bench_step, bench_wrapper, plot
+from lockstep.measure import bench_comm, bench_exact, bench_hosts, bench_step, bench_wrapper, plot
 from lockstep.measure.arms import DEFAULT_ARMS, NONE, STEP_ARMS, check_backend, load_wrapper
 from lockstep.measure.collectives import Op, parse_size
 from lockstep.measure.models import DEFAULT_MODELS, WORKLOADS
@@ -44,21 +45,28 @@ def main(argv: list[str]) -> int:
 
 
 def run_step(arguments: argparse.Namespace) -> int:
+    return bench_step.run(step_settings(arguments, arms=arguments.arms), arguments.json)
+
+
+def run_exact(arguments: argparse.Namespace) -> int:
+    return bench_exact.run(step_settings(arguments, arms=()), arguments.backends, arguments.json)
+
+
+def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> bench_step.Settings:
     plan = Plan(
         warmup=3,
         rounds=arguments.rounds or (7 if arguments.quick else 21),
         steps=arguments.steps or (3 if arguments.quick else 5),
     )
-    settings = bench_step.Settings(
+    return bench_step.Settings(
         models=arguments.models,
-        arms=arguments.arms,
+        arms=arms,
         workers=arguments.workers,
         threads=arguments.threads,
         device=arguments.device or "cpu",
         plan=plan,
         wait_s=arguments.timeout_s,
     )
-    return bench_step.run(settings, arguments.json)
 
 
 def run_wrapper(arguments: argparse.Namespace) -> int:
@@ -100,15 +108,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="step | wrapper | comm | hosts")
+    commands = parser.add_subparsers(required=True, metavar="step | exact | wrapper | comm | hosts")
     step = commands.add_parser("step", help="step time on several workers: no communication, torch DDP, ours")
     step.set_defaults(run=run_step)
-    step.add_argument("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
-    step.add_argument("--threads", type=positive, default=1, metavar="N", help="threads of each worker (default 1)")
-    step.add_argument(
-        "--models", type=model_names, default=",".join(DEFAULT_MODELS), metavar="NAMES",
-        help=f"of {', '.join(WORKLOADS)}, with commas (default {','.join(DEFAULT_MODELS)})",
-    )  # fmt: skip
+    exact = commands.add_parser("exact", help="step time of Run: exact, fast, and our DistributedDataParallel")
+    exact.set_defaults(run=run_exact, plot=None)
+    exact.add_argument(
+        "--backends", type=backend_names, default="shm,gloo", metavar="NAMES", help="with commas (default shm,gloo)"
+    )
+    for command, models in ((step, DEFAULT_MODELS), (exact, ("mlp", "gpt"))):
+        command.add_argument("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
+        command.add_argument("--threads", type=positive, default=1, metavar="N", help="of each worker (default 1)")
+        command.add_argument(
+            "--models", type=model_names, default=",".join(models), metavar="NAMES",
+            help=f"of {', '.join(WORKLOADS)}, with commas (default {','.join(models)})",
+        )  # fmt: skip
     wrapper = commands.add_parser("wrapper", help="time and memory the wrapper costs on one device, world size 1")
     wrapper.set_defaults(run=run_wrapper)
     wrapper.add_argument(
@@ -132,12 +146,13 @@ def make_parser() -> argparse.ArgumentParser:
             "--arms", type=arm_names, default=",".join(arms), metavar="NAMES",
             help=f"with commas (default {','.join(arms)}); a class with its dotted name, class@backend for a backend",
         )  # fmt: skip
+    for command in (step, exact, wrapper):
         command.add_argument("--steps", type=positive, metavar="N", help="steps of each arm in a round")
-    for command in (step, comm):
+    for command in (step, exact, comm):
         command.add_argument(
             "--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)"
         )
-    for command in (step, wrapper, comm):
+    for command in (step, exact, wrapper, comm):
         command.add_argument("--device", choices=("cpu", "cuda"))
         command.add_argument("--rounds", type=positive, metavar="N", help="default 21, or 7 with --quick")
         command.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -170,6 +185,10 @@ def batch_names(text: str) -> tuple[str, ...]:
 
 def model_names(text: str) -> tuple[str, ...]:
     return distinct(text, allowed=WORKLOADS)
+
+
+def backend_names(text: str) -> tuple[str, ...]:
+    return distinct(text, allowed=["shm", "gloo"])
 
 
 def op_names(text: str) -> tuple[Op, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.measure.arms import NONE, TORCH, Arm, backend_of
+from lockstep.measure.arms import NONE, TORCH, backend_of, make_arm
 from lockstep.measure.models import WORKLOADS, Workload, count_parameters
 from lockstep.measure.rounds import (
     Conduct,
@@ -103,7 +103,7 @@ def measure_model(name: str, arm_name: str, settings: Settings, device: torch.de
     workload: Workload = WORKLOADS[name]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank(tell.group))).to(device)
     tell(f"{name}: warming up")
-    arm = Arm(arm_name, workload, device, group=tell.group)
+    arm = make_arm(arm_name, workload, device, group=tell.group)
     for turn in settings.arms:  # one after the other, as later
         dist.barrier()
         for _ in range(settings.plan.warmup if turn == arm_name else 0):  # then the buckets are what they will be
@@ -171,8 +171,13 @@ def name_of(rank: int, settings: Settings) -> str:
     return f"worker {rank_in_arm} of {settings.arms[arm]}"
 
 
+def times_of(workers: list[WorkerTimes]) -> dict[str, list[float]]:
+    """Of every turn, round by round."""
+    return slowest([worker.times_ms for worker in workers])
+
+
 def figures(workers: list[WorkerTimes]) -> dict[str, ArmFigures]:
-    times = slowest([worker.times_ms for worker in workers])
+    times = times_of(workers)
     of_arm: dict[str, list[WorkerTimes]] = {}
     for worker in workers:
         of_arm.setdefault(worker.arm, []).append(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -43,6 +44,14 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of all parameters, bit for bit."""
+    sha = hashlib.sha256()
+    for parameter in model.parameters():
+        sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------ models

@@ -215,7 +215,7 @@ class Bucket:
             if self._plain:
                 pieces = torch._C._nn.unflatten_dense_tensors(flat, self.parameters)
             else:
-                pieces = [_piece(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True)]
+                pieces = [piece_of(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True)]
         # .data: aliases of the memory, but no views to autograd, so that a user may detach_() his gradient.
         return [piece.data for piece in pieces]
 
@@ -406,7 +406,8 @@ class Bucket:
         return self.cut(result)
 
 
-def _piece(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+def piece_of(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    """Where `parameter`'s gradient lies in a flat buffer, laid out as autograd would."""
     # Autograd makes gradients with the strides of a dense parameter, and row by row for any other.
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)

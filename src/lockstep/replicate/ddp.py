@@ -27,6 +27,7 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from lockstep.replicate import replica
+from lockstep.replicate.batchnorm import needs_gpu
 from lockstep.replicate.bucket import Caps
 from lockstep.replicate.delayed import DelayedReduce
 from lockstep.replicate.graph import find_tensors, profiled
@@ -280,7 +281,7 @@ class DistributedDataParallel(TorchDDP):
         if static_graph:
             self.logger._set_static_graph()
         self.reducer.set_logger(self.logger)
-        if sync_bn and self.device_type == "cpu":
+        if self.device_type == "cpu" and needs_gpu(self.module):
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
     def _log_and_throw(self, kind: type[Exception], message: str) -> NoReturn:

@@ -11,8 +11,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import Work, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from lockstep.comm.flatten import first_of, only
+from lockstep.comm.roll import Roll
 from lockstep.comm.shm import sparse
 from lockstep.comm.shm.collectives import Collectives
 from lockstep.comm.shm.device import DeviceCollectives, event_behind_queued
@@ -72,27 +74,42 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     """Workers on one host that talk through shared memory."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, *, global_ranks: Sequence[int] = ()
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        global_ranks: Sequence[int] = (),
+        roll: Roll | None = None,
     ) -> None:
-        """`global_ranks`: of the members, in order, if this is a subgroup. Errors call them by these."""
+        """`global_ranks`: of the members, in order, if this is a subgroup. Errors call them by these.
+
+        `roll`: if this worker has signed it already.
+        """
         super().__init__(rank, size)
+        roll = roll or Roll(store, rank, tuple(global_ranks) or range(size))
         self._store, self._name, self._pid = store, "", os.getpid()
         self._rank, self._size = rank, size
         wait_s = timeout.total_seconds()
         segment = create_segment()
         try:
-            self._team = Team(rank, size, segment, wait_s, global_ranks)
+            self._team = Team(rank, size, segment, wait_s, roll.names)
             section = reserve_slots(self._team)
-            names = self._team.names
-            peers = meet(store, rank, names, segment, offer=section, deadline=time.monotonic() + wait_s)
-        except BaseException:
+            peers = meet(roll, segment, offer=section, deadline=time.monotonic() + wait_s)
+        except BaseException as error:
+            if isinstance(error, PeerLost):
+                self._team.fail(error)  # for those who have met us already
             os.close(segment.fd)
             raise
         try:
             self._team.join(peers)
-        except BaseException:
+        except BaseException as error:
             self._team.forget()
+            if isinstance(error, PeerLost):
+                raise roll.note(error) from None  # for those who have not
             raise
+        self.processes = {roll.names[r]: process for r, process in roll.processes.items()}
         section = min([section, *(peer.offer for peer in peers.values())])
         self._engine = Engine(f"shm-{rank}")
         self._host = Collectives(self._team, HostMemory(self._team, section))
@@ -187,6 +204,15 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         how = self._reduction(opts, tensor.dtype)
         if tensor.is_sparse:
             return self._submit(tensor, opts, [tensor], lambda on: sparse.all_reduce(on, tensor, how))
+        return self._submit(tensor, opts, [tensor], lambda on: all_reduce(on, tensor, how))
+
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: Callable[[], float]) -> Work:
+        """The sum, multiplied by `scale()` while it is in the cache. `scale` is called when its turn has come.
+
+        So it may depend on the results of collectives that were started before this one. Host memory only.
+        """
+        opts = _options("AllreduceOptions", None)
+        how = replace(self._reduction(opts, tensor.dtype), scale=scale)
         return self._submit(tensor, opts, [tensor], lambda on: all_reduce(on, tensor, how))
 
     @_on_its_device
@@ -501,6 +527,20 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         for device in self._devices.values():
             device.close()
         self._devices = {}
+
+    def mourn(self, error: PeerLost) -> PeerLost:
+        """A part of this group was being formed, and lost one of its members. Returns what to raise.
+
+        If that one is dead, this group has lost it too. The others in it are told; else, if we end now because of it,
+        they would take us for the cause. And if it died because of another, then that is the one to name.
+        """
+        team, process = self._team, self.processes.get(-1 if error.rank is None else error.rank)
+        if self._closed or team.failure is not None or process is None:
+            return error
+        if not process.is_dead(seen_from=self.processes[team.names[self._rank]]):
+            return error
+        cause = team.lost_by(team.names.index(error.rank))
+        return cast(PeerLost, team.fail(error if cause is None else cause))
 
     # ---- carrying out -----------------------------------------------------------------------------------------------
 

@@ -17,14 +17,13 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from torch.distributed.distributed_c10d import Store
-
+from lockstep.comm.roll import Roll
 from lockstep.comm.shm.memory import Segment
-from lockstep.errors import PeerLost, WorldError
+from lockstep.errors import WorldError
+from lockstep.vigil import Process
 
 LOOK_S: Final = 0.05
 ASK_S: Final = 0.002
@@ -48,93 +47,65 @@ class Peer:
 @dataclass(frozen=True)
 class _Card:
     name: str
-    pid: int
-    pid_space: str
     host: str
+    process: Process
 
 
 class _Gathering:
     """One formation of a group. Everything that waits is here, and watches those it waits for."""
 
-    def __init__(self, store: Store, rank: int, names: Sequence[int], deadline: float) -> None:
-        self.store, self.rank, self.names, self.size, self.deadline = store, rank, names, len(names), deadline
+    def __init__(self, roll: Roll, deadline: float) -> None:
+        self.roll, self.deadline = roll, deadline
+        self.rank, self.names, self.size = roll.rank, roll.names, len(roll.names)
         self.cards: dict[int, _Card] = {}
-        self._watched: dict[int, int] = {}  # pidfd -> rank
-        self._poll = select.poll()
 
-    def swap_cards(self, mine: _Card) -> None:
-        self.store.set(f"card/{self.rank}", json.dumps(vars(mine)))
-        for rank in range(self.size):
-            while not self.store.check([f"card/{rank}"]):
-                self.look(rank, "has not come")
-                time.sleep(ASK_S)
-            card = _Card(**json.loads(self.store.get(f"card/{rank}")))
-            self.cards[rank] = card
-            if card.pid_space == mine.pid_space and rank != self.rank:
-                self._watch(rank, card.pid)
-
-    def _watch(self, rank: int, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:  # gone already, and nobody knows its number any more
-            raise self._died(rank) from None
-        except (OSError, AttributeError):
-            return
-        self._watched[fd] = rank
-        self._poll.register(fd, select.POLLIN)
+    def swap_cards(self, mine: _Card) -> str:
+        """Returns the secret of the group."""
+        store = self.roll.store
+        with self.roll.asking():
+            if self.rank == 0:
+                store.set("secret", secrets.token_hex(16))
+            store.set(f"card/{self.rank}", json.dumps(asdict(mine)))
+            for rank in range(self.size):
+                while not store.check([f"card/{rank}"]):
+                    self.look(rank, "has come, but goes no further" if self.roll.has_come(rank) else "has not come")
+                    time.sleep(ASK_S)
+                card = json.loads(store.get(f"card/{rank}"))
+                self.cards[rank] = _Card(card["name"], card["host"], Process(**card["process"]))
+                if rank != self.rank:
+                    self.roll.sign(rank, self.cards[rank].process)
+            return str(store.get("secret").decode())
 
     def look(self, missing: int, how: str) -> None:
         """Between two looks for `missing`: is anybody dead, is it too late?"""
-        for fd, _ in self._poll.poll(0):
-            raise self._died(self._watched[fd])
+        self.roll.look()
         if time.monotonic() > self.deadline:
-            card = self.cards.get(missing)
-            who = f"rank {self.names[missing]}" + (f" (pid {card.pid} on {card.host})" if card else "")
             raise WorldError(
-                f"rank {self.names[self.rank]} waited for {who} to form an shm group of {self.size}, and it {how}; "
-                "check that all workers call init_process_group or new_group together, with the same backend"
+                f"rank {self.names[self.rank]} waited for {self.who(missing)} to form an shm group of {self.size}, "
+                f"and it {how}; check that all workers call init_process_group or new_group together, with the same "
+                "backend"
             )
 
-    def _died(self, rank: int) -> PeerLost:
-        name, pid = self.names[rank], self.cards[rank].pid
-        return PeerLost(
-            f"rank {name} (pid {pid}) died while the shm group of {self.size} workers was formed; "
-            "its own output says why",
-            rank=name,
-            pid=pid,
-        )
-
-    def look_closely(self, missing: int) -> None:
-        """It has closed its socket, which happens a moment before its process has ended."""
-        for _ in range(10):
-            self.look(missing, "has not answered")
-            time.sleep(LOOK_S)
-
-    def close(self) -> None:
-        for fd in self._watched:
-            os.close(fd)
+    def who(self, rank: int) -> str:
+        process, card = self.roll.processes.get(rank), self.cards.get(rank)
+        where = f" on {card.host}" if card else ""
+        return f"rank {self.names[rank]}" + (f" (pid {process.pid}{where})" if process else "")
 
 
-def meet(
-    store: Store, rank: int, names: Sequence[int], segment: Segment, *, offer: int, deadline: float
-) -> dict[int, Peer]:
-    """Exchange segments with every other rank of the group, and a number on the way. `names`: for errors."""
-    size = len(names)
+def meet(roll: Roll, segment: Segment, *, offer: int, deadline: float) -> dict[int, Peer]:
+    """Exchange segments with every other rank of the group, and a number on the way."""
+    rank, names, size = roll.rank, roll.names, len(roll.names)
     if size == 1:
         return {}
-    if rank == 0:
-        store.set("secret", secrets.token_hex(16))
-    gathering = _Gathering(store, rank, names, deadline)
+    gathering = _Gathering(roll, deadline)
     peers: dict[int, Peer] = {}
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
         undo.callback(close, peers)
-        opened.callback(gathering.close)
         listener = opened.enter_context(_socket())
         listener.bind(b"\0lockstep-" + secrets.token_hex(16).encode())
         listener.listen(size)
         name = bytes(listener.getsockname())[1:].decode()
-        gathering.swap_cards(_Card(name, os.getpid(), _pid_space(), socket.gethostname()))
-        secret = store.get("secret").decode()
+        secret = gathering.swap_cards(_Card(name, socket.gethostname(), roll.processes[rank]))
         hello = {"secret": secret, "rank": rank, "size": segment.size, "offer": offer}
         # First everybody calls the lower ranks, which needs nobody's answer; then everybody answers the higher ones.
         calls = {}
@@ -157,7 +128,7 @@ def meet(
                 gathering.look(lower, "has not answered")
             peer = _receive(call, secret, size)
             if peer is None:
-                gathering.look_closely(lower)
+                roll.look_closely()
                 raise WorldError(
                     f"rank {names[rank]} called rank {names[lower]} to form an shm group of {size}, and it hung up"
                 )
@@ -181,12 +152,11 @@ def _call(gathering: _Gathering, lower: int) -> socket.socket:
         call.connect(b"\0" + card.name.encode())
     except OSError as error:
         call.close()
-        gathering.look_closely(lower)
-        names = gathering.names
+        gathering.roll.look_closely()
         raise WorldError(
-            f"rank {names[gathering.rank]} on {socket.gethostname()} cannot reach rank {names[lower]} "
-            f"(pid {card.pid} on {card.host}) within this host: {error.strerror}; shm is for workers on one host that "
-            'share a network namespace. Use backend="hierarchy" over several hosts'
+            f"rank {gathering.names[gathering.rank]} on {socket.gethostname()} cannot reach {gathering.who(lower)} "
+            f"within this host: {error.strerror}; shm is for workers on one host that share a network namespace. "
+            'Use backend="hierarchy" over several hosts'
         ) from error
     return call
 
@@ -236,10 +206,3 @@ def _watch(pid: int, link: socket.socket) -> int:
         return os.pidfd_open(pid)  # fails for pid 0: a process in another pid namespace
     except (OSError, AttributeError):
         return os.dup(link.fileno())
-
-
-def _pid_space() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return "unknown"

@@ -38,6 +38,7 @@ class Reduction:
     kind: Any  # a RedOpType
     size: int
     factor: float | torch.Tensor | None = None  # of PREMUL_SUM
+    scale: Callable[[], float] | None = None  # the sum is multiplied by it; asked for when the sum is there
     code: int = field(init=False)  # the same on all workers
     combine: Combine = field(init=False)
     averages: bool = field(init=False)
@@ -81,14 +82,14 @@ class Reduction:
         if not pairs:
             if out.data_ptr() != values[0].data_ptr():
                 out.copy_(values[0])
-        elif len(pairs) == 1 and not (out.dtype in _NARROW and self.averages):
+        elif len(pairs) == 1 and not (out.dtype in _NARROW and (self.averages or self.scale is not None)):
             combine(values[0], values[1], out=out)  # torch itself adds two narrow floats in float32
         elif out.dtype in _NARROW and combine in (torch.add, torch.mul):
             for dst, src in pairs:
                 if values[dst].dtype is not torch.float32:
                     values[dst] = values[dst].float()
                 combine(values[dst], values[src], out=values[dst])
-            self._average(values[0])
+            self._finish(values[0])
             out.copy_(values[0])
             return
         else:
@@ -98,9 +99,11 @@ class Reduction:
                 else:
                     combine(values[dst], values[src], out=values[dst])
             combine(values[0], values[pairs[-1][1]], out=out)
-        self._average(out)
+        self._finish(out)
 
-    def _average(self, total: torch.Tensor) -> None:
+    def _finish(self, total: torch.Tensor) -> None:
+        if self.scale is not None:
+            total.mul_(self.scale())
         if self.averages and self.size > 1:
             if total.dtype.is_complex:
                 total = torch.view_as_real(total)  # as torch does it, where it hands over pairs itself

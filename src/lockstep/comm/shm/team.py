@@ -26,6 +26,7 @@ from lockstep.comm.shm import signal
 from lockstep.comm.shm.meet import Peer
 from lockstep.comm.shm.memory import PAGE, Segment
 from lockstep.errors import Desync, LockstepError, PeerLost
+from lockstep.vigil import read_stat
 
 LOOK_S: Final = 0.05
 HEADERS: Final = 4  # nobody is more than one collective ahead of anybody
@@ -355,6 +356,14 @@ class Team:
             self._tell(State.FAILED, blamed)
         return self.failure
 
+    def lost_by(self, rank: int) -> PeerLost | None:
+        """Whom a dead peer had lost before it died, if it was not us."""
+        _, _, lost, pid = _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE)
+        if lost in (0, self.names[self.rank] + 1):
+            return None
+        text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.who(rank)} has ended"
+        return PeerLost(text, rank=lost - 1, pid=pid)
+
     def leave(self, state: State) -> None:
         """Tell the others that we shall not come any more."""
         if self.failure is None:
@@ -383,8 +392,7 @@ def _nothing() -> None:
 
 def _condition(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
+        state = read_stat(pid).state
     except OSError:
         return "is not to be seen"
-    return {"T": "is stopped (SIGSTOP?)", "t": "is stopped by a debugger", "Z": "is dead"}.get(letter, "is alive")
+    return {"T": "is stopped (SIGSTOP?)", "t": "is stopped by a debugger", "Z": "is dead"}.get(state, "is alive")

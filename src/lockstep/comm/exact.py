@@ -1,0 +1,266 @@
+"""The sum over all shards of a global batch, with the same bits whoever holds which shards.
+
+Note [Canonical all-reduce]
+Every worker brings the subtrees that it could add up by itself (comm/tree.py, Note [Subtrees]): one row each. The row
+is cut into as many sections as there are workers; everybody sends each section to its owner (all-to-all), the owner
+adds up in the order of the tree, and sends the result to everybody (all-gather). With one row per worker these are
+the bytes of a ring all-reduce. Where the backend's own all-reduce adds along the same tree (`shm`), or there are only
+two summands, whose order does not matter, one all-reduce does it all.
+
+Note [Narrow rows]
+Gradients may travel in half precision. Then the gradient of every *shard* is rounded, sums are formed in float32, and
+the result is rounded once: again nothing depends on who holds what. A row that is a sum of several shards stays
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm import tree
+from lockstep.comm.lane import Lane, Pending
+from lockstep.comm.peers import Watch
+from lockstep.comm.register import is_ours
+from lockstep.comm.tree import Subtree
+
+ALIGN = 64  # elements: sections begin at cache lines
+NARROW = (torch.float16, torch.bfloat16)
+
+Scale = Callable[[], float | Tensor]  # asked for when everything that was started before has come
+
+
+class Way(Enum):
+    """How the rows of all workers become one."""
+
+    ALONE = auto()  # there is one worker
+    AT_ONCE = auto()  # an all-reduce of the backend
+    BY_TREE = auto()  # Note [Canonical all-reduce]
+
+
+@dataclass
+class Parcel:
+    """Memory for one sum after the other of the same size: this worker's rows, and the result."""
+
+    numel: int
+    dtype: torch.dtype  # of a shard's summand, and of the result
+    rows: Tensor  # [subtrees, numel, rounded up]
+    received: Tensor | None = None  # everybody's rows of our section, by tree
+    whole: Tensor | None = None  # the result, by tree
+    sent: Any = None
+    scale: Scale = field(default=lambda: 1.0)
+
+
+class ShardSum:
+    """All workers together. `shares[rank]` are the shards of each worker: neighbours, in order, all of them once."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, shares: Sequence[range], *, device: torch.device, exact: bool = True
+    ) -> None:
+        self.group, self.device, self.shares = group, device, list(shares)
+        self.shards = sum(map(len, shares))
+        rank, self.size = group.rank(), group.size()
+        # Without exactness a worker's shards are one summand, and the backend may add as it likes.
+        self._trees = [
+            tree.subtrees(share.start, share.stop, self.shards) if exact else (Subtree(r, 1),)
+            for r, share in enumerate(shares)
+        ]
+        self.mine = self._trees[rank]
+        self._summands = self.shards if exact else self.size
+        self._single = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
+        self._exact = exact
+        backend = _backend_name(group, device)
+        self._on_host = is_ours(group) and device.type == "cpu"  # one that scales, and gives memory
+        self._way = choose_way(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
+        self._watch = Watch(group, polls=device.type == "cpu")
+        lane = self._way is Way.BY_TREE
+        self._lane = Lane(device, threaded=backend != "nccl") if lane else None
+        self._stages = backend == "gloo" and device.type == "cuda"  # it cannot exchange tensors of a GPU
+        self._heap = group._get_backend(device) if self._on_host and backend == "shm" else None
+
+    def samples_of_shards(self, count: int) -> list[int]:
+        """Of a global batch of `count`. Where a worker runs its shards as one, they count as its first."""
+        sizes = [(n + 1) * count // self.shards - n * count // self.shards for n in range(self.shards)]
+        if self._exact:
+            return sizes
+        joined = [0] * self.shards
+        for share in self.shares:
+            joined[share.start] = sum(sizes[n] for n in share)
+        return joined
+
+    def parcel(self, numel: int, dtype: torch.dtype) -> Parcel:
+        rows = len(self.mine)
+        per = -(-numel // self.size) if self._way is Way.BY_TREE else numel
+        padded = -(-per // ALIGN) * ALIGN * self.size if self._way is Way.BY_TREE else numel
+        kind = dtype if dtype not in NARROW or (self._single and self._way is not Way.ALONE) else torch.float32
+        if dtype in NARROW and self._way is Way.AT_ONCE and self._exact and self._heap is None:
+            kind = torch.float32  # only ours adds narrow rows in float32
+        if self._heap is not None and self._way is Way.AT_ONCE:
+            memory: Tensor = self._heap.allocate_tensor(padded, dtype=kind, device=self.device)
+        else:
+            memory = torch.empty(rows * padded, dtype=kind, device=self.device)
+        memory.zero_()  # what lies between gradients is never written, and must be no number that slows sums down
+        return Parcel(numel, dtype, memory.view(rows, padded))
+
+    # -- there and back ----------------------------------------------------------------------------------------------
+
+    def start(self, parcel: Parcel, scale: Scale) -> None:
+        """All workers, the same parcels in the same order. The rows belong to us until `result`."""
+        parcel.scale = scale
+        if self._way is Way.ALONE:
+            parcel.sent = None
+        elif self._lane is not None:
+            parcel.sent = self._lane.submit(lambda: self._by_tree(parcel))
+        elif self._scales:
+            group: Any = self.group
+            parcel.sent = group.all_reduce_scaled(parcel.rows[0], scale)
+        else:
+            parcel.sent = self.group.allreduce([parcel.rows[0]], dist.AllreduceOptions())
+
+    def result(self, parcel: Parcel, where: str) -> Tensor:
+        """The sum times the scale, flat. Until the rows are written again."""
+        if isinstance(parcel.sent, Pending):
+            return parcel.sent.wait()[: parcel.numel]
+        if parcel.sent is not None:
+            self._watch.wait(parcel.sent, where)
+        total = parcel.rows[0]
+        if parcel.sent is None or not self._scales:
+            total.mul_(parcel.scale())
+        return total.to(parcel.dtype)
+
+    @property
+    def _scales(self) -> bool:
+        return self._heap is not None
+
+    def add_up(self, table: Tensor) -> Pending | Any:
+        """A small sum over workers, in the order of the others. Wait for what is returned before you look."""
+        if self._way is Way.ALONE:
+            return _Nothing()
+        if self._lane is None:
+            return self.group.allreduce([table], dist.AllreduceOptions())
+
+        def job() -> Tensor:
+            self._wait(self.group.allreduce([table], dist.AllreduceOptions()), "the sum of losses and weights")
+            return table
+
+        return self._lane.submit(job)
+
+    def add_sparse(self, parts: Sequence[Tensor], scale: Scale) -> Tensor:
+        """The sum of everybody's sparse tensors, `parts` being one for each of our subtrees. Waits for the others.
+
+        All parts go to all workers: they are small, or they would not be sparse.
+        """
+        like = parts[0]
+        nodes = [node for share in self._trees for node in share]
+        first = nodes.index(self.mine[0])
+        counts = torch.zeros(len(nodes), dtype=torch.int64, device=self.device)
+        for n, part in enumerate(parts):
+            counts[first + n] = part._nnz()
+        self.wait(self.add_up(counts), "the sizes of sparse gradients")
+        sizes = counts.tolist()
+        indices = torch.zeros(len(nodes), like.sparse_dim(), max(sizes), dtype=torch.int64, device=self.device)
+        width = like.shape[like.sparse_dim() :]
+        values = torch.zeros(len(nodes), max(sizes), *width, dtype=like.dtype, device=self.device)
+        for n, part in enumerate(parts, first):
+            indices[n, :, : sizes[n]] = part.indices()
+            values[n, : sizes[n]] += part.values()  # added to 0, as the others see it: there is no -0 left
+        self.wait(self.add_up(indices), "the indices of sparse gradients")
+        self.wait(self.add_up(values), "the sparse gradients")
+        rows = [coalesced(indices[n, :, :size], values[n, :size], like.shape) for n, size in enumerate(sizes)]
+        for dst, src in tree.additions(nodes, self._summands):
+            rows[dst] = add_coalesced(rows[dst], rows[src])
+        total = rows[0]
+        return coalesced(total.indices(), total.values() * scale(), total.shape)
+
+    def wait(self, pending: Any, where: str) -> None:
+        if isinstance(pending, (Pending, _Nothing)):
+            pending.wait()
+        else:
+            self._watch.wait(pending, where)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Whoever waits for us is told that we are on our way."""
+        self._watch.enter()
+        try:
+            yield
+        finally:
+            self._watch.leave()
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
+    # -- by tree -----------------------------------------------------------------------------------------------------
+
+    def _by_tree(self, parcel: Parcel) -> Tensor:
+        """In the lane. See Note [Canonical all-reduce]."""
+        mine, rows = len(self.mine), parcel.rows
+        per = rows.shape[1] // self.size
+        # [worker][row][element]: what goes to one worker lies together. With one row it does already.
+        packed = rows.view(mine, self.size, per).transpose(0, 1).contiguous().view(-1)
+        counts = [len(nodes) for nodes in self._trees]
+        packed = packed.cpu() if self._stages else packed
+        if parcel.received is None or parcel.whole is None:  # kept: new pages cost as much as copying them
+            where = "cpu" if self._stages else self.device
+            parcel.received = torch.empty(sum(counts) * per, dtype=rows.dtype, device=where)
+            parcel.whole = torch.empty(per * self.size, dtype=parcel.dtype, device=where)
+        received, whole = parcel.received, parcel.whole
+        taken, given = [n * per for n in counts], [mine * per] * self.size
+        self._wait(self.group.alltoall_base(received, packed, taken, given), "all_to_all")
+        total = self._add(list(received.to(self.device).view(-1, per)))
+        total.mul_(parcel.scale())
+        section = total.to(parcel.dtype)
+        self._wait(self.group._allgather_base(whole, section.to(whole.device)), "all_gather")
+        return whole.to(self.device)
+
+    def _add(self, rows: list[Tensor]) -> Tensor:
+        if rows[0].dtype in NARROW:
+            rows = [row.float() for row in rows]
+        nodes = [node for share in self._trees for node in share]
+        for dst, src in tree.additions(nodes, self.shards):
+            rows[dst].add_(rows[src])
+        return rows[0]
+
+    def _wait(self, work: Any, what: str) -> None:
+        self._watch.wait(work, f"the {what} of gradients")
+
+
+def choose_way(trees: Sequence[tuple[Subtree, ...]], shards: int, *, exact: bool, adds_by_tree: bool) -> Way:
+    """Pure. `adds_by_tree`: the backend's own all-reduce adds along the tree over workers."""
+    if len(trees) == 1:
+        return Way.ALONE
+    if not exact:
+        return Way.AT_ONCE
+    one_each = all(len(nodes) == 1 for nodes in trees)
+    if one_each and len(trees) == 2:
+        return Way.AT_ONCE
+    return Way.AT_ONCE if adds_by_tree and tree.is_tree_over_workers(trees, shards) else Way.BY_TREE
+
+
+def add_coalesced(left: Tensor, right: Tensor) -> Tensor:
+    """Of sparse tensors that have every index once: then no sum has more than two summands, and one order."""
+    indices = torch.cat([left.indices(), right.indices()], dim=1)
+    values = torch.cat([left.values(), right.values()])
+    return torch.sparse_coo_tensor(indices, values, left.shape, check_invariants=False).coalesce()
+
+
+def coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A sparse tensor from indices that are known to be sorted, each once."""
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    return str(group._get_backend(device).name()).lower()

@@ -1,0 +1,230 @@
+"""The batches of one worker: loaded ahead, resumable from a few integers, the same whatever the number of workers.
+
+    order, walk, cut  ->  jobs  ->  Reader in loader processes  ->  parcels  ->  on the device  ->  Batch
+    (order.py)            (jobs.py) (reader.py, stream.py)          (loader.py)  (ahead.py)
+
+There is one endless line of batches over all epochs, and a position in it. Loading runs ahead of the position; the
+position itself moves when a batch is handed out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from lockstep.data.ahead import arrive, put_on
+from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
+from lockstep.data.loader import Loading, load
+from lockstep.data.order import Division, Order, Position, check_seed, count_steps, share
+from lockstep.data.reader import Batch, Collate, DataError, Failure, Reader, Recipe, Shard, draws_random_numbers
+from lockstep.data.stream import Source, StreamReader
+
+__all__ = ["Batch", "Batches", "DataError", "Position", "Settings", "Shard"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the batches are. The first four decide what is computed, the others how fast it comes."""
+
+    global_batch: int  # samples, over all workers
+    shards: int = 8
+    epochs: int | None = 1  # None: endless
+    drop_last: bool = False
+    loaders: int = 0  # loader processes; 0: samples are loaded by this process, while it waits
+    ahead: int = 2  # batches loaded ahead, by loader processes (one each at least)
+    collate: Collate | None = None  # a list of samples -> data; None: torch's default
+    pin: bool | None = None  # page-locked memory, for copying to a GPU; None: if the device is one
+    timeout_s: float = 1800.0  # for one batch from the loader processes
+
+    def __post_init__(self) -> None:
+        for name, least in (("global_batch", 1), ("shards", 1), ("epochs", 1), ("loaders", 0), ("ahead", 1)):
+            value = getattr(self, name)
+            if name == "epochs" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                endless = ", or None for no end" if name == "epochs" else ""
+                raise ValueError(f"{name}={value!r}, which must be a whole number of {least} or more{endless}")
+        if self.shards > self.global_batch:
+            raise ValueError(
+                f"shards={self.shards} of a batch of {self.global_batch} samples: some would always be empty; "
+                f"set shards={self.global_batch} or less, or a larger global_batch"
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise ValueError(f"collate={self.collate!r} cannot be called; give a function: list of samples -> data")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
+
+
+class Batches:
+    """Iterate to get this worker's part of every batch, from the position on.
+
+    One iterator at a time: a new one takes over, and goes on where the last one was. `seek` and `restore` may be called
+    while iterating; the batch that comes next is then the one at the new position.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        settings: Settings,
+        *,
+        seed: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        order: Order | None = None,
+        joined: bool = False,
+    ) -> None:
+        """`joined`: this worker's shards come as one, collated together and numbered as the first of them."""
+        check_seed(seed)
+        self.wait_s = 0.0  # spent waiting for batches, in all
+        self._dataset, self._settings, self._device = dataset, settings, device
+        self._division = Division(settings.shards, share(settings.shards, size, rank), joined)
+        self._order = choose_order(dataset, settings.global_batch, settings.drop_last, seed=seed, order=order)
+        self._recipe = Recipe(seed, rank, settings.collate, draws_random_numbers(dataset), device)
+        self._position = Position()
+        self._arriving: Generator[Any, None, None] | None = None  # loading from the position on, if it has begun
+        self._turn: object = None  # whose turn it is, of all iterators that were ever made
+
+    # ---- where we are ------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """Of the batch that is handed out next."""
+        return self._position
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    @property
+    def ended(self) -> bool:
+        """No batch is left."""
+        return self._settings.epochs is not None and self._position.epoch >= self._settings.epochs
+
+    @property
+    def steps_in_all(self) -> int | None:
+        """Batches of all epochs; None if that has no end, or cannot be known."""
+        if self._order is None or self._settings.epochs is None:
+            return None
+        return sum(count_steps(self._order, epoch) for epoch in range(self._settings.epochs))
+
+    def seek(self, position: Position) -> None:
+        """The batch at `position` is handed out next."""
+        if self._order is not None and position.step > 0:
+            steps = count_steps(self._order, position.epoch)
+            if position.step > steps:
+                raise ValueError(f"{position}: epoch {position.epoch} has only {steps} steps with these batches")
+            if position.step == steps:
+                position = Position(position.epoch + 1, 0, position.number)
+        self._stop_loading()
+        self._position = position
+
+    def state(self) -> dict[str, int]:
+        """All that is needed to go on from here, in a world of any size."""
+        here = self._position
+        return {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        identity = self._identity()
+        missing = [name for name in ("epoch", "step", "number", *identity) if name not in state]
+        if missing:
+            raise ValueError(f"this state of batches lacks {', '.join(missing)}; it has {dict(state)}")
+        position = Position(state["epoch"], state["step"], state["number"])
+        differ = [f"{name} was {state[name]} and is {now}" for name, now in identity.items() if state[name] != now]
+        if differ and position.step > 0:
+            raise ValueError(
+                f"cannot go on at step {position.step} of epoch {position.epoch}, which is another place now: "
+                f"{'; '.join(differ)}. Use the same again, or seek(Position(epoch={position.epoch}, "
+                f"number={position.number})) to begin that epoch anew"
+            )
+        self.seek(position)
+
+    def _identity(self) -> dict[str, int]:
+        """What decides which samples come at a position."""
+        samples = -1 if self._order is None else len(self._dataset)
+        return {"global_batch": self._settings.global_batch, "samples": samples, "seed": self._recipe.seed}
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        turn = self._turn = object()
+        try:
+            while not self.ended:
+                began = time.perf_counter()
+                batch = self._receive()
+                self.wait_s += time.perf_counter() - began
+                if batch is None:
+                    return
+                self._position = batch.position.after(ends_epoch=batch.ends_epoch)
+                yield batch
+                if self._turn is not turn:
+                    raise RuntimeError(
+                        f"rank {self._recipe.rank}: another loop over these batches has begun since; "
+                        "they have one position, so make a second Batches for a loop inside a loop"
+                    )
+        finally:
+            if self._turn is turn:
+                self._stop_loading()
+
+    def fetch(self, position: Position, shards: Sequence[int]) -> Batch:
+        """These shards of the batch at `position`, anybody's, loaded here and now: the same bytes as their owner gets.
+
+        For map-style datasets. Nothing that is under way is disturbed, and the position stays.
+        """
+        if self._order is None:
+            raise TypeError(
+                f"rank {self._recipe.rank}: {type(self._dataset).__name__} is a stream, "
+                "and of that no single batch can be fetched; iterate, or use a map-style dataset"
+            )
+        numbers, steps = list(shards), count_steps(self._order, position.epoch)
+        if not all(0 <= number < self._settings.shards for number in numbers):
+            raise ValueError(f"shards={numbers}: this batch has shards 0 to {self._settings.shards - 1}")
+        if position.step >= steps:
+            raise ValueError(f"{position}: epoch {position.epoch} has only {steps} steps")
+        division = Division(self._settings.shards, numbers)
+        samples = ask(self._order, position, len(self._dataset))
+        job = make_job(samples, position, division, ends_epoch=position.step == steps - 1)
+        batch: Batch = put_on(self._device, _batch_of(Reader(self._dataset, self._recipe)[job]))
+        return batch
+
+    def _receive(self) -> Batch | None:
+        if self._arriving is None:
+            self._arriving = self._start_loading()
+        return _batch_of(next(self._arriving, None))
+
+    def _start_loading(self) -> Generator[Any, None, None]:
+        settings, order, start = self._settings, self._order, self._position
+        how = Loading(
+            loaders=settings.loaders,
+            ahead=settings.ahead,
+            pin=self._device.type == "cuda" if settings.pin is None else settings.pin,
+            timeout_s=settings.timeout_s,
+            rank=self._recipe.rank,
+            device=self._device,
+            hide_worker_info=order is None,
+        )
+        recipe = replace(self._recipe, device=None) if settings.loaders > 0 else self._recipe
+        if order is None:
+            source = Source(self._dataset, settings.global_batch, settings.drop_last, settings.epochs)
+            parcels = load(StreamReader(source, recipe, self._division, start), count(), how)
+        else:
+            jobs = make_jobs(order, start, settings.epochs, self._division, size=len(self._dataset))
+            parcels = load(Reader(self._dataset, recipe), jobs, how)
+        return arrive(parcels, self._device)
+
+    def _stop_loading(self) -> None:
+        if self._arriving is not None:
+            self._arriving.close()
+            self._arriving = None
+
+
+def _batch_of(arrived: Any) -> Batch | None:
+    if isinstance(arrived, Failure):
+        raise arrived.error from arrived.cause
+    assert arrived is None or isinstance(arrived, Batch)
+    return arrived

@@ -1,0 +1,94 @@
+"""From a dataset and an order to the list of what has to be loaded, and what is wrong with them if they do not fit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from lockstep.data.order import Division, Order, Position, Shuffled, count_steps, walk
+from lockstep.data.reader import DataError, Failure, Job
+
+
+def make_jobs(
+    order: Order, start: Position, epochs: int | None, division: Division, *, size: int
+) -> Iterator[Job | Failure]:
+    """Every job from `start` on. An order that fails is a job too: the batches before it are not lost."""
+    try:
+        for position, ends_epoch in walk(order, start, epochs):
+            yield make_job(ask(order, position, size), position, division, ends_epoch=ends_epoch)
+    except Exception as error:
+        kind = ValueError if isinstance(error, ValueError) else DataError
+        # A new one, because it has to go to a loader process and back, which not every exception survives.
+        yield Failure(kind(f"{type(order).__name__}, as order of the samples: {error}"), error)
+
+
+def make_job(samples: Sequence[int], position: Position, division: Division, *, ends_epoch: bool) -> Job:
+    shards = tuple((number, samples[places.start : places.stop]) for number, places in division.of(len(samples)))
+    return Job(position, ends_epoch, len(samples), division.shards, shards)
+
+
+def ask(order: Order, position: Position, size: int) -> list[int]:
+    """The samples of a batch, after making sure that the dataset has them."""
+    who = f"{type(order).__name__}.batch(epoch={position.epoch}, step={position.step})"
+    given = order.batch(position.epoch, position.step)
+    try:
+        samples = list(map(operator.index, given.tolist() if hasattr(given, "tolist") else given))
+    except TypeError as error:
+        raise ValueError(f"{who} must be a list of sample numbers, not {given!r}") from error
+    if not samples:
+        raise ValueError(f"{who} has no samples; every batch has one at least")
+    if min(samples) < 0 or max(samples) >= size:
+        wrong = next(sample for sample in samples if not 0 <= sample < size)
+        raise ValueError(f"{who} contains sample {wrong}; the dataset has samples 0 to {size - 1}")
+    return samples
+
+
+def choose_order(dataset: Any, global_batch: int, drop_last: bool, *, seed: int, order: Order | None) -> Order | None:
+    """The order of this dataset, after checking that the two fit. None: it is a stream, and comes as it comes."""
+    kind = type(dataset).__name__
+    # torch gives every dataset, iterable ones too, a __getitem__ that fails.
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        _check_stream(dataset, order)
+        return None
+    if order is None:
+        if len(dataset) < global_batch:
+            raise ValueError(
+                f"the dataset ({kind}) has {len(dataset)} samples, fewer than one global batch of {global_batch}; "
+                "use a smaller global_batch"
+            )
+        order = Shuffled(len(dataset), global_batch, seed, drop_last)
+    _check_order(order, dataset, global_batch, drop_last)
+    return order
+
+
+def _check_order(order: Order, dataset: Any, global_batch: int, drop_last: bool) -> None:
+    if not isinstance(order, Order):
+        raise ValueError(f"order={order!r} has no steps(epoch) and batch(epoch, step); see lockstep.data.order.Order")
+    kind, size = type(order).__name__, len(dataset)
+    # What an order says about itself is taken at its word; it need not say anything.
+    if (its_batch := getattr(order, "global_batch", global_batch)) != global_batch:
+        raise ValueError(f"{kind} has batches of {its_batch}, but global_batch={global_batch}; say the same")
+    if (its_size := getattr(order, "size", size)) > size:
+        raise ValueError(f"{kind} is an order of {its_size} samples, but the dataset has {size}; say the same")
+    if drop_last and not getattr(order, "drop_last", False):
+        raise ValueError(f"drop_last=True with {kind}, which makes the batches and keeps them all; say it to the order")
+    count_steps(order, 0)
+    ask(order, Position(), size)
+
+
+def _check_stream(dataset: Any, order: Order | None) -> None:
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__iter__"):
+        raise ValueError(
+            f"a {kind} is no dataset: it needs __getitem__ and __len__ (map-style), or __iter__ (iterable)"
+        )
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"a {kind} can be gone through only once, and not be resumed; "
+            "give an object whose __iter__ starts from the beginning each time"
+        )
+    if order is not None:
+        raise ValueError(f"order={order!r} for a {kind}: an iterable dataset has the order it comes in; leave it out")

@@ -1,0 +1,248 @@
+"""Which samples make up which batch, and who runs them. Pure: nothing here knows a dataset, a process or a device.
+
+(seed, epoch, step, shard, i) -> sample number. An `Order` says which samples a global batch has; `cut` gives each shard
+its positions in the batch; `share` gives each worker its shards. The number of workers enters in `share` alone, so it
+decides who loads a sample and never which batch or shard the sample is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lockstep.seed import mix
+
+
+@runtime_checkable
+class Order(Protocol):
+    """What a custom order has to offer. Both are functions of their arguments alone: workers ask each for itself."""
+
+    def steps(self, epoch: int) -> int:
+        """How many global batches this epoch has."""
+
+    def batch(self, epoch: int, step: int) -> Sequence[int]:
+        """The sample numbers of one global batch. Batches may differ in size, and none is empty."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place of a batch: its epoch, its step in there, and how many batches come before it in all."""
+
+    epoch: int = 0
+    step: int = 0
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epoch", "step", "number"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 0:
+                raise ValueError(f"Position({name}={value!r}): batches are counted 0, 1, 2, ...")
+
+    def after(self, *, ends_epoch: bool) -> Position:
+        if ends_epoch:
+            return Position(self.epoch + 1, 0, self.number + 1)
+        return Position(self.epoch, self.step + 1, self.number + 1)
+
+
+def cut(count: int, shards: int) -> list[range]:
+    """The positions of each shard in a batch of `count` samples.
+
+    Sizes differ by one at most. The larger shards, or with few samples the ones that are not empty, are spread evenly
+    over the numbers: so is then the work over the workers.
+    """
+    return [range(shard * count // shards, (shard + 1) * count // shards) for shard in range(shards)]
+
+
+def share(shards: int, workers: int, rank: int) -> range:
+    """The shards that a worker runs, one after the other."""
+    if not 0 <= rank < workers:
+        raise ValueError(f"rank={rank} is not one of {workers} workers")
+    if workers > shards:
+        raise ValueError(
+            f"{workers} workers for {shards} shards: {workers - shards} would have nothing to do; "
+            f"set shards={workers} or more (it is part of what a run computes), or start at most {shards} workers"
+        )
+    return range(rank * shards // workers, (rank + 1) * shards // workers)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who gets what of a batch: the shards that are wanted here, each on its own or joined into one."""
+
+    shards: int
+    mine: Sequence[int]
+    joined: bool = False
+
+    def of(self, count: int) -> list[tuple[int, range]]:
+        """(shard number, its positions in a batch of `count`). Joined shards go by the number of the first."""
+        cuts = cut(count, self.shards)
+        if self.joined:
+            return [(self.mine[0], range(cuts[self.mine[0]].start, cuts[self.mine[-1]].stop))]
+        return [(number, cuts[number]) for number in self.mine]
+
+
+def walk(order: Order, start: Position, epochs: int | None) -> Iterator[tuple[Position, bool]]:
+    """Every place from `start` on, and whether it is the last of its epoch. Endless if `epochs` is None."""
+    here = start
+    while epochs is None or here.epoch < epochs:
+        last = count_steps(order, here.epoch) - 1
+        yield here, here.step >= last
+        here = here.after(ends_epoch=here.step >= last)
+
+
+def count_steps(order: Order, epoch: int) -> int:
+    steps = order.steps(epoch)
+    if not _is_int(steps) or steps < 1:
+        raise ValueError(f"{_name(order)}.steps({epoch}) is {steps!r}; an epoch has at least one batch")
+    return steps
+
+
+# ---- the orders that come with the house -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Every sample once per epoch, in an order that is another one in each epoch."""
+
+    size: int
+    global_batch: int
+    seed: int
+    drop_last: bool = False
+    _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # the last epoch
+
+    def __post_init__(self) -> None:
+        _check(self, size=self.size, global_batch=self.global_batch, drop_last=self.drop_last)
+        check_seed(self.seed)
+
+    def steps(self, epoch: int) -> int:
+        return _count(self.size, self.global_batch, self.drop_last)
+
+    def batch(self, epoch: int, step: int) -> list[int]:
+        _check_step(self, epoch, step)
+        if epoch not in self._kept:
+            self._kept.clear()
+            self._kept[epoch] = _permutation(self.size, mix(self.seed, "order", epoch))
+        return _as_list(self._kept[epoch][step * self.global_batch : (step + 1) * self.global_batch])
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Sample 0, 1, 2, ... in every epoch."""
+
+    size: int
+    global_batch: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, size=self.size, global_batch=self.global_batch, drop_last=self.drop_last)
+
+    def steps(self, epoch: int) -> int:
+        return _count(self.size, self.global_batch, self.drop_last)
+
+    def batch(self, epoch: int, step: int) -> list[int]:
+        _check_step(self, epoch, step)
+        return list(range(step * self.global_batch, min((step + 1) * self.global_batch, self.size)))
+
+
+@dataclass(frozen=True, eq=False)
+class ByLength:
+    """Batches of samples of similar length, so that little is padded; every sample once per epoch.
+
+    Samples are shuffled, sorted by length inside pools of `pool` batches, cut, and the batches shuffled. The incomplete
+    batch, if there is one, is a random pick of all lengths and comes last: what is dropped or comes late has nothing to
+    do with length. A larger pool pads less and mixes less.
+    """
+
+    lengths: Sequence[int] | Sequence[float] | Tensor
+    global_batch: int
+    seed: int
+    drop_last: bool = False
+    pool: int = 50
+    _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # the last epoch
+
+    def __post_init__(self) -> None:
+        lengths = torch.as_tensor(self.lengths)
+        if lengths.dim() != 1:
+            raise ValueError(f"ByLength: lengths has shape {tuple(lengths.shape)}; give one number for each sample")
+        object.__setattr__(self, "lengths", lengths)
+        _check(self, size=self.size, global_batch=self.global_batch, drop_last=self.drop_last)
+        check_seed(self.seed)
+        if not _is_int(self.pool) or self.pool < 1:
+            raise ValueError(f"ByLength(pool={self.pool!r}): say how many batches are sorted together, 1 or more")
+
+    @property
+    def size(self) -> int:
+        return len(self.lengths)
+
+    def steps(self, epoch: int) -> int:
+        return _count(self.size, self.global_batch, self.drop_last)
+
+    def batch(self, epoch: int, step: int) -> list[int]:
+        _check_step(self, epoch, step)
+        if epoch not in self._kept:
+            self._kept.clear()
+            self._kept[epoch] = self._arrange(epoch)
+        return _as_list(self._kept[epoch][step * self.global_batch : (step + 1) * self.global_batch])
+
+    def _arrange(self, epoch: int) -> Tensor:
+        """The samples of an epoch, batch after batch."""
+        assert isinstance(self.lengths, Tensor)
+        shuffled = _permutation(self.size, mix(self.seed, "length", epoch))
+        batches = self.size // self.global_batch
+        full, rest = shuffled[: batches * self.global_batch], shuffled[batches * self.global_batch :]
+        # Two stable sorts: by length, and then back into pools with the lengths in order inside.
+        by_length = torch.argsort(self.lengths[full.long()], stable=True)
+        pools = torch.div(by_length, self.pool * self.global_batch, rounding_mode="floor")
+        arranged = full[by_length[torch.argsort(pools, stable=True)]].view(batches, self.global_batch)
+        mixed = arranged[_permutation(batches, mix(self.seed, "length batches", epoch)).long()]
+        return torch.cat([mixed.flatten(), rest])
+
+
+def check_seed(seed: int) -> None:
+    # A key is made of what is printed: 7, 7.0 and numpy's 7 would be three seeds.
+    if not _is_int(seed):
+        raise ValueError(f"seed={seed!r} is a {type(seed).__name__}; give a plain int")
+
+
+def _permutation(size: int, key: int) -> Tensor:
+    generator = torch.Generator().manual_seed(key)
+    # The same numbers in both types; a large dataset has this tensor on every worker.
+    return torch.randperm(size, generator=generator, dtype=torch.int32 if size < 2**31 else torch.int64)
+
+
+def _as_list(samples: Tensor) -> list[int]:
+    numbers: list[int] = samples.tolist()
+    return numbers
+
+
+def _count(size: int, global_batch: int, drop_last: bool) -> int:
+    return size // global_batch if drop_last else -(-size // global_batch)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _name(order: Order) -> str:
+    return type(order).__name__
+
+
+def _check(order: Order, *, size: int, global_batch: int, drop_last: bool) -> None:
+    for name, value in (("size", size), ("global_batch", global_batch)):
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{_name(order)}: {name}={value!r}, which must be a whole number of 1 or more")
+    if drop_last and size < global_batch:
+        raise ValueError(
+            f"{_name(order)}: {size} samples make no batch of {global_batch} with drop_last=True; "
+            "use a smaller global_batch, or keep the incomplete batch"
+        )
+
+
+def _check_step(order: Order, epoch: int, step: int) -> None:
+    steps = order.steps(epoch)
+    if not 0 <= step < steps:
+        raise ValueError(f"{_name(order)}: epoch {epoch} has steps 0 to {steps - 1}, and no step {step}")

@@ -1,0 +1,213 @@
+"""Samples become a batch: what happens in a loader process, or in this one where there are none.
+
+Note [Random numbers of a sample]
+Before `dataset[i]` the generators of torch, Python and numpy are sown with a key made of (seed, epoch, i); before a
+collate function of the user's with (seed, epoch, step, shard). So an augmentation draws the same numbers whoever loads
+the sample, whatever was loaded before it, and whether a run was resumed. Around a batch the random state is kept: a
+training process that loads for itself does not notice. A generator that the dataset seeds from the system
+(`numpy.random.default_rng()`) is out of reach.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+
+from lockstep.data.order import Position, cut
+from lockstep.errors import LockstepError
+from lockstep.seed import kept_random_state, mix, sow
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+
+
+class DataError(LockstepError):
+    """The dataset, its collate function or a loader process failed. The cause is chained."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a batch: its number, how many samples it has, and those (None if it has none)."""
+
+    number: int
+    count: int
+    data: Any
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one worker gets of a global batch."""
+
+    epoch: int
+    step: int  # in the epoch
+    number: int  # of all batches
+    count: int  # samples of the global batch, over all workers
+    ends_epoch: bool
+    shards: tuple[Shard, ...]  # this worker's
+    of_shards: int  # of all workers together
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of every shard, of all workers."""
+        return tuple(len(places) for places in cut(self.count, self.of_shards))
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.step, self.number)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch to be: which samples go into each of this worker's shards."""
+
+    position: Position
+    ends_epoch: bool
+    count: int
+    of_shards: int
+    shards: tuple[tuple[int, Sequence[int]], ...]  # (shard number, sample numbers)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Comes in the place of a batch, and is raised when it is that batch's turn: not when it was loaded ahead."""
+
+    error: Exception
+    cause: BaseException | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Failure, (self.error, None if self.cause is None else _portable(self.cause))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the samples of a shard are put together, and whose random numbers they use."""
+
+    seed: int
+    rank: int
+    collate: Collate | None  # None: torch's default, which draws no random numbers
+    is_random: bool  # whether loading a sample may draw some
+    device: torch.device | None = None  # its generator counts too; None in loader processes, which know no GPU
+
+    def keeping_random_state(self) -> AbstractContextManager[None]:
+        if not self.is_random and self.collate is None:
+            return nullcontext()
+        _load_numpy_random()
+        return kept_random_state(self.device)
+
+    def sow(self, *words: int | str) -> None:
+        if self.is_random:
+            sow(mix(self.seed, *words), self.device)
+
+    def put_together(self, items: list[Any], position: Position, shard: int) -> Any:
+        if self.collate is None:
+            collate: Collate = default_collate
+        else:
+            collate = self.collate
+            sow(mix(self.seed, "collate", position.epoch, position.step, shard), self.device)
+        try:
+            return collate(items)
+        except Exception as error:
+            raise DataError(
+                f"rank {self.rank}: {len(items)} samples could not be put together (epoch {position.epoch}, "
+                f"step {position.step}, shard {shard}): {_words(error)}; if samples differ in shape, give collate="
+            ) from error
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A map-style dataset, asked for whole batches."""
+
+    dataset: Any
+    recipe: Recipe
+
+    def __getitem__(self, job: Job | Failure) -> Batch | Failure:
+        if isinstance(job, Failure):
+            return job
+        try:
+            with self.recipe.keeping_random_state():
+                shards = [
+                    Shard(number, len(samples), self._load(samples, job.position, number) if samples else None)
+                    for number, samples in job.shards
+                ]
+        except DataError as error:
+            return Failure(error, error.__cause__)
+        here = job.position
+        return Batch(here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards)
+
+    def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
+        if self.recipe.collate is None and (columns := gather(self.dataset, samples)) is not None:
+            return columns
+        if not self.recipe.is_random and hasattr(self.dataset, "__getitems__"):
+            items = self._guarded(lambda: list(self.dataset.__getitems__(list(samples))), position, samples)
+        else:
+            items = [self._load_one(sample, position) for sample in samples]
+        return self.recipe.put_together(items, position, shard)
+
+    def _load_one(self, sample: int, position: Position) -> Any:
+        self.recipe.sow("sample", position.epoch, sample)
+        return self._guarded(lambda: self.dataset[sample], position, sample)
+
+    def _guarded(self, load: Callable[[], Any], position: Position, which: object) -> Any:
+        try:
+            return load()
+        except Exception as error:
+            raise DataError(
+                f"rank {self.recipe.rank}: dataset[{which}] failed in epoch {position.epoch}, step {position.step}: "
+                f"{_words(error)}; the dataset is a {type(self.dataset).__name__}"
+            ) from error
+
+
+def draws_random_numbers(dataset: Any) -> bool:
+    """Whether loading a sample may. A dataset can say no itself: `is_random = False` saves 10 us of sowing a sample."""
+    said = getattr(dataset, "is_random", None)
+    if said is not None:
+        return bool(said)
+    # Exact types: a subclass may do anything.
+    if type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range):
+        return False
+    if type(dataset) is Subset:
+        return draws_random_numbers(dataset.dataset)
+    if type(dataset) in (ConcatDataset, StackDataset):
+        parts = dataset.datasets
+        return any(draws_random_numbers(part) for part in (parts.values() if isinstance(parts, dict) else parts))
+    return True
+
+
+def gather(dataset: Any, samples: Sequence[int]) -> list[torch.Tensor] | None:
+    """What torch's collate makes of samples that are rows of tensors, all rows at once. None for other datasets."""
+    if type(dataset) is TensorDataset:
+        rows = torch.tensor(samples)
+        return [column[rows] for column in dataset.tensors]
+    if type(dataset) is Subset:
+        indices = dataset.indices
+        return gather(dataset.dataset, [int(indices[sample]) for sample in samples])
+    return None
+
+
+def _load_numpy_random() -> None:
+    """numpy loads it on first use. If that were inside the first `dataset[i]`, it would come too late to be sown."""
+    if "numpy" in sys.modules and "numpy.random" not in sys.modules:
+        importlib.import_module("numpy.random")
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _portable(cause: BaseException) -> BaseException:
+    """An exception that survives the way to another process; its traceback does not, so it goes along as a note."""
+    try:
+        twin: BaseException = pickle.loads(pickle.dumps(cause))
+        assert isinstance(twin, BaseException)
+    except Exception:
+        twin = RuntimeError(_words(cause))
+    twin.add_note("in the loader process:\n" + "".join(traceback.format_exception(cause)))
+    return twin

@@ -1,0 +1,99 @@
+"""What a user may choose about a run, checked in one place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from lockstep.train.precision import Precision
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class OnNonFinite(Enum):
+    """What all workers do together when a loss or a gradient is not a finite number."""
+
+    STOP = "stop"  # raise NonFinite, with the weights as they were before the step
+    SKIP = "skip"  # leave the weights as they are and go on with the next batch
+    IGNORE = "ignore"  # do not look
+
+
+class OptionNames(TypedDict, total=False):
+    """The keywords of `Run`, for type checkers."""
+
+    precision: str
+    wire: str | None
+    clip_norm: float | None
+    on_nonfinite: str
+    check_every: int | None
+    audit_every: int
+    save_every: int | None
+    threads: int
+    progress: bool
+    backend: str | None
+    device: str | torch.device | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    precision     "fp32", "bf16" or "fp16": what forward passes compute in (autocast)
+    wire          "bf16" or "fp16": gradients travel in half precision; sums are formed in float32 all the same
+    clip_norm     the largest norm that the gradient of the global batch may have
+    on_nonfinite  "stop", "skip" or "ignore": when a loss or gradient is not finite
+    check_every   steps from one comparison of the replicas to the next; None: so that it costs under 0.5 %
+    audit_every   steps from one shard that is computed again on another worker to the next; 0: never
+    save_every    steps from one checkpoint to the next; None: after every epoch and at the end
+    threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
+    progress      show how far we are
+    """
+
+    precision: Precision = Precision.FP32
+    wire: torch.dtype | None = None
+    clip_norm: float | None = None
+    on_nonfinite: OnNonFinite = OnNonFinite.STOP
+    check_every: int | None = None
+    audit_every: int = 0
+    save_every: int | None = None
+    threads: int = 1
+    progress: bool = True
+    backend: str | None = None
+    device: str | torch.device | None = None
+
+    @staticmethod
+    def of(named: OptionNames) -> Options:
+        known = [f.name for f in fields(Options)]
+        for name in named:
+            if name not in known:
+                raise TypeError(f"Run has no option {name!r}; it has {', '.join(known)}")
+        values: dict[str, Any] = dict(named)
+        values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
+        values["on_nonfinite"] = one_of(OnNonFinite, "on_nonfinite", values.get("on_nonfinite", "stop"))
+        values["wire"] = _wire(values.get("wire"))
+        clip = values.get("clip_norm")
+        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
+            raise ValueError(f"clip_norm={clip!r} must be a positive number, or None")
+        for name, least in (("check_every", 1), ("audit_every", 0), ("save_every", 1), ("threads", 1)):
+            value = values.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")
+        return Options(**values)
+
+
+def one_of(kind: type[Choice], name: str, value: object) -> Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(choice.value) for choice in kind)
+        raise ValueError(f"{name}={value!r} is not known; choose one of {known}") from None
+
+
+def _wire(name: object) -> torch.dtype | None:
+    kinds: dict[object, torch.dtype | None] = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if name not in kinds:
+        raise ValueError(f"wire={name!r} is not known; choose one of 'fp32', 'bf16', 'fp16'")
+    return kinds[name]

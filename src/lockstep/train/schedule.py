@@ -1,0 +1,172 @@
+"""The learning rate for a large batch: how much larger it may be, and how it gets there.
+
+Note [A factor that no scheduler sees]
+Torch's schedulers read the learning rate of a group and work on with it: chainable ones multiply it, ReduceLROnPlateau
+compares it. So the factor is there during the optimiser's step only, and afterwards the value that was there before is
+put back. What is written for a small batch keeps its meaning, and there is nothing to save: the factor is a function of
+the number of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.train.options import one_of
+
+
+class Rule(Enum):
+    """What the learning rate is multiplied by when the batch is k times as large."""
+
+    LINEAR = "linear"  # k: for SGD (Goyal et al. 2017)
+    SQRT = "sqrt"  # the square root of k: for Adam, LAMB and their like
+
+
+class Warmup(Enum):
+    """How the learning rate gets from the base one to the scaled one."""
+
+    GRADUAL = "gradual"  # along a straight line
+    CONSTANT = "constant"  # at once, when the warm-up is over
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """
+    base_batch    the global batch for which the learning rate of the optimiser was found
+    rule          "linear" or "sqrt"
+    warmup_steps  steps before the scaled learning rate is reached
+    warmup        "gradual" or "constant"
+    """
+
+    base_batch: int
+    rule: Rule | str = Rule.LINEAR
+    warmup_steps: int = 0
+    warmup: Warmup | str = Warmup.GRADUAL
+
+    def __post_init__(self) -> None:
+        _check_whole("base_batch", self.base_batch, least=1)
+        _check_whole("warmup_steps", self.warmup_steps, least=0)
+        object.__setattr__(self, "rule", one_of(Rule, "rule", self.rule))
+        object.__setattr__(self, "warmup", one_of(Warmup, "warmup", self.warmup))
+
+
+def factor(rule: Rule | str, global_batch: int, base_batch: int) -> float:
+    """What the learning rate is multiplied by when the warm-up is over."""
+    _check_whole("global_batch", global_batch, least=1)
+    _check_whole("base_batch", base_batch, least=1)
+    ratio = global_batch / base_batch
+    return math.sqrt(ratio) if one_of(Rule, "rule", rule) is Rule.SQRT else ratio
+
+
+def warmup_factor(scaling: Scaling, global_batch: int, step: int) -> float:
+    """What it is multiplied by in this step, counted from 0. Step 0 of a warm-up has the base learning rate."""
+    _check_whole("step", step, least=0)
+    full = factor(scaling.rule, global_batch, scaling.base_batch)
+    if step >= scaling.warmup_steps:
+        return full
+    if scaling.warmup is Warmup.CONSTANT:
+        return 1.0
+    return 1.0 + (full - 1.0) * (step / scaling.warmup_steps)
+
+
+class LargeBatch:
+    """Steps of an optimiser with the learning rate for this global batch. It has no state of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaling: Scaling, global_batch: int) -> None:
+        _check_whole("global_batch", global_batch, least=1)
+        self._optimizer, self._scaling, self._global_batch = optimizer, scaling, global_batch
+
+    def factor(self, step: int) -> float:
+        return warmup_factor(self._scaling, self._global_batch, step)
+
+    @contextmanager
+    def applied(self, step: int) -> Iterator[float]:
+        """`with large_batch.applied(step_number): optimizer.step()`. The learning rate is the old one afterwards."""
+        times = self.factor(step)
+        rates = [_Rate(group) for group in _groups_with_own_rate(self._optimizer)]
+        try:
+            for rate in rates:
+                rate.multiply(times)
+            yield times
+            for rate in rates:
+                rate.check_unchanged()
+        finally:
+            for rate in rates:
+                rate.put_back()
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        scaling, times = self._scaling, factor(self._scaling.rule, self._global_batch, self._scaling.base_batch)
+        # What a scheduler starts from, if there is one: it may have set the first step's rate to 0 already.
+        found = [float(group.get("initial_lr", group["lr"])) for group in self._optimizer.param_groups]
+        bases = list(dict.fromkeys(found))
+        scaled = [rate * times for rate in bases]
+        text = (
+            f"global batch {self._global_batch}, learning rate {_list(scaled)} = {_list(bases)} x {times:.6g} "
+            f"({Rule(scaling.rule).value} from a batch of {scaling.base_batch})"
+        )
+        if scaling.warmup_steps == 0:
+            return text + ", no warm-up"
+        return text + f", warm-up {scaling.warmup_steps} steps ({Warmup(scaling.warmup).value})"
+
+
+class _Rate:
+    """The learning rate of one group. A tensor is changed in place: captured graphs know it by its address."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._group = group
+        self._lr: float | Tensor = group["lr"]
+        self._before = self._copy()
+        self._during = self._before
+
+    def multiply(self, times: float) -> None:
+        with torch.no_grad():
+            if isinstance(self._lr, Tensor):
+                self._lr.mul_(times)
+            else:
+                self._group["lr"] = self._lr * times
+        self._during = self._copy()
+
+    def check_unchanged(self) -> None:
+        """A scheduler that is stepped inside would be undone in silence. On a GPU nobody looks: that would wait."""
+        now = self._group["lr"]
+        on_gpu = isinstance(now, Tensor) and now.device.type != "cpu"
+        if not on_gpu and now != self._during:
+            raise RuntimeError(
+                f"the learning rate was set to {float(now):g} during the step of the optimiser; step the scheduler "
+                "after `with large_batch.applied(...)`, not inside"
+            )
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            if isinstance(self._lr, Tensor):
+                self._lr.copy_(self._before)  # type: ignore[arg-type]
+            self._group["lr"] = self._lr
+
+    def _copy(self) -> float | Tensor:
+        lr: float | Tensor = self._group["lr"]
+        return lr.detach().clone() if isinstance(lr, Tensor) else lr
+
+
+def _groups_with_own_rate(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Groups may share one tensor, which must be multiplied once."""
+    groups: dict[int, dict[str, Any]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        groups.setdefault(id(group["lr"]) if isinstance(group["lr"], Tensor) else -1 - index, group)
+    return list(groups.values())
+
+
+def _list(rates: list[float]) -> str:
+    return ", ".join(f"{rate:.6g}" for rate in rates)
+
+
+def _check_whole(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")

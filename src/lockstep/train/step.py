@@ -1,0 +1,117 @@
+"""One step of training, from the batch to the new weights: the table of contents of the library.
+
+What comes out depends on the weights, the state of the optimiser, the seed, the number of the step and the global
+batch, and on nothing else: every shard has its own samples and its own random numbers, and the gradients of the shards
+are added up along one tree, whoever has computed them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.exact import ShardSum
+from lockstep.data.batches import Batch, Shard
+from lockstep.replicate.gradients import Gradients
+from lockstep.replicate.replica import Leaf
+from lockstep.replicate.running import RunningState
+from lockstep.seed import kept_random_state, mix, sow
+from lockstep.train import verdict
+from lockstep.train.audit import Audit
+from lockstep.train.options import Options
+from lockstep.train.precision import LossScale
+from lockstep.train.schedule import LargeBatch
+from lockstep.train.tally import Tally
+
+Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]  # (model, batch) -> (sum of the losses, their weight)
+
+
+@dataclass
+class Training:
+    """What a step works on."""
+
+    model: nn.Module
+    leaves: list[Leaf]
+    optimizer: torch.optim.Optimizer
+    sum: ShardSum
+    gradients: Gradients
+    running: RunningState
+    loss_scale: LossScale
+    audit: Audit
+    options: Options
+    seed: int
+    large_batch: LargeBatch | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one step, the same on all workers, but for `waited_s`."""
+
+    number: int
+    loss: float  # mean over the global batch
+    weight: float
+    grad_norm: float | None  # before clipping; None if nobody looked
+    skipped: bool  # something was not finite, and the weights stayed as they were
+    stop_asked_by: tuple[int, ...]  # ranks
+    waited_s: float  # for the others, after our own backward pass
+
+
+def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> Result:
+    """All workers together: everybody takes the step, or nobody does. `stop`: this worker would like to end here."""
+    tally = Tally(t.sum, buffers=len(t.running), loss_scale=t.loss_scale.value)
+    t.gradients.begin()
+    t.running.begin()
+    with kept_random_state(t.sum.device), t.sum.in_step():
+        for shard in batch.shards:
+            is_last = shard is batch.shards[-1]
+            if shard.count:
+                total, weight = forward(t, loss, batch, shard)
+                tally.note(shard.number, total, weight, t.running.take(shard.number))
+            if is_last:
+                tally.send(batch, stop=stop)  # all know the weight of the global batch when the first bucket comes
+                t.gradients.listen(shard.number, tally.scale)
+            if shard.count:
+                backward(t, total)  # buckets leave during the last of these
+                t.running.rewind()
+            if not is_last:
+                t.gradients.keep(shard.number)
+        t.gradients.send_rest()
+        at = time.perf_counter()
+        outcome = tally.outcome()
+        verdict.refuse_bad_data(outcome, batch.number)
+        t.gradients.finish()
+        waited_s = time.perf_counter() - at
+        t.audit.compare(batch, t.sum, lambda shard: run_again(t, loss, batch, shard))
+
+    look = verdict.look_at_gradients(t.leaves, outcome, t.options)
+    if look.finite:
+        t.running.finish(outcome.changed, t.sum.samples_of_shards(batch.count), t.sum)
+        with verdict.learning_rate(t.large_batch, batch.number):
+            t.optimizer.step()
+    elif not t.loss_scale.may_be_too_large:
+        verdict.stop_or_skip(look, batch, t.options)
+    t.loss_scale.update(finite=look.finite)
+    return Result(
+        batch.number, outcome.loss, outcome.weight, look.norm, not look.finite, tuple(outcome.stop), waited_s
+    )
+
+
+def forward(t: Training, loss: Loss, batch: Batch, shard: Shard) -> tuple[Tensor, float | Tensor]:
+    sow(mix(t.seed, "shard", batch.number, shard.number), t.sum.device)
+    with t.options.precision.autocast(t.sum.device), t.audit.listening(batch, shard.number):
+        return verdict.checked(loss(t.model, shard.data))
+
+
+def backward(t: Training, total: Tensor) -> None:
+    t.loss_scale.scaled(total).backward()  # type: ignore[no-untyped-call]
+
+
+def run_again(t: Training, loss: Loss, batch: Batch, shard: Shard) -> None:
+    total, _ = forward(t, loss, batch, shard)
+    backward(t, total)
+    t.running.rewind()

@@ -1,0 +1,125 @@
+"""May this step be applied? Decided from what all workers know, so all decide the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.batches import Batch
+from lockstep.errors import NonFinite, UnevenData
+from lockstep.replicate.replica import Leaf
+from lockstep.train.options import OnNonFinite, Options
+from lockstep.train.schedule import LargeBatch
+from lockstep.train.tally import Outcome
+
+
+@dataclass(frozen=True)
+class Look:
+    """At the gradient of the global batch."""
+
+    finite: bool
+    norm: float | None = None
+    why: str = ""
+
+
+def checked(returned: Any) -> tuple[Tensor, float | Tensor]:
+    """What a loss function gave back, if it is a sum and a weight."""
+    advice = 'a loss function returns (sum, weight), such as `F.cross_entropy(model(x), y, reduction="sum"), len(y)`'
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"{advice}; this one returned a {type(returned).__name__}")
+    total, weight = returned
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise TypeError(f"{advice}; the sum must be a tensor of one element, not {shape}")
+    if not total.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that is trained: it has no gradient")
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return total.reshape(()), weight.detach().reshape(())
+    if not isinstance(weight, Real):
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"{advice}; the weight must be a number, or a tensor of one element, not {shape}")
+    return total.reshape(()), float(weight)
+
+
+def refuse_bad_data(outcome: Outcome, number: int) -> None:
+    """Of step `number`: all workers must have a part of the same batch, and weights that make a mean."""
+    advice = "An iterable dataset must give every worker the same samples; Lockstep deals them out"
+    if outcome.ended and len(outcome.ended) < len(outcome.samples):
+        raise UnevenData(
+            f"the data of rank {_list(outcome.ended)} ended before step {number}, and that of other workers goes on. "
+            f"{advice}"
+        )
+    for what, values in (("samples", outcome.samples), ("the end of an epoch", outcome.ends_epoch)):
+        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            raise UnevenData(
+                f"step {number}: the workers have different batches ({what}: {values[0]} on rank 0, {values[odd]} on "
+                f"rank {odd}). {advice}"
+            )
+    if outcome.bad_weights:
+        shard, weight = next(iter(outcome.bad_weights.items()))
+        raise ValueError(
+            f"step {number}: the weight of shard {shard} is {weight}; a loss function returns (sum, weight), and the "
+            "weight is a number of samples or tokens: finite, and not negative"
+        )
+    if not outcome.weight > 0 and not outcome.ended:
+        raise ValueError(
+            f"step {number}: the weights of all shards add up to {outcome.weight}, so there is no mean; "
+            "return the number of samples or tokens as the weight of the loss"
+        )
+
+
+def look_at_gradients(leaves: Sequence[Leaf], outcome: Outcome, options: Options) -> Look:
+    """Is it finite, and how long is it? And clip it, if that was asked for."""
+    if options.on_nonfinite is OnNonFinite.IGNORE and options.clip_norm is None:
+        return Look(finite=True)
+    if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
+        return Look(finite=False, why=f"the loss of {_shards(outcome.bad_shards)} is not a finite number")
+    gradients = [leaf.parameter.grad for leaf in leaves if leaf.parameter.grad is not None]
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(values)
+    length = float(norm)
+    if not math.isfinite(length) and options.on_nonfinite is not OnNonFinite.IGNORE:
+        return Look(finite=False, norm=length, why=f"the gradient is not finite: {_first_bad(leaves)}")
+    if options.clip_norm is not None and length > options.clip_norm:
+        torch._foreach_mul_(values, options.clip_norm / (length + 1e-6))
+    return Look(finite=True, norm=length)
+
+
+def _first_bad(leaves: Sequence[Leaf]) -> str:
+    for leaf in leaves:
+        gradient = leaf.parameter.grad
+        if gradient is not None:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            bad = int((~torch.isfinite(values)).sum())
+            if bad:
+                return f"{bad} of {values.numel()} elements of {leaf.name} are infinite or not a number"
+    return "every element is, but their norm is too large for its precision"
+
+
+def _shards(numbers: Sequence[int]) -> str:
+    return f"shard{'s' if len(numbers) > 1 else ''} {_list(numbers)}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def stop_or_skip(look: Look, batch: Batch, options: Options) -> None:
+    if options.on_nonfinite is OnNonFinite.STOP:
+        raise NonFinite(
+            f"step {batch.number} (epoch {batch.epoch}): {look.why}. No worker has taken this step. "
+            'Run(on_nonfinite="skip") would leave such batches out; '
+            "a lower learning rate, warm-up or clip_norm= may help"
+        )
+
+
+def learning_rate(large_batch: LargeBatch | None, number: int) -> AbstractContextManager[Any]:
+    return nullcontext() if large_batch is None else large_batch.applied(number)

@@ -1,0 +1,92 @@
+"""The same bits on any number of workers, on any backend, and after going on with another number of them."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crew import crew
+from runs import PROGRAMS, train, use
+
+WORLDS = [(1, "gloo"), *((n, backend) for backend in ("shm", "gloo") for n in (2, 3, 4, 8))]
+
+
+def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
+    use(backend, store, rank, size)
+    return {name: train(program) for name, program in PROGRAMS.items()}
+
+
+@functools.cache
+def results(size: int, backend: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = crew(train_all, size, backend, f"{folder}/store", timeout_s=110)
+    assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
+    return by_rank[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("world", WORLDS[1:], ids=lambda world: f"{world[0]}-{world[1]}")
+def test_any_number_of_workers_gives_the_same_bits(world: tuple[int, str], name: str) -> None:
+    assert results(*world)[name] == results(1, "gloo")[name]
+
+
+def train_part(rank: int, size: int, backend: str, folder: str, steps: int | None) -> dict[str, Any]:
+    use(backend, f"{folder}/store-{size}-{backend}", rank, size)
+    names = dict(enumerate(PROGRAMS))
+    return {name: train(PROGRAMS[name], steps=steps, directory=Path(folder) / str(n)) for n, name in names.items()}
+
+
+@functools.cache
+def results_of_parts() -> dict[str, Any]:
+    """Two steps on two workers, one on three over another backend (each ends inside an epoch), the rest on eight."""
+    with tempfile.TemporaryDirectory() as folder:
+        for size, backend, steps in ((2, "shm", 2), (3, "gloo", 3), (8, "shm", None)):
+            found = crew(train_part, size, backend, folder, steps, timeout_s=110)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_going_on_with_other_numbers_of_workers_gives_the_same_bits(name: str) -> None:
+    assert results_of_parts()[name] == results(1, "gloo")[name]
+
+
+def plant(mistake: str, size: int) -> None:
+    """Make this worker depend on how many there are."""
+    from lockstep.comm import tree
+    from lockstep.data import order
+    from lockstep.train import step
+
+    match mistake:
+        case "another order of sums":
+            tree.Gathering.awaiting = lambda self, node: len(self.left)  # from left to right, as far as one holds them
+            tree.subtrees.cache_clear()
+        case "random numbers of workers":
+            mix = step.mix
+            step.mix = lambda *words: mix(*words, size)
+        case "samples dealt out to workers":
+            cut = order.cut
+            order.cut = lambda count, shards: [*cut(count, shards)[1:], *cut(count, shards)[:1]] if size > 1 else cut(count, shards)
+
+
+def train_with_mistake(rank: int, size: int, mistake: str) -> list[str]:
+    plant(mistake, size)
+    names = ["mlp, momentum, uneven last batch", "gpt with dropout and tied weights, AdamW"]
+    return [train(PROGRAMS[name], steps=2, check_every=1000)[0] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shows_in"),
+    [
+        ("nothing", []),
+        ("another order of sums", [0, 1]),
+        ("random numbers of workers", [1]),
+        ("samples dealt out to workers", [0, 1]),
+    ],
+)
+def test_a_mistake_would_show(mistake: str, shows_in: list[int]) -> None:
+    one, two = (crew(train_with_mistake, size, mistake)[0] for size in (1, 2))
+    assert [n for n in range(2) if one[n] != two[n]] == shows_in

@@ -1,0 +1,103 @@
+"""One digest on a GPU: several workers that share it, and the backends that can carry their gradients."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from crew import crew
+from runs import PROGRAMS, Gpt, Program, adamw, predict_tokens, train, use
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# Torch has no deterministic kernel for these.
+WITHOUT_ORDER = {"embedding bag, sparse"}
+ON_GPU = {name: program for name, program in PROGRAMS.items() if name not in WITHOUT_ORDER}
+ON_GPU["bf16, fused AdamW"] = Program(
+    Gpt,
+    lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    predict_tokens,
+    options={"precision": "bf16", "clip_norm": 1.0},
+)
+
+
+def train_all(rank: int, size: int, backend: str, store: str, names: list[str]) -> dict[str, Any]:
+    use(backend, store, rank, size)
+    return {name: train(ON_GPU[name], device="cuda:0") for name in names}
+
+
+@functools.cache
+def results(size: int, backend: str, names: tuple[str, ...] = tuple(ON_GPU)) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = crew(train_all, size, backend, f"{folder}/store", list(names), timeout_s=110)
+    assert all(found == by_rank[0] for found in by_rank)
+    return by_rank[0]
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_workers_that_share_a_gpu_give_the_bits_of_one(size: int, name: str) -> None:
+    assert results(size, "shm")[name] == results(1, "shm")[name]
+
+
+@pytest.mark.parametrize(("size", "backend"), [(3, "gloo"), (1, "nccl"), (1, "cpu:shm,cuda:nccl")])
+def test_other_backends_give_the_same_bits(size: int, backend: str) -> None:
+    names = ("gpt with dropout and tied weights, AdamW", "unused branches", "cnn with batch norm")
+    found = results(size, backend, names)
+    assert found == {name: results(1, "shm")[name] for name in names}
+
+
+def train_with_audits(rank: int, size: int, store: str) -> str:
+    """With a shard in a while computed again, and batches that are copied ahead from pinned memory."""
+    use("shm", store, rank, size)
+    x = torch.randn(128, 16, generator=torch.Generator().manual_seed(1))
+    with lockstep.Run(seed=1, progress=False, device="cuda:0", audit_every=2) as run:
+        model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4)))
+        batches = run.batches(TensorDataset(x, x[:, :4].argmax(1)), global_batch=32, epochs=2)
+        for batch in run.track(batches, adamw(model.parameters())):
+            run.step(PROGRAMS["clipped"].loss, batch)
+        run.evaluate(lambda m, b: ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1])), TensorDataset(x, x[:, :4].argmax(1)))
+        return run.digest()
+
+
+def test_audits_and_evaluation_on_a_gpu() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = (crew(train_with_audits, n, f"{folder}/{n}", timeout_s=100)[0] for n in (1, 2))
+    assert one == two
+
+
+def train_ddp_with_amp(rank: int, size: int, store: str, backend: str) -> list[float]:
+    use(backend, store, rank, size)
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).cuda())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(rank)).cuda()
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    weights = torch.cat([p.detach().view(-1) for p in model.parameters()]).cpu()
+    everybody = [torch.empty_like(weights) for _ in range(size)]
+    dist.all_gather(everybody, weights)
+    assert all(torch.equal(other, weights) for other in everybody)
+    return losses
+
+
+@pytest.mark.parametrize(("size", "backend"), [(3, "shm"), (1, "cpu:shm,cuda:nccl")])
+def test_the_drop_in_with_mixed_precision_and_loss_scale(size: int, backend: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        losses = crew(train_ddp_with_amp, size, f"{folder}/store", backend, timeout_s=100)[0]
+    assert losses[-1] < 0.9 * losses[0]
