@@ -42,6 +42,7 @@ chaos: $(READY)
 
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
+	$(BIN)/lockstep bench exact $(if $(QUICK),--quick)
 	$(BIN)/lockstep bench comm $(if $(QUICK),--quick)
 
 bench-hosts: $(READY)

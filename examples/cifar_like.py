@@ -1,8 +1,8 @@
-"""A small ResNet with batch norm learns ten kinds of waves, straight or round, whose images are made at the start.
+"""A small ResNet with batch norm learns ten kinds of waves, straight and round, whose images are made at the start.
 
-    python examples/cifar_like.py                                  one worker
-    lockstep run -n 2 examples/cifar_like.py --loaders 1           two, each with a process that loads ahead
-    lockstep run -n 2 examples/cifar_like.py --optimizer lars      a step length for every layer
+    python examples/cifar_like.py                                   one worker
+    lockstep run -n 2 examples/cifar_like.py --loaders 1            two, each with a process that loads ahead
+    lockstep run -n 2 examples/cifar_like.py --optimizer lars       a step length for every layer
 """
 
 import argparse
@@ -14,47 +14,44 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-EPOCHS, BATCH, SIZE, MARGIN = 8, 64, 16, 2
+EPOCHS, BATCH, SIZE, WIDTH, BLOCKS = 5, 64, 16, 32, 4
 OPTIMIZERS = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=5e-4),
-    "lars": lambda weights: lockstep.LARS(weights, lr=10.0, weight_decay=5e-4),
+    "lars": lambda weights: lockstep.LARS(weights, lr=1.0, trust=0.01, weight_decay=5e-4),
     "lamb": lambda weights: lockstep.LAMB(weights, lr=0.02),
 }
 
 
 def make_images(count: int) -> tuple[Tensor, Tensor]:
-    """[count, 3, SIZE + 2 MARGIN, SIZE + 2 MARGIN] and their kinds [count]: a wavelength of five, and the form."""
-    kinds, line = torch.arange(count) % 10, torch.linspace(-1, 1, SIZE + 2 * MARGIN)
-    (x, y), angle = torch.rand(2, count, 1, 1) - 0.5, torch.rand(count, 1, 1) * torch.pi
-    x, y = line - x, line.view(-1, 1) - y
-    way = torch.where(kinds.view(-1, 1, 1) < 5, x * angle.cos() + y * angle.sin(), x.hypot(y))
-    waves = (way * torch.pi * (1.5 + kinds % 5).view(-1, 1, 1)).cos().unsqueeze(1)
-    return torch.randn(count, 3, 1, 1) * waves + torch.randn(count, 3, *waves.shape[2:]), kinds
+    """[count, 3, SIZE, SIZE] and their kinds [count]: straight or round waves of five lengths, in noise."""
+    kinds, line = torch.arange(count).view(-1, 1, 1) % 10, torch.linspace(-1, 1, SIZE)
+    angle, left, top = torch.rand(3, count, 1, 1) - 0.5
+    x, y = line - left / 2, line.view(-1, 1) - top / 2
+    way = torch.where(kinds < 5, x * (6 * angle).cos() + y * (6 * angle).sin(), x.hypot(y))
+    waves = torch.randn(count, 3, 1, 1) * (way * (4 + 3 * (kinds % 5))).cos().unsqueeze(1)
+    return waves + 0.3 * torch.randn_like(waves), kinds.flatten()
 
 
 class Augmented(TensorDataset):
-    """Cut out somewhere and turned over now and then. The draws belong to the sample, whoever loads it."""
-
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         image, kind = super().__getitem__(number)
-        top, left = torch.randint(2 * MARGIN + 1, (2,)).tolist()
-        image = image[:, top : top + SIZE, left : left + SIZE]
-        return image.flip(2) if torch.rand(()) < 0.5 else image, kind
+        top, left, turned = torch.randint(4, (3,)).tolist()  # belong to the sample, whoever loads it
+        image = F.pad(image, [2, 2, 2, 2])[:, top : top + SIZE, left : left + SIZE]
+        return image.flip(2) if turned < 2 else image, kind
 
 
-class Residual(nn.Sequential):
-    def __init__(self, width: int) -> None:
-        super().__init__(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), nn.Linear(WIDTH, 10)
+        self.convs = nn.ModuleList(nn.Conv2d(WIDTH, WIDTH, 3, padding=1) for _ in range(BLOCKS))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(WIDTH) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-def make_model() -> nn.Module:
-    layers = [nn.Conv2d(3, 16, 3, padding=1)]
-    for width in (16, 32):
-        layers += [Residual(width), Residual(width), nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)]
-    return nn.Sequential(*layers, Residual(64), nn.ReLU(), nn.AvgPool2d(SIZE // 4), nn.Flatten(), nn.Linear(64, 10))
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + F.relu(norm(conv(x)))
+        return self.head(x.mean((2, 3)))
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
@@ -67,7 +64,7 @@ def correct(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     return (model(images).argmax(1) == kinds).sum(), len(kinds)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--loaders", type=int, default=0, help="processes of each worker that load (default: none)")
@@ -77,9 +74,8 @@ def main() -> None:
     args = parser.parse_args()
 
     with lockstep.Run(args.directory, seed=args.seed) as run:
-        train_set, (images, kinds) = Augmented(*make_images(2048)), make_images(512)
-        test_set = TensorDataset(images[:, :, MARGIN:-MARGIN, MARGIN:-MARGIN], kinds)
-        model = run.replicate(make_model())
+        train_set, test_set = Augmented(*make_images(8192)), TensorDataset(*make_images(1024))
+        model = run.replicate(ResNet())
         optimizer = OPTIMIZERS[args.optimizer](model.parameters())
         batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS, loaders=args.loaders)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
@@ -89,7 +85,3 @@ def main() -> None:
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()
         run.once(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))
-
-
-if __name__ == "__main__":
-    main()

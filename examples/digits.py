@@ -48,7 +48,7 @@ def correct(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     return (model(images).argmax(1) == labels).sum(), len(labels)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step, over all workers (default: 32)")
     parser.add_argument("--base-batch", type=int, default=32, help="what the learning rate is for (default: 32)")
@@ -71,7 +71,3 @@ def main() -> None:
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()
         run.once(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,7 +202,8 @@ def train(
 
 
 def use(backend: str, store: str, rank: int, size: int) -> None:
-    """The workers of a crew have met over Gloo; from now on they talk through `backend`."""
+    """The workers of a crew have met over Gloo; from now on they talk through `backend`. Two of them are a host."""
+    os.environ["LOCKSTEP_HOST"] = f"host {rank // 2}"
     if backend != "gloo":
         dist.barrier()
         dist.destroy_process_group()

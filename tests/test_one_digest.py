@@ -12,7 +12,7 @@ import pytest
 from crew import crew
 from runs import PROGRAMS, train, use
 
-WORLDS = [(1, "gloo"), *((n, backend) for backend in ("shm", "gloo") for n in (2, 3, 4, 8))]
+WORLDS = [(1, "gloo"), *((n, backend) for backend in ("shm", "gloo") for n in (2, 3, 4, 8)), (4, "hierarchy")]
 
 
 def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def plant(mistake: str, size: int) -> None:
             step.mix = lambda *words: mix(*words, size)
         case "samples dealt out to workers":
             cut = order.cut
-            order.cut = lambda count, shards: [*cut(count, shards)[1:], *cut(count, shards)[:1]] if size > 1 else cut(count, shards)
+            order.cut = lambda count, shards: cut(count, shards)[size - 1 :] + cut(count, shards)[: size - 1]
 
 
 def train_with_mistake(rank: int, size: int, mistake: str) -> list[str]:

@@ -26,7 +26,7 @@ from samples import (
     masked,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
 @dataclass(frozen=True)

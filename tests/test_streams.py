@@ -39,6 +39,15 @@ def test_a_stream_is_cut_the_same_way_by_any_number_of_workers_and_loaders(size:
         assert union(lambda rank, of, s=other: batches(Stream(size), s, rank=rank, size=of), workers) == alone
 
 
+def test_a_stream_with_a_length_is_a_stream() -> None:
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return self.size
+
+    assert batches(Sized(8), Settings(4, 1)).steps_in_all is None
+    assert len(list(batches(Sized(9), Settings(4, 1)))) == 3
+
+
 def test_a_stream_knows_its_epoch_and_drops_its_last_batch() -> None:
     given = union(lambda rank, of: batches(SkippingStream(9), Settings(4, 1, epochs=2, drop_last=True)), 1)
     numbers = [torch.frombuffer(bytearray(shards[0][1][0][2]), dtype=torch.int64).tolist() for *_, shards in given]

@@ -61,5 +61,5 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 
 
 def _numpy_random() -> Any:
-    """If the program uses it: we do not import it."""
-    return sys.modules.get("numpy.random")
+    """If the program has numpy: we do not import it. Asking for it loads it, before a step is the first to do so."""
+    return getattr(sys.modules.get("numpy"), "random", None)

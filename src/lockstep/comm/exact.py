@@ -147,7 +147,7 @@ class ShardSum:
             return self.group.allreduce([table], dist.AllreduceOptions())
 
         def job() -> Tensor:
-            self._wait(self.group.allreduce([table], dist.AllreduceOptions()), "the sum of losses and weights")
+            self._watch.wait(self.group.allreduce([table], dist.AllreduceOptions()), "a sum over all workers")
             return table
 
         return self._lane.submit(job)

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,16 +41,6 @@ class Loading:
     hide_worker_info: bool
 
 
-class _Jobs:
-    """A sampler for DataLoader, which wants something to iterate over, and does so more than once before it begins."""
-
-    def __init__(self, jobs: Iterable[Any]) -> None:
-        self._jobs = jobs
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._jobs)
-
-
 def load(reader: Any, jobs: Iterable[Any], how: Loading) -> Generator[Parcel, None, None]:
     """`reader[job]` for every job, in order, each in a parcel."""
     options: dict[str, Any] = {}
@@ -64,7 +54,7 @@ def load(reader: Any, jobs: Iterable[Any], how: Loading) -> Generator[Parcel, No
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_size=None,
-        sampler=_Jobs(jobs),
+        sampler=jobs,
         collate_fn=pack if how.loaders > 0 else Parcel,
         pin_memory=how.pin,
         generator=torch.Generator(),  # else starting would draw from the global one

@@ -10,9 +10,7 @@ training process that loads for itself does not notice. A generator that the dat
 
 from __future__ import annotations
 
-import importlib
 import pickle
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -99,7 +97,6 @@ class Recipe:
     def keeping_random_state(self) -> AbstractContextManager[None]:
         if not self.is_random and self.collate is None:
             return nullcontext()
-        _load_numpy_random()
         return kept_random_state(self.device)
 
     def sow(self, *words: int | str) -> None:
@@ -190,12 +187,6 @@ def gather(dataset: Any, samples: Sequence[int]) -> list[torch.Tensor] | None:
         indices = dataset.indices
         return gather(dataset.dataset, [int(indices[sample]) for sample in samples])
     return None
-
-
-def _load_numpy_random() -> None:
-    """numpy loads it on first use. If that were inside the first `dataset[i]`, it would come too late to be sown."""
-    if "numpy" in sys.modules and "numpy.random" not in sys.modules:
-        importlib.import_module("numpy.random")
 
 
 def _words(error: BaseException) -> str:

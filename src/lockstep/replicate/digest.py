@@ -58,9 +58,6 @@ def named_state(module: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     return named
 
 
-def first_difference(states: Sequence[Sequence[int]]) -> int | None:
-    """The first position at which not all are the same."""
-    for n, values in enumerate(zip(*states, strict=True)):
-        if len(set(values)) > 1:
-            return n
-    return None
+def differences(states: Sequence[Sequence[int]]) -> list[int]:
+    """The positions at which not all are the same."""
+    return [n for n, values in enumerate(zip(*states, strict=True)) if len(set(values)) > 1]

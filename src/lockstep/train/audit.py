@@ -44,7 +44,8 @@ class Audit:
 
     @contextmanager
     def listening(self, batch: Batch, shard: int) -> Iterator[None]:
-        """Around the forward pass. The backward pass is listened to until `compare`."""
+        """Around every forward pass. The backward pass is listened to until the next forward pass, or `compare`."""
+        self._stop()
         if self.shard_of(batch) != shard:
             yield
             return

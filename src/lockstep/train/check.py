@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lockstep.comm import agree
 from lockstep.errors import Divergence
-from lockstep.replicate.digest import cheap_digests, first_difference
+from lockstep.replicate.digest import cheap_digests, differences
 
 SHARE_OF_TIME = 0.004  # what comparing may cost, if nobody says how often; 0.005 is promised
 FIRST_CHECKS = (1, 10)  # steps: early, because most mistakes of a program show at once
 LEAST, MOST = 10, 1000
+NAMED = 4  # tensors in a message: a wrong gradient shows in the weight and in what the optimiser remembers of it
 
 
 class ReplicaCheck:
@@ -74,13 +75,11 @@ class ReplicaCheck:
         names = agree.tell_all(self._group, list(state), device=self._device)
         if any(other != names[0] for other in names):
             raise Divergence(f"after step {number} the workers do not have the same tensors: {_odd_names(names)}")
-        where = first_difference(everybody)
-        assert where is not None
-        digests_there = [digests[where] for digests in everybody]
-        more = sum(len(set(values)) > 1 for values in zip(*everybody, strict=True)) - 1
+        where = differences(everybody)
+        named, more = ", ".join(names[0][n] for n in where[:NAMED]), len(where) - NAMED
         raise Divergence(
-            f"after step {number} the replicas are not equal: {names[0][where]} differs"
-            f"{f' (and {more} more tensors)' if more else ''}. {blame(digests_there)} "
+            f"after step {number} the replicas are not equal in {named}"
+            f"{f' and {more} more tensors' if more > 0 else ''}. {blame([mine[where[0]] for mine in everybody])} "
             "A computation that is not the same on every worker, a write to a tensor on one worker only, or a "
             "faulty machine. Go back to the last checkpoint; Run(audit_every=...) finds operations that do not repeat."
         )

@@ -8,7 +8,6 @@ whether it ends an epoch, and which buffers changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,55 +45,59 @@ class Tally:
     """The table of one step."""
 
     def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
-        shards, workers = sum_.shards, sum_.size
         self._sum, self._rank = sum_, sum_.group.rank()
-        self._sizes = [shards * 2, workers * 4, shards * buffers]
-        self._table = torch.zeros(sum(self._sizes), dtype=torch.float64, device=sum_.device)
-        by_shard, by_rank, changed = torch.split(self._table, self._sizes)
-        self._by_shard = by_shard.view(shards, 2)
-        self._by_rank = by_rank.view(workers, 4)
-        self._changed = changed.view(shards, buffers)
+        self._shapes = [(sum_.shards, 2), (sum_.size, 4), (sum_.shards, buffers)]
+        # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
+        self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
         self._noted: list[tuple[int, Tensor, float | Tensor]] = []
         self._pending: Any = None
         self._loss_scale = loss_scale
+        self._scale: float | Tensor | None = None
+
+    def _parts(self, table: Tensor) -> list[Tensor]:
+        """[shard, (loss, weight)], [rank, (stop, ended, samples, ends epoch)], [shard, which buffers changed]"""
+        parts = torch.split(table, [math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def note(self, shard: int, loss: Tensor, weight: float | Tensor, changed: list[bool]) -> None:
         self._noted.append((shard, loss.detach(), weight))
         if any(changed):
-            self._changed[shard] = torch.tensor(changed, dtype=torch.float64)
+            self._parts(self._table)[2][shard] = torch.tensor(changed, dtype=torch.float64)
 
     def send(self, batch: Batch | None, *, stop: bool = False) -> None:
         """`stop`: we ask everybody to end here. No batch: we have no more data."""
-        if self._noted:
-            shards = [shard for shard, _, _ in self._noted]
-            self._by_shard[shards, LOSS] += torch.stack([loss for _, loss, _ in self._noted]).double()
-            self._by_shard[shards, WEIGHT] += self._column([weight for _, _, weight in self._noted])
+        by_shard, by_rank, _ = self._parts(self._table)
         samples, ends_epoch = (batch.count, batch.ends_epoch) if batch is not None else (0, False)
-        self._by_rank[self._rank] = torch.tensor([stop, batch is None, samples, ends_epoch], dtype=torch.float64)
+        by_rank[self._rank] = torch.tensor([stop, batch is None, samples, ends_epoch], dtype=torch.float64)
+        for shard, _, weight in self._noted:
+            if not isinstance(weight, Tensor):
+                by_shard[shard, WEIGHT] = weight
+        self._table = self._table.to(self._sum.device)
+        by_shard = self._parts(self._table)[0]
+        for shard, loss, weight in self._noted:
+            by_shard[shard, LOSS] += loss
+            if isinstance(weight, Tensor):
+                by_shard[shard, WEIGHT] += weight
         self._pending = self._sum.add_up(self._table)
-
-    def _column(self, values: Sequence[Any]) -> Tensor:
-        if any(isinstance(value, Tensor) for value in values):
-            return torch.stack([torch.as_tensor(value, device=self._table.device).double() for value in values])
-        return torch.tensor(values, dtype=torch.float64).to(self._table.device)
 
     def scale(self) -> float | Tensor:
         """What the sum of gradients is multiplied by. To be asked for when the table has come.
 
         A GPU is not waited for: there it is a tensor.
         """
-        weight = self._by_shard[:, WEIGHT].sum() * self._loss_scale
-        if self._table.is_cuda:
-            return weight.reciprocal().float()
-        total = float(weight)
-        return 1.0 / total if total else math.nan
+        if self._scale is None:
+            weight = self._parts(self._table)[0][:, WEIGHT].sum() * self._loss_scale
+            if weight.is_cuda:
+                self._scale = weight.reciprocal().float()
+            else:
+                total = float(weight)
+                self._scale = 1.0 / total if total else math.nan
+        return self._scale
 
     def outcome(self) -> Outcome:
         """Wait for the table, and read it."""
         self._sum.wait(self._pending, "the sum of losses and weights")
-        table = self._table.cpu()
-        by_shard, by_rank, changed = torch.split(table, self._sizes)
-        by_shard, by_rank = by_shard.view(self._by_shard.shape), by_rank.view(self._by_rank.shape)
+        by_shard, by_rank, changed = self._parts(self._table.cpu())
         weights: list[float] = by_shard[:, WEIGHT].tolist()
         return Outcome(
             loss_sum=float(by_shard[:, LOSS].sum()),
@@ -105,7 +108,7 @@ class Tally:
             ended=_who(by_rank[:, ENDED]),
             samples=[int(count) for count in by_rank[:, SAMPLES].tolist()],
             ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
-            changed=changed.view(self._changed.shape),
+            changed=changed,
         )
 
 

@@ -1,0 +1,586 @@
+"""What is wrong with a program is said on every worker, soon, and in words that help."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import lockstep
+from crew import Failure, try_crew
+from runs import Program, adamw, classify, data, mlp, sgd, train, use
+from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
+
+WORLDS = [2, 3]
+SOON_S = 20.0  # seconds on a busy machine; a hang would take 40 and more
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        dataset = data(self.samples)
+        return (dataset[n] for n in range(self.samples))
+
+
+class Here:
+    """Which worker we are, and the folder that all share."""
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
+        self.is_last = rank == size - 1
+
+    def last(self, odd: Any, usual: Any) -> Any:
+        """Something else on the last worker."""
+        return odd if self.is_last else usual
+
+    def run(self, **options: Any) -> lockstep.Run:
+        return lockstep.Run(options.pop("directory", None), **({"seed": 7, "progress": False} | options))
+
+    def train(
+        self,
+        loss: Callable[..., Any] = classify,
+        *,
+        dataset: Any = None,
+        model: Callable[[], nn.Module] = mlp,
+        batches: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        with self.run(**options) as run:
+            net = run.replicate(model())
+            chosen = {"global_batch": 32, "epochs": 2} | (batches or {})
+            all_batches = run.batches(data(96) if dataset is None else dataset, **chosen)
+            before = [p.clone() for p in net.parameters()]
+            try:
+                for batch in run.track(all_batches, sgd(net.parameters())):
+                    before = [p.clone() for p in net.parameters()]
+                    run.step(loss, batch)
+            except Exception as error:
+                unchanged = all(map(torch.equal, before, net.parameters()))
+                error.add_note("weights unchanged" if unchanged else "weights changed")
+                raise
+
+    def evaluate(self, figures: Callable[..., Any], dataset: Any = None, **options: Any) -> None:
+        with self.run() as run:
+            run.replicate(mlp())
+            run.evaluate(figures, data(96) if dataset is None else dataset, **options)
+
+
+def many(model: Any, batch: Any) -> tuple[float, int]:
+    return 1.0, len(batch[1])
+
+
+def nan_in(here: Here) -> Callable[..., Any]:
+    """On the last worker, whose last shard is number 7 of 8."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        total, weight = classify(model, batch)
+        return total * here.last(math.nan, 1.0), weight
+
+    return loss
+
+
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[0, 3] = math.inf
+        return gradient
+
+
+def infinite(here: Here) -> Callable[..., Any]:
+    def loss(model: Any, batch: Any) -> Any:
+        x, y = batch
+        out = model(x)
+        return nn.functional.cross_entropy(InfiniteGradient.apply(out) if here.is_last else out, y, reduction="sum"), 4
+
+    return loss
+
+
+def frozen(width: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 10), nn.Linear(3, width))
+        model[1].requires_grad_(False)
+        model.register_buffer("extra", torch.zeros(width))
+        return model
+
+    return build
+
+
+def strangers(here: Here) -> None:
+    with here.run() as run:
+        run.replicate(mlp())
+        for _ in run.track(run.batches(data(96), global_batch=32), sgd(mlp().parameters())):
+            pass
+
+
+def before_track(here: Here) -> None:
+    with here.run() as run:
+        model = run.replicate(mlp())
+        batches = run.batches(data(96), global_batch=32)
+        for batch in batches:
+            run.step(classify, batch)
+        assert model
+
+
+def not_a_batch(here: Here) -> None:
+    with here.run() as run:
+        model = run.replicate(mlp())
+        for batch in run.track(run.batches(data(96), global_batch=32), sgd(model.parameters())):
+            run.step(classify, batch.shards[0].data)
+
+
+def twice(here: Here, *second: Any) -> None:
+    with here.run() as run:
+        model = run.replicate(mlp())
+        run.replicate(model if not second else second[0])
+
+
+def without_model(here: Here, call: Callable[[lockstep.Run], Any]) -> None:
+    with here.run() as run:
+        call(run)
+
+
+def tracked(run: lockstep.Run, **options: Any) -> None:
+    model = options.pop("model", None) or run.replicate(mlp())
+    next(iter(run.track(run.batches(data(96), global_batch=32), sgd(model.parameters()), **options)))
+
+
+def resumed(here: Here, name: str, *, damage: bool = False, **second: Any) -> None:
+    """A run, stopped after one step, that goes on with other options."""
+    directory = here.folder / name
+    program = Program(mlp, sgd, shards=8)
+    if not (directory / "checkpoints").exists() or here.size == 1:
+        pass
+    train(program, steps=1, directory=directory)
+    if damage and here.rank == 0:
+        path = next((directory / "checkpoints").glob("*/tensors.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with here.run() as run:  # all wait until that is done
+        run.once(lambda: None)
+    here.train(directory=directory, dataset=data(100), **second)
+
+
+# name -> (what is done, what every worker must say). {size} and {last} stand for numbers.
+CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
+    # -- sizes
+    "dataset shorter than a batch": (
+        lambda here: here.train(dataset=data(20)),
+        r"ValueError: the dataset \(TensorDataset\) has 20 samples, fewer than one global batch of 32; use a smaller",
+    ),
+    "fewer shards than workers": (
+        lambda here: here.train(batches={"shards": 1}),
+        r"ValueError: {size} workers for 1 shards: .* set shards={size} or more",
+    ),
+    **{
+        f"{name}={value}": (
+            lambda here, name=name, value=value: here.train(batches={name: value}),
+            rf"ValueError: {name}={value}, which must be a whole number of 1 or more",
+        )
+        for name in ("global_batch", "shards", "epochs")
+        for value in (0, -2, 1.5)
+    },
+    **{
+        f"evaluate in {value}": (
+            lambda here, value=value: here.evaluate(many, batch=value),
+            rf"ValueError: batch={value} must be a whole number, 1 or more",
+        )
+        for value in (0, -3, 2.5)
+    },
+    "one batch size each": (
+        lambda here: here.train(batches={"global_batch": here.last(16, 32)}),
+        r"ReplicaMismatch: run.batches: global_batch is 32 on rank 0 and 16 on rank {last}; it must be the same",
+    ),
+    "one bad batch size": (
+        lambda here: here.train(batches={"global_batch": here.last(0, 32)}),
+        r"ReplicaMismatch: run.batches: global_batch is 32 on rank 0 and 0 on rank {last}",
+    ),
+    "one dataset each": (
+        lambda here: here.train(dataset=data(here.last(20, 96))),
+        r"ReplicaMismatch: run.batches: len\(dataset\) is 96 on rank 0 and 20 on rank {last}",
+    ),
+    "one order each": (
+        lambda here: here.train(batches={"order": here.last(lockstep.InOrder(96, 32), None)}),
+        r"ReplicaMismatch: run.batches: order is None on rank 0 and InOrder on rank {last}",
+    ),
+    # -- the loss
+    "not a number on one": (
+        lambda here: here.train(nan_in(here)),
+        r"NonFinite: step 0 \(epoch 0\): the loss of shards? [\d, ]*7 is not a finite number. No worker has taken this"
+        r".*weights unchanged",
+    ),
+    "infinite gradient on one": (
+        lambda here: here.train(infinite(here)),
+        r"NonFinite: step 0 \(epoch 0\): the gradient is not finite: \d+ of 4096 elements of 2.weight are infinite or"
+        r".*weights unchanged",
+    ),
+    "infinite gradient on one, clipped": (
+        lambda here: here.train(infinite(here), clip_norm=1.0),
+        r"NonFinite: step 0 .*2.weight are infinite or.*weights unchanged",
+    ),
+    "no pair": (
+        lambda here: here.train(lambda model, batch: classify(model, batch)[0]),
+        r"TypeError: a loss function returns \(sum, weight\), such as .*; this one returned a Tensor",
+    ),
+    "not a scalar": (
+        lambda here: here.train(lambda model, batch: (model(batch[0]), 4)),
+        r"TypeError: .*the sum must be a tensor of one element, not \(4, 10\)",
+    ),
+    "not a tensor": (
+        lambda here: here.train(lambda model, batch: (1.0, 4)),
+        r"TypeError: .*the sum must be a tensor of one element, not float",
+    ),
+    "no graph": (
+        lambda here: here.train(lambda model, batch: (classify(model, batch)[0].detach(), 4)),
+        r"ValueError: the loss does not depend on any parameter that is trained",
+    ),
+    "negative weight on one": (
+        lambda here: here.train(lambda model, batch: (classify(model, batch)[0], here.last(-1, 4))),
+        r"ValueError: step 0: the weight of shard \d is -1.0; .*finite, and not negative.*weights unchanged",
+    ),
+    "negative tensor on one": (
+        lambda here: here.train(lambda model, batch: (classify(model, batch)[0], torch.tensor(here.last(-2, 4)))),
+        r"ValueError: step 0: the weight of shard \d is -2.0",
+    ),
+    "weight is no number on one": (
+        lambda here: here.train(lambda model, batch: (classify(model, batch)[0], here.last(math.nan, 4))),
+        r"ValueError: step 0: the weight of shard \d is nan",
+    ),
+    "weight is a string": (
+        lambda here: here.train(lambda model, batch: (classify(model, batch)[0], "4")),
+        r"TypeError: .*the weight must be a number, or a tensor of one element, not str",
+    ),
+    "no weight at all": (
+        lambda here: here.train(lambda model, batch: (classify(model, batch)[0], 0)),
+        r"ValueError: step 0: the weights of all shards add up to 0.0, so there is no mean",
+    ),
+    # -- the figures
+    "other figures on one": (
+        lambda here: here.evaluate(lambda model, batch: {"a": (1, 1), here.last("c", "b"): (1, 1)}, batch=8),
+        r"Desync: run.evaluate: rank 0 has the figures a, b, and rank {last} has a, c; b, c must be there always or",
+    ),
+    "other figures in one piece": (
+        lambda here: here.evaluate(lambda model, batch: {"a" if len(batch[1]) == 10 else "b": (1, 1)}, batch=10),
+        r"Desync: run.evaluate: .* a, b must be there always or never",
+    ),
+    "no pair of figures": (
+        lambda here: here.evaluate(lambda model, batch: 0.5, batch=8),
+        r"TypeError: the function given to evaluate returned a float; it must return \(sum, weight\)",
+    ),
+    "no numbers": (
+        lambda here: here.evaluate(lambda model, batch: {"a": ("x", None)}, batch=8),
+        r"TypeError: the function given to evaluate: a is \('x', None\), which are not two numbers",
+    ),
+    "nothing to evaluate": (
+        lambda here: here.evaluate(many, TensorDataset(torch.empty(0, 16), torch.empty(0))),
+        r"ValueError: run.evaluate: the dataset has no samples",
+    ),
+    "an empty stream": (lambda here: here.evaluate(many, Stream(0)), r"ValueError: .*the dataset has no samples"),
+    "evaluate one dataset each": (
+        lambda here: here.evaluate(many, data(here.last(90, 96))),
+        r"ReplicaMismatch: run.evaluate: len\(dataset\) is 96 on rank 0 and 90 on rank {last}",
+    ),
+    "evaluate one stream each": (
+        lambda here: here.evaluate(many, Stream(here.last(30, 96)), batch=8),
+        r"ReplicaMismatch: run.evaluate: samples in the dataset is 96 on rank 0 and 30 on rank {last}",
+    ),
+    "evaluate one empty stream": (
+        lambda here: here.evaluate(many, Stream(here.last(0, 96)), batch=8),
+        r"ReplicaMismatch: run.evaluate: samples in the dataset is 96 on rank 0 and 0 on rank {last}",
+    ),
+    "log other names": (
+        lambda here: without_model(here, lambda run: run.log(**{here.last("x", "y"): 1})),
+        r"Desync: run.log: rank 0 has the figures y, and rank {last} has x; x, y must be there",
+    ),
+    "log more names": (
+        lambda here: without_model(here, lambda run: run.log(a=1, **here.last({"b": 2}, {}))),
+        r"Desync: run.log: rank 0 has the figures a, and rank {last} has a, b; b must be there always or never",
+    ),
+    "log words": (
+        lambda here: without_model(here, lambda run: run.log(name="net")),
+        r"TypeError: run.log: name is \('net', 1.0\), which are not two numbers",
+    ),
+    # -- streams
+    "a stream that ends early on one": (
+        lambda here: here.train(dataset=Stream(here.last(40, 96))),
+        r"UnevenData: step 1: the workers have different batches \(samples: 32 on rank 0, 8 on rank {last}\)",
+    ),
+    "a stream that ends with a batch on one": (
+        lambda here: here.train(dataset=Stream(here.last(64, 96)), directory=here.folder / "ends"),
+        r"UnevenData: step 1: .*\(the end of an epoch: False on rank 0, True on rank {last}\)",
+    ),
+    "a stream that ends early on the first": (
+        lambda here: here.train(dataset=Stream(96 if here.rank else 64), directory=here.folder / "ends first"),
+        r"UnevenData: step 1: .*\(the end of an epoch: True on rank 0, False on rank 1\)",
+    ),
+    "a stream with a short last batch on one": (
+        lambda here: here.train(dataset=Stream(here.last(94, 95))),
+        r"UnevenData: step 2: .*\(samples: 31 on rank 0, 30 on rank {last}\)",
+    ),
+    # -- one of each
+    "one seed each": (
+        lambda here: here.train(seed=here.last(8, 7)),
+        r"ReplicaMismatch: Run: seed is 7 on rank 0 and 8 on rank {last}; it must be the same on all workers",
+    ),
+    "one exactness each": (
+        lambda here: here.train(exact=here.last(False, True)),
+        r"ReplicaMismatch: Run: exact is True on rank 0 and False on rank {last}",
+    ),
+    "one clip_norm each": (
+        lambda here: here.train(clip_norm=here.last(2.0, None)),
+        r"ReplicaMismatch: Run: options is .*clip_norm=None.* on rank 0 and .*clip_norm=2.0.* on rank {last}",
+    ),
+    "one width each": (
+        lambda here: here.train(model=lambda: nn.Linear(16, here.last(12, 10))),
+        r"ReplicaMismatch: .*params\[0\] \(weight\) on rank {last} with sizes \[12, 16\] appears not to match sizes",
+    ),
+    "one number of layers each": (
+        lambda here: here.train(model=lambda: here.last(mlp(), mlp()[:3])),
+        r"ReplicaMismatch: .*Rank {last} has 6 params, while rank 0 has inconsistent 4 params. .*: 4.weight, 4.bias",
+    ),
+    "one frozen layer each": (
+        lambda here: here.train(model=frozen(here.last(5, 4))),
+        r"ReplicaMismatch: .*\(1.weight\) on rank {last} with sizes \[5, 3\]",
+    ),
+    "frozen on one": (
+        lambda here: here.train(model=lambda: mlp().requires_grad_(not here.is_last)),
+        r"ReplicaMismatch: .*Rank {last} has 0 params, while rank 0 has inconsistent 6 params",
+    ),
+    # -- programs
+    "parameters of another model": (strangers, r"ValueError: the optimiser has 6 parameters that the replicated model"),
+    "step before track": (before_track, r"LockstepError: run.step belongs into `for batch in run.track"),
+    "not a batch": (not_a_batch, r"TypeError: run.step takes a batch from run.track, not a list"),
+    "replicate twice": (twice, r"LockstepError: a Run trains one model: put both into one nn.Module, or"),
+    "a second model": (lambda here: twice(here, mlp()), r"LockstepError: a Run trains one model"),
+    "not a model": (
+        lambda here: without_model(here, lambda run: run.replicate(7)),
+        r"TypeError: run.replicate takes a torch.nn.Module, not int",
+    ),
+    "nothing to train": (
+        lambda here: without_model(here, lambda run: run.replicate(nn.ReLU())),
+        r"ValueError: ReLU has no parameter that requires a gradient: nothing to train",
+    ),
+    "track without a model": (
+        lambda here: without_model(here, lambda run: tracked(run, model=mlp())),
+        r"LockstepError: run.track needs a model: call run.replicate\(model\) first",
+    ),
+    "evaluate without a model": (
+        lambda here: without_model(here, lambda run: run.evaluate(many, data(32))),
+        r"LockstepError: run.evaluate needs a model",
+    ),
+    "save too early": (
+        lambda here: without_model(here, lambda run: run.save()),
+        r"LockstepError: run.save has nothing to save before",
+    ),
+    "once on nobody": (
+        lambda here: without_model(here, lambda run: run.once(print, on=-1)),
+        r"ValueError: on=-1: there are ranks 0 to {last}",
+    ),
+    "per": (
+        lambda here: without_model(here, lambda run: tracked(run, per="minute")),
+        r"""ValueError: per='minute' is not known; choose "step" or "epoch\"""",
+    ),
+    # -- options
+    "unknown option": (
+        lambda here: here.run(clip=1),
+        r"TypeError: Run has no option 'clip'; it has precision, wire, clip_norm",
+    ),
+    **{
+        f"{name}={value!r}": (
+            lambda here, name=name, value=value: here.run(**{name: value}),
+            rf"(ValueError|TypeError): {name}={re.escape(repr(value))} (is not known; choose|must be)",
+        )
+        for name, value in (
+            ("precision", "fp8"), ("wire", "int8"), ("on_nonfinite", "cry"), ("clip_norm", 0.0), ("clip_norm", "1"),
+            ("check_every", 0), ("audit_every", -1), ("save_every", 0), ("save_every", True), ("threads", 0),
+            ("seed", 1.0), ("seed", "7"),
+        )
+    },  # fmt: skip
+    "audit without exactness": (
+        lambda here: here.train(audit_every=1, exact=False),
+        r"ValueError: audit_every= needs exact=True and a map-style dataset",
+    ),
+    "audit of a stream": (
+        lambda here: here.train(dataset=Stream(96), audit_every=1),
+        r"ValueError: audit_every= needs exact=True and a map-style dataset",
+    ),
+    # -- going on
+    "another seed": (
+        lambda here: resumed(here, "seed", seed=8),
+        r"CheckpointError: .*seed holds a run with seed=7, and this one has seed=8; use the same, or another directory",
+    ),
+    "another number of shards": (
+        lambda here: resumed(here, "shards", batches={"shards": 4}),
+        r"CheckpointError: .*shards holds a run with shards=8, and this one has shards=4",
+    ),
+    "another batch": (
+        lambda here: resumed(here, "batch", batches={"global_batch": 16}),
+        r"ValueError: cannot go on at step 1 of epoch 0, which is another place now: global_batch was 32 and is 16",
+    ),
+    "another model": (
+        lambda here: resumed(here, "model", model=lambda: nn.Linear(16, 10)),
+        r"RuntimeError: Error\(s\) in loading state_dict for Linear",
+    ),
+    "a damaged checkpoint": (
+        lambda here: resumed(here, "damaged", damage=True),
+        r"CheckpointError: .*step-000000001/tensors.safetensors is damaged: its SHA-256",
+    ),
+}  # fmt: skip
+
+
+def go_wrong(rank: int, size: int, backend: str, folder: Path) -> dict[str, Any]:
+    use(backend, str(folder / "store"), rank, size)
+    here, found = Here(rank, size, folder), {}
+    for name, (call, _) in CASES.items():
+        print(f"{size} workers: rank {rank}: {name}", flush=True)
+        began = time.monotonic()
+        try:
+            call(here)
+            said = "no error"
+        except Exception as error:
+            said = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        found[name] = (said, time.monotonic() - began)
+    return found
+
+
+@functools.cache
+def outcomes(size: int) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return try_crew(go_wrong, size, "gloo" if size == 3 else "shm", Path(folder), timeout_s=110)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", WORLDS)
+def test_all_workers_say_what_is_wrong(size: int, name: str) -> None:
+    for rank, found in enumerate(outcomes(size)):
+        assert not isinstance(found, Failure), found
+        said, took_s = found[name]
+        expected = CASES[name][1].replace("{size}", str(size)).replace("{last}", str(size - 1))
+        assert re.match(expected, said, re.DOTALL), f"rank {rank} said: {said}"
+        assert took_s < SOON_S
+
+
+# ---- batches that are left out -----------------------------------------------------------------------------------
+
+
+def skip_some(rank: int, size: int, backend: str, store: str) -> Any:
+    """Steps 1 and 4 have a shard whose loss is not a number, step 2 one whose gradient is infinite."""
+    use(backend, store, rank, size)
+    results = []
+    with lockstep.Run(seed=7, progress=False, on_nonfinite="skip") as run:
+        model = run.replicate(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)))
+        optimizer = adamw(model.parameters())
+        for batch in run.track(run.batches(data(96), global_batch=32, epochs=3), optimizer):
+            number = batch.number
+
+            def loss(model: Any, batch: Any, number: int = number) -> Any:
+                x, y = batch
+                out = model(x)
+                odd = bool((y == 3).any())  # some shards, whoever runs them
+                total = nn.functional.cross_entropy(
+                    InfiniteGradient.apply(out) if odd and number == 2 else out, y, reduction="sum"
+                )
+                return total * (math.nan if odd and number in (1, 4) else 1.0), len(y)
+
+            result = run.step(loss, batch)
+            results.append((result.skipped, repr(result.loss), repr(result.grad_norm)))
+        return results, run.digest()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_skip_together_and_go_on_with_the_same_bits(size: int) -> None:
+    found = skipped(size)
+    assert not any(isinstance(one, Failure) for one in found), found
+    assert all(one == skipped(1)[0] for one in found)
+    results, _ = found[0]
+    assert [was_skipped for was_skipped, _, _ in results] == [n in (1, 2, 4) for n in range(9)]
+    assert [loss == "nan" for _, loss, _ in results] == [n in (1, 4) for n in range(9)]
+
+
+@functools.cache
+def skipped(size: int) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return try_crew(skip_some, size, "gloo" if size == 3 else "shm", f"{folder}/store")
+
+
+# ---- one worker fails alone -------------------------------------------------------------------------------------
+
+
+def fail_alone(rank: int, size: int, backend: str, store: str, place: str) -> None:
+    """On rank 1: an exception that ends its process, or a kill."""
+    use(backend, store, rank, size)
+
+    def fail(*_: Any) -> Any:
+        if rank == 1 and place.startswith("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            raise ArithmeticError("of my own")
+        return 0
+
+    def loss(model: Any, batch: Any) -> Any:
+        if "loss" in place and step == 2:
+            fail()
+        return classify(model, batch)
+
+    with lockstep.Run(seed=7, progress=False) as run:
+        model = run.replicate(mlp())
+        step = 0
+        for batch in run.track(run.batches(data(96), global_batch=32, epochs=2), sgd(model.parameters())):
+            run.step(loss, batch)
+            step += 1
+        if "evaluate" in place:
+            run.evaluate(lambda model, batch: (fail(), 1), data(96), batch=8)
+        if "log" in place:
+            fail()
+            run.log(a=1)
+        if "once" in place:
+            run.once(lambda: os.kill(os.getpid(), signal.SIGKILL), on=1)
+        if "end" in place:
+            fail()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("place", ["loss", "killed in loss", "evaluate", "log", "killed in once", "end"])
+def test_the_others_name_the_one_that_failed(place: str, backend: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    found = try_crew(fail_alone, 3, backend, str(tmp_path / "store"), place, timeout_s=SOON_S)
+    assert time.monotonic() - began < SOON_S
+    assert ("died without a word" if "killed" in place else "ArithmeticError: of my own") in found[1]
+    for rank in (0, 2):
+        assert re.search(r"PeerLost: rank 1 \(pid \d+", found[rank]), found[rank]
+
+
+def test_the_launcher_ends_all_and_says_why(stage: Stage) -> None:  # noqa: F811
+    script = stage.script(
+        f"import lockstep\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from runs import classify, data, mlp, sgd\n"
+        "def loss(model, batch):\n"
+        "    if rank == 1 and run._batches.position.number == 3: raise ArithmeticError('of my own')\n"
+        "    return classify(model, batch)\n"
+        "with lockstep.Run(seed=7, progress=False) as run:\n"
+        "    model = run.replicate(mlp())\n"
+        "    for batch in run.track(run.batches(data(96), global_batch=32, epochs=2), sgd(model.parameters())):\n"
+        "        run.step(loss, batch)\n"
+    )
+    began = time.monotonic()
+    done = stage.run("-n", "2", script)
+    assert time.monotonic() - began < 2 * SOON_S
+    assert done.returncode != 0
+    assert "ArithmeticError: of my own" in done.stderr + done.stdout
