@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint conformance chaos bench bench-hosts clean
+.PHONY: help demo test lint conformance chaos convergence bench bench-hosts clean
 
 help:
 	@echo "make demo         set up, train on two workers, show the result"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make conformance  PyTorch's own tests: of DDP against our class, of collectives against shm (QUICK=1: ours only)"
 	@echo "make chaos        500 kills in every collective of shm (QUICK=1: fewer)"
+	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
 
@@ -39,6 +40,9 @@ conformance: $(READY)
 
 chaos: $(READY)
 	$(BIN)/python chaos/run.py $(if $(QUICK),--quick)
+
+convergence: $(READY)
+	$(BIN)/python campaigns/convergence.py $(if $(QUICK),--quick)
 
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)

@@ -24,7 +24,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        wide, narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), wide, nn.GELU(), narrow)
         self.drop = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, length, width]
@@ -54,7 +55,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="what to learn (default: Python's documentation)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    parser.add_argument("--steps", type=int, help=f"stop after so many (default: {EPOCHS} epochs)")
+    parser.add_argument("--steps", type=int, default=float("inf"), help=f"end after so many (default: {EPOCHS} epochs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="for checkpoints, from which the next run goes on (default: none)")
     args = parser.parse_args()
@@ -72,7 +73,7 @@ if __name__ == "__main__":
         batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         for batch in run.track(batches, optimizer, schedule=schedule):
-            if batch.number + 1 == args.steps:
+            if batch.number + 1 >= args.steps:
                 run.stop()
             run.step(loss, batch)
         nats, digest = run.evaluate(loss, test_set), run.digest()

@@ -1,14 +1,12 @@
-"""A small ResNet with batch norm learns ten kinds of waves, straight and round, whose images are made at the start.
+"""A small ResNet with batch norm learns images of ten kinds, which are made at the start, to about 97 %.
 
-    python examples/cifar_like.py                                   one worker
-    lockstep run -n 2 examples/cifar_like.py --loaders 1            two, each with a process that loads ahead
-    lockstep run -n 2 examples/cifar_like.py --optimizer lars       a step length for every layer
+    python examples/cifar_like.py                                            one worker
+    lockstep run -n 2 examples/cifar_like.py --loaders 1 --optimizer lars    two, each with a process that loads ahead
 """
 
 import argparse
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -35,28 +33,22 @@ def make_images(count: int) -> tuple[Tensor, Tensor]:
 class Augmented(TensorDataset):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         image, kind = super().__getitem__(number)
-        top, left, turned = torch.randint(4, (3,)).tolist()  # belong to the sample, whoever loads it
-        image = F.pad(image, [2, 2, 2, 2])[:, top : top + SIZE, left : left + SIZE]
-        return image.flip(2) if turned < 2 else image, kind
+        top, left = torch.randint(5, (2,)).tolist()  # draws that belong to the sample, whoever loads it
+        image = nn.functional.pad(image, [2, 2, 2, 2])[:, top : top + SIZE, left : left + SIZE]
+        return image.flip(2) if torch.rand(()) < 0.5 else image, kind
 
 
-class ResNet(nn.Module):
+class Residual(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), nn.Linear(WIDTH, 10)
-        self.convs = nn.ModuleList(nn.Conv2d(WIDTH, WIDTH, 3, padding=1) for _ in range(BLOCKS))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(WIDTH) for _ in range(BLOCKS))
+        super().__init__(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + F.relu(norm(conv(x)))
-        return self.head(x.mean((2, 3)))
+        return x + super().forward(x)
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     images, kinds = batch
-    return F.cross_entropy(model(images), kinds, reduction="sum"), len(kinds)
+    return nn.functional.cross_entropy(model(images), kinds, reduction="sum"), len(kinds)
 
 
 def correct(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
@@ -68,19 +60,20 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--loaders", type=int, default=0, help="processes of each worker that load (default: none)")
-    parser.add_argument("--steps", type=int, help=f"stop after so many (default: {EPOCHS} epochs)")
+    parser.add_argument("--steps", type=int, default=float("inf"), help=f"end after so many (default: {EPOCHS} epochs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="for checkpoints, from which the next run goes on (default: none)")
     args = parser.parse_args()
 
     with lockstep.Run(args.directory, seed=args.seed) as run:
         train_set, test_set = Augmented(*make_images(8192)), TensorDataset(*make_images(1024))
-        model = run.replicate(ResNet())
+        stem, blocks = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), [Residual() for _ in range(BLOCKS)]
+        model = run.replicate(nn.Sequential(stem, *blocks, nn.AvgPool2d(SIZE // 2), nn.Flatten(), nn.Linear(WIDTH, 10)))
         optimizer = OPTIMIZERS[args.optimizer](model.parameters())
         batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS, loaders=args.loaders)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         for batch in run.track(batches, optimizer, schedule=schedule):
-            if batch.number + 1 == args.steps:
+            if batch.number + 1 >= args.steps:
                 run.stop()
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()

@@ -97,7 +97,7 @@ def evaluate(rank: int, size: int, folder: Path) -> Any:
 
 def log(rank: int, size: int, folder: Path) -> Any:
     tenth = 0.1 + rank * 0
-    with quiet(folder) as run:
+    with quiet(folder, device="cpu" if rank % 2 else torch.device("cpu")) as run:  # each may have its own
         first = run.log(same=tenth, third=1 / 3, many=(2.0**53 + 2, 1), tensor=torch.tensor(0.1), whole=3)
         parts = run.log(accuracy=(float(rank + 1), 10.0 * (rank + 1)), mine=rank, tiny=(1e-300, 1), nothing=(0, 0))
         model = run.replicate(mlp())

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from crew import crew
-from runs import PROGRAMS, Gpt, Program, adamw, predict_tokens, train, use
+from runs import PROGRAMS, Gpt, Program, adamw, data, predict_tokens, train, use
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -72,6 +72,36 @@ def test_audits_and_evaluation_on_a_gpu() -> None:
     with tempfile.TemporaryDirectory() as folder:
         one, two = (crew(train_with_audits, n, f"{folder}/{n}", timeout_s=100)[0] for n in (1, 2))
     assert one == two
+
+
+def overflow(rank: int, size: int, store: str, policy: str) -> str:
+    """The third step has a finite loss and an infinite gradient."""
+    use("shm", store, rank, size)
+    seen = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        total, weight = PROGRAMS["clipped"].loss(model, batch)
+        seen.append(0)
+        root = torch.sqrt((model[0].weight * 0).sum())  # is 0, and its gradient is not finite
+        return (total + root if len(seen) > 2 * 8 // size else total), weight
+
+    with lockstep.Run(seed=1, progress=False, device="cuda:0", on_nonfinite=policy) as run:
+        model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10)))
+        try:
+            for batch in run.track(run.batches(data(128), global_batch=32), adamw(model.parameters())):
+                run.step(loss, batch)
+        except lockstep.NonFinite as error:
+            return str(error)
+        return str(all(bool(torch.isfinite(p).all()) for p in model.parameters()))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_that_is_not_finite_is_found_in_time(size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stopped = crew(overflow, size, f"{folder}/a", "stop", timeout_s=100)
+        skipped = crew(overflow, size, f"{folder}/b", "skip", timeout_s=100)
+    assert all("step 2: the gradient was not finite" in text and "0.weight" in text for text in stopped)
+    assert set(skipped) == {"True"}
 
 
 def train_ddp_with_amp(rank: int, size: int, store: str, backend: str) -> list[float]:

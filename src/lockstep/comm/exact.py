@@ -15,8 +15,9 @@ float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -184,6 +185,17 @@ class ShardSum:
             pending.wait()
         else:
             self._watch.wait(pending, where)
+
+    @functools.cached_property
+    def _side_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def aside(self, after: Any) -> AbstractContextManager[Any]:
+        """For reading what a GPU had at the event `after`: on the stream of the program we would wait for all of it."""
+        if after is None:
+            return nullcontext()
+        self._side_stream.wait_event(after)
+        return torch.cuda.stream(self._side_stream)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from lockstep.comm.blame import Board, Note
 from lockstep.errors import Desync, LockstepError, PeerLost
 from lockstep.vigil import read_stat
 
@@ -153,6 +154,16 @@ class Reporter:
                     self._known[rank] = Report(**json.loads(self._store.get(key)))
         return list(self._known.values())
 
+    def blame(self, where: str) -> LockstepError | None:
+        """Who is to blame for our waiting, as far as we or those know who saw it before us."""
+        peers = self.hear()
+        error = judge(self.now(), peers, dead=self.dead(peers), where=where)
+        if not isinstance(error, PeerLost) or error.rank is None:
+            return error
+        # Who lost a worker ends too, and is then missed by others: the first note counts.
+        first = Board(self._store).leave(Note(error.rank, error.pid or 0, str(error)))
+        return error if first.rank == error.rank else first.error()
+
     def dead(self, reports: Sequence[Report]) -> list[int]:
         """Workers of this host whose process is gone."""
         here = socket.gethostname()
@@ -200,16 +211,19 @@ class Watch:
 
     def _look_around(self, where: str, waited_s: float) -> None:
         assert self._reporter is not None
-        us, peers = self._reporter.now(), self._reporter.hear()
-        error = judge(us, peers, dead=self._reporter.dead(peers), where=where)
+        error = self._reporter.blame(where)
         if isinstance(error, PeerLost) or (error is not None and str(error) == self._suspicion):
             _do_not_linger()
             raise error
         self._suspicion = "" if error is None else str(error)  # raised if nothing has changed at the next look
         late = ", ".join(
-            f"rank {p.rank} (pid {p.pid} on {p.host}, {p.passes} backward passes)" for p in peers if not p.inside
+            f"rank {p.rank} (pid {p.pid} on {p.host}, {p.passes} backward passes)"
+            for p in self._reporter.hear()
+            if not p.inside
         )
-        logger.warning("rank %d has waited %.0f s in %s; not there yet: %s", us.rank, waited_s, where, late or "?")
+        logger.warning(
+            "rank %d has waited %.0f s in %s; not there yet: %s", self._reporter.rank, waited_s, where, late or "?"
+        )
 
     @contextmanager
     def explains(self, where: str) -> Iterator[None]:
@@ -218,7 +232,7 @@ class Watch:
             yield
         except PeerLost as error:
             # The group knows who; the reports may know why.
-            verdict = self._verdict(where) if self._reporter is not None else None
+            verdict = self._reporter.blame(where) if self._reporter is not None else None
             if not isinstance(verdict, PeerLost) or error.rank not in (None, verdict.rank):
                 raise
             raise verdict from error
@@ -229,16 +243,11 @@ class Watch:
                 raise
             raise self._who_was_it(where, error) from error
 
-    def _verdict(self, where: str) -> LockstepError | None:
-        assert self._reporter is not None
-        peers = self._reporter.hear()
-        return judge(self._reporter.now(), peers, dead=self._reporter.dead(peers), where=where)
-
     def _who_was_it(self, where: str, error: RuntimeError) -> LockstepError:
         assert self._reporter is not None
         # Its connections are closed a moment before its process has ended.
         for _ in range(20):
-            verdict = self._verdict(where)
+            verdict = self._reporter.blame(where)
             if isinstance(verdict, PeerLost):
                 return verdict
             time.sleep(0.05)

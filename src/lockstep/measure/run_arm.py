@@ -37,7 +37,9 @@ def _nothing_to_fetch(batch: GlobalBatch, number: int) -> Shard:
 class RunArm:
     """A model of its own, from the same seed as every other arm's."""
 
-    def __init__(self, name: str, workload: Workload, device: torch.device, *, group: Any) -> None:
+    def __init__(
+        self, name: str, workload: Workload, device: torch.device, *, group: Any, precision: str = "fp32"
+    ) -> None:
         torch.manual_seed(SEED)
         self.name, self.model = name, workload.build().to(device)
         leaves = trained_leaves(self.model, set())
@@ -54,7 +56,7 @@ class RunArm:
             running=RunningState(self.model, self._size),
             loss_scale=LossScale(),
             audit=Audit(self.model, leaves, every=0, fetch=_nothing_to_fetch),
-            options=Options.of({}),
+            options=Options.of({"precision": precision}),
             seed=SEED,
         )
 

@@ -309,7 +309,7 @@ class Gradients:
         ((_, kept),) = self._kept.left
         there = [i for i in self._dense if kept.values[i] is not None]
         values, scale = [kept.values[i] for i in there], self._scale()
-        if kept.ours and there:
+        if there and (kept.ours or _have_memory_of_their_own(values)):
             torch._foreach_mul_(values, scale)  # type: ignore[arg-type]
         elif there:
             values = list(torch._foreach_mul(values, scale))  # type: ignore[arg-type]
@@ -350,6 +350,11 @@ class Gradients:
         self._has_order = True
         # The gradients are pieces of the old buckets: they stay alive as long as somebody needs them.
         self._pack(order=order.tolist())
+
+
+def _have_memory_of_their_own(gradients: Sequence[Tensor | None]) -> bool:
+    """Autograd may hand over two views of one tensor."""
+    return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
 
 
 def _add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -54,10 +54,14 @@ def run(
     return found
 
 
+def is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
 def _pieces(
     dataset: Any, batch: int, world: World, loaders: int, collate: Callable[[list[Any]], Any], seen: Figures
 ) -> Iterator[tuple[int, Any]]:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if is_stream(dataset):
         samples, number = iter(dataset), 0
         while piece := list(islice(samples, batch)):
             seen.samples += len(piece)

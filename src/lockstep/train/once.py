@@ -27,8 +27,9 @@ class Once:
         """All workers of `group` together, and before any of them can be in the next one."""
         self._rank = group.rank()
         # Every worker counts one up, so this is the same number for all, and nobody finds the answers of another run.
-        number = (store.add("lockstep/once", 1) - 1) // group.size()
-        self._store = PrefixStore(f"lockstep/once/{number}", store)
+        size = group.size()
+        number = (store.add(f"lockstep/once/{size}", 1) - 1) // size
+        self._store = PrefixStore(f"lockstep/once/{size}/{number}", store)
         self._reporter = Reporter.of(group)
         self._calls = 0
 
@@ -62,9 +63,8 @@ class Once:
                     return self._store.get(key).decode()
             except RuntimeError as error:
                 raise PeerLost(
-                    f"rank {self._rank} waited for rank {on} in once({name}), and the store is gone: the worker that "
-                    f"kept it has ended. Look at the end of its log. ({str(error).splitlines()[0]})",
-                    rank=on,
+                    f"rank {self._rank} waited for rank {on} in once({name}), and the store is gone: whoever kept it "
+                    f"(rank 0, or torchrun) has ended. Look at the end of its log. ({str(error).splitlines()[0]})"
                 ) from error
             now = time.monotonic()
             if now >= look_at:

@@ -175,8 +175,8 @@ class Run:
         loading: loaders (processes), ahead (batches), collate, pin, timeout_s; see `lockstep.data.batches.Settings`.
         """
         facts = {"global_batch": global_batch, "shards": shards, "epochs": epochs, "drop_last": drop_last}
-        samples = len(dataset) if hasattr(dataset, "__len__") else None
-        self._agree("run.batches", {**facts, "len(dataset)": samples, "order": type(order).__name__})
+        samples = None if evaluation.is_stream(dataset) else len(dataset)
+        self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
         settings = Settings(
             global_batch=global_batch, shards=shards, epochs=epochs, drop_last=drop_last, **loading
         )
@@ -208,6 +208,8 @@ class Run:
         """
         if per not in ("step", "epoch"):
             raise ValueError(f'per={per!r} is not known; choose "step" or "epoch"')
+        if self._training is not None:
+            raise LockstepError("a Run has one loop: run.track goes over all epochs, see run.batches(epochs=...)")
         training = self._prepare(batches, optimizer, scaling)
         self._batches, self._schedule, self._per = batches, schedule, per
         self._resume()
@@ -330,7 +332,7 @@ class Run:
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
         """
         model = self._replicated("run.evaluate")
-        samples = len(dataset) if hasattr(dataset, "__len__") else None
+        samples = None if evaluation.is_stream(dataset) else len(dataset)
         self._agree("run.evaluate", {"batch": batch, "len(dataset)": samples})
         with self.options.precision.autocast(self.device):
             mine = evaluation.run(figures, model, dataset, batch=batch, world=self.world, **loading)
@@ -393,6 +395,7 @@ class Run:
         training = self._training
         if training is None:
             raise LockstepError("run.save has nothing to save before `run.track(batches, optimizer)`")
+        training.last_norm.check(training.leaves)
         self._saved_at = self._batches.position.number
         if self.directory is None:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from lockstep.replicate.running import RunningState
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import verdict
 from lockstep.train.audit import Audit
-from lockstep.train.options import Options
+from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch
 from lockstep.train.tally import Tally
+from lockstep.train.verdict import LastNorm
 
 Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]  # (model, batch) -> (sum of the losses, their weight)
 
@@ -46,6 +47,7 @@ class Training:
     options: Options
     seed: int
     large_batch: LargeBatch | None = None
+    last_norm: LastNorm = field(default_factory=LastNorm)
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,15 @@ class Result:
     number: int
     loss: float  # mean over the global batch
     weight: float
-    grad_norm: float | None  # before clipping; None if nobody looked
+    norm: float | Tensor | None
     skipped: bool  # something was not finite, and the weights stayed as they were
     stop_asked_by: tuple[int, ...]  # ranks
     waited_s: float  # for the others, after our own backward pass
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Before clipping; None if nobody looked. On a GPU this waits for it."""
+        return None if self.norm is None else float(self.norm)
 
 
 def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> Result:
@@ -84,18 +91,23 @@ def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> R
         at = time.perf_counter()
         outcome = tally.outcome()
         verdict.refuse_bad_data(outcome, batch.number)
+        with t.sum.aside(tally.sent):
+            t.last_norm.check(t.leaves)
         t.gradients.finish()
         waited_s = time.perf_counter() - at
         t.audit.compare(batch, t.sum, lambda shard: run_again(t, loss, batch, shard))
 
-    look = verdict.look_at_gradients(t.leaves, outcome, t.options)
+    skips = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
+    look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips)
+    t.last_norm.keep(batch.number, look.norm if not skips else None, t.options)
     if look.finite:
         t.running.finish(outcome.changed, t.sum.samples_of_shards(batch.count), t.sum)
         with verdict.learning_rate(t.large_batch, batch.number):
             t.optimizer.step()
-    elif not t.loss_scale.may_be_too_large:
+    elif outcome.bad_shards or not t.loss_scale.may_be_too_large:
         verdict.stop_or_skip(look, batch, t.options)
-    t.loss_scale.update(finite=look.finite)
+    if not outcome.bad_shards:  # a loss is not scaled, so the scale is not to blame
+        t.loss_scale.update(finite=look.finite)
     return Result(
         batch.number, outcome.loss, outcome.weight, look.norm, not look.finite, tuple(outcome.stop), waited_s
     )

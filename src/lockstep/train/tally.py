@@ -51,6 +51,7 @@ class Tally:
         self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
         self._noted: list[tuple[int, Tensor, float | Tensor]] = []
         self._pending: Any = None
+        self.sent: Any = None  # an event, on a GPU
         self._loss_scale = loss_scale
         self._scale: float | Tensor | None = None
 
@@ -78,6 +79,7 @@ class Tally:
             by_shard[shard, LOSS] += loss
             if isinstance(weight, Tensor):
                 by_shard[shard, WEIGHT] += weight
+        self.sent = torch.cuda.current_stream().record_event() if self._table.is_cuda else None
         self._pending = self._sum.add_up(self._table)
 
     def scale(self) -> float | Tensor:
@@ -97,7 +99,9 @@ class Tally:
     def outcome(self) -> Outcome:
         """Wait for the table, and read it."""
         self._sum.wait(self._pending, "the sum of losses and weights")
-        by_shard, by_rank, changed = self._parts(self._table.cpu())
+        with self._sum.aside(self.sent):
+            self._sum.wait(self._pending, "the sum of losses and weights")
+            by_shard, by_rank, changed = self._parts(self._table.cpu())
         weights: list[float] = by_shard[:, WEIGHT].tolist()
         return Outcome(
             loss_sum=float(by_shard[:, LOSS].sum()),
@@ -110,6 +114,7 @@ class Tally:
             ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
             changed=changed,
         )
+
 
 
 def _who(votes: Tensor) -> list[int]:

@@ -25,7 +25,7 @@ class Look:
     """At the gradient of the global batch."""
 
     finite: bool
-    norm: float | None = None
+    norm: float | Tensor | None = None
     why: str = ""
 
 
@@ -76,8 +76,11 @@ def refuse_bad_data(outcome: Outcome, number: int) -> None:
         )
 
 
-def look_at_gradients(leaves: Sequence[Leaf], outcome: Outcome, options: Options) -> Look:
-    """Is it finite, and how long is it? And clip it, if that was asked for."""
+def look_at_gradients(leaves: Sequence[Leaf], outcome: Outcome, options: Options, *, wait: bool) -> Look:
+    """Is it finite, and how long is it? And clip it, if that was asked for.
+
+    Without `wait` a GPU that is still computing the norm is not waited for: see `LastNorm`.
+    """
     if options.on_nonfinite is OnNonFinite.IGNORE and options.clip_norm is None:
         return Look(finite=True)
     if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
@@ -85,19 +88,49 @@ def look_at_gradients(leaves: Sequence[Leaf], outcome: Outcome, options: Options
     gradients = [leaf.parameter.grad for leaf in leaves if leaf.parameter.grad is not None]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     norm = torch.nn.utils.get_total_norm(values)
-    length = float(norm)
-    if not math.isfinite(length) and options.on_nonfinite is not OnNonFinite.IGNORE:
-        return Look(finite=False, norm=length, why=f"the gradient is not finite: {_first_bad(leaves)}")
-    if options.clip_norm is not None and length > options.clip_norm:
-        torch._foreach_mul_(values, options.clip_norm / (length + 1e-6))
-    return Look(finite=True, norm=length)
+    if wait or not norm.is_cuda:
+        length = float(norm)
+        if not math.isfinite(length) and options.on_nonfinite is not OnNonFinite.IGNORE:
+            return Look(finite=False, norm=length, why=f"the gradient is not finite: {_first_bad(leaves, 'gradient')}")
+    if options.clip_norm is not None:
+        if norm.is_cuda:
+            torch._foreach_mul_(values, torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0))
+        elif length > options.clip_norm:
+            torch._foreach_mul_(values, options.clip_norm / (length + 1e-6))
+    return Look(finite=True, norm=norm if norm.is_cuda else length)
 
 
-def _first_bad(leaves: Sequence[Leaf]) -> str:
+class LastNorm:
+    """The norm of the gradient of the step before, which a GPU may still have been computing when it was applied.
+
+    Waiting for it would let the GPU run dry once in every step. A loss that is not finite is known in time; a gradient
+    that is not, though its loss is, has by now been applied on a GPU: so this is an error, and not a step left out.
+    """
+
+    def __init__(self) -> None:
+        self._norm: Tensor | None = None
+        self._number = 0
+
+    def keep(self, number: int, norm: float | Tensor | None, options: Options) -> None:
+        looks = options.on_nonfinite is not OnNonFinite.IGNORE
+        self._number, self._norm = number, norm if isinstance(norm, Tensor) and looks else None
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """At a moment when the GPU has gone on."""
+        norm, self._norm = self._norm, None
+        if norm is not None and not math.isfinite(float(norm)):
+            raise NonFinite(
+                f"step {self._number}: the gradient was not finite, and its step has been taken: "
+                f"{_first_bad(leaves, 'weight')}. Go on from the last checkpoint; "
+                'Run(on_nonfinite="skip") waits for the GPU in every step and leaves such batches out'
+            )
+
+
+def _first_bad(leaves: Sequence[Leaf], what: str) -> str:
     for leaf in leaves:
-        gradient = leaf.parameter.grad
-        if gradient is not None:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        tensor = leaf.parameter.grad if what == "gradient" else leaf.parameter.detach()
+        if tensor is not None:
+            values = tensor.coalesce().values() if tensor.is_sparse else tensor
             bad = int((~torch.isfinite(values)).sum())
             if bad:
                 return f"{bad} of {values.numel()} elements of {leaf.name} are infinite or not a number"
