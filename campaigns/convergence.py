@@ -108,7 +108,8 @@ def carry_out(todo: list[tuple[Case, int]], workers: int) -> Iterator[Row]:
 
 def show(row: Row) -> str:
     figure = "failed" if row.figure is None else f"{row.figure:.3f}"
-    return line(str(row.case), str(row.seed), figure, row.case.wanted, "yes" if row.holds else "NO", f"{row.took_s:.0f} s")
+    holds = "yes" if row.holds else "NO"
+    return line(str(row.case), str(row.seed), figure, row.case.wanted, holds, f"{row.took_s:.0f} s")
 
 
 def line(program: str, seed: str, figure: str, wanted: str, holds: str, took: str) -> str:

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-EPOCHS, WARMUP_EPOCHS, TEST_SAMPLES = 15, 2, 360
+EPOCHS, WARMUP_EPOCHS, TEST_SAMPLES = 12, 2, 360
 
 
 class Net(nn.Sequential):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 24) -> None:
         super().__init__(
             *[nn.Conv2d(1, width, 3, padding=1), nn.ReLU()],
             *[nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)],
@@ -60,11 +60,11 @@ if __name__ == "__main__":
     train_set, test_set = load()
     with lockstep.Run(args.directory, seed=args.seed) as run:
         model = run.replicate(Net())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         batches = run.batches(train_set, global_batch=args.batch, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         warmup_steps = WARMUP_EPOCHS * batches.steps_in_all // EPOCHS
-        scaling = lockstep.Scaling(base_batch=args.base_batch, rule="sqrt", warmup_steps=warmup_steps)
+        scaling = lockstep.Scaling(base_batch=args.base_batch, rule="linear", warmup_steps=warmup_steps)
         for batch in run.track(batches, optimizer, schedule=schedule, scaling=scaling):
             if batch.number + 1 >= args.steps:
                 run.stop()

@@ -188,7 +188,7 @@ def train(
     program: Program, *, steps: int | None = None, directory: Path | None = None, epochs: int = 2, **options: Any
 ) -> tuple[str, float]:
     """Two epochs, or up to `steps`. The digest of everything that was learned, and the loss of the last step."""
-    chosen = {"progress": False, **program.options, **options}
+    chosen = {"progress": False, "device": "cpu", **program.options, **options}
     with lockstep.Run(directory, seed=7, **chosen) as run:
         model = run.replicate(program.build())
         optimizer = program.optimizer(model.parameters())

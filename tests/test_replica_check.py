@@ -62,7 +62,7 @@ def of_state(key: str) -> Callable[[nn.Module, torch.optim.Optimizer], Tensor]:
 PLANTS = {
     "weight": Plant(lambda model, _: model.lin.weight, "lin.weight"),
     "bias": Plant(lambda model, _: model.out.bias, "out.bias", bit=31),
-    "momentum": Plant(of_state("momentum_buffer"), "momentum_buffer of lin.weight"),
+    "momentum": Plant(of_state("momentum_buffer"), "momentum_buffer of lin.weight", bit=12),
     "exp_avg": Plant(of_state("exp_avg"), "exp_avg of lin.weight", bit=12, optimizer=adamw),
     "exp_avg_sq": Plant(of_state("exp_avg_sq"), "exp_avg_sq of lin.weight", bit=3, optimizer=adamw),
     "gradient": Plant(lambda model, _: model.out.weight.grad, "out.weight", bit=20, gradient=True),
@@ -75,9 +75,9 @@ PLANTS = {
 }
 
 
-def train_with(plant: Plant | None, guilty: int, rank: int, *, every: int | None, at: int = 3) -> str:
+def train_with(plant: Plant | None, guilty: int, rank: int, *, every: int | None, at: int = 4) -> str:
     """What it ends with: an error, or the digest."""
-    with lockstep.Run(seed=7, progress=False, check_every=every) as run:
+    with lockstep.Run(seed=7, progress=False, device="cpu", check_every=every) as run:
         model = run.replicate(Tracked())
         optimizer = (plant or PLANTS["weight"]).optimizer(model.parameters())
         batches = run.batches(data(64), global_batch=32, epochs=STEPS // 2)
@@ -134,7 +134,7 @@ def test_one_changed_bit_is_found_and_named(size: int, name: str) -> None:
     cases = {key: text for key, text in planted(size).items() if key[0] == name}
     assert len(cases) == 2
     for (_, guilty, every), text in cases.items():
-        step = 3 if every == 1 else 5  # the first check from step 3 on: after steps 2, 5, 8
+        step = 4 if every == 1 else 5  # every third: after steps 2, 5, 8
         named = re.fullmatch(f"after step {step} the replicas are not equal in (.*?)\\. Rank.*", text)
         assert named, text
         tensors = named[1].split(", ")
@@ -213,7 +213,8 @@ class Twice(nn.Module):
 
 
 def audited(build: Callable[[], nn.Module], *, every: int = 1, hook: Callable[[Tensor], Tensor] | None = None) -> str:
-    with lockstep.Run(seed=7, progress=False, audit_every=every, check_every=1000) as run:
+    options = {"progress": False, "device": "cpu", "check_every": 1000}
+    with lockstep.Run(seed=7, audit_every=every, **options) as run:
         model = run.replicate(build())
         if hook is not None:
             model.get_parameter("2.weight").register_hook(hook)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from crew import Failure, crew, try_crew
@@ -42,11 +42,11 @@ SAMPLES = 1797
 
 
 def quiet(directory: Path | None = None, **options: Any) -> lockstep.Run:
-    return lockstep.Run(directory, **({"seed": 7, "progress": False} | options))
+    return lockstep.Run(directory, **({"seed": 7, "progress": False, "device": "cpu"} | options))
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __init__(self, dataset: TensorDataset) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,6 +75,19 @@ def many_figures(model: Any, batch: Any) -> dict[str, Any]:
     return {"loss": (loss.sum(), len(y)), "worst": (float(loss.max()), 1), "accuracy": correct(model, batch)}
 
 
+def noisy(model: Any, batch: Tensor) -> tuple[float, int]:
+    """Draws random numbers, as when text is sampled."""
+    return float(batch.sum()) + random.random() + float(torch.rand(())), len(batch)
+
+
+class Augmented(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(()) * index
+
+
 def evaluate(rank: int, size: int, folder: Path) -> Any:
     found: dict[str, Any] = {}
     with quiet() as run:
@@ -86,6 +99,8 @@ def evaluate(rank: int, size: int, folder: Path) -> Any:
         found["stream"] = run.evaluate(correct, Stream(data(SAMPLES)), batch=100)
         found["list"] = run.evaluate(correct, [data(SAMPLES)[n] for n in range(30)], batch=4)
         found["three samples"] = run.evaluate(many_figures, data(3), batch=1)["accuracy"]
+        found["noisy"] = run.evaluate(noisy, Augmented(), batch=100)
+        found["noisy stream"] = run.evaluate(noisy, Stream(Augmented()), batch=100)
         found["one stream sample"] = run.evaluate(correct, Stream(data(1)), batch=1)
         found["bf16"] = 0.0
         assert [module.training for module in model] == [True, True, False]

@@ -53,7 +53,8 @@ class Here:
         return odd if self.is_last else usual
 
     def run(self, **options: Any) -> lockstep.Run:
-        return lockstep.Run(options.pop("directory", None), **({"seed": 7, "progress": False} | options))
+        chosen = {"seed": 7, "progress": False, "device": "cpu"} | options
+        return lockstep.Run(chosen.pop("directory", None), **chosen)
 
     def train(
         self,
@@ -504,7 +505,7 @@ def skip_some(rank: int, size: int, backend: str, store: str) -> Any:
     """Steps 1 and 4 have a shard whose loss is not a number, step 2 one whose gradient is infinite."""
     use(backend, store, rank, size)
     results = []
-    with lockstep.Run(seed=7, progress=False, on_nonfinite="skip") as run:
+    with lockstep.Run(seed=7, progress=False, device="cpu", on_nonfinite="skip") as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)))
         optimizer = adamw(model.parameters())
         for batch in run.track(run.batches(data(96), global_batch=32, epochs=3), optimizer):
@@ -559,7 +560,7 @@ def fail_alone(rank: int, size: int, backend: str, store: str, place: str) -> No
             fail()
         return classify(model, batch)
 
-    with lockstep.Run(seed=7, progress=False) as run:
+    with lockstep.Run(seed=7, progress=False, device="cpu") as run:
         model = run.replicate(mlp())
         for batch in run.track(run.batches(data(96), global_batch=32, epochs=2), sgd(model.parameters())):
             run.step(loss, batch)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -15,8 +15,23 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lockstep.data.ahead import put_on
+from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train.metrics import Pairs, as_pairs
 from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a dataset is cut up, and loaded."""
+
+    dataset: Any
+    batch: int  # samples of a piece
+    loaders: int = 0  # processes
+    collate: Callable[[list[Any]], Any] = default_collate
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batch, int) or self.batch < 1:
+            raise ValueError(f"batch={self.batch!r} must be a whole number, 1 or more")
 
 
 @dataclass
@@ -28,24 +43,15 @@ class Figures:
 
 
 def run(
-    figures: Callable[[Any, Any], Any],
-    model: nn.Module,
-    dataset: Any,
-    *,
-    batch: int,
-    world: World,
-    loaders: int = 0,
-    collate: Callable[[list[Any]], Any] | None = None,
+    figures: Callable[[Any, Any], Any], model: nn.Module, pieces: Pieces, *, world: World, seed: int
 ) -> Figures:
-    """The model is in eval mode meanwhile."""
-    if not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"batch={batch!r} must be a whole number, 1 or more")
+    """The model is in eval mode meanwhile. Every piece has random numbers of its own, from loading it on."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     found = Figures({})
     try:
-        with torch.no_grad():
-            for number, data in _pieces(dataset, batch, world, loaders, collate or default_collate, found):
+        with torch.no_grad(), kept_random_state(world.device):
+            for number, data in _load(pieces, world, seed, found):
                 returned = figures(model, put_on(world.device, data))
                 found.pieces[number] = as_pairs(returned, "the function given to evaluate")
     finally:
@@ -58,20 +64,24 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
-def _pieces(
-    dataset: Any, batch: int, world: World, loaders: int, collate: Callable[[list[Any]], Any], seen: Figures
-) -> Iterator[tuple[int, Any]]:
+def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:
+    dataset, batch, rank, size = pieces.dataset, pieces.batch, world.rank, world.size
     if is_stream(dataset):
-        samples, number = iter(dataset), 0
-        while piece := list(islice(samples, batch)):
+        samples = iter(dataset)
+        for number in count():
+            sow(mix(seed, "evaluate", number), world.device)
+            piece = list(islice(samples, batch))
+            if not piece:
+                return
             seen.samples += len(piece)
-            if number % world.size == world.rank:
-                yield number, collate(piece)
-            number += 1
-        return
+            if number % size == rank:
+                yield number, pieces.collate(piece)
     seen.samples = len(dataset)
-    count = -(-len(dataset) // batch)
-    mine = range(world.rank * count // world.size, (world.rank + 1) * count // world.size)
-    spans = [range(n * batch, min((n + 1) * batch, len(dataset))) for n in mine]
-    loader = DataLoader(dataset, batch_sampler=[list(s) for s in spans], num_workers=loaders, collate_fn=collate)
-    yield from zip(mine, loader, strict=True)
+    in_all = -(-len(dataset) // batch)
+    mine = range(rank * in_all // size, (rank + 1) * in_all // size)
+    spans = [list(range(n * batch, min((n + 1) * batch, len(dataset)))) for n in mine]
+    loader = DataLoader(dataset, batch_sampler=spans, num_workers=pieces.loaders, collate_fn=pieces.collate)
+    loaded = iter(loader)
+    for number in mine:
+        sow(mix(seed, "evaluate", number), world.device)
+        yield number, next(loaded)

@@ -330,12 +330,14 @@ class Run:
         """Every sample of `dataset` exactly once, over all workers; the same figure on any number of them.
 
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
+        loading: loaders (processes), collate.
         """
         model = self._replicated("run.evaluate")
         samples = None if evaluation.is_stream(dataset) else len(dataset)
         self._agree("run.evaluate", {"batch": batch, "len(dataset)": samples})
+        cut = evaluation.Pieces(dataset, batch, **loading)
         with self.options.precision.autocast(self.device):
-            mine = evaluation.run(figures, model, dataset, batch=batch, world=self.world, **loading)
+            mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed)
         if samples is None:
             self._agree("run.evaluate", {"samples in the dataset": mine.samples})
         if mine.samples == 0:
