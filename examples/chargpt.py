@@ -55,7 +55,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="what to learn (default: Python's documentation)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    parser.add_argument("--steps", type=int, default=float("inf"), help=f"end after so many (default: {EPOCHS} epochs)")
+    parser.add_argument("--steps", type=int, help=f"end after so many (default: {EPOCHS} epochs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="for checkpoints, from which the next run goes on (default: none)")
     args = parser.parse_args()
@@ -72,9 +72,7 @@ if __name__ == "__main__":
         optimizer = torch.optim.AdamW([matrices, others], lr=3e-3)
         batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
-        for batch in run.track(batches, optimizer, schedule=schedule):
-            if batch.number + 1 >= args.steps:
-                run.stop()
+        for batch in run.track(batches, optimizer, schedule=schedule, steps=args.steps):
             run.step(loss, batch)
         nats, digest = run.evaluate(loss, test_set), run.digest()
         run.once(lambda: print(f"{nats:.3f} nats per character  digest {digest}"))

@@ -60,7 +60,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--loaders", type=int, default=0, help="processes of each worker that load (default: none)")
-    parser.add_argument("--steps", type=int, default=float("inf"), help=f"end after so many (default: {EPOCHS} epochs)")
+    parser.add_argument("--steps", type=int, help=f"end after so many (default: {EPOCHS} epochs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="for checkpoints, from which the next run goes on (default: none)")
     args = parser.parse_args()
@@ -72,9 +72,7 @@ if __name__ == "__main__":
         optimizer = OPTIMIZERS[args.optimizer](model.parameters())
         batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS, loaders=args.loaders)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
-        for batch in run.track(batches, optimizer, schedule=schedule):
-            if batch.number + 1 >= args.steps:
-                run.stop()
+        for batch in run.track(batches, optimizer, schedule=schedule, steps=args.steps):
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()
         run.once(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))

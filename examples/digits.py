@@ -52,7 +52,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step, over all workers (default: 32)")
     parser.add_argument("--base-batch", type=int, default=32, help="what the learning rate is for (default: 32)")
-    parser.add_argument("--steps", type=int, default=float("inf"), help=f"end after so many (default: {EPOCHS} epochs)")
+    parser.add_argument("--steps", type=int, help=f"end after so many (default: {EPOCHS} epochs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="for checkpoints, from which the next run goes on (default: none)")
     args = parser.parse_args()
@@ -65,9 +65,7 @@ if __name__ == "__main__":
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         warmup_steps = WARMUP_EPOCHS * batches.steps_in_all // EPOCHS
         scaling = lockstep.Scaling(base_batch=args.base_batch, rule="linear", warmup_steps=warmup_steps)
-        for batch in run.track(batches, optimizer, schedule=schedule, scaling=scaling):
-            if batch.number + 1 >= args.steps:
-                run.stop()
+        for batch in run.track(batches, optimizer, schedule=schedule, scaling=scaling, steps=args.steps):
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()
         run.once(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))

@@ -77,7 +77,7 @@ class ShardSum:
         self._summands = self.shards if exact else self.size
         self._single = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
         self._exact = exact
-        backend = _backend_name(group, device)
+        self._backend = backend = _backend_name(group, device)
         self._on_host = is_ours(group) and device.type == "cpu"  # one that scales, and gives memory
         self._way = choose_way(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
         self._watch = Watch(group, polls=device.type == "cpu")
@@ -229,9 +229,16 @@ class ShardSum:
         self._wait(self.group.alltoall_base(received, packed, taken, given), "all_to_all")
         total = self._add(list(received.to(self.device).view(-1, per)))
         total.mul_(parcel.scale())
-        section = total.to(parcel.dtype)
-        self._wait(self.group._allgather_base(whole, section.to(whole.device)), "all_gather")
+        self._spread(total.to(parcel.dtype).to(whole.device), whole)
         return whole.to(self.device)
+
+    def _spread(self, section: Tensor, whole: Tensor) -> None:
+        """Everybody's section to everybody. Gloo's all-gather takes twice as long as an all-to-all of as much."""
+        if self._backend == "gloo":
+            copies = section.expand(self.size, -1).reshape(-1)
+            self._wait(self.group.alltoall_base(whole, copies, [], []), "all_to_all")
+        else:
+            self._wait(self.group._allgather_base(whole, section), "all_gather")
 
     def _add(self, rows: list[Tensor]) -> Tensor:
         if rows[0].dtype in NARROW:

@@ -200,12 +200,16 @@ class Run:
         schedule: Any = None,
         per: str = "step",
         scaling: Scaling | None = None,
+        steps: int | None = None,
     ) -> Iterator[Batch]:
         """Hand out the batches: from where the last run in this directory ended, with progress and checkpoints.
 
         schedule  a torch learning-rate scheduler; its step() is called after every `per`: "step" or "epoch"
         scaling   the learning rate follows the batch size: see `lockstep.Scaling`
+        steps     end after so many steps, counted from the very first; None: when the batches do
         """
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"steps={steps!r} must be a whole number, 1 or more, or None")
         if per not in ("step", "epoch"):
             raise ValueError(f'per={per!r} is not known; choose "step" or "epoch"')
         if self._training is not None:
@@ -215,16 +219,17 @@ class Run:
         self._resume()
         self._introduce(batches, training)
         is_main = self.world.rank == 0
-        self._progress = Progress(steps=batches.steps_in_all, shown=is_main and self.options.progress)
+        self._progress = Progress(steps=steps or batches.steps_in_all, shown=is_main and self.options.progress)
         self._saved_at = batches.position.number
-        for batch in batches:
-            yield batch
-            if self._stop_agreed:
+        coming = iter(batches)
+        while not self._stop_agreed and (steps is None or batches.position.number < steps):
+            batch = next(coming, None)
+            if batch is None:
+                self._agree_on_end(training, batches)
                 break
-            if self._is_save_due(batch):
+            yield batch
+            if self._is_save_due(batch) and not self._stop_agreed:
                 self.save()
-        else:
-            self._agree_on_end(training, batches)
         self._progress.end(batches.position.number)
         if batches.position.number != self._saved_at:
             self.save()
@@ -306,13 +311,14 @@ class Run:
         settings, size = batches.settings, self.world.size
         cut = f"{settings.shards} shards on {size} worker{'s' if size > 1 else ''} ({self.world.backend})"
         rates = sorted({float(group["lr"]) for group in training.optimizer.param_groups})
-        rate = f"learning rate {', '.join(f'{rate:g}' for rate in rates)}"
-        rate = training.large_batch.describe() if training.large_batch is not None else rate
-        how = f"exact, {self.options.threads} threads each" if self.exact and self.device.type == "cpu" else ""
-        how = how or ("exact" if self.exact else "fast: bits depend on the workers")
+        what = f"global batch {settings.global_batch}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
+        what = training.large_batch.describe() if training.large_batch is not None else what
+        how = "exact" if self.exact else "fast: bits depend on the workers"
+        if self.exact and self.device.type == "cpu":
+            threads = self.options.threads
+            how += f", {threads} thread{'s' if threads > 1 else ''} each"
         at = f", from step {batches.position.number}" if batches.position.number else ""
-        said = f"lockstep: global batch {settings.global_batch} = {cut}; {rate}; seed {self.seed}; {how}{at}"
-        print(said, file=sys.stderr, flush=True)
+        print(f"lockstep: {what}; {cut}; seed {self.seed}; {how}{at}", file=sys.stderr, flush=True)
 
     def _agree_on_end(self, training: Training, batches: Batches) -> None:
         """A stream may end at any time, but for all workers at the same."""
