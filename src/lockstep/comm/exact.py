@@ -282,4 +282,7 @@ class _Nothing:
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    ours: Any = group
+    if is_ours(group) and ours.getBackendName() == "hierarchy":
+        return "hierarchy"  # what it has inside is not for us
     return str(group._get_backend(device).name()).lower()
