@@ -29,7 +29,7 @@ from torch import Tensor
 from lockstep.comm import tree
 from lockstep.comm.lane import Lane, Pending
 from lockstep.comm.peers import Watch
-from lockstep.comm.register import is_ours
+from lockstep.comm.register import backend_name
 from lockstep.comm.tree import Subtree
 
 ALIGN = 64  # elements: sections begin at cache lines
@@ -77,23 +77,21 @@ class ShardSum:
         self._summands = self.shards if exact else self.size
         self._single = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
         self._exact = exact
-        self._backend = backend = _backend_name(group, device)
-        self._on_host = is_ours(group) and device.type == "cpu"  # one that scales, and gives memory
+        self._backend = backend = backend_name(group, device)
         self._way = choose_way(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
         self._watch = Watch(group, polls=device.type == "cpu")
-        lane = self._way is Way.BY_TREE
-        self._lane = Lane(device, threaded=backend != "nccl") if lane else None
+        self._lane = Lane(device, threaded=backend != "nccl") if self._way is Way.BY_TREE else None
         self._stages = backend == "gloo" and device.type == "cuda"  # it cannot exchange tensors of a GPU
-        self._heap = group._get_backend(device) if self._on_host and backend == "shm" else None
+        # On the host shm gives memory, and scales.
+        self._heap = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
 
-    def samples_of_shards(self, count: int) -> list[int]:
-        """Of a global batch of `count`. Where a worker runs its shards as one, they count as its first."""
-        sizes = [(n + 1) * count // self.shards - n * count // self.shards for n in range(self.shards)]
+    def as_run(self, counts: Sequence[int]) -> list[int]:
+        """Samples of every shard, as they are run: a worker that runs its shards as one runs them as its first."""
         if self._exact:
-            return sizes
+            return list(counts)
         joined = [0] * self.shards
         for share in self.shares:
-            joined[share.start] = sum(sizes[n] for n in share)
+            joined[share.start] = sum(counts[n] for n in share)
         return joined
 
     def parcel(self, numel: int, dtype: torch.dtype) -> Parcel:
@@ -244,7 +242,7 @@ class ShardSum:
         if rows[0].dtype in NARROW:
             rows = [row.float() for row in rows]
         nodes = [node for share in self._trees for node in share]
-        for dst, src in tree.additions(nodes, self.shards):
+        for dst, src in tree.additions(nodes, self._summands):
             rows[dst].add_(rows[src])
         return rows[0]
 
@@ -279,10 +277,3 @@ def coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 class _Nothing:
     def wait(self) -> None:
         pass
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    ours: Any = group
-    if is_ours(group) and ours.getBackendName() == "hierarchy":
-        return "hierarchy"  # what it has inside is not for us
-    return str(group._get_backend(device).name()).lower()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -24,6 +25,14 @@ def register() -> None:
 def is_ours(group: dist.ProcessGroup) -> bool:
     """Whether this is one of our own groups: written in Python like others, but with works that work."""
     return type(group).__module__.startswith("lockstep.")
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries the tensors of this device: "shm", "hierarchy", "gloo", "nccl"."""
+    ours: Any = group
+    if is_ours(group) and ours.getBackendName() == "hierarchy":
+        return "hierarchy"  # it would answer with the Gloo that it has inside
+    return str(group._get_backend(device).name()).lower()
 
 
 def _create_shm(made: Any, options: Any) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.peers import Watch
-from lockstep.comm.register import is_ours
+from lockstep.comm.register import backend_name, is_ours
 from lockstep.errors import SharedMemoryFull
 from lockstep.replicate import hooks
 from lockstep.replicate.bucket import Bucket, Filling, Ownership
@@ -132,4 +132,4 @@ class Exchange:
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    return "nccl" in str(group._get_backend(device).name()).lower()
+    return "nccl" in backend_name(group, device)

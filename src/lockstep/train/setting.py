@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.comm.register import backend_name
 from lockstep.data.batches import Batch
 from lockstep.world import World
 
@@ -24,7 +25,7 @@ def private_group(world: World) -> dist.ProcessGroup:
     """
     whole = dist.group.WORLD
     assert whole is not None
-    if world.size == 1 or "nccl" in str(whole._get_backend(world.device).name()).lower():
+    if world.size == 1 or "nccl" in backend_name(whole, world.device):
         return whole
     group: dist.ProcessGroup = dist.new_group(timeout=_timeout_of(whole, world.device))
     return group

@@ -101,7 +101,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> R
     look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips)
     t.last_norm.keep(batch.number, look.norm if not skips else None, t.options)
     if look.finite:
-        t.running.finish(outcome.changed, t.sum.samples_of_shards(batch.count), t.sum)
+        t.running.finish(outcome.changed, t.sum.as_run(batch.counts), t.sum)
         with verdict.learning_rate(t.large_batch, batch.number):
             t.optimizer.step()
     elif outcome.bad_shards or not t.loss_scale.may_be_too_large:
