@@ -4,8 +4,9 @@ Note [Canonical all-reduce]
 Every worker brings the subtrees that it could add up by itself (comm/tree.py, Note [Subtrees]): one row each. The row
 is cut into as many sections as there are workers; everybody sends each section to its owner (all-to-all), the owner
 adds up in the order of the tree, and sends the result to everybody (all-gather). With one row per worker these are
-the bytes of a ring all-reduce. Where the backend's own all-reduce adds along the same tree (`shm`), or there are only
-two summands, whose order does not matter, one all-reduce does it all.
+the bytes of a ring all-reduce. Over Gloo both are messages from one worker to another: its own all-to-all and
+all-gather copy everything once more (docs/log.md). Where the backend's own all-reduce adds along the same tree (`shm`),
+or there are only two summands, whose order does not matter, one all-reduce does it all.
 
 Note [Narrow rows]
 Gradients may travel in half precision. Then the gradient of every *shard* is rounded, sums are formed in float32, and
@@ -67,13 +68,13 @@ class ShardSum:
     ) -> None:
         self.group, self.device, self.shares = group, device, list(shares)
         self.shards = sum(map(len, shares))
-        rank, self.size = group.rank(), group.size()
+        self._rank, self.size = group.rank(), group.size()
         # Without exactness a worker's shards are one summand, and the backend may add as it likes.
         self._trees = [
             tree.subtrees(share.start, share.stop, self.shards) if exact else (Subtree(r, 1),)
             for r, share in enumerate(shares)
         ]
-        self.mine = self._trees[rank]
+        self.mine = self._trees[self._rank]
         self._summands = self.shards if exact else self.size
         self._single = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
         self._exact = exact
@@ -224,19 +225,29 @@ class ShardSum:
             parcel.whole = torch.empty(per * self.size, dtype=parcel.dtype, device=where)
         received, whole = parcel.received, parcel.whole
         taken, given = [n * per for n in counts], [mine * per] * self.size
-        self._wait(self.group.alltoall_base(received, packed, taken, given), "all_to_all")
-        total = self._add(list(received.to(self.device).view(-1, per)))
-        total.mul_(parcel.scale())
-        self._spread(total.to(parcel.dtype).to(whole.device), whole)
-        return whole.to(self.device)
-
-    def _spread(self, section: Tensor, whole: Tensor) -> None:
-        """Everybody's section to everybody. Gloo's all-gather takes twice as long as an all-to-all of as much."""
         if self._backend == "gloo":
-            copies = section.expand(self.size, -1).reshape(-1)
-            self._wait(self.group.alltoall_base(whole, copies, [], []), "all_to_all")
+            self._swap(list(torch.split(received, taken)), list(torch.split(packed, given)))
+        else:
+            self._wait(self.group.alltoall_base(received, packed, taken, given), "all_to_all")
+        total = self._add(list(received.to(self.device).view(-1, per)))
+        section = whole[self._rank * per : (self._rank + 1) * per]
+        section.copy_(total.mul_(parcel.scale()))
+        if self._backend == "gloo":
+            self._swap(list(torch.split(whole, per)), [section] * self.size)
         else:
             self._wait(self.group._allgather_base(whole, section), "all_gather")
+        return whole.to(self.device)
+
+    def _swap(self, taken: list[Tensor], given: list[Tensor]) -> None:
+        """`given[rank]` to every worker, `taken[rank]` from it."""
+        group, me = self.group, self._rank
+        if taken[me].data_ptr() != given[me].data_ptr():
+            taken[me].copy_(given[me])
+        others = [(me + n) % self.size for n in range(1, self.size)]
+        works = [group.recv([taken[rank]], rank, 0) for rank in reversed(others) if taken[rank].numel()]
+        works += [group.send([given[rank]], rank, 0) for rank in others if given[rank].numel()]
+        for work in works:
+            self._wait(work, "exchange")
 
     def _add(self, rows: list[Tensor]) -> Tensor:
         if rows[0].dtype in NARROW:

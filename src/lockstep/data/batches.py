@@ -10,7 +10,7 @@ position itself moves when a batch is handed out.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -151,7 +151,7 @@ class Batches:
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         turn = self._turn = object()
         try:
             while not self.ended:

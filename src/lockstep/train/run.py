@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -221,15 +221,15 @@ class Run:
         is_main = self.world.rank == 0
         self._progress = Progress(steps=steps or batches.steps_in_all, shown=is_main and self.options.progress)
         self._saved_at = batches.position.number
-        coming = iter(batches)
-        while not self._stop_agreed and (steps is None or batches.position.number < steps):
-            batch = next(coming, None)
-            if batch is None:
-                self._agree_on_end(training, batches)
-                break
-            yield batch
-            if self._is_save_due(batch) and not self._stop_agreed:
-                self.save()
+        with closing(iter(batches)) as coming:  # or its loaders would end whenever it is collected
+            while not self._stop_agreed and (steps is None or batches.position.number < steps):
+                batch = next(coming, None)
+                if batch is None:
+                    self._agree_on_end(training, batches)
+                    break
+                yield batch
+                if self._is_save_due(batch) and not self._stop_agreed:
+                    self.save()
         self._progress.end(batches.position.number)
         if batches.position.number != self._saved_at:
             self.save()
