@@ -1,200 +1,125 @@
-"""A checkpoint on disk: tensors in one safetensors file, everything else in a JSON manifest, a digest for every byte.
+"""A checkpoint on disk: tensors in safetensors files, everything else in JSON, a manifest with a digest for every byte.
 
-Nothing is pickled, so reading runs no code. Every byte that is read is compared with its SHA-256 first, so a changed
-bit is an error that names the file and never a wrong weight.
+    step-000000123/tensors.safetensors   see tensorfile.py
+                   state.json            see tree.py
+                   manifest.json         see manifest.py
+
+Nothing is pickled, so reading runs no code. Every byte that is read is compared with its SHA-256, so a changed bit is
+an error that names the file and never a wrong weight.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
-import shutil
-from collections.abc import Mapping
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep import __version__
+from lockstep.checkpoint import disk, manifest, strict, tree
+from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest
+from lockstep.checkpoint.tensorfile import Entry, Kind, make_header
+from lockstep.checkpoint.verify import verify
 from lockstep.errors import CheckpointError
 
-VERSION = 1
-TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
-SEAL_BYTES = 66  # at the end of the manifest: a line with the SHA-256 of what comes before
-
 # The names that the safetensors format has for them.
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write(directory: Path, state: Mapping[str, Any]) -> None:
-    """All of it or nothing: `directory` appears with everything in it, or not at all."""
-    tensors: dict[str, Tensor] = {}
-    structure = _flatten(state, "", tensors)
-    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-    old = partial.with_suffix(".old.partial")
-    for leftover in (partial, old):  # of another process that had our number
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        digest = _write_tensors(partial / TENSORS, tensors)
-        manifest = {"version": VERSION, "state": structure, "sha256": {TENSORS: digest}}
-        text = json.dumps(manifest, sort_keys=True, indent=1).encode()
-        _write_file(partial / MANIFEST, text + _seal(text))
-        _sync(partial)
-        if directory.exists():  # the same step again: there is none for a moment only, however large it is
-            directory.rename(old)
-        partial.rename(directory)
-        _sync(directory.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+@dataclass(frozen=True)
+class Flat:
+    """A state that can be saved. The tensors are those of the state, and not copies."""
+
+    structure: Any  # JSON values; shares nothing with the state
+    tensors: dict[str, Tensor]
+
+    def kinds(self) -> dict[str, Kind]:
+        return {name: Kind(DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
-def read(directory: Path) -> dict[str, Any]:
-    """What was written, on the CPU. Raises CheckpointError if a single bit is not as it was."""
-    manifest = _read_manifest(directory / MANIFEST)
-    data = _read_file(directory / TENSORS)
-    if hashlib.sha256(data).hexdigest() != manifest["sha256"][TENSORS]:
-        raise _damaged(directory / TENSORS)
-    state: dict[str, Any] = _restore(manifest["state"], _read_tensors(data))
-    return state
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    data = _read_file(path)
-    text, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-    if seal != _seal(text):
-        raise _damaged(path)
-    manifest: dict[str, Any] = json.loads(text)
-    if manifest["version"] != VERSION:
-        raise CheckpointError(f"{path} has format {manifest['version']}, and this Lockstep reads {VERSION}; update it")
-    return manifest
-
-
-def _seal(text: bytes) -> bytes:
-    return f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
-
-
-def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: its SHA-256 is not the one it was written with; use an older one")
-
-
-# ---- state -> JSON + tensors, and back -------------------------------------------------------------------------------
-
-
-def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Plain JSON, with {"$": kind, ...} for what JSON does not have."""
-    if isinstance(value, Tensor):
-        while name in tensors:  # the keys 1 and "1", or "a/b" and "b" inside "a", would have one name
-            name += "'"
-        tensors[name] = value.detach()
-        return {"$": "tensor", "name": name}
-    if isinstance(value, Mapping):
-        prefix = f"{name}/" if name else ""
-        pairs = [[_flatten(k, name, tensors), _flatten(v, f"{prefix}{k}", tensors)] for k, v in value.items()]
-        return {"$": "dict", "items": pairs}
-    if isinstance(value, (list, tuple)):
-        items = [_flatten(v, f"{name}/{n}", tensors) for n, v in enumerate(value)]
-        return items if isinstance(value, list) else {"$": "tuple", "items": items}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$": "float", "value": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; tensors, numbers, strings, None, lists, "
-        "tuples and dicts can be saved"
-    )
-
-
-def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_restore(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    match value["$"]:
-        case "tensor":
-            return tensors[value["name"]]
-        case "dict":
-            return {_restore(k, tensors): _restore(v, tensors) for k, v in value["items"]}
-        case "tuple":
-            return tuple(_restore(v, tensors) for v in value["items"])
-        case _:
-            return float(value["value"])
-
-
-# ---- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """The safetensors format: the length of a JSON header, the header, the bytes. Returns the SHA-256 of it all."""
-    header: dict[str, Any] = {}
-    at = 0
+def flatten(state: Mapping[str, Any]) -> Flat:
+    """Raises CheckpointError, with the name, for what cannot be saved."""
+    structure, found = tree.flatten(state, Tensor)
+    tensors = {name: tensor.detach() for name, tensor in found.items()}
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
-            raise CheckpointError(f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be saved")
-        span = [at, at + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        at += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    sha = hashlib.sha256()
-    with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            sha.update(piece)
-            file.write(piece)
-        for tensor in tensors.values():
-            if tensor.numel():
-                data = tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
-                sha.update(data)
-                file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return sha.hexdigest()
+        odd = type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta
+        if odd or tensor.dtype not in DTYPES:
+            kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, on {tensor.device})"
+            raise CheckpointError(f"{name} is a {kind}, which a checkpoint cannot hold; make it a plain tensor")
+    return Flat(structure, tensors)
 
 
-def _read_tensors(data: bytes) -> dict[str, Tensor]:
-    length = int.from_bytes(data[:8], "little")
-    header: dict[str, Any] = json.loads(data[8 : 8 + length])
-    body = torch.empty(0, dtype=torch.uint8)
-    if len(data) > 8 + length:
-        body = torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.uint8)
-    tensors = {}
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        # A copy: each tensor has memory of its own, at an address that suits its dtype.
-        tensors[name] = body[start:stop].clone().view(_BY_NAME[entry["dtype"]]).view(entry["shape"])
-    return tensors
+def write(directory: Path, step: int, flat: Flat) -> Manifest:
+    """Into a new directory, which nobody else looks at yet. All of it is on the disk when this returns."""
+    directory.mkdir()
+    kinds, text = flat.kinds(), strict.dump(flat.structure, "the state without its tensors")
+    entries: dict[str, Entry] = {}
+
+    def pieces() -> Iterator[memoryview | bytes]:
+        yield make_header(kinds)
+        for name, tensor in flat.tensors.items():
+            sha = hashlib.sha256()
+            for part in disk.cut(bytes_of(tensor)):
+                sha.update(part)
+                yield part
+            entries[name] = Entry(kinds[name], sha.hexdigest())
+
+    files = {TENSORS: disk.write_new(directory / TENSORS, pieces()), STATE: disk.write_new(directory / STATE, [text])}
+    versions = {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    made = Manifest(step, time.time(), versions, tree.digest(flat.structure, entries), files)
+    disk.write_new(directory / MANIFEST, [manifest.encode(made)])
+    disk.sync_directory(directory)
+    return made
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+def read(directory: Path, *, step: int | None = None) -> dict[Any, Any]:
+    """What was written, on the CPU. Raises CheckpointError if a single bit is not as it was."""
+    tensors: dict[str, Tensor] = {}
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # asking for more would end in a kill
+
+    def into(name: str, kind: Kind) -> memoryview:
+        nonlocal room
+        room -= kind.bytes
+        if room < 0:
+            raise CheckpointError(f"{directory} does not fit into the memory of this machine, from {name!r} on")
+        try:
+            tensors[name] = torch.empty(kind.shape, dtype=_BY_NAME[kind.dtype])
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(f"{directory}: no memory for {name!r}, {kind.bytes} bytes") from error
+        return bytes_of(tensors[name])
+
+    contents = verify(directory, step=step, into=into)
+    return tree.restore(contents.structure, tensors, directory / STATE)
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def digest_of(flat: Flat) -> str:
+    """What the manifest would say."""
+    entries = {}
+    for name, kind in flat.kinds().items():
+        sha = hashlib.sha256()
+        for part in disk.cut(bytes_of(flat.tensors[name])):
+            sha.update(part)
+        entries[name] = Entry(kind, sha.hexdigest())
+    return tree.digest(flat.structure, entries)
 
 
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; use an older checkpoint") from error
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory itself, of a tensor on the CPU that is contiguous; of others a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    # Not view(-1): a single element may have any stride, and then has no view as bytes.
+    return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)

@@ -1,0 +1,94 @@
+"""Does a checkpoint belong to this program? Asked before anything is loaded, so that a refusal changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SHOWN = 8  # lines of one kind
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # torch's put them there
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What forbids to go on from `saved`, in words; nothing: it fits. Both as `Run` makes them:
+
+    {"model": state_dict, "optimizer": state_dict, "run": {"seed": 7, ...}, ...}
+    """
+    lost = [f"the checkpoint has no {part!r}: a Run did not write it" for part in ("model", "optimizer", "run")
+            if not isinstance(saved.get(part), Mapping)]  # fmt: skip
+    if lost:
+        return lost
+    return [
+        *_compare_run(saved["run"], now["run"]),
+        *_compare_named(saved["model"], now["model"]),
+        *_compare_optimizer(saved["optimizer"], now["optimizer"]),
+        *_compare_kept(saved.get("kept") or {}, now.get("kept") or {}),
+    ]
+
+
+def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Seed, exact, shards, the optimiser's class: whatever the program says about itself."""
+    for name, value in now.items():
+        if name not in saved:
+            yield f"{name} is {value!r} in the program, and the checkpoint does not say"
+        elif saved[name] != value:
+            yield f"{name} is {saved[name]!r} in the checkpoint and {value!r} in the program"
+
+
+def _compare_named(saved: Mapping[Any, Any], now: Mapping[Any, Any], of: str = "") -> Iterator[str]:
+    """Tensors by name; what is not a tensor must only be there."""
+    yield from _some(f"{of}{name} {_kind(now[name])} is not in the checkpoint" for name in now if name not in saved)
+    yield from _some(f"{of}{name} {_kind(saved[name])} is not in the program" for name in saved if name not in now)
+    yield from _some(
+        f"{of}{name} is {_kind(saved[name])} in the checkpoint and {_kind(now[name])} in the program"
+        for name in now
+        if name in saved and _kind(saved[name]) != _kind(now[name])
+    )
+
+
+def _compare_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    groups, ours = saved.get("param_groups", []), now.get("param_groups", [])
+    if len(groups) != len(ours):
+        yield f"the optimiser has {len(groups)} groups of parameters in the checkpoint and {len(ours)} in the program"
+        return
+    for n, (group, mine) in enumerate(zip(groups, ours, strict=True)):
+        if len(group["params"]) != len(mine["params"]):
+            yield (
+                f"group {n} of the optimiser has {len(group['params'])} parameters in the checkpoint and "
+                f"{len(mine['params'])} in the program"
+            )
+        theirs, own = ({str(name) for name in a} - {str(name) for name in b} for a, b in ((group, mine), (mine, group)))
+        if theirs - _OF_SCHEDULES and own - _OF_SCHEDULES:  # on one side only: another torch, which knows how to go on
+            yield (
+                f"group {n} of the optimiser has {_list(theirs)} in the checkpoint and {_list(own)} in the program: "
+                "another optimiser"
+            )
+    # Before its first step, an optimiser remembers nothing that could be compared.
+    remembered, mine = saved.get("state", {}), now.get("state", {})
+    for key in mine:
+        if key in remembered:
+            yield from _compare_named(remembered[key], mine[key], of=f"the optimiser's memory of parameter {key}: ")
+
+
+def _compare_kept(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Only whether they are there: what a thing of the program remembers may grow."""
+    added, dropped = ([name for name in a if name not in b] for a, b in ((now, saved), (saved, now)))
+    yield from _some(f"{name!r}, which the program keeps, is not in the checkpoint" for name in added)
+    yield from _some(f"{name!r}, which the checkpoint has, the program does not keep" for name in dropped)
+
+
+def _kind(value: Any) -> str:
+    """Of a tensor, without asking torch; of anything else nothing but that it is none."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return "(no tensor)"
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _some(lines: Iterator[str]) -> list[str]:
+    all_lines = list(lines)
+    more = len(all_lines) - SHOWN
+    return all_lines if more <= 1 else [*all_lines[:SHOWN], f"and {more} more like this"]

@@ -1,0 +1,95 @@
+"""A part of a checkpoint as one file for other programs: .safetensors, or .pt for torch.load."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import disk
+from lockstep.checkpoint.tensorfile import Entry, damaged, make_header
+from lockstep.checkpoint.verify import Contents
+from lockstep.errors import CheckpointError
+
+
+def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Path) -> int:
+    """Needs no torch. Returns how many tensors."""
+    entries: dict[str, Entry] = {}
+    for name, value in _part(contents.outline(checkpoint), part, checkpoint).items():
+        if not isinstance(name, str) or not isinstance(value, Entry):
+            raise CheckpointError(
+                f"{part}/{name} of {checkpoint} is not a tensor with a name, and .safetensors holds nothing else; "
+                "export it as .pt"
+            )
+        entries[name] = value
+
+    def pieces() -> Iterator[memoryview | bytes]:
+        yield make_header({name: entry.kind for name, entry in entries.items()})
+        for entry in entries.values():
+            yield from _bytes_of(checkpoint, entry)
+
+    partial = _partial(out)
+    try:
+        disk.write_new(partial, pieces())
+        _put_in_place(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(entries)
+
+
+def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> int:
+    """What torch.save makes of it. It is pickled, and read with torch.load(..., weights_only=True)."""
+    import torch
+
+    from lockstep.checkpoint import format as layout
+
+    value = _part(layout.read(checkpoint, step=contents.manifest.step), part, checkpoint)
+    partial = _partial(out)
+    try:
+        with partial.open("xb") as file:
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:  # of its zip writer, when the disk is full
+                raise OSError(errno.EIO, str(error).splitlines()[0], str(out)) from error
+            file.flush()
+            os.fsync(file.fileno())
+        _put_in_place(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return sum(isinstance(entry, torch.Tensor) for entry in value.values())
+
+
+def _part(state: Mapping[Any, Any], part: str, checkpoint: Path) -> dict[Any, Any]:
+    value = state.get(part)
+    if not isinstance(value, dict):
+        parts = [str(name) for name, inside in state.items() if isinstance(inside, dict)]
+        raise CheckpointError(f"{checkpoint} has no part {part!r}; it has {', '.join(parts) or 'none'}")
+    return value
+
+
+def _bytes_of(checkpoint: Path, entry: Entry) -> Iterator[memoryview]:
+    sha, left = hashlib.sha256(), entry.kind.bytes
+    path = checkpoint / entry.file
+    with disk.opened(path) as file:
+        file.seek(entry.start)
+        while left:
+            part = memoryview(bytearray(min(left, disk.PIECE_BYTES)))
+            if not disk.fill(file, part):
+                break
+            sha.update(part)
+            left -= len(part)
+            yield part
+    if left or sha.hexdigest() != entry.sha256:
+        raise damaged(path)
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f".{out.name}.{os.getpid()}.partial")
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    os.replace(partial, out)
+    disk.sync_directory(out.absolute().parent)
