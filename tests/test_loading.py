@@ -163,6 +163,46 @@ def test_a_loader_process_that_hangs_is_an_error_and_gone_while_that_is_held() -
             assert not loaders_alive()
 
 
+class DiesOnce(Suicidal):
+    def __init__(self, length: int, died: Path) -> None:
+        super().__init__(length)
+        self.died = died
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and not self.died.exists():
+            self.died.touch()
+            return super().__getitem__(index)
+        return index
+
+
+def test_a_loader_process_that_is_lost_is_replaced_and_no_sample_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Torch's handler of SIGCHLD raises wherever the program happens to be. It may come too late, or not at all.
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_set_SIGCHLD_handler", lambda: None)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        began_s = time.monotonic()
+        found = list(batches(DiesOnce(8, tmp_path / "died"), Settings(2, 2, loaders=1), order=InOrder(8, 2)))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert [shard.data.tolist() for batch in found for shard in batch.shards] == [[n] for n in range(8)]
+    assert time.monotonic() - began_s < 10
+    assert "another one is started" in capfd.readouterr().err
+
+
+def test_a_loader_process_makes_no_files_in_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed would leave them."""
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)  # whoever calls it fails
+    found = list(batches(Tensors(8), Settings(2, 2, loaders=1), order=InOrder(8, 2)))
+    assert torch.cat([shard.data for batch in found for shard in batch.shards]).tolist() == list(range(8))
+
+
+class Tensors(Plain):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
 def test_a_loader_process_that_dies_is_an_error() -> None:
     # Either we find out first, or torch's handler of SIGCHLD does, which raises wherever the program happens to be.
     with pytest.raises(
@@ -283,3 +323,35 @@ def test_waiting_is_the_consumers_waiting_only(loaders: int) -> None:
     elapsed = time.perf_counter() - began
     assert given.wait_s < elapsed - 0.3
     assert given.wait_s > (0.08 if loaders else 0.24)
+
+
+class Bomb:
+    """In a cycle, so only the garbage collector finds it. Tells in which process it did."""
+
+    def __init__(self, told: Path) -> None:
+        self.me, self.told = self, told
+
+    def __del__(self) -> None:
+        with self.told.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collecting(Plain):
+    def __getitem__(self, index: int) -> Any:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_a_loader_process_does_not_collect_what_is_its_parents(tmp_path: Path) -> None:
+    """A process group among it would wait there for threads that only the parent has."""
+    told = tmp_path / "told"
+    gc.collect()
+    gc.disable()
+    try:
+        Bomb(told)
+        assert len(list(batches(Collecting(6), Settings(2, 2, loaders=1)))) == 3
+    finally:
+        gc.enable()
+    assert not told.exists()
+    gc.collect()
+    assert told.read_text() == f"{os.getpid()}\n"

@@ -9,20 +9,23 @@ position itself moves when a batch is handed out.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from lockstep.data.ahead import arrive, put_on
 from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
-from lockstep.data.loader import Loading, load
+from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Division, Order, Position, check_seed, count_steps, share
 from lockstep.data.reader import Batch, Collate, DataError, Failure, Reader, Recipe, Shard, draws_random_numbers
 from lockstep.data.stream import Source, StreamReader
+
+TRIES: Final = 3  # to load a batch, if its loader process is lost
 
 __all__ = ["Batch", "Batches", "DataError", "Position", "Settings", "Shard"]
 
@@ -124,6 +127,15 @@ class Batches:
         self._stop_loading()
         self._position = position
 
+    def share_out(self, rank: int, size: int) -> None:
+        """We are another worker now, or among others: the batch that comes next has our shards of then."""
+        mine = share(self._settings.shards, size, rank)
+        if (rank, mine) == (self._recipe.rank, self._division.mine):
+            return
+        self._stop_loading()
+        self._division = replace(self._division, mine=mine)
+        self._recipe = replace(self._recipe, rank=rank)
+
     def state(self) -> dict[str, int]:
         """All that is needed to go on from here, in a world of any size."""
         here = self._position
@@ -143,6 +155,12 @@ class Batches:
                 f"number={position.number})) to begin that epoch anew"
             )
         self.seek(position)
+
+    def facts(self) -> dict[str, Any]:
+        """For the ledger: which samples there are, and in which order they come."""
+        order = "a stream" if self._order is None else type(self._order).__name__
+        drop_last = bool(getattr(self._order, "drop_last", self._settings.drop_last))
+        return {**self._identity(), "order": order, "drop_last": drop_last}
 
     def _identity(self) -> dict[str, int]:
         """What decides which samples come at a position."""
@@ -193,9 +211,17 @@ class Batches:
         return batch
 
     def _receive(self) -> Batch | None:
-        if self._arriving is None:
-            self._arriving = self._start_loading()
-        return _batch_of(next(self._arriving, None))
+        for tries_left in reversed(range(TRIES)):
+            if self._arriving is None:
+                self._arriving = self._start_loading()
+            try:
+                return _batch_of(next(self._arriving, None))
+            except LoaderLost as error:
+                self._stop_loading()
+                if not tries_left:
+                    raise
+                print(f"lockstep: {error}; another one is started", file=sys.stderr, flush=True)
+        raise AssertionError("unreachable")
 
     def _start_loading(self) -> Generator[Any, None, None]:
         settings, order, start = self._settings, self._order, self._position

@@ -4,28 +4,62 @@ Note [Nobody stays]
 Loader processes end when the generator is closed, which happens when the consumer stops iterating, raises, or is
 collected. If this process is killed the kernel kills them (PR_SET_PDEATHSIG). torch's own watchdog takes five seconds,
 and can wait forever on a full pipe that sibling processes hold open.
+
+Note [What is the parent's]
+A forked process has its parent's objects but not its threads. If the garbage collector finds a dead process group
+among them, its destructor waits for threads that are not there, or crashes. So nothing of the parent's is collected.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.data.hatch import Hatch, use
 from lockstep.data.parcel import Parcel, pack
 from lockstep.data.reader import DataError
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG: Final = 1
+_LOST_PHRASES: Final = ("exited unexpectedly", "is killed by signal")
+LOOK_S: Final = 1.0
+
+_collected: list[bool] = []  # before the fork that is under way
+
+
+def _stop_collecting() -> None:
+    _collected.append(gc.isenabled())
+    gc.disable()
+
+
+def _collect_again() -> None:
+    if _collected.pop():
+        gc.enable()
+
+
+def _collect_own() -> None:
+    gc.freeze()
+    _collect_again()
+
+
+# Not only frozen in the child: what else is called there after a fork might set the collector off before.
+os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_collect_own)
+
+
+class LoaderLost(DataError):
+    """A loader process has ended. What it was to load can be loaded by another."""
 
 
 @dataclass(frozen=True)
@@ -43,43 +77,60 @@ class Loading:
 
 def load(reader: Any, jobs: Iterable[Any], how: Loading) -> Generator[Parcel, None, None]:
     """`reader[job]` for every job, in order, each in a parcel."""
+    with ExitStack() as ends:
+        parcels = _begin(reader, jobs, how, [ends.enter_context(closing(Hatch())) for _ in range(how.loaders)])
+        stop = getattr(parcels, "_shutdown_workers", None)
+        if stop is not None:  # not left to the garbage collector: a traceback may hold the iterator for long
+            ends.callback(stop)
+        while True:
+            try:
+                parcel = _next(parcels, how)
+            except Exception as error:  # of DataLoader itself: what the dataset raises comes as a Failure
+                lost = any(phrase in str(error) for phrase in _LOST_PHRASES)
+                codes = {one.exitcode for one in getattr(parcels, "_workers", ())} - {None}
+                raise (LoaderLost if lost else DataError)(_explain(error, how, codes)) from error
+            if parcel is None:
+                return
+            yield parcel
+
+
+def _next(parcels: Iterator[Parcel], how: Loading) -> Parcel | None:
+    """DataLoader looks whether its processes live only when its time is over. So it gets a little, again and again."""
+    end_s = time.monotonic() + how.timeout_s
+    while True:
+        try:
+            return next(parcels, None)
+        except RuntimeError as error:
+            if "timed out after" not in str(error) or time.monotonic() >= end_s:
+                raise
+
+
+def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hatch]) -> Iterator[Parcel]:
     options: dict[str, Any] = {}
-    if how.loaders > 0:
+    if hatches:
         options = {
             "num_workers": how.loaders,
             "prefetch_factor": max(1, -(-how.ahead // how.loaders)),
-            "timeout": how.timeout_s,
-            "worker_init_fn": partial(_settle, _whom_to_follow(), how.hide_worker_info),
+            "timeout": min(how.timeout_s, LOOK_S),
+            "worker_init_fn": partial(_settle, _whom_to_follow(), how.hide_worker_info, hatches),
         }
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_size=None,
         sampler=jobs,
-        collate_fn=pack if how.loaders > 0 else Parcel,
+        collate_fn=pack if hatches else Parcel,
         pin_memory=how.pin,
         generator=torch.Generator(),  # else starting would draw from the global one
         **options,
     )
     with _current(how.device):  # memory is pinned for the device that is current now
-        parcels = iter(loader)
-    try:
-        while True:
-            try:
-                parcel = next(parcels, None)
-            except Exception as error:  # of DataLoader itself: what the dataset raises comes as a Failure
-                raise DataError(_explain(error, how)) from error
-            if parcel is None:
-                return
-            yield parcel
-    finally:
-        # Not left to the garbage collector: a traceback may hold the iterator for long.
-        stop = getattr(parcels, "_shutdown_workers", None)
-        if stop is not None:
-            stop()
+        return iter(loader)
 
 
-def _explain(error: Exception, how: Loading) -> str:
+def _explain(error: Exception, how: Loading, codes: Collection[int]) -> str:
     who = f"rank {how.rank}: loading with {how.loaders} loader processes failed: {type(error).__name__}: {error}"
+    if codes:
+        who += f" (exit status {', '.join(map(str, sorted(codes)))})"
     if "timed out" in str(error):
         return f"{who}; the dataset hangs or is very slow: raise timeout_s, or try loaders=0 to see where"
     return f"{who}; if a process was killed, the machine may be short of memory: use fewer loaders or less ahead"
@@ -94,12 +145,13 @@ def _whom_to_follow() -> int | None:
     return os.getpid() if sys.platform == "linux" and in_main_thread and by_us else None
 
 
-def _settle(parent: int | None, hide_worker_info: bool, _loader: int) -> None:
+def _settle(parent: int | None, hide_worker_info: bool, hatches: Sequence[Hatch], loader: int) -> None:
     """First thing in a loader process. Torch has set the number of threads to one already."""
     if parent is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before that; neither the kernel nor torch's watchdog would notice any more
             os._exit(1)
+    use(hatches[loader])
     if hide_worker_info:
         # Most iterable datasets split themselves by it. See Note [Everybody reads everything].
         torch.utils.data._utils.worker._worker_info = None

@@ -1,11 +1,11 @@
 """A batch on its way: through nested structures, and between processes in one piece of memory.
 
 Note [One piece]
-A tensor that goes from a loader process to this one travels as a file descriptor, fetched over a socket with a
-handshake of its own: 0.35 ms each, most of it on the training process. Eight shards of two tensors are 16. So all plain
-tensors of a batch are laid into one flat buffer, and only that one travels, is pinned, and is copied to the GPU. What
-comes out are views of it. The buffer has no name anywhere (memfd): torch's own shared memory has one in /dev/shm for a
-moment, and a process that is killed in that moment leaves it there for ever.
+Each tensor that torch sends from a loader process to this one is a piece of shared memory and a handshake of its own:
+0.35 ms, most of it on the training process. Eight shards of two tensors are 16. So all plain tensors of a batch are
+laid into one flat buffer, and only that one travels (hatch.py), is pinned, and is copied to the GPU. What comes out are
+views of it. The buffer has no name anywhere (memfd): torch's own shared memory has one in /dev/shm for a moment, and a
+process that is killed in that moment leaves it there for ever.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from multiprocessing.reduction import DupFd
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from lockstep.data import hatch
 
 ALIGN_BYTES: Final = 512  # as torch's GPU allocator aligns, so no kernel finds a view less aligned than a tensor
 _NO_TENSORS_INSIDE: Final = (str, bytes, int, float, complex, type, type(None))
@@ -49,12 +50,13 @@ class Parcel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent once, by the loader that packed it."""
-        if self.handle is None or self.flat is None:
+        way = hatch.own()
+        if self.handle is None or self.flat is None or way is None:
             return Parcel, (self.content, self.flat)
-        sent = DupFd(self.handle)
+        label = way.put(self.handle)
         os.close(self.handle)
         object.__setattr__(self, "handle", None)
-        return _receive, (self.content, sent, self.flat.nbytes)
+        return _receive, (self.content, way.number, label, self.flat.nbytes)
 
     def pin_memory(self) -> Parcel:
         """For torch's DataLoader, which calls it, in a thread of its own if there are loader processes."""
@@ -105,8 +107,8 @@ def _map(handle: int, size_bytes: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size_bytes, dtype=torch.uint8)
 
 
-def _receive(content: Any, sent: Any, size_bytes: int) -> Parcel:
-    handle = sent.detach()
+def _receive(content: Any, way: int, label: int, size_bytes: int) -> Parcel:
+    handle = hatch.take(way, label)
     try:
         return Parcel(content, _map(handle, size_bytes))
     finally:

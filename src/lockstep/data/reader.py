@@ -19,7 +19,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import worker
 
+from lockstep.data.ledger import fingerprint
 from lockstep.data.order import Position, cut
 from lockstep.errors import LockstepError
 from lockstep.seed import kept_random_state, mix, sow
@@ -38,6 +40,7 @@ class Shard:
     number: int
     count: int
     data: Any
+    samples: int = 0  # their fingerprint (data/ledger.py); 0 for a stream
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ class Failure:
         return Failure, (self.error, None if self.cause is None else _portable(self.cause))
 
 
+def _collate_here(items: list[Any]) -> Any:
+    """Torch's default. In a loader process that would put every tensor into shared memory of its own, by a name in
+    /dev/shm for a moment; ours travel in one piece (parcel.py)."""
+    known, worker._worker_info = worker._worker_info, None
+    try:
+        return default_collate(items)
+    finally:
+        worker._worker_info = known
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the samples of a shard are put together, and whose random numbers they use."""
@@ -105,7 +118,7 @@ class Recipe:
 
     def put_together(self, items: list[Any], position: Position, shard: int) -> Any:
         if self.collate is None:
-            collate: Collate = default_collate
+            collate: Collate = _collate_here
         else:
             collate = self.collate
             sow(mix(self.seed, "collate", position.epoch, position.step, shard), self.device)
@@ -131,7 +144,12 @@ class Reader:
         try:
             with self.recipe.keeping_random_state():
                 shards = [
-                    Shard(number, len(samples), self._load(samples, job.position, number) if samples else None)
+                    Shard(
+                        number,
+                        len(samples),
+                        self._load(samples, job.position, number) if samples else None,
+                        fingerprint(samples),
+                    )
                     for number, samples in job.shards
                 ]
         except DataError as error:

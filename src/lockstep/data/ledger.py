@@ -1,0 +1,258 @@
+"""The ledger of a run: which samples went into which applied step, and the proof that each was used once per epoch.
+
+Note [Fingerprints]
+A set of samples is written down as their number and the sum, modulo 2**64, of a hash of each. Sums do not depend on
+order and can be added up, so a line of the file may stand for one step or a thousand. Samples 0 to N-1, each once, have
+one known sum. A sample too many, too few, or twice gives another, but for one chance in 2**64. Each worker computes it
+from the samples that it loaded for its shards, and it travels with their losses: it tells what was computed, not what
+was planned.
+
+Note [Who writes]
+All workers know all entries, and rank 0 writes them. Whoever is rank 0 next goes on behind the last line that it finds.
+Lines end where checkpoints are: a run that goes back to one says so, and what was written after it does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.data.order import InOrder, Shuffled, count_steps
+from lockstep.errors import LockstepError
+
+NAME: Final = "ledger.jsonl"
+WRITE_EVERY_S: Final = 1.0
+MOST_WAITING: Final = 4096
+_WORD: Final = 2**64
+_AT_ONCE: Final = 1 << 20
+
+
+def fingerprint(samples: Sequence[int] | range) -> int:
+    """See Note [Fingerprints]. The hash is the finaliser of splitmix64."""
+    if not len(samples):
+        return 0
+    if isinstance(samples, range):
+        x = torch.arange(samples.start, samples.stop, samples.step)
+    else:
+        x = torch.tensor(samples, dtype=torch.int64)
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return int((x ^ _shifted(x, 31)).sum()) % _WORD
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, zeros coming in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def fingerprint_of_all(samples: int) -> int:
+    starts = range(0, samples, _AT_ONCE)
+    return sum(fingerprint(range(at, min(at + _AT_ONCE, samples))) for at in starts) % _WORD
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Applied steps, one or more in a row, of one epoch."""
+
+    start: int
+    stop: int
+    epoch: int
+    samples: int
+    fingerprint: int
+
+    def joined(self, after: Entry) -> Entry:
+        total = (self.fingerprint + after.fingerprint) % _WORD
+        return Entry(self.start, after.stop, self.epoch, self.samples + after.samples, total)
+
+
+class Ledger:
+    """Kept by every worker, written by one."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._path = directory / NAME if directory is not None else None
+        self._waiting: deque[Entry] = deque(maxlen=MOST_WAITING)
+        self._wrote_s = time.monotonic()
+        self._last: int | None = None  # the step behind the last line of the file; None: not known
+        self._workers = 0
+
+    def begin(self, step: int, facts: dict[str, Any], *, writes: bool) -> None:
+        """The run begins at this step, or goes back to it."""
+        self._waiting.clear()
+        self._last = step
+        if self._path is not None and writes:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._append([{"begin": step, **facts}])
+
+    def share_out(self, workers: int) -> None:
+        """The writer may be another one from now on."""
+        self._workers, self._last = workers, None
+
+    def note(self, number: int, *, epoch: int, samples: int, fingerprint: int, writes: bool) -> None:
+        self._waiting.append(Entry(number, number + 1, epoch, samples, fingerprint))
+        due = time.monotonic() - self._wrote_s > WRITE_EVERY_S or len(self._waiting) > MOST_WAITING // 2
+        if writes and due:
+            self.write()
+
+    def write(self) -> None:
+        """By rank 0."""
+        self._wrote_s = time.monotonic()
+        if self._path is None:
+            self._waiting.clear()
+            return
+        if self._last is None:
+            self._last = _end_of(self._path)
+        lines: list[Entry] = []
+        for entry in self._waiting:
+            if entry.start < self._last:
+                continue  # written by whoever was rank 0 before
+            if lines and lines[-1].epoch == entry.epoch and lines[-1].stop == entry.start:
+                lines[-1] = lines[-1].joined(entry)
+            else:
+                lines.append(entry)
+        self._waiting.clear()
+        if lines:
+            self._append([asdict(line) | {"workers": self._workers} for line in lines])
+            self._last = lines[-1].stop
+
+    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+        """In one write, so that whoever is killed leaves whole lines."""
+        assert self._path is not None
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, text.encode())
+        finally:
+            os.close(file)
+
+
+def _end_of(path: Path) -> int:
+    return _read(path).end if path.exists() else 0
+
+
+# ---- the proof -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Read:
+    """The lines that count."""
+
+    facts: dict[str, Any]
+    entries: list[Entry]
+    end: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    number: int
+    steps: int
+    samples: int
+    complete: bool
+    exact: bool  # each sample once; of an epoch that is not complete: not known
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    steps: int
+    restarts: int
+    samples: int
+    epochs: list[Epoch]
+    problems: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+
+def _read(path: Path) -> Read:
+    found = Read({}, [], 0, -1)
+    for n, line in enumerate(path.read_text().splitlines()):
+        try:
+            record = json.loads(line)
+            if "begin" in record:
+                _go_back(found, record, f"{path}, line {n + 1}")
+                continue
+            record.pop("workers")
+            entry = Entry(**record)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LockstepError(f"{path}, line {n + 1}, is no line of a ledger ({error}): {line[:80]!r}") from None
+        if entry.start != found.end or entry.stop <= entry.start:
+            raise LockstepError(
+                f"{path}, line {n + 1}: steps {entry.start} to {entry.stop - 1} come after step {found.end - 1}; "
+                "steps are missing, or were applied twice"
+            )
+        found.entries.append(entry)
+        found.end = entry.stop
+    return found
+
+
+def _go_back(found: Read, record: dict[str, Any], where: str) -> None:
+    step = record["begin"]
+    kept = [entry for entry in found.entries if entry.stop <= step]
+    end = kept[-1].stop if kept else 0
+    if end != step:
+        raise LockstepError(f"{where}: the run went back to step {step}, but the lines before end at step {end}")
+    found.facts, found.entries, found.end, found.restarts = record, kept, end, found.restarts + 1
+
+
+def prove(directory: Path) -> Proof:
+    """That every sample went into exactly one applied step of every complete epoch. Raises if it cannot be read."""
+    path = directory / NAME
+    if not path.exists():
+        raise LockstepError(f"{path} is not there: the run had no directory, or has not made a step yet")
+    read = _read(path)
+    size = int(read.facts["samples"])
+    if size < 0:
+        raise LockstepError(f"{path} is of a stream, whose samples have no numbers; there is nothing to prove")
+    order = _order(read.facts)
+    whole = fingerprint_of_all(size)
+    epochs = []
+    for number in sorted({entry.epoch for entry in read.entries}):
+        parts = [entry for entry in read.entries if entry.epoch == number]
+        epochs.append(_judge(number, parts, order, whole, size))
+    problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
+    return Proof(read.end, read.restarts, size, epochs, problems)
+
+
+def _order(facts: dict[str, Any]) -> Shuffled | InOrder | None:
+    size, batch, drop_last = facts["samples"], facts["global_batch"], facts["drop_last"]
+    if facts["order"] == "Shuffled":
+        return Shuffled(size, batch, facts["seed"], drop_last)
+    return InOrder(size, batch, drop_last) if facts["order"] == "InOrder" else None
+
+
+def _judge(number: int, parts: Sequence[Entry], order: Shuffled | InOrder | None, whole: int, size: int) -> Epoch:
+    steps = sum(entry.stop - entry.start for entry in parts)
+    samples = sum(entry.samples for entry in parts)
+    total = sum(entry.fingerprint for entry in parts) % _WORD
+    planned = count_steps(order, number) if order is not None else None
+    complete = steps == planned if planned is not None else samples >= size
+    if not complete:
+        # How far it should have come is known, if the order is.
+        if order is None or steps > (planned or 0):
+            problem = "" if samples <= size else f"{samples} samples were used, and there are {size}"
+            return Epoch(number, steps, samples, complete=False, exact=False, problem=problem)
+        wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
+        right = (len(wanted), fingerprint(wanted)) == (samples, total)
+        return Epoch(number, steps, samples, False, right, "" if right else "other samples were used than were due")
+    if order is not None and order.drop_last:
+        wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
+        right = (len(wanted), fingerprint(wanted)) == (samples, total)
+    else:
+        right = (samples, total) == (size, whole)
+    problem = "" if right else f"{samples} samples were used, but not each of {size} once"
+    return Epoch(number, steps, samples, True, right, problem)
