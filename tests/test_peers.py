@@ -7,10 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from lockstep.comm import peers
 from lockstep.comm.peers import Report, judge
 from lockstep.errors import Desync, PeerLost
 
@@ -71,7 +76,7 @@ SCRIPT = """
     [
         ("raise", ["PeerLost: rank 1", "ValueError: bad sample 17", "backward pass 4"]),
         ("kill", ["PeerLost: rank 1", "died without a word", "backward pass 4"]),
-        ("finish", ["PeerLost: rank 1", "its program ended", "join()"]),
+        pytest.param("finish", ["PeerLost: rank 1", "its program ended", "join()"], marks=pytest.mark.slow),
     ],
 )
 def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, words: list[str]) -> None:
@@ -102,3 +107,14 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def test_whoever_waits_in_a_group_that_is_given_up_goes_on() -> None:
+    """Also if its collective never ends."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    watch, never = peers.Watch(group, polls=True), threading.Event()
+    threading.Timer(0.2, peers.give_up, [group]).start()
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost, match="its group was given up while this worker waited in a dream"):
+        watch.wait_for(never.wait, "a dream")
+    assert time.monotonic() - began_s < 5

@@ -362,6 +362,36 @@ def test_abort_from_another_thread_frees_a_waiter_at_once(tmp_path: Path) -> Non
         assert "abort" in text
 
 
+def aborted_under_its_hands(rank: int, size: int, folder: Path) -> Any:
+    """By another thread, after this one has told the others of its call and before it waits for them."""
+    group = group_of(rank, size, folder)
+    if rank == 1:
+        time.sleep(30)  # never comes
+    found, mine = [], torch.ones(4)
+    memory = group._host.memory
+    arrive = memory.arrive
+
+    def arrive_and_abort() -> int:
+        phase = arrive()
+        aborting = threading.Thread(target=group.abort)
+        aborting.start()
+        aborting.join()
+        return phase
+
+    memory.arrive = arrive_and_abort  # type: ignore[method-assign]
+    try:
+        group.allreduce([mine]).wait()
+        found.append(f"got {mine.tolist()}")
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_collective_whose_group_is_aborted_under_its_hands_gives_no_garbage(tmp_path: Path) -> None:
+    (said,) = run(aborted_under_its_hands, 2, tmp_path, gone={1})[0]
+    assert "this shm group was aborted by rank 0" in said
+
+
 # ----------------------------------------------------------------------------------------------------- nothing amiss
 
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import faults
 from lockstep.comm import tree
 from lockstep.comm.lane import Lane, Pending
 from lockstep.comm.peers import Watch
@@ -127,6 +128,7 @@ class ShardSum:
     def result(self, parcel: Parcel, where: str) -> Tensor:
         """The sum times the scale, flat. Until the rows are written again."""
         if isinstance(parcel.sent, Pending):
+            self._watch.wait_for(parcel.sent.done_within, where)
             return parcel.sent.wait()[: parcel.numel]
         if parcel.sent is not None:
             self._watch.wait(parcel.sent, where)
@@ -180,7 +182,10 @@ class ShardSum:
         return coalesced(total.indices(), total.values() * scale(), total.shape)
 
     def wait(self, pending: Any, where: str) -> None:
-        if isinstance(pending, (Pending, _Nothing)):
+        if isinstance(pending, Pending):
+            self._watch.wait_for(pending.done_within, where)
+            pending.wait()
+        elif isinstance(pending, _Nothing):
             pending.wait()
         else:
             self._watch.wait(pending, where)
@@ -229,6 +234,7 @@ class ShardSum:
             self._swap(list(torch.split(received, taken)), list(torch.split(packed, given)))
         else:
             self._wait(self.group.alltoall_base(received, packed, taken, given), "all_to_all")
+        faults.at("exchange")
         total = self._add(list(received.to(self.device).view(-1, per)))
         section = whole[self._rank * per : (self._rank + 1) * per]
         section.copy_(total.mul_(parcel.scale()))
@@ -246,8 +252,9 @@ class ShardSum:
         others = [(me + n) % self.size for n in range(1, self.size)]
         works = [group.recv([taken[rank]], rank, 0) for rank in reversed(others) if taken[rank].numel()]
         works += [group.send([given[rank]], rank, 0) for rank in others if given[rank].numel()]
-        for work in works:
-            self._wait(work, "exchange")
+        with self._watch.explains("the exchange of gradients"):
+            for work in works:
+                work.wait()  # no time limit: with one, Gloo would close all connections when it is over
 
     def _add(self, rows: list[Tensor]) -> Tensor:
         if rows[0].dtype in NARROW:

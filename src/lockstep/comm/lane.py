@@ -40,6 +40,9 @@ class Pending:
         finally:
             self._done.set()
 
+    def done_within(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
     def wait(self) -> Tensor:
         # No deadline of its own: every collective inside the job has one.
         self._done.wait()

@@ -16,6 +16,7 @@ import json
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -29,8 +30,40 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 LOOK_S = 0.25
 GRACE_S = 2.0
 GRACE_OF_TWO_S = 0.25  # the only other one has left, so all it had to say is here already
+KNOCK_S = 0.5
+_LISTENS = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 _forming = threading.Lock()  # so that two groups that are formed at once do not take each other's sockets for their own
+
+
+class Cut:
+    """The connections that are made from now on until `settle`, while groups of so many workers are formed.
+
+    Note [Knocking]
+    Of two workers one listens, and inside Gloo it waits for the other as long as a collective may take. There is
+    nothing to cut. So we come ourselves, with the number of each of its pairs (8 bytes, from 0 on), and leave at once.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self._size = size
+        self._before = _sockets()
+        self._made: set[tuple[int, str]] | None = None
+
+    def settle(self) -> None:
+        """What is opened from now on is somebody else's."""
+        self._made = _sockets() - self._before
+
+    def shut(self) -> None:
+        """May be called by any thread, and more than once: also while the groups are still being formed."""
+        now = _sockets()
+        for descriptor, _ in now - self._before if self._made is None else now & self._made:
+            with contextlib.suppress(OSError), _borrow(descriptor) as link:
+                if link.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if not link.getsockopt(*_LISTENS):
+                    link.shutdown(socket.SHUT_RDWR)
+                elif self._made is None:  # it must stay: Gloo would end the process
+                    _knock(link.getsockname(), 2 * self._size)
 
 
 class Link(Protocol):
@@ -139,6 +172,13 @@ def _sockets() -> set[tuple[int, str]]:
             if target.startswith("socket:"):
                 found.add((int(name), target))
     return found
+
+
+def _knock(door: Any, pairs: int) -> None:
+    """See Note [Knocking]."""
+    for number in range(pairs):
+        with socket.create_connection(door[:2], timeout=KNOCK_S) as caller:
+            caller.sendall(struct.pack("=q", number))
 
 
 def _borrow(descriptor: int) -> socket.socket:

@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -34,7 +35,26 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 END_WITHIN_S = 5.0
-LOST_PHRASES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Read error", "Socket", "timed out")
+LOST_PHRASES = (
+    "Connection closed by peer", "Connection reset", "Broken pipe", "Read error", "Socket", "timed out",
+    "closed by the other side", "ncclRemoteError", "ncclSystemError",
+)  # fmt: skip
+
+
+def tells_of_a_lost_peer(error: BaseException) -> bool:
+    """An error of a collective, in our words or in those of Gloo and NCCL."""
+    if isinstance(error, PeerLost):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PHRASES)
+
+
+LOOK_EVERY_S: Final = 0.5
+_given_up: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Whoever waits in it goes on soon, whatever becomes of its collectives: Gloo may miss that a connection closed."""
+    _given_up.add(group)
 
 
 @dataclass(frozen=True)
@@ -175,8 +195,8 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup, *, polls: bool) -> None:
         """`polls`: waiting with a time limit does not disturb the collective (so it is with Gloo on a CPU)."""
-        self._reporter = Reporter.of(group)
-        self._polls = polls and self._reporter is not None
+        self._reporter, self._group = Reporter.of(group), weakref.ref(group)
+        self._polls = polls
         self._suspicion = ""
         self._stall_s = float(os.environ.get("LOCKSTEP_STALL_S", "10"))
 
@@ -194,9 +214,18 @@ class Watch:
             if not self._polls:
                 work.wait()
                 return
-            waited_s = 0.0
-            while not self._done_within(work, self._stall_s):
-                waited_s += self._stall_s
+            self.wait_for(partial(self._done_within, work), where)
+
+    def wait_for(self, done_within: Callable[[float], bool], where: str) -> None:
+        """Until `done_within(seconds)` says so; meanwhile look around, and raise if somebody is gone."""
+        waited_s = looked_s = 0.0
+        look_every_s = min(LOOK_EVERY_S, self._stall_s)
+        while not done_within(look_every_s):
+            waited_s += look_every_s
+            if self._group() in _given_up:
+                raise PeerLost(f"its group was given up while this worker waited in {where}")
+            if self._reporter is not None and waited_s - looked_s >= self._stall_s:
+                looked_s = waited_s
                 self._look_around(where, waited_s)
 
     @staticmethod
@@ -239,7 +268,7 @@ class Watch:
         except LockstepError:
             raise
         except RuntimeError as error:
-            if self._reporter is None or not any(phrase in str(error) for phrase in LOST_PHRASES):
+            if self._reporter is None or not tells_of_a_lost_peer(error):
                 raise
             raise self._who_was_it(where, error) from error
 

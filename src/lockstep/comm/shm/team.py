@@ -226,19 +226,24 @@ class Team:
 
     def await_phase(self, phase: int) -> None:
         """Wait until everybody has arrived at `phase`."""
-        for rank, semaphore in self._ours:
+        ours = self._ours
+        for rank, semaphore in ours:
             while self._seen[rank] < phase:
                 if signal.take(semaphore, LOOK_S, spin=self._spin):
                     self._seen[rank] += 1
                     if self.failure is not None:
                         raise self.failure
                 else:
-                    self.look([r for r, _ in self._ours if self._seen[r] < phase], self._watch)
+                    self.look([r for r, _ in ours if self._seen[r] < phase], self._watch)
+        if self.failure is not None:  # another thread has ended the group, and there is nobody left to wait for
+            raise self.failure
 
     def hear(self) -> list[Heard]:
         """What every rank said of its call, after the first phase. Raises if they are not in the same one."""
-        at, said = self._header_at(self.calls), []
-        for rank, memory in enumerate(self._maps):
+        at, said, maps = self._header_at(self.calls), [], self._maps
+        if self.failure is not None:
+            raise self.failure
+        for rank, memory in enumerate(maps):
             number, name, check, length, offset = _HEADER.unpack_from(memory, at)
             if (number, name, check) != self._said:
                 other = f"{NAMES[name] if name < len(NAMES) else name} #{number}"
