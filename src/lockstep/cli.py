@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import os
 import shutil
+import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.elastic.supervisor import Job, count_cores, count_gpus, supervise
+from lockstep.elastic.hosts import (
+    LONGEST_LEASE_S,
+    SHORTEST_LEASE_S,
+    Hosts,
+    await_address,
+    check_where,
+    name_host,
+)
+from lockstep.elastic.secret import VARIABLE, new_secret, read_secret
+from lockstep.elastic.supervisor import Elastic, Job, count_cores, count_gpus, say, supervise
 from lockstep.elastic.verdict import count_workers
+from lockstep.errors import LockstepError
 
 _TOP = """\
 commands:
-  run     start a training program on several workers of this machine
+  run     start a training program on several workers of this machine, or of several
   demo    train on two workers and show that the replicas stay identical (under a minute)
+  scale   change the number of workers of a run that goes on
+  certify prove on your own program that any number of workers, and a killed one, give the same bits
+  ledger  prove that a run has used every sample exactly once in every epoch
+  checkpoint  list, verify, show and export what a run has saved
   bench   measure a training step beside torch's DistributedDataParallel, and collectives beside Gloo
 
 examples:
@@ -37,6 +55,7 @@ examples:
   lockstep run -n 2 train.py --epochs 3
   lockstep run -n 2 -m my_package.train --epochs 3
   lockstep run -n 2 --drop-in their_train.py      our DistributedDataParallel in a program you cannot edit
+  lockstep run --hosts 3 -n 8 --rendezvous node1:29400 train.py       on each of three hosts, node1 among them
 
 Ctrl-C and SIGTERM are passed on; a second Ctrl-C kills at once. If a worker fails, the others are stopped, the exit
 status is the one of the first that failed (128 + the signal if it died of one), and its last words are shown last.
@@ -46,6 +65,14 @@ The exit status is 2, and nothing is started, if the command line makes no sense
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["checkpoint"]:
+        from lockstep.cli_checkpoint import main as checkpoint
+
+        return checkpoint(arguments[1:])
+    if arguments[:1] == ["certify"]:
+        from lockstep.measure.certify import main as certify
+
+        return certify(arguments[1:])
     if arguments[:1] == ["bench"]:
         # It has its own options, --help among them.
         from lockstep.measure.bench import main as bench
@@ -56,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(chosen)
     if chosen.command == "demo":
         return _demo(chosen)
+    if chosen.command == "ledger":
+        return _ledger(chosen)
+    if chosen.command == "scale":
+        return _scale(chosen)
     parser.print_help()
     return 2
 
@@ -64,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        usage="lockstep [-h] [--version] {run,demo,bench} ...",
+        usage="lockstep [-h] [--version] {run,demo,scale,certify,ledger,checkpoint,bench} ...",
         description="Data-parallel training for PyTorch.",
         epilog=_TOP,
         formatter_class=raw,
@@ -75,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         prog="lockstep run",
-        usage="lockstep run [-n N] [--drop-in] [--log-dir DIR] [--grace-s S] (script.py | -m module) [args ...]",
+        usage="lockstep run [-n N] [--min N] [--max N] [options] (script.py | -m module) [args ...]",
         description="Start a training program on several workers of this machine, and watch them.",
         epilog=_RUN,
         formatter_class=raw,
@@ -86,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="workers",
         type=_workers,
         metavar="N",
-        help="how many workers (default: one per visible GPU; without a GPU one per core, at most four)",
+        help="how many workers, on each host (default: one per visible GPU; without a GPU one per core, at most four)",
     )
     run.add_argument("--drop-in", action="store_true", help="put our DistributedDataParallel in torch's place first")
     run.add_argument(
@@ -103,6 +134,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds between asking a worker to end and killing it (default: 10)",
     )
+    run.add_argument(
+        "--min",
+        dest="least",
+        type=_workers,
+        metavar="N",
+        help="lost workers are replaced, and the others go on meanwhile as long as there are N (needs a lockstep.Run)",
+    )
+    run.add_argument(
+        "--max", dest="most", type=_workers, metavar="N", help="the most workers that `lockstep scale` may ask for"
+    )
+    run.add_argument(
+        "--stall-s",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="with --min or --max: a worker without a sign of life for so long counts as lost (default: 10)",
+    )
+    run.add_argument(
+        "--checkpoint-every",
+        metavar="N|5m",
+        help="steps, or a time in s, m or h, between checkpoints of a lockstep.Run that does not say itself",
+    )
+    several = run.add_argument_group("several hosts", "start the same command on each; LOCKSTEP_JOB_SECRET must be set")
+    several.add_argument("--hosts", type=_hosts, metavar="N", help="how many (default: 1)")
+    several.add_argument("--rendezvous", metavar="HOST:PORT", help="an address of the host that is to keep the records")
+    several.add_argument("--store", metavar="etcd://HOST:2379,..", help="keep the records in an etcd instead")
+    several.add_argument("--secret-file", type=Path, metavar="FILE", help="in place of LOCKSTEP_JOB_SECRET")
+    for name, default_s, what in (
+        ("--lease-s", 5.0, "a host that was not heard of for so long is lost"),
+        ("--give-up-s", 600.0, "end without reaching the records for so long"),
+        ("--stuck-s", 300.0, "of hosts that do not reach each other while nothing goes on for so long, leave one out"),
+    ):
+        several.add_argument(
+            name, type=_seconds, default=default_s, metavar="S", help=f"{what} (default: {default_s:g})"
+        )
     run.add_argument("-m", dest="module", action="store_true", help="run a module, like `python -m`")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.set_defaults(parser=run)
@@ -111,7 +177,18 @@ def _parser() -> argparse.ArgumentParser:
         "demo", description="Train a small network on the digits of scikit-learn, on CPU or GPU."
     )
     demo.add_argument("-n", dest="workers", type=_workers, default=2, metavar="N", help="how many workers (default: 2)")
-    commands.add_parser("bench", add_help=False)
+    scale = commands.add_parser(
+        "scale", description="Change the number of workers of a run that was started with --min or --max."
+    )
+    scale.add_argument("run", type=Path, metavar="RUN", help="its folder of logs, or the directory of its lockstep.Run")
+    scale.add_argument("workers", type=_workers, metavar="N", help="how many workers it shall have")
+    ledger = commands.add_parser(
+        "ledger", description="Prove that a run has used every sample exactly once in every epoch, whatever happened."
+    )
+    ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
+    ledger.add_argument("--json", action="store_true", help="for programs")
+    for name in ("bench", "certify", "checkpoint"):
+        commands.add_parser(name, add_help=False)
     return parser
 
 
@@ -127,7 +204,19 @@ def _run(chosen: argparse.Namespace) -> int:
     if not chosen.module and not os.path.exists(program[0]):
         refuse(f"there is no script {program[0]!r}, seen from {os.getcwd()}")
     workers = chosen.workers or count_workers(os.environ, gpus=count_gpus(), cores=count_cores())
+    try:
+        hosts = _read_hosts(chosen)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+    elastic, total = None, workers * (hosts.count if hosts is not None else 1)
+    if chosen.least is not None or chosen.most is not None or hosts is not None:
+        # A host that is late is no reason to begin without it; who wants that says --min.
+        elastic = Elastic(chosen.least or (1 if hosts is None else total), chosen.most or total, chosen.stall_s)
+        if not elastic.least <= total <= elastic.most:
+            all_of = f"-n {workers}" if hosts is None else f"--hosts {hosts.count} times -n {workers}"
+            refuse(f"{all_of} must be at least --min ({elastic.least}) and at most --max ({elastic.most})")
     log_dir = (chosen.log_dir or Path("lockstep-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    log_dir = log_dir / hosts.title if hosts is not None else log_dir  # which may be shared by all of them
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -135,11 +224,43 @@ def _run(chosen: argparse.Namespace) -> int:
     command = [*(["-m"] if chosen.module else []), *program]
     if chosen.drop_in:
         command = ["-m", "lockstep.elastic.worker", *command]
+    if chosen.checkpoint_every is not None:
+        os.environ["LOCKSTEP_CHECKPOINT_EVERY"] = chosen.checkpoint_every
     try:
-        return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s))
+        if hosts is not None:
+            await_address(hosts, say)
+        return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"lockstep: could not start {workers} workers: {error}; try fewer with -n", file=sys.stderr)
         return 1
+
+
+def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:
+    """None: this one alone. ValueError says what does not go together."""
+    where = chosen.store or chosen.rendezvous
+    if where is None:
+        if (chosen.hosts or 1) > 1:
+            raise ValueError(
+                f"--hosts {chosen.hosts}: where do they meet? Give --rendezvous HOST:PORT, an address of one of them, "
+                "or --store etcd://HOST:2379"
+            )
+        return None
+    if chosen.store is not None and not chosen.store.startswith("etcd://"):
+        raise ValueError(f"--store {chosen.store}: it takes etcd://HOST:2379,...; our own is where --rendezvous says")
+    if chosen.store is not None and chosen.rendezvous is not None:
+        raise ValueError("--store and --rendezvous: with an etcd no other rendezvous is needed; leave one of them out")
+    if chosen.hosts is None:
+        raise ValueError(f"{where}: how many hosts meet there? Give --hosts")
+    check_where(where)
+    alone = chosen.hosts == 1 and chosen.secret_file is None and VARIABLE not in os.environ
+    secret = new_secret() if alone and chosen.store is None else read_secret(os.environ, chosen.secret_file)
+    if not SHORTEST_LEASE_S <= chosen.lease_s <= LONGEST_LEASE_S:
+        raise ValueError(f"--lease-s {chosen.lease_s:g} must be {SHORTEST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
+    times_s = (chosen.lease_s, chosen.give_up_s, chosen.stuck_s)
+    return Hosts(chosen.hosts, where, name_host(os.environ), secret, *times_s)
 
 
 def _demo(chosen: argparse.Namespace) -> int:
@@ -148,6 +269,52 @@ def _demo(chosen: argparse.Namespace) -> int:
     if status == 0:
         shutil.rmtree(log_dir, ignore_errors=True)
     return status
+
+
+def _scale(chosen: argparse.Namespace) -> int:
+    folder: Path = chosen.run
+    try:
+        if (folder / "launch.json").exists():  # a Run says where its launcher is
+            folder = Path(json.loads((folder / "launch.json").read_text())["logs"])
+        facts = json.loads((folder / "supervisor.json").read_text())
+        if facts.get("host", socket.gethostname()) != socket.gethostname():
+            raise ValueError(f"its supervisor is on {facts['host']}; ask there, or the one of this host")
+        if not facts["least"] <= chosen.workers <= facts["most"]:
+            print(
+                f"lockstep: {chosen.workers} workers: this run has --min {facts['least']} and --max {facts['most']}",
+                file=sys.stderr,
+            )
+            return 2
+        (folder / "want").write_text(str(chosen.workers))
+        os.kill(facts["pid"], signal.SIGUSR2)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        print(
+            f"lockstep: {chosen.run} is not a run that goes on and was started with --min or --max ({error}); give the "
+            "folder of its logs, which `lockstep run` prints or takes as --log-dir",
+            file=sys.stderr,
+        )
+        return 2
+    print(f"asked for {chosen.workers} workers; its output says when it has them")
+    return 0
+
+
+def _ledger(chosen: argparse.Namespace) -> int:
+    from lockstep.data.ledger import prove
+
+    try:
+        proof = prove(chosen.run)
+    except (LockstepError, OSError) as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps(asdict(proof) | {"holds": proof.holds}))
+        return 0 if proof.holds else 1
+    for epoch in proof.epochs:
+        verdict = "each sample once" if epoch.complete else "as far as it came, each once" if epoch.exact else ""
+        print(f"epoch {epoch.number}: {epoch.steps} steps, {epoch.samples} samples: {epoch.problem or verdict}")
+    again = f", resumed {proof.restarts} times" if proof.restarts else ""
+    print(f"{proof.steps} steps over {proof.samples} samples{again}: {'proven' if proof.holds else 'DOES NOT HOLD'}")
+    return 0 if proof.holds else 1
 
 
 def _module_exists(name: str) -> bool:
@@ -164,6 +331,12 @@ def _module_exists(name: str) -> bool:
 def _workers(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers; it takes 1 or more")
+    return int(text)
+
+
+def _hosts(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts; it takes 1 or more")
     return int(text)
 
 

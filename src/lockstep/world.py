@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
 from lockstep import meeting
 from lockstep.errors import PeerLost, WorldError
@@ -106,6 +106,7 @@ class _Asked:
     backend: str | None
     device: torch.device | None
     timeout_s: float | None
+    connect_s: float | None = None
 
 
 @dataclass
@@ -121,6 +122,8 @@ class _Memory:
     store: Store | None = None
     place: Place | None = None
     generation: int = 0
+    announced: str = ""  # the backend that was named last: a new generation is no news
+    leaves_at_exit: bool = False
 
 
 _memory = _Memory()
@@ -218,10 +221,44 @@ def _adopt(asked: _Asked, deadline: float) -> World:
     return World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, "process group")
 
 
+def rejoin(
+    place: Place,
+    store: Store,
+    *,
+    backend: str | None,
+    device: str | torch.device | None,
+    deadline: float,
+    connect_s: float,
+) -> World:
+    """Take part in another generation of an elastic run, whose members meet at `store`.
+
+    `connect_s`: how long Gloo may take; it keeps to that for good, unless its group is told another time limit.
+    """
+    forget()
+    asked = _Asked(backend, torch.device(device) if device is not None else None, None, connect_s)
+    _memory.store, _memory.place, _memory.generation = store, place, 0
+    world = _join(place, asked, deadline)
+    assert dist.group.WORLD is not None
+    _memory.world, _memory.asked, _memory.group = world, asked, weakref.ref(dist.group.WORLD)
+    return world
+
+
+def forget() -> None:
+    """Give up the world that we are in, if we are in one. Nobody is waited for."""
+    _memory.world = _memory.group = _memory.store = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Torch names groups by their number. One that failed while it was formed counts, and a newcomer has made none: they
+    # would look for each other under different names.
+    _world.group_count = 0
+
+
 def _join(place: Place, asked: _Asked, deadline: float) -> World:
     asked = replace(asked, backend=_wished_backend(asked.backend, os.environ))
     host = socket.gethostname()
-    where = f"{place.addr}:{place.port}" if place.size > 1 else "a store of its own"
+    where = "a store of its own" if place.size == 1 else "their supervisors"
+    if place.addr is not None:
+        where = f"{place.addr}:{place.port}"
     if _memory.store is None or _memory.place != place:
         _memory.store = None
         _memory.store, _memory.place, _memory.generation = _open_store(place, deadline), place, 0
@@ -243,13 +280,14 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
         _memory.store = None  # whoever stays outside must not keep the port, or a second try could not have it
         raise
     _memory.generation += 1
+    limit_s = asked.connect_s if backend == "gloo" and asked.connect_s is not None else asked.timeout_s
     try:
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
             rank=place.rank,
             world_size=place.size,
-            timeout=None if asked.timeout_s is None else timedelta(seconds=asked.timeout_s),
+            timeout=None if limit_s is None else timedelta(seconds=limit_s),
             device_id=device if backend == "nccl" else None,
             pg_options=Introduced(others.processes) if backend == "shm" else None,
         )
@@ -262,7 +300,8 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
             f"formed: {first_line}; check that the hosts reach each other and that backend={backend!r} is installed"
         ) from error
     _leave_at_exit()
-    if place.rank == 0 and place.size > 1 and asked.backend is None:
+    if place.rank == 0 and place.size > 1 and asked.backend is None and backend != _memory.announced:
+        _memory.announced = backend
         said = f"lockstep: {place.size} workers over {backend}: {choice.reason}"
         print(f"{said} (lockstep.init(backend=...) or LOCKSTEP_BACKEND changes it)", file=sys.stderr)
     return World(place.rank, place.size, local_rank, local_size, host, device, backend, place.source)
@@ -323,15 +362,16 @@ def _take_gpu(device: torch.device, host: str) -> str:
 
 
 def _leave_at_exit() -> None:
-    """Release the group we formed when the program ends."""
-    assert dist.group.WORLD is not None
-    pid, group = os.getpid(), weakref.ref(dist.group.WORLD)
+    """Release the group we formed last when the program ends."""
+    if _memory.leaves_at_exit:
+        return
+    _memory.leaves_at_exit, pid = True, os.getpid()
 
     def leave() -> None:
         if os.getpid() != pid:
             return  # a forked child has our group in its memory too, but not to give away
         # Not after an uncaught exception: tearing down may wait for peers, and they wait for us to be gone.
-        if _is_current(group) and getattr(sys, "last_value", None) is None:
+        if _is_current(_memory.group) and getattr(sys, "last_value", None) is None:
             dist.destroy_process_group()
         # If anybody still holds the group (a wrapped model does), its threads live on, and may be about to drop the
         # tensors of the last collective. For that they need the interpreter; without one, they abort the process.

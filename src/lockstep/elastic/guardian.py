@@ -76,6 +76,11 @@ class Guardian:
 
         return between_fork_and_exec
 
+    @property
+    def pipe(self) -> int:
+        """For somebody who starts workers in our place."""
+        return self._pipe
+
     def release(self, group: int) -> None:
         """The group is gone. Its number may soon belong to somebody else."""
         with suppress(BrokenPipeError):

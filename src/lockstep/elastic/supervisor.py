@@ -24,8 +24,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
+from lockstep.elastic.forked import Forked
 from lockstep.elastic.guardian import Guardian, adopt_orphans
 from lockstep.elastic.verdict import (
     Act,
@@ -39,8 +40,12 @@ from lockstep.elastic.verdict import (
     last_words,
 )
 
+if TYPE_CHECKING:
+    from lockstep.elastic.hosts import Hosts
+
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+PREEMPTED: Final = 75  # of a worker that was asked to end, and has saved (train/run.py)
 READ_BYTES = 65536
 TAIL_BYTES = 65536
 LONGEST_LINE_BYTES = 65536
@@ -54,9 +59,20 @@ class Job:
     """What to run: `command` is what follows `python` on a command line."""
 
     command: tuple[str, ...]
-    workers: int
+    workers: int  # on each host
     log_dir: Path
     grace_s: float = 10.0
+    elastic: Elastic | None = None
+    hosts: Hosts | None = None  # None: this one
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How many workers there may be, and what counts as lost."""
+
+    least: int
+    most: int
+    stall_s: float = 10.0  # without a sign of life
 
 
 def count_cores() -> int:
@@ -75,26 +91,37 @@ def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores
     """The environment of one worker. What the user has set about threads and network stays."""
     # Left over from a torchrun around us, these would send the worker to a store that is not ours.
     env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
+    env.pop("LOCKSTEP_JOB_SECRET", None)  # theirs is not the control store
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.workers)))
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in env):
         # Gradients and activations are freed and wanted again in every step. glibc would give their pages back to the
         # system and fault them in anew: a third of the step of a 25 M parameter MLP on a CPU.
         env.update(MALLOC_TRIM_THRESHOLD_=str(2**30), MALLOC_MMAP_THRESHOLD_=str(2**25))
+    env.update(LOCAL_RANK=str(rank), PYTHONUNBUFFERED="1", LOCKSTEP_RUN_DIR=str(job.log_dir))
+    if job.hosts is not None:
+        return _among_hosts(env, job.hosts)
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All workers are here. Gloo would otherwise look the host's name up, and laptops and VPNs answer nonsense.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.workers),
-        LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(job.workers),
         GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        PYTHONUNBUFFERED="1",
-        LOCKSTEP_RUN_DIR=str(job.log_dir),
     )
     return env
+
+
+def _among_hosts(env: dict[str, str], hosts: Hosts) -> dict[str, str]:
+    """Workers of several hosts find each other through their supervisors: what else says who they are is wrong."""
+    from lockstep.elastic.hosts import interface_to
+
+    wrong = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in env.items() if name not in wrong} | {"LOCKSTEP_HOST": hosts.name}
+    interface = env.get("GLOO_SOCKET_IFNAME") or interface_to(hosts.where)
+    return env | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
 
 
 @contextmanager
@@ -120,16 +147,22 @@ def supervise(job: Job) -> int:
     with ExitStack() as stack:
         guardian = stack.enter_context(Guardian())
         port = stack.enter_context(reserve_port())
-        crew = stack.enter_context(_Crew(job, guardian))
+        crew = stack.enter_context(Crew(job, guardian) if job.elastic is None else _elastic_crew(job, guardian))
         crew.start(port)
         crew.watch()
     return crew.report()
 
 
+def _elastic_crew(job: Job, guardian: Guardian) -> Crew:
+    from lockstep.elastic.crew import ElasticCrew
+
+    return ElasticCrew(job, guardian)
+
+
 class _Stream:
     """One pipe from a worker: to the log as it is, to the terminal line by line behind the worker's name."""
 
-    def __init__(self, worker: _Worker, pipe: BinaryIO, screen: int) -> None:
+    def __init__(self, worker: WorkerProcess, pipe: BinaryIO, screen: int) -> None:
         self.worker = worker
         self.pipe = pipe
         self.screen = screen
@@ -168,7 +201,7 @@ class _Stream:
         self._rest = b""
 
     def _show(self, text: bytes) -> None:
-        prefix, torchs = b"[rank %d] " % self.worker.rank, b"[rank%d]: " % self.worker.rank
+        prefix, torchs = f"[{self.worker.name}] ".encode(), b"[rank%d]: " % self.worker.rank
         lines = re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", text)  # not splitlines: form feeds and the like are no ends
         try:
             write_all(self.screen, b"".join(prefix + line.removeprefix(torchs) for line in lines))
@@ -178,13 +211,14 @@ class _Stream:
             self.screen = -1  # the terminal is gone, and nobody minded (nohup): the logs go on
 
 
-class _Worker:
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: BinaryIO) -> None:
-        self.rank = rank
+class WorkerProcess:
+    def __init__(self, rank: int, name: str, process: subprocess.Popen[bytes] | Forked, log: BinaryIO) -> None:
+        self.rank, self.name = rank, name
         self.process = process
         self.log = log
         self.tail = b""
         self.told = False
+        self.buried = False  # nothing of it is left, and its number may be somebody else's
         assert process.stdout is not None
         assert process.stderr is not None
         self.out = _Stream(self, process.stdout, 1)  # type: ignore[arg-type]
@@ -197,7 +231,7 @@ class _Worker:
         try:
             self.log.write(chunk)
         except OSError as error:
-            say(f"the log of rank {self.rank} ends here: {error}")
+            say(f"the log of {self.name} ends here: {error}")
             self.log.close()
 
     @property
@@ -208,13 +242,13 @@ class _Worker:
         return last_words(self.err.tail.decode(errors="replace"), self.tail.decode(errors="replace"))
 
 
-class _Crew:
+class Crew:
     """The workers of one run, from the first start to the last kill."""
 
     def __init__(self, job: Job, guardian: Guardian) -> None:
         self._job = job
         self._guardian = guardian
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._exits: list[Exit] = []
         self._inbox: list[int] = []
         self._asked: int | None = None
@@ -222,7 +256,7 @@ class _Crew:
         self._told_at_s: float | None = None
         self._killed = False
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> Crew:
         self._selector = selectors.DefaultSelector()
         self._bell, bell = socket.socketpair()
         self._bell.setblocking(False)
@@ -242,16 +276,16 @@ class _Crew:
         """Whatever happened, nobody stays: strays get a moment, workers that are still there (an error here) none."""
         for worker in self._living():
             self._signal_group(worker, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: the guardian kills once more
+            with suppress(subprocess.TimeoutExpired, TimeoutError):  # stuck in the kernel: the guardian kills once more
                 worker.process.wait(5)
-        strays = [worker for worker in self._workers if self._has_strays(worker)]
+        strays = [worker for worker in self._workers if not worker.buried and self._has_strays(worker)]
         patience = time.monotonic() + min(STRAYS_S, self._job.grace_s)
         while strays and time.monotonic() < patience and not self._killed:
             time.sleep(0.02)
             strays = [worker for worker in strays if self._has_strays(worker)]
         for worker in strays:
             self._signal_group(worker, signal.SIGKILL)
-        for worker in self._workers:
+        for worker in (one for one in self._workers if not one.buried):
             if not worker.alive:
                 self._guardian.release(worker.process.pid)
             for stream in (worker.out, worker.err):
@@ -268,21 +302,29 @@ class _Crew:
     def start(self, port: int) -> None:
         cores = count_cores()
         for rank in range(self._job.workers):
-            log = (self._job.log_dir / f"rank{rank}.log").open("wb", buffering=0)
-            process = subprocess.Popen(
-                [sys.executable, *self._job.command],
-                env=worker_env(os.environ, rank=rank, job=self._job, port=port, cores=cores),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-                preexec_fn=self._guardian.enrol(),  # safe: we have one thread
-            )
-            worker = _Worker(rank, process, log)
-            self._workers.append(worker)
-            for stream in (worker.out, worker.err):
-                self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
+            env = worker_env(os.environ, rank=rank, job=self._job, port=port, cores=cores)
+            self._launch(rank, f"rank {rank}", env)
+
+    def _launch(self, rank: int, name: str, env: Mapping[str, str]) -> None:
+        process = subprocess.Popen(
+            [sys.executable, *self._job.command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=self._guardian.enrol(),  # safe: we have one thread
+        )
+        self._take_on(rank, name, process)
+
+    def _take_on(self, rank: int, name: str, process: subprocess.Popen[bytes] | Forked) -> None:
+        file = name.partition(" on ")[0].replace(" ", "")  # each host has its own folder
+        log = (self._job.log_dir / f"{file}.log").open("wb", buffering=0)
+        worker = WorkerProcess(rank, name, process, log)
+        self._workers.append(worker)
+        for stream in (worker.out, worker.err):
+            self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
 
     def watch(self) -> None:
         while True:
@@ -313,12 +355,13 @@ class _Crew:
             self._inbox.append(number)
 
     def _listen(self, wait_s: float | None) -> None:
-        for key, _ in self._selector.select(wait_s):
+        for key, mask in self._selector.select(wait_s):
             if key.data is None:
                 with suppress(BlockingIOError):
                     self._bell.recv(4096)
-                continue
-            if key.data.take() == b"":
+            elif hasattr(key.data, "ready"):  # of the control store
+                key.data.ready(mask)
+            elif key.data.take() == b"":
                 self._selector.unregister(key.fileobj)
         if self._asked is None and any(worker.out.broken or worker.err.broken for worker in self._workers):
             self._inbox.append(signal.SIGPIPE)  # end like any other program
@@ -356,19 +399,24 @@ class _Crew:
             worker.told = True
             self._signal_group(worker, signal.SIGKILL)
 
-    def _living(self) -> list[_Worker]:
+    def _living(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.alive]
 
-    def _signal_group(self, worker: _Worker, number: int) -> bool:
+    def _signal_group(self, worker: WorkerProcess, number: int) -> bool:
         """True if there was somebody. The group keeps its number as long as it has members."""
+        if not worker.process.pid:  # it is about to be born
+            worker.process.send_signal(number)
+            return True
         try:
             os.killpg(worker.process.pid, number)
         except (ProcessLookupError, PermissionError):
             return False
         return True
 
-    def _has_strays(self, worker: _Worker) -> bool:
+    def _has_strays(self, worker: WorkerProcess) -> bool:
         """Whether somebody is left in the group of a worker that has ended. We may have adopted them: bury the dead."""
+        if not worker.process.pid:
+            return False
         with suppress(ChildProcessError):
             while os.waitpid(-worker.process.pid, os.WNOHANG)[0]:
                 pass
@@ -383,6 +431,7 @@ class _Crew:
             worker.out.drain()
             worker.err.drain()
             code = worker.process.returncode
+            assert code is not None
             self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told))
             self._signal_group(worker, signal.SIGTERM)
 
@@ -390,9 +439,12 @@ class _Crew:
         """Who failed first, and its last words as the very last thing on the screen."""
         status = exit_status(self._exits, self._asked)
         culprit = blame(self._exits)
+        if culprit is not None and culprit.code == PREEMPTED:
+            say(f"ended as it was asked to, with status {PREEMPTED}: start it again to go on")
+            return status
         if culprit is None or (culprit.told and self._asked is not None):
             return status
-        who, words = f"rank {culprit.rank}", self._workers[culprit.rank].words()
+        who, words = self._workers[culprit.rank].name, self._workers[culprit.rank].words()
         say(f"{who} of {self._job.workers} failed first: {describe(culprit.code)}")
         say(f"the logs of all workers are in {self._job.log_dir}")
         say(f"the last words of {who}:" if words else f"{who} said nothing")

@@ -20,7 +20,11 @@ def main() -> None:
     import lockstep
 
     lockstep.install()
-    arguments = sys.argv[1:]
+    run_program(sys.argv[1:])
+
+
+def run_program(arguments: list[str]) -> None:
+    """`arguments`: what follows `python` on a command line."""
     if arguments[:1] == ["-m"]:
         sys.argv = arguments[1:]
         # `python -m` has put the working folder in sys.path[0] for us already, as it would for the program.

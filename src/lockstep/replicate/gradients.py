@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import faults
 from lockstep.comm.exact import NARROW, Scale, ShardSum, add_coalesced, coalesced
 from lockstep.comm.tree import Gathering, Subtree
 from lockstep.replicate.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack, piece_of
@@ -265,6 +266,7 @@ class Gradients:
                 view.zero_() if value is None else view.copy_(value)
             marks.copy_(self._marked(bucket, [value is not None for value in values]))
         bucket.marks[-1].copy_(self._marked(bucket, [self._is_used[i] for i in bucket.indices]))
+        faults.at("backward")
         self._sum.start(bucket.parcel, self._scale)
 
     @staticmethod

@@ -62,6 +62,7 @@ class RunningState:
         self._places = list(_find(module))
         self._shards = shards
         self._made: dict[tuple[int, int], Tensor] = {}  # (shard, buffer) -> what the shard made of it
+        self._in_step = False
 
     def __len__(self) -> int:
         return len(self._places)
@@ -69,7 +70,7 @@ class RunningState:
     @torch.no_grad()
     def begin(self) -> None:
         """A new step starts from the buffers as they are."""
-        self._made = {}
+        self._made, self._in_step = {}, True
         for place in self._places:
             if place.start is None or place.has_changed():
                 place.start, place.seen = place.now().clone(), place.state()
@@ -93,12 +94,20 @@ class RunningState:
         for place in changed:  # when all are back: the counter of a batch norm is a buffer too
             place.seen = place.state()
 
+    def abandon(self) -> None:
+        """If we are in the middle of a step: it has not been."""
+        if self._in_step:
+            self.rewind()
+
     @torch.no_grad()
-    def finish(self, changed: Tensor, counts: Sequence[int], sum_: ShardSum) -> None:
-        """All workers. `changed[shard, buffer]` of all shards, on the host; `counts`: samples of each shard."""
+    def gather(self, changed: Tensor, counts: Sequence[int], sum_: ShardSum) -> list[tuple[int, Tensor]]:
+        """All workers: which buffers get which values. Nothing is changed yet.
+
+        `changed[shard, buffer]` of all shards, on the host; `counts`: samples of each shard.
+        """
         moving = [n for n in range(len(self._places)) if bool(changed[:, n].any())]
         if not moving:
-            return
+            return []
         sizes = [self._places[n].now().numel() for n in moving]
         # float64 holds float32 and counters up to 2^53 as they are.
         table = torch.zeros(self._shards, sum(sizes), dtype=torch.float64, device=sum_.device)
@@ -106,6 +115,7 @@ class RunningState:
             at = sum(sizes[: moving.index(n)])
             table[shard, at : at + value.numel()] += value.reshape(-1)
         sum_.wait(sum_.add_up(table), "the exchange of buffers")
+        new = []
         for n, values in zip(moving, torch.split(table, sizes, dim=1), strict=True):
             place, shards = self._places[n], [s for s in range(self._shards) if changed[s, n]]
             if place.averages:
@@ -113,7 +123,15 @@ class RunningState:
                 total = sum((values[s] * (counts[s] / weight) for s in shards), torch.zeros_like(values[0]))
             else:
                 total = values[shards[0]]
-            buffer = place.now()
+            new.append((n, total))
+        return new
+
+    @torch.no_grad()
+    def finish(self, new: Sequence[tuple[int, Tensor]]) -> None:
+        """The step is over: take over what `gather` gave."""
+        self._in_step = False
+        for n, total in new:
+            place, buffer = self._places[n], self._places[n].now()
             place.past = sum_of_bits(buffer) if place.past is None else place.past * 3 + sum_of_bits(buffer)
             buffer.copy_(total.view(buffer.shape))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,31 @@ class Mean(float):
         mean = super().__new__(cls, total / weight if weight else math.nan)
         mean.sum, mean.weight = total, weight
         return mean
+
+
+class MetricsFile:
+    """metrics.jsonl: a line for each call of `run.log`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "metrics.jsonl"
+        self._generation = -1
+
+    def write(self, step: int, figures: Mapping[str, float], *, generation: int) -> None:
+        """By rank 0. Whoever was rank 0 in an earlier generation may have written this line before it was lost."""
+        line = {"step": step, **figures}
+        if generation != self._generation and self._last() == line:
+            return
+        self._generation = generation
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **figures}) + "\n")
+
+    def _last(self) -> dict[str, Any] | None:
+        try:
+            last = json.loads(self._path.read_text().splitlines()[-1])
+            return {name: value for name, value in last.items() if name != "time"}
+        except (OSError, ValueError, IndexError, AttributeError):
+            return None
 
 
 def as_pairs(returned: Any, what: str) -> Pairs:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from lockstep.train.precision import Precision
+from lockstep.train.saving import read_interval
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -31,7 +32,7 @@ class OptionNames(TypedDict, total=False):
     on_nonfinite: str
     check_every: int | None
     audit_every: int
-    save_every: int | None
+    save_every: int | str | None
     threads: int
     progress: bool
     backend: str | None
@@ -47,7 +48,7 @@ class Options:
     on_nonfinite  "stop", "skip" or "ignore": when a loss or gradient is not finite
     check_every   steps from one comparison of the replicas to the next; None: so that it costs under 0.5 %
     audit_every   steps from one shard that is computed again on another worker to the next; 0: never
-    save_every    steps from one checkpoint to the next; None: after every epoch and at the end
+    save_every    steps from one checkpoint to the next, or a time such as "5m"; None: after every epoch and at the end
     threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
     progress      show how far we are
     """
@@ -58,7 +59,7 @@ class Options:
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     check_every: int | None = None
     audit_every: int = 0
-    save_every: int | None = None
+    save_every: int | str | None = None
     threads: int = 1
     progress: bool = True
     backend: str | None = None
@@ -77,10 +78,14 @@ class Options:
         clip = values.get("clip_norm")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
             raise ValueError(f"clip_norm={clip!r} must be a positive number, or None")
-        for name, least in (("check_every", 1), ("audit_every", 0), ("save_every", 1), ("threads", 1)):
+        for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1)):
             value = values.get(name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")
+        try:
+            read_interval(values.get("save_every"))
+        except ValueError as error:
+            raise ValueError(f"save_every: {error}") from None
         return Options(**values)
 
 

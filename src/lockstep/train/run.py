@@ -14,13 +14,13 @@ The same program runs on one worker or many, and computes the same bits.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -30,33 +30,37 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.checkpoint.store import Store
+from lockstep import faults
 from lockstep.comm import agree
-from lockstep.comm.exact import ShardSum
 from lockstep.comm.peers import Watch
-from lockstep.data.batches import Batch, Batches, Position, Settings, Shard
-from lockstep.data.order import Order, share
-from lockstep.errors import CheckpointError, LockstepError, ReplicaMismatch
+from lockstep.data.batches import Batch, Batches, Position, Settings
+from lockstep.data.ledger import Ledger
+from lockstep.data.order import Order
+from lockstep.elastic import seat as seats
+from lockstep.errors import LockstepError, ReplicaMismatch
 from lockstep.replicate import replica
 from lockstep.replicate.digest import named_state, sha256_of
-from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import Leaf
-from lockstep.replicate.running import RunningState
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import evaluation, setting, verdict
-from lockstep.train.audit import Audit
+from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
-from lockstep.train.metrics import Mean, Pairs, as_pairs, gather_pieces, mean_of
+from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.once import Once
 from lockstep.train.options import OptionNames, Options
-from lockstep.train.precision import LossScale
+from lockstep.train.plan import Basis, introduce, make_plan, share_out
 from lockstep.train.progress import Progress
-from lockstep.train.schedule import LargeBatch, Scaling
-from lockstep.train.step import Loss, Result, Training, take_step
+from lockstep.train.saving import Saving, named, restore
+from lockstep.train.schedule import Scaling
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
 from lockstep.train.tally import Tally
-from lockstep.world import World, init
+from lockstep.train.transfer import hand_over
+from lockstep.train.witness import Witness
+from lockstep.world import World, choose_device, init
 
 Model = TypeVar("Model", bound=nn.Module)
+
+PREEMPTED = 75  # exit status of a run that was asked to end by a signal, and has saved: "try again later"
 
 
 class Run:
@@ -73,57 +77,141 @@ class Run:
         """
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed={seed!r} must be a whole number")
-        self.directory = Path(directory) if directory is not None else None
+        self._witness = Witness.of(os.environ)
+        self.directory = Path(directory) if directory is not None and self._witness is None else None
         self.seed, self.exact, self.options = seed, exact, Options.of(options)
         self._stack = ExitStack()
         self._model: nn.Module | None = None
+        self._plan: Plan | None = None
         self._training: Training | None = None
-        self._stop_asked = False  # on this worker
-        self._stop_agreed = False
+        self._remembered: dict[str, Any] = {}
+        self._calls = Calls()
+        self._generation = 0  # how often the work was shared out
+        self._applied = -1  # steps in our state
+        self._here = Position()  # of the batch that was handed out last
+        self._stop_asked = Stop.NO  # on this worker
+        self._stop_agreed = Stop.NO
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.world: World = init(backend=self.options.backend, device=self.options.device)
-        self.device = self.world.device
-        assert dist.group.WORLD is not None
-        self._group = setting.private_group(self.world)
-        self._watch = Watch(self._group, polls=self.device.type == "cpu")
-        self._once = Once(_get_default_store(), self._group)
-        chosen = replace(self.options, device=None)  # that may be another one on every worker
+        faults.arm(os.environ)
+        faults.at("start")
+        seat, options = seats.take(), self.options
+        if seat is None:
+            self.gather(init(backend=options.backend, device=options.device))
+        else:
+            welcome = seat.start()
+            faults.here["worker"] = welcome.id
+            self._calls = ElasticCalls(seat, welcome, self, backend=options.backend, device=options.device)
+            self.world = self._foresee(welcome)
+            self.device = self.world.device
+        every = options.save_every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY")
+        self._ledger = Ledger(self.directory)
+        if self.directory is not None:
+            self._metrics = MetricsFile(self.directory)
+        self._saving = Saving(self.directory, every, fence=self._calls.may_commit)
+        chosen = replace(options, device=None)  # that may be another one on every worker
         self._agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._stack.enter_context(kept_random_state(self.device))
-        self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=self.options.threads))
+        self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
         self._stack.enter_context(self._signals())
         sow(mix(self.seed, "start"), self.device)
         return self
+
+    def _foresee(self, welcome: seats.Welcome) -> World:
+        """What we know of a world that we are not yet in."""
+        wish = None if self.options.device is None else torch.device(self.options.device)
+        device = choose_device(
+            asked=wish, backend=self.options.backend, gpus=torch.cuda.device_count(), local_rank=welcome.slot
+        )
+        return World(welcome.slot, welcome.wanted, welcome.slot, welcome.wanted, "", device, "", "lockstep run")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        if error is None:
+            self._saving.close()
+            if self._group is not dist.group.WORLD:
+                self._calls.make("the end of the run", self._part_in_peace)
+            self._calls.end()
         if self._training is not None:
             self._training.sum.close()
         if error is None and self._group is not dist.group.WORLD:
-            with self._watch.explains("the end of the run"):
-                self._group.barrier(dist.BarrierOptions()).wait()  # nobody leaves while another still talks
             dist.destroy_process_group(self._group)
+        if error is None and self._stop_agreed is Stop.SIGNAL:
+            raise SystemExit(PREEMPTED)
+
+    def _part_in_peace(self) -> None:
+        """Nobody leaves while another still talks."""
+        faults.at("ending")
+        with self._watch.explains("the end of the run"):
+            self._group.barrier(dist.BarrierOptions()).wait()
+
+    # -- another generation of workers (train/calls.py) --------------------------------------------------------------
+
+    def gather(self, world: World) -> dist.ProcessGroup:
+        self.world, self.device = world, world.device
+        self._group = setting.private_group(world)
+        self._watch = Watch(self._group, polls=self.device.type == "cpu")
+        self._once = Once(_get_default_store(), self._group)
+        logs = os.environ.get("LOCKSTEP_RUN_DIR")
+        if self.directory is not None and world.rank == 0 and logs:  # so that `lockstep scale` finds the launcher
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "launch.json").write_text(json.dumps({"logs": logs}))
+        return self._group
+
+    def part(self) -> None:
+        if self._training is not None:
+            self._training.running.abandon()
+            self._training.gradients.begin()  # it must not listen any more, should a traceback still hold it
+            self._training.sum.close()
+
+    def settle(self) -> None:
+        if self._plan is not None:
+            self._share_out(self._plan)
+
+    @property
+    def applied(self) -> int:
+        return self._applied
+
+    def hand_over(self, source: int) -> None:
+        plan, is_source = self._plan, self.world.rank == source
+        assert plan is not None
+        mine = self._state(plan) if is_source else None
+        if is_source:
+            self._ledger.write()  # whoever gets our state does not know what came before it
+        if mine is not None and plan.batches.position.number != self._applied:
+            mine["batches"] |= asdict(self._here)  # we have the batch of this step, and have not taken the step
+        state = hand_over(self._group, self.device, source, mine)
+        if state["batches"]["number"] != self._applied and not is_source:
+            things = self._named(plan)
+            if self._applied >= 0:
+                things["kept"] = {}  # the program changes these itself, and ours is behind that of the source
+            restore(things, state)
+            self._applied = state["batches"]["number"]
+        check = ReplicaCheck(self._group, self.device, every=1)
+        check.compare(self._applied, named_state(plan.model, plan.optimizer))
 
     def _signals(self) -> ExitStack:
-        """SIGTERM: end after the step that is running, all workers together."""
+        """SIGTERM, SIGUSR1: save and end after the step that is running, all workers together."""
         undo = ExitStack()
         if threading.current_thread() is threading.main_thread():
 
             def ask(number: int, _frame: FrameType | None) -> None:
-                self._stop_asked = True
+                self._stop_asked = Stop.SIGNAL
 
-            before = signal.signal(signal.SIGTERM, ask)
-            undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            for one in (signal.SIGTERM, signal.SIGUSR1):
+                before = signal.signal(one, ask)
+                undo.callback(signal.signal, one, signal.SIG_DFL if before is None else before)
         return undo
 
     def _agree(self, what: str, facts: Mapping[str, Any]) -> None:
         """All workers together: the same arguments everywhere, or an error everywhere."""
-        facts = {name: str(value) for name, value in facts.items()}
+        self._calls.make(what, lambda: self._compare(what, {name: str(value) for name, value in facts.items()}))
+
+    def _compare(self, what: str, facts: dict[str, str]) -> None:
         with self._watch.explains(what):
             if agree.is_same(self._group, agree.fingerprint(facts), device=self.device):
                 return
@@ -148,16 +236,30 @@ class Run:
         leaves = replica.trained_leaves(model, set())
         state: dict[str, Any] = replica.state_of(model, set())
         rest = [Leaf(name, tensor, sparse=False) for name, tensor in state.items()]  # buffers, and what is frozen
-        with self._watch.explains("run.replicate"):
-            replica.check_same_shapes(self._group, leaves, self.device)
-            replica.check_same_shapes(self._group, rest, self.device)
-        if not leaves:
-            raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
-        replica.copy_state(self._group, model, set(), source=0, buffers=True)
-        advice = "They did not take over what rank 0 sent; is a parameter shared or computed?"
-        replica.check_same_values(self._group, model, set(), self.device, buffers=True, advice=advice)
+
+        def copy() -> None:
+            with self._watch.explains("run.replicate"):
+                replica.check_same_shapes(self._group, leaves, self.device)
+                replica.check_same_shapes(self._group, rest, self.device)
+            if not leaves:
+                raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
+            replica.copy_state(self._group, model, set(), source=0, buffers=True)
+            advice = "They did not take over what rank 0 sent; is a parameter shared or computed?"
+            replica.check_same_values(self._group, model, set(), self.device, buffers=True, advice=advice)
+
+        self._calls.make("run.replicate", copy)
         self._model = model
         return model
+
+    def remember(self, **objects: Any) -> None:
+        """Things with `state_dict` and `load_state_dict` that belong to the state of the run: an average of weights,
+        say. Before `track`. They may hold tensors, numbers, strings, None, lists, tuples and dicts."""
+        for name, thing in objects.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise TypeError(f"run.remember({name}=...): a {type(thing).__name__} has no state_dict/load_state_dict")
+        if self._plan is not None:
+            raise LockstepError("run.remember comes before run.track: what is resumed there must be known")
+        self._remembered |= objects
 
     def batches(
         self,
@@ -212,27 +314,39 @@ class Run:
             raise ValueError(f"steps={steps!r} must be a whole number, 1 or more, or None")
         if per not in ("step", "epoch"):
             raise ValueError(f'per={per!r} is not known; choose "step" or "epoch"')
-        if self._training is not None:
+        if self._plan is not None:
             raise LockstepError("a Run has one loop: run.track goes over all epochs, see run.batches(epochs=...)")
-        training = self._prepare(batches, optimizer, scaling)
-        self._batches, self._schedule, self._per = batches, schedule, per
-        self._resume()
-        self._introduce(batches, training)
-        is_main = self.world.rank == 0
-        self._progress = Progress(steps=steps or batches.steps_in_all, shown=is_main and self.options.progress)
-        self._saved_at = batches.position.number
-        with closing(iter(batches)) as coming:  # or its loaders would end whenever it is collected
+        if self._witness is not None:
+            steps = min(steps or self._witness.steps, self._witness.steps)
+        model, basis = self._replicated("run.track"), Basis(self.options, self.seed, self.exact)
+        plan = self._plan = make_plan(model, optimizer, batches, basis, scaling=scaling)
+        plan.schedule, plan.per = schedule, per
+        self._resume(plan)
+        if self._training is None:
+            self._share_out(plan)
+        if self.world.rank == 0 and self.options.progress:
+            print(f"lockstep: {introduce(plan, basis, self.world)}", file=sys.stderr, flush=True)
+        self._progress = Progress(
+            steps=steps or batches.steps_in_all, shown=self.world.rank == 0 and self.options.progress
+        )
+        with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
             while not self._stop_agreed and (steps is None or batches.position.number < steps):
-                batch = next(coming, None)
+                self._calls.begin_step(batches.position.number)
+                self._handed_out, self._here = self._generation, batches.position
+                batch = next(self._coming, None)
                 if batch is None:
-                    self._agree_on_end(training, batches)
+                    self._calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
                 yield batch
-                if self._is_save_due(batch) and not self._stop_agreed:
+                if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
                     self.save()
         self._progress.end(batches.position.number)
-        if batches.position.number != self._saved_at:
+        if self._witness is not None:
+            raise SystemExit(0)  # the rest of the program is not asked for
+        if not self._saving.has(batches.position.number):
             self.save()
+        if self.directory is not None:
+            self._calls.make("the last checkpoint", lambda: self._once.run(self._saving.drain))
 
     def step(self, loss: Loss, batch: Batch) -> Result:
         """Forward, backward, the mean gradient over all workers, and the optimiser's step.
@@ -240,89 +354,70 @@ class Run:
         `loss(model, batch)` returns (sum, weight): the sum of the losses of its samples, and their number (or that of
         tokens, or any other weight). The gradient is that of the mean over the global batch.
         """
-        training = self._training
-        if training is None:
+        plan = self._plan
+        if plan is None or self._training is None:
             raise LockstepError("run.step belongs into `for batch in run.track(batches, optimizer)`: call track first")
         if not isinstance(batch, Batch):
             raise TypeError(f"run.step takes a batch from run.track, not a {type(batch).__name__}")
-        if self._synced and self.world.size > 1:
-            setting.refuse_empty_shards(self._synced[0], batch, training.sum.shares, exact=self.exact)
-        result = take_step(training, loss, batch, stop=self._stop_asked)
-        if result.stop_asked_by:
-            self._stop_agreed = True
-        if self._schedule is not None and (batch.ends_epoch if self._per == "epoch" else not result.skipped):
-            self._schedule.step()
-        with self._watch.explains("the comparison of replicas"):
-            self._check.after_step(
-                batch.number, lambda: named_state(training.model, training.optimizer) | training.running.past()
-            )
+        result = self._calls.make("run.step", lambda: self._take(loss, batch), encode=Result.plain, decode=Result.of)
+        self._stop_agreed = max(self._stop_agreed, result.stop)
+        if isinstance(self._calls, ElasticCalls) and result.move:
+            self._calls.move_at_next_step(result.move)
+        self._ledger.note(
+            batch.number,
+            epoch=batch.epoch,
+            samples=batch.count,
+            fingerprint=result.samples,
+            writes=self.world.rank == 0,
+        )
+        self._calls.make("the comparison of replicas", lambda: self._compare_replicas(batch.number))
+        if self._witness is not None and self.world.rank == 0:
+            self._witness.note(batch.number, result.loss, named_state(plan.model, plan.optimizer))
         self._progress.step(
-            result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=self._batches.wait_s
+            result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s
         )
         return result
 
-    def _prepare(self, batches: Batches, optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> Training:
-        model = self._replicated("run.track")
-        leaves = replica.trained_leaves(model, set())
-        known = {leaf.parameter for leaf in leaves}
-        strangers = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-        if strangers:
-            raise ValueError(
-                f"the optimiser has {strangers} parameters that the replicated model has not: "
-                "make it from `run.replicate(model).parameters()`"
-            )
-        shards, size = batches.settings.shards, self.world.size
-        shares = [share(shards, size, rank) for rank in range(size)]
-        setting.check_sync_batch_norm(model, shares, exact=self.exact, is_main=self.world.rank == 0)
-        sum_ = ShardSum(self._group, shares, device=self.device, exact=self.exact)
+    def _take(self, loss: Loss, batch: Batch) -> Result:
+        plan, training = self._plan, self._training
+        assert plan is not None
+        assert training is not None
+        if self._handed_out != self._generation:  # the workers are others by now, and so are our shards
+            plan.batches.seek(Position(batch.epoch, batch.step, batch.number))
+            self._handed_out, again = self._generation, next(self._coming, None)
+            assert again is not None
+            batch = again
+        if plan.synced and self.world.size > 1:
+            setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=self.exact)
+        wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._calls.check_commit)
+        result = take_step(training, loss, batch, wishes)
+        if plan.schedule is not None and (batch.ends_epoch if plan.per == "epoch" else not result.skipped):
+            plan.schedule.step()
+        self._applied = batch.number + 1
+        faults.at("applied")
+        return result
 
-        def fetch(batch: Batch, number: int) -> Shard:
-            return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
-
-        audit_every, is_stream = self.options.audit_every, batches.state()["samples"] < 0
-        if audit_every and (not self.exact or is_stream):
-            raise ValueError("audit_every= needs exact=True and a map-style dataset: another worker loads the shard")
-        self._synced = setting.synced_layers(model)
-        if audit_every and self._synced:
-            raise ValueError(
-                f"audit_every={audit_every} with {self._synced[0]}, a SyncBatchNorm: one worker alone cannot compute a "
-                "shard again; use BatchNorm, or audit_every=0"
+    def _compare_replicas(self, number: int) -> None:
+        training = self._training
+        assert training is not None
+        faults.at("compared")
+        with self._watch.explains("the comparison of replicas"):
+            self._check.after_step(
+                number, lambda: named_state(training.model, training.optimizer) | training.running.past()
             )
+
+    def _share_out(self, plan: Plan) -> None:
+        """The work of a step, among the workers that there are now."""
+        basis = Basis(self.options, self.seed, self.exact)
+        self._training = share_out(plan, basis, self.world, self._group)
         self._check = ReplicaCheck(self._group, self.device, every=self.options.check_every)
-        self._training = Training(
-            model=model,
-            leaves=leaves,
-            optimizer=optimizer,
-            sum=sum_,
-            gradients=Gradients(leaves, sum_, wire=self.options.wire),
-            running=RunningState(model, shards),
-            loss_scale=LossScale.for_precision(self.options.precision),
-            audit=Audit(model, leaves, every=audit_every, fetch=fetch),
-            options=self.options,
-            seed=self.seed,
-            large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch) if scaling is not None else None,
-        )
-        return self._training
+        self._ledger.share_out(self.world.size)
+        self._generation += 1
 
-    def _introduce(self, batches: Batches, training: Training) -> None:
-        """Once, from one worker: what is about to be done."""
-        if self.world.rank != 0 or not self.options.progress:
-            return
-        settings, size = batches.settings, self.world.size
-        cut = f"{settings.shards} shards on {size} worker{'s' if size > 1 else ''} ({self.world.backend})"
-        rates = sorted({float(group["lr"]) for group in training.optimizer.param_groups})
-        what = f"global batch {settings.global_batch}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
-        what = training.large_batch.describe() if training.large_batch is not None else what
-        how = "exact" if self.exact else "fast: bits depend on the workers"
-        if self.exact and self.device.type == "cpu":
-            threads = self.options.threads
-            how += f", {threads} thread{'s' if threads > 1 else ''} each"
-        at = f", from step {batches.position.number}" if batches.position.number else ""
-        print(f"lockstep: {what}; {cut}; seed {self.seed}; {how}{at}", file=sys.stderr, flush=True)
-
-    def _agree_on_end(self, training: Training, batches: Batches) -> None:
+    def _agree_on_end(self, batches: Batches) -> None:
         """A stream may end at any time, but for all workers at the same."""
-        if batches.steps_in_all is not None:
+        training = self._training
+        if batches.steps_in_all is not None or training is None:
             return
         tally = Tally(training.sum, buffers=len(training.running))
         tally.send(None)
@@ -342,14 +437,21 @@ class Run:
         samples = None if evaluation.is_stream(dataset) else len(dataset)
         self._agree("run.evaluate", {"batch": batch, "len(dataset)": samples})
         cut = evaluation.Pieces(dataset, batch, **loading)
-        with self.options.precision.autocast(self.device):
-            mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed)
-        if samples is None:
-            self._agree("run.evaluate", {"samples in the dataset": mine.samples})
-        if mine.samples == 0:
-            raise ValueError("run.evaluate: the dataset has no samples, so there is no mean")
-        pieces = self._gather(mine.pieces, "run.evaluate")
-        means = {name: mean_of(pairs) for name, pairs in pieces.items()}
+
+        def run() -> dict[str, list[float]]:
+            faults.at("evaluating")
+            with self.options.precision.autocast(self.device):
+                mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed)
+            if samples is None:
+                self._compare("run.evaluate", {"samples in the dataset": str(mine.samples)})
+            if mine.samples == 0:
+                raise ValueError("run.evaluate: the dataset has no samples, so there is no mean")
+            pieces = self._gather(mine.pieces, "run.evaluate")
+            totals = {name: mean_of(pairs) for name, pairs in pieces.items()}
+            return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
+
+        found = self._calls.make("run.evaluate: figures", run)
+        means = {name: Mean(*pair) for name, pair in found.items()}
         return means[""] if list(means) == [""] else means
 
     def log(self, **figures: Any) -> dict[str, float]:
@@ -358,16 +460,19 @@ class Run:
         Numbers that are equal everywhere stay as they are; others become their mean.
         """
         pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in figures.items()}
-        pieces = self._gather({self.world.rank: as_pairs(pairs, "run.log")}, "run.log")
-        reduced = {
-            name: values[0][0] / values[0][1] if len(set(values)) == 1 and values[0][1] else float(mean_of(values))
-            for name, values in pieces.items()
-        }
+
+        def run() -> dict[str, float]:
+            faults.at("logging")
+            pieces = self._gather({self.world.rank: as_pairs(pairs, "run.log")}, "run.log")
+            return {
+                name: values[0][0] / values[0][1] if len(set(values)) == 1 and values[0][1] else float(mean_of(values))
+                for name, values in pieces.items()
+            }
+
+        reduced = self._calls.make("run.log", run)
         if self.world.rank == 0 and self.directory is not None:
-            step = self._batches.position.number if self._training is not None else 0
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with (self.directory / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "time": time.time(), **reduced}) + "\n")
+            step = self._plan.batches.position.number if self._plan is not None else 0
+            self._metrics.write(step, reduced, generation=self._generation)
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:
@@ -380,78 +485,66 @@ class Run:
         """Run something on one worker, while the others wait as long as it takes; all get what it returned."""
         if not 0 <= on < self.world.size:
             raise ValueError(f"on={on}: there are ranks 0 to {self.world.size - 1}")
-        return self._once.run(call, on=on)
+        return self._calls.make("run.once", lambda: self._once.run(call, on=on % self.world.size))
 
     @property
     def should_stop(self) -> bool:
         """Some worker was asked to end (SIGTERM, or `run.stop()`), and all have agreed to: `track` ends here."""
-        return self._stop_agreed
+        return self._stop_agreed is not Stop.NO
 
     def stop(self) -> None:
         """Ask all workers to end after the next step. One of them is enough."""
-        self._stop_asked = True
+        self._stop_asked = max(self._stop_asked, Stop.ASKED)
 
     def digest(self) -> str:
         """SHA-256 of weights, buffers and what the optimiser remembers."""
-        optimizer = self._training.optimizer if self._training is not None else None
+        optimizer = self._plan.optimizer if self._plan is not None else None
         return sha256_of(named_state(self._replicated("run.digest"), optimizer))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint: by one worker, atomically, with a digest of every byte."""
-        training = self._training
-        if training is None:
+        """Have a checkpoint written, by one worker, in the background: this waits only for a copy of the tensors."""
+        plan = self._plan
+        if plan is None:
             raise LockstepError("run.save has nothing to save before `run.track(batches, optimizer)`")
-        training.last_norm.check(training.leaves)
-        self._saved_at = self._batches.position.number
-        if self.directory is None:
-            return
-        store, state = Store(self.directory), self._state(training)
+        plan.last_norm.check(plan.leaves)
+        if self.world.rank == 0:
+            self._ledger.write()
+        self._saving.save(plan.batches.position.number, lambda: self._state(plan), writes=self.world.rank == 0)
 
-        def save_checkpoint() -> None:
-            store.save(self._saved_at, state)
-
-        self._once.run(save_checkpoint)
-
-    def _state(self, training: Training) -> dict[str, Any]:
+    def _named(self, plan: Plan) -> dict[str, Any]:
+        """All that has a state, by name."""
         return {
-            "model": dict(training.model.state_dict()),
-            "optimizer": training.optimizer.state_dict(),
-            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
-            "loss_scale": training.loss_scale.state(),
-            "batches": self._batches.state(),
-            "run": self._identity(),
+            "model": plan.model,
+            "optimizer": plan.optimizer,
+            "schedule": plan.schedule,
+            "loss_scale": plan.loss_scale,
+            "batches": plan.batches,
+            "kept": self._remembered,
         }
 
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between the parts of a run, or it would be another run."""
-        assert self._training is not None
-        return {"seed": self.seed, "exact": self.exact, "shards": self._training.sum.shards}
+    def _state(self, plan: Plan) -> dict[str, Any]:
+        """`run`: what must not change between the parts of a run, or it would be another run."""
+        optimizer = type(plan.optimizer).__name__
+        shards = plan.batches.settings.shards
+        run = {"seed": self.seed, "exact": self.exact, "shards": shards, "optimizer": optimizer}
+        return named(self._named(plan)) | {"run": run}
 
-    def _resume(self) -> None:
-        state = Store(self.directory).latest() if self.directory is not None else None
-        self._agree("resuming", {"step": state["batches"]["number"] if state is not None else None})
-        if state is None:
-            return
-        training = self._training
-        assert training is not None
-        for name, now in self._identity().items():
-            if state["run"][name] != now:
-                raise CheckpointError(
-                    f"{self.directory} holds a run with {name}={state['run'][name]}, and this one has {name}={now}; "
-                    "use the same, or another directory"
-                )
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        if self._schedule is not None and state["schedule"] is not None:
-            self._schedule.load_state_dict(state["schedule"])
-        training.loss_scale.restore(state["loss_scale"])
-        self._batches.restore(state["batches"])
+    def _resume(self, plan: Plan) -> None:
+        """From where the last run in this directory ended; or where the others are, if they are in the loop."""
 
-    def _is_save_due(self, batch: Batch) -> bool:
-        every = self.options.save_every
-        return batch.ends_epoch if every is None else (batch.number + 1) % every == 0
+        def resume() -> None:
+            found = self._saving.find(self._state(plan), tells=self.world.rank == 0)
+            step = found["batches"]["number"] if found is not None else None
+            self._compare("resuming", {"step": str(step)})
+            if found is not None:
+                restore(self._named(plan), found)
+            self._applied = plan.batches.position.number
+            self._ledger.begin(self._applied, plan.batches.facts(), writes=self.world.rank == 0)
+
+        self._calls.make("resuming", resume, begins_loop=True)
+        self._saving.begin(plan.batches.position.number)
 
     def _replicated(self, who: str) -> nn.Module:
         if self._model is None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep import faults
 from lockstep.comm.exact import ShardSum
-from lockstep.data.batches import Batch, Shard
+from lockstep.data.batches import Batch, Batches, Shard
 from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import Leaf
 from lockstep.replicate.running import RunningState
@@ -30,6 +32,22 @@ from lockstep.train.tally import Tally
 from lockstep.train.verdict import LastNorm
 
 Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]  # (model, batch) -> (sum of the losses, their weight)
+
+
+@dataclass
+class Plan:
+    """What is trained, and on what: all that does not depend on who the workers are."""
+
+    model: nn.Module
+    leaves: list[Leaf]
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    loss_scale: LossScale
+    synced: list[str]  # layers that are SyncBatchNorm
+    large_batch: LargeBatch | None
+    schedule: Any = None
+    per: str = "step"  # what the schedule counts: "step" or "epoch"
+    last_norm: LastNorm = field(default_factory=LastNorm)
 
 
 @dataclass
@@ -50,6 +68,23 @@ class Training:
     last_norm: LastNorm = field(default_factory=LastNorm)
 
 
+class Stop(IntEnum):
+    """Whether to end after a step. The strongest wish of any worker counts."""
+
+    NO = 0
+    ASKED = 1  # by the program
+    SIGNAL = 2  # from outside: the run is to go on some other time
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Of one worker, beside the step itself."""
+
+    stop: Stop = Stop.NO
+    move: int = 0  # the generation of workers that is to end after this step; 0: none
+    commit: Callable[[], None] = lambda: None  # asked before anything is changed for good; raises if that must not be
+
+
 @dataclass(frozen=True)
 class Result:
     """Of one step, the same on all workers, but for `waited_s`."""
@@ -61,6 +96,17 @@ class Result:
     skipped: bool  # something was not finite, and the weights stayed as they were
     stop_asked_by: tuple[int, ...]  # ranks
     waited_s: float  # for the others, after our own backward pass
+    stop: Stop = Stop.NO
+    move: int = 0
+    samples: int = 0  # fingerprint of those of the global batch (data/ledger.py)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self) | {"norm": self.grad_norm}
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> Result:
+        by, stop = tuple(plain["stop_asked_by"]), Stop(plain["stop"])
+        return Result(**(plain | {"stop_asked_by": by, "stop": stop}))
 
     @property
     def grad_norm(self) -> float | None:
@@ -68,19 +114,22 @@ class Result:
         return None if self.norm is None else float(self.norm)
 
 
-def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> Result:
-    """All workers together: everybody takes the step, or nobody does. `stop`: this worker would like to end here."""
+def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) -> Result:  # noqa: B008  (frozen)
+    """All workers together: everybody takes the step, or nobody does."""
     tally = Tally(t.sum, buffers=len(t.running), loss_scale=t.loss_scale.value)
     t.gradients.begin()
     t.running.begin()
     with kept_random_state(t.sum.device), t.sum.in_step():
         for shard in batch.shards:
             is_last = shard is batch.shards[-1]
+            faults.at("forward")
             if shard.count:
                 total, weight = forward(t, loss, batch, shard)
                 tally.note(shard.number, total, weight, t.running.take(shard.number))
             if is_last:
-                tally.send(batch, stop=stop)  # all know the weight of the global batch when the first bucket comes
+                faults.at("table")
+                # So all know the weight of the global batch when the first bucket comes.
+                tally.send(batch, stop=wishes.stop, move=wishes.move)
                 t.gradients.listen(shard.number, tally.scale)
             if shard.count:
                 backward(t, total)  # buckets leave during the last of these
@@ -88,6 +137,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> R
             if not is_last:
                 t.gradients.keep(shard.number)
         t.gradients.send_rest()
+        faults.at("waiting")
         at = time.perf_counter()
         outcome = tally.outcome()
         verdict.refuse_bad_data(outcome, batch.number)
@@ -97,11 +147,16 @@ def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> R
         waited_s = time.perf_counter() - at
         t.audit.compare(batch, t.sum, lambda shard: run_again(t, loss, batch, shard))
 
+    faults.at("reduced")
     skips = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
     look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips)
     t.last_norm.keep(batch.number, look.norm if not skips else None, t.options)
+    buffers = t.running.gather(outcome.changed, t.sum.as_run(batch.counts), t.sum) if look.finite else []
+    wishes.commit()  # up to here all that was done can be done again
+    faults.at("committed")
+    t.running.finish(buffers)
     if look.finite:
-        t.running.finish(outcome.changed, t.sum.as_run(batch.counts), t.sum)
+        faults.at("optimizer")
         with verdict.learning_rate(t.large_batch, batch.number):
             t.optimizer.step()
     elif outcome.bad_shards or not t.loss_scale.may_be_too_large:
@@ -109,7 +164,16 @@ def take_step(t: Training, loss: Loss, batch: Batch, *, stop: bool = False) -> R
     if not outcome.bad_shards:  # a loss is not scaled, so the scale is not to blame
         t.loss_scale.update(finite=look.finite)
     return Result(
-        batch.number, outcome.loss, outcome.weight, look.norm, not look.finite, tuple(outcome.stop), waited_s
+        number=batch.number,
+        loss=outcome.loss,
+        weight=outcome.weight,
+        norm=look.norm,
+        skipped=not look.finite,
+        stop_asked_by=tuple(outcome.stop_asked_by),
+        waited_s=waited_s,
+        stop=Stop(outcome.stop),
+        move=outcome.move,
+        samples=outcome.fingerprint,
     )
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from lockstep.comm.exact import ShardSum
 from lockstep.data.batches import Batch
 
-LOSS, WEIGHT = 0, 1  # of a shard
-STOP, ENDED, SAMPLES, ENDS_EPOCH = 0, 1, 2, 3  # of a worker
+LOSS, WEIGHT, HIGH, LOW = range(4)  # of a shard; the last two are its samples, in two halves of 32 bits
+STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE = range(5)  # of a worker
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,14 @@ class Outcome:
     weight: float
     bad_shards: list[int]  # whose loss is not a finite number
     bad_weights: dict[int, float]  # by shard: negative, or not a finite number
-    stop: list[int]  # ranks that ask to stop
+    stop: int  # the strongest wish
+    stop_asked_by: list[int]  # ranks
+    move: int
     ended: list[int]  # ranks that have no more data
     samples: list[int]  # of the global batch, as each rank has it
     ends_epoch: list[bool]  # as each rank has it
     changed: Tensor  # [shard, buffer]
+    fingerprint: int  # of all samples (data/ledger.py)
 
     @property
     def loss(self) -> float:
@@ -46,7 +49,7 @@ class Tally:
 
     def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
         self._sum, self._rank = sum_, sum_.group.rank()
-        self._shapes = [(sum_.shards, 2), (sum_.size, 4), (sum_.shards, buffers)]
+        self._shapes = [(sum_.shards, 4), (sum_.size, 5), (sum_.shards, buffers)]
         # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
         self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
         self._noted: list[tuple[int, Tensor, float | Tensor]] = []
@@ -56,7 +59,7 @@ class Tally:
         self._scale: float | Tensor | None = None
 
     def _parts(self, table: Tensor) -> list[Tensor]:
-        """[shard, (loss, weight)], [rank, (stop, ended, samples, ends epoch)], [shard, which buffers changed]"""
+        """[shard, (loss, weight, its samples)], [rank, (stop, ended, ...)], [shard, changed buffers]"""
         parts = torch.split(table, [math.prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
@@ -65,11 +68,14 @@ class Tally:
         if any(changed):
             self._parts(self._table)[2][shard] = torch.tensor(changed, dtype=torch.float64)
 
-    def send(self, batch: Batch | None, *, stop: bool = False) -> None:
-        """`stop`: we ask everybody to end here. No batch: we have no more data."""
+    def send(self, batch: Batch | None, *, stop: int = 0, move: int = 0) -> None:
+        """`stop`, `move`: what we ask of everybody (see `Wishes`). No batch: we have no more data."""
         by_shard, by_rank, _ = self._parts(self._table)
         samples, ends_epoch = (batch.count, batch.ends_epoch) if batch is not None else (0, False)
-        by_rank[self._rank] = torch.tensor([stop, batch is None, samples, ends_epoch], dtype=torch.float64)
+        for one in batch.shards if batch is not None else ():
+            by_shard[one.number, HIGH] = one.samples >> 32
+            by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
+        by_rank[self._rank] = torch.tensor([stop, batch is None, samples, ends_epoch, move], dtype=torch.float64)
         for shard, _, weight in self._noted:
             if not isinstance(weight, Tensor):
                 by_shard[shard, WEIGHT] = weight
@@ -108,14 +114,21 @@ class Tally:
             weight=float(by_shard[:, WEIGHT].sum()),
             bad_shards=[s for s, loss in enumerate(by_shard[:, LOSS].tolist()) if not math.isfinite(loss)],
             bad_weights={s: weight for s, weight in enumerate(weights) if not 0 <= weight < math.inf},
-            stop=_who(by_rank[:, STOP]),
+            stop=int(by_rank[:, STOP].max()),
+            stop_asked_by=_who(by_rank[:, STOP]),
+            move=int(by_rank[:, MOVE].max()),
             ended=_who(by_rank[:, ENDED]),
             samples=[int(count) for count in by_rank[:, SAMPLES].tolist()],
             ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
             changed=changed,
+            fingerprint=_sum_words(by_shard[:, HIGH], by_shard[:, LOW]),
         )
-
 
 
 def _who(votes: Tensor) -> list[int]:
     return [rank for rank, vote in enumerate(votes.tolist()) if vote]
+
+
+def _sum_words(high: Tensor, low: Tensor) -> int:
+    words = zip(high.tolist(), low.tolist(), strict=True)
+    return sum((int(a) << 32) + int(b) for a, b in words) % 2**64

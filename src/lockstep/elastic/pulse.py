@@ -1,0 +1,46 @@
+"""Whether a worker process that still exists is as good as dead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from lockstep.elastic.membership import Standing
+from lockstep.elastic.person import Person
+
+LEAVE_WITHIN_S: Final = 30.0
+BUSY_STALLS: Final = 30  # how many times as long a worker may be silent that is computing
+
+
+def why_dead(person: Person, now_s: float, stall_s: float) -> str | None:
+    """It is stopped, or does not leave when it is told to: why it is to be killed. None: it lives."""
+    if not person.spoke or person.worker.standing is Standing.DONE:
+        return None
+    silent_s = now_s - person.heard_s
+    if silent_s > stall_s and _is_idle(person, now_s, stall_s):
+        return f"it gave no sign of life for {silent_s:.1f} s (stopped, or stuck)"
+    if person.told_leave_s is not None and now_s - person.told_leave_s > LEAVE_WITHIN_S:
+        return f"it did not leave its generation within {LEAVE_WITHIN_S:g} s"
+    return None
+
+
+def _is_idle(person: Person, now_s: float, stall_s: float) -> bool:
+    """A worker that computes, and lets no other thread of its own run, cannot give a sign of life. It has time."""
+    used = _cpu_seconds(person.pid)
+    if used is None or now_s - person.heard_s > BUSY_STALLS * stall_s:
+        return True
+    before_s, before = person.busy
+    if before is None or used - before > 0.05:
+        person.busy = now_s, used
+        return False
+    return now_s - before_s > min(1.0, stall_s)
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """That a process has used in all; None if it is not there, or cannot be looked at."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))

@@ -1,0 +1,234 @@
+"""The workers of one host in an elastic run: what they say, and what they are told.
+
+It carries out `membership`: keeps this host's record, proposes the next generation, and passes the orders on.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Final, Protocol, final
+
+from lockstep.elastic.journal import Journal
+from lockstep.elastic.line import Line, Message
+from lockstep.elastic.membership import (
+    START,
+    Do,
+    Generation,
+    Position,
+    Standing,
+    Worker,
+    as_json,
+    next_generation,
+    orders,
+)
+from lockstep.elastic.person import Person
+from lockstep.elastic.records import Records
+from lockstep.elastic.values import Values
+
+LEASE_EVERY_S: Final = 0.5  # how often workers are told how long our lease holds
+
+
+class Diary(Protocol):
+    """What happened, for people and for programs."""
+
+    def say(self, text: str) -> None: ...
+
+    def note(self, event: str, **facts: Any) -> None: ...
+
+
+@final
+class Roster:
+    """See membership.py, Note [What supervisors keep to]."""
+
+    def __init__(self, records: Records, diary: Diary) -> None:
+        self._records, self._diary = records, diary
+        self._journal, self._values = Journal(records), Values(records.arbiter, records.keys.values)
+        self.people: dict[str, Person] = {}
+        self.is_elastic = False  # the program has a Run, so it can do without one of its workers
+        self.newest: Position = START  # how far the run has come, as far as we know
+        self.moves = 0  # how often one of our workers was found at another position than before
+        self._serial = 0
+        self._lease_told_s = 0.0
+        self._seen = Generation(0)
+
+    # -- what the host sees ------------------------------------------------------------------------------------------
+
+    def add(self, line: Line, slot: int) -> Person:
+        """A process has been started."""
+        worker = Worker(f"{self._records.name}.{self._serial}", Standing.STARTING)
+        self._serial += 1
+        self.people[worker.id] = person = Person(worker, line, slot)
+        return person
+
+    def lost(self, id_: str, *, done: bool) -> None:
+        """Its process has ended and was collected; `done`: by itself, with status 0."""
+        person = self.people.get(id_)
+        if person is None:
+            return  # disowned before
+        person.line.ended = True
+        if done and not person.released and id_ in self._records.generation.members:
+            self._note_done(person)
+        if person.worker.standing is not Standing.DONE:
+            del self.people[id_]
+
+    def _note_done(self, person: Person) -> None:
+        """Its Run is over. What it does from now on, or how it ends, is no business of the others."""
+        person.told_leave_s = None
+        person.worker = replace(person.worker, standing=Standing.DONE)
+
+    def disown(self) -> None:
+        """Our lease has ended, so the others may have gone on without us: none of our workers counts any more."""
+        self.people.clear()
+        self._records.unlist()
+        self._seen = Generation(0)
+
+    def release(self, person: Person, why: str) -> None:
+        """It is one too many. Should others have made it a member meanwhile, they will find it gone."""
+        person.released = True
+        person.told.add((Do.RELEASE, self._records.generation.number))
+        self._pass_on(person, Do.RELEASE, why)
+
+    @property
+    def is_over(self) -> bool:
+        """The program has ended for a member: nobody is started any more."""
+        done = any(one.standing is Standing.DONE for one in self._workers())
+        return self._records.is_clean and (done or self._records.over is not None)
+
+    @property
+    def is_finished(self) -> bool:
+        """No member, here or elsewhere, has anything left to do."""
+        rest = [one.id for one in self._workers() if one.standing is not Standing.DONE]
+        return self.is_over and not any(member in rest for member in self._records.generation.members)
+
+    def _workers(self) -> list[Worker]:
+        """As the store has them; of ours, as we do."""
+        elsewhere = [one for host in self._records.hosts if host.name != self._records.name for one in host.workers]
+        return [*(person.worker for person in self.people.values()), *elsewhere]
+
+    # -- what workers say --------------------------------------------------------------------------------------------
+
+    def hear(self, person: Person, message: Message) -> None:
+        person.heard_s = time.monotonic()
+        match message["say"]:
+            case "hello":
+                person.spoke, self.is_elastic, person.pid = True, True, int(message["pid"])
+                self._journal.welcome(person)
+            case "beat":
+                self._note_progress(message["position"])
+                if message["position"] != person.at:
+                    person.at, self.moves = message["position"], self.moves + 1
+            case "ready":
+                position = _position(message["position"])
+                person.worker = replace(
+                    person.worker, standing=Standing.READY, generation=int(message["told"]), position=position
+                )
+            case "inside":
+                person.told_leave_s = None
+                person.worker = replace(person.worker, standing=Standing.INSIDE, generation=int(message["generation"]))
+            case "left":
+                person.told_leave_s = None
+                person.worker = Worker(
+                    person.id, Standing.LEFT, int(message["generation"]), _position(message["position"])
+                )
+                self._note_progress(message["position"])
+            case "journal":
+                self._journal.publish(person.worker, int(message["first"]), message["entries"])
+            case "loop":
+                self._journal.enter_loop()
+            case "done":
+                self._note_done(person)
+            case "recovered":
+                facts = {"generation": person.worker.generation, "took_s": float(message["took_s"])}
+                self._diary.note("recovered", worker=person.id, **facts)
+            case "kv":
+                self._values.ask(person, message)
+
+    def _note_progress(self, position: Any) -> None:
+        self.newest = max(self.newest, _position(position))
+
+    # -- what is to be done ------------------------------------------------------------------------------------------
+
+    def act(self, now_s: float) -> list[tuple[Person, str]]:
+        """Do what is due. Returns those who must be killed, and why."""
+        records, arbiter = self._records, self._records.arbiter
+        arbiter.tick(now_s)
+        self._tell_lease(now_s)
+        for _ in range(8):  # each change may ask for another
+            before = arbiter.revision
+            records.clean_up()
+            if records.is_clean:
+                records.fulfil()  # what a worker told before it left must be there before the others read that it has
+                records.list_workers(person.worker for person in self.people.values())
+            self._values.answer_all(self.people, records.generation.number)
+            if records.is_listed:
+                self._propose()
+            arbiter.tick(now_s)
+            if arbiter.revision == before:
+                break
+        kills = self._journal.push(self.people.values())
+        return kills if records.found is None else kills + self._give_orders(records.found)
+
+    def _tell_lease(self, now_s: float) -> None:
+        if now_s - self._lease_told_s >= LEASE_EVERY_S:
+            self._lease_told_s = now_s
+            for person in self.people.values():
+                if person.spoke:
+                    person.line.send({"do": "lease", "until_s": self._records.arbiter.held_until_s})
+
+    def _propose(self) -> None:
+        now, hosts, want = self._records.generation, self._records.hosts, self._records.want
+        if now.number != self._seen.number:
+            self._turn_to(now)
+        over = self._records.over is not None  # newcomers come too late, also if those who are done have gone since
+        late = set() if over else {worker.id for worker in self._journal.left_behind(now, hosts)}
+        hosts = [
+            replace(host, workers=tuple(w for w in host.workers if w.id in now.members or not (over or w.id in late)))
+            for host in hosts
+        ]
+        want = replace(want, least=1) if over else want
+        following = next_generation(now, hosts, want)
+        if following is not None:
+            self._records.propose(following)
+
+    def _turn_to(self, now: Generation) -> None:
+        before, self._seen = self._seen, now
+        if now.anew != before.anew:
+            self._journal.carry_over(before, now, self.people.values())
+        self._records.drop_older(self._records.keys.values, now.number)
+        self._diary.note("generation", number=now.number, members=now.members, position=now.position, why=now.why)
+        if now.number > max(1, self._records.found or 0):
+            where = "" if now.position is None or now.position[0] < 0 else f" at step {now.position[0]}"
+            size = len(now.members)
+            go_on = f"{size} workers go" if size > 1 else "1 worker goes"
+            self._diary.say(f"{now.why}; {go_on} on{where} (generation {now.number})")
+
+    def _give_orders(self, found: int) -> list[tuple[Person, str]]:
+        now, hosts, people = self._records.generation, self._records.hosts, self.people
+        late = [people[worker.id] for worker in self._journal.left_behind(now, hosts) if worker.id in people]
+        kills = [(person, "it waits before the loop, and the others are in it") for person in late]
+        for order in orders(now, hosts, self._records.name, found):
+            person = people.get(order.worker)
+            if person is None:
+                continue
+            if order.do is Do.KILL:
+                kills.append((person, order.why))
+            elif (order.do, order.generation) not in person.told:
+                person.told.add((order.do, order.generation))
+                self._pass_on(person, order.do, order.why)
+        return kills
+
+    def _pass_on(self, person: Person, do: Do, why: str) -> None:
+        now = self._records.generation
+        message: Message = {"do": do.value, "generation": now.number, "why": why}
+        if do is Do.JOIN:
+            person.line.send({"do": "lease", "until_s": self._records.arbiter.held_until_s})
+            message |= {"generation": as_json(now), "worker": person.id}
+        if do is Do.LEAVE:
+            person.told_leave_s = time.monotonic()
+        person.line.send(message)
+
+
+def _position(value: Any) -> Position:
+    top, calls = value
+    return int(top), int(calls)

@@ -1,0 +1,316 @@
+"""The calls that all workers of a run make together, in the same order: one step after the other, and what is between.
+
+Without a seat in an elastic run they are simply made. With one, a call in which a worker was lost is made again by
+those who are left, and a worker that comes later goes through the program as the others did.
+
+Note [Positions]
+Calls are numbered: (steps begun, calls since then), and -1 before the loop. A call is a function of what all workers
+have in common, so it has one result, whoever makes it. When the members of a generation part, some may have finished a
+call and others not, never more than one step apart. The newest wins: it sends its results, and its state if a step is
+among them, and whoever is behind takes those instead of calling. If nobody who finished it is left, it is done again.
+
+Note [Newcomers]
+A process that is started in the middle of a run begins at the top of the program. What the others called before their
+loop it finds in a journal, so it builds its model and its data without disturbing anybody, and waits at the loop. It is
+taken in at the top of a step, where it needs nothing but the state. The journal holds results that are settled: all
+members have them. Whoever has finished a call knows that of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep import faults
+from lockstep.comm import agree
+from lockstep.comm.peers import tells_of_a_lost_peer
+from lockstep.elastic.recovery import Company
+from lockstep.elastic.seat import Joining, Left, Seat, Welcome
+from lockstep.errors import CheckpointError, Desync, Divergence, NonFinite, ReplicaMismatch, UnevenData
+from lockstep.world import World
+
+T = TypeVar("T")
+
+# Errors of the program itself, and never of a worker that was lost.
+OWN: Final = (NonFinite, Divergence, UnevenData, ReplicaMismatch, Desync, CheckpointError, ValueError, TypeError)
+
+# How long an error may be older than the order to leave, which tells that the error was not the program's own. That a
+# connection broke, we know before the lease of the host ends that was lost (elastic/hosts.py, LONGEST_LEASE_S).
+ORDER_COMES_WITHIN_S: Final = 0.3
+ORDER_MUST_COME_WITHIN_S: Final = 20.0
+
+LARGEST_RESULT_BYTES: Final = 500_000  # as JSON; as text in the store it may be twice as much, which takes 1 MiB
+
+
+class Crew(Protocol):
+    """What a run does when its generation changes."""
+
+    def part(self) -> None:
+        """The generation has ended in the middle of a call: take back what the call has half done."""
+
+    def gather(self, world: World) -> dist.ProcessGroup:
+        """A new one: form the private group."""
+
+    def settle(self) -> None:
+        """Everybody has the newest results and state: share out the work anew."""
+
+    @property
+    def applied(self) -> int:
+        """Steps in our state; -1 without one."""
+
+    def hand_over(self, source: int) -> None:
+        """All workers: everybody takes over the state of rank `source`."""
+
+
+@dataclass
+class _Made:
+    """A call that was made: what it was, and the result, as JSON when somebody asks."""
+
+    what: str
+    result: Any
+    encode: Callable[[Any], Any]
+
+    def plain(self) -> list[Any]:
+        return [self.what, self.encode(self.result)]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class Calls:
+    """Made one after the other."""
+
+    def make(
+        self,
+        what: str,
+        call: Callable[[], T],
+        *,
+        encode: Callable[[T], Any] = _as_it_is,
+        decode: Callable[[Any], T] = _as_it_is,
+        begins_loop: bool = False,
+    ) -> T:
+        """The result of `call`, or that of somebody who has made it before us.
+
+        encode, decode  its result as JSON, and back
+        begins_loop     the last call before the loop: what it finds depends on when it is made
+        """
+        return call()
+
+    def begin_step(self, number: int) -> None:
+        """The top of the loop."""
+
+    @property
+    def wants_to_move(self) -> int:
+        """The generation that is to end at the next top of the loop; 0: none is."""
+        return 0
+
+    def check_commit(self) -> None:
+        """Before a step is applied. Raises if we must not."""
+
+    def may_commit(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        """All were made, by everybody."""
+
+
+class ElasticCalls(Calls):
+    """See Note [Positions] and Note [Newcomers]."""
+
+    def __init__(self, seat: Seat, welcome: Welcome, crew: Crew, *, backend: str | None, device: Any) -> None:
+        self._seat, self._crew = seat, crew
+        self._company = Company(seat, slot=welcome.slot, backend=backend, device=device)
+        self._position = (-1, 0)
+        self._made: dict[int, list[_Made]] = {-1: []}  # by step begun: before the loop, this one and the last
+        self._known: dict[int, list[list[Any]]] = {}  # what others have told us
+        self._journal_ends: int | None = None  # the number of the call that begins the loop
+        self._published = 0
+        self._said_loop = False
+        self._is_member = False
+        self._moves = 0
+
+    @property
+    def is_member(self) -> bool:
+        return self._is_member
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def make(
+        self,
+        what: str,
+        call: Callable[[], T],
+        *,
+        encode: Callable[[T], Any] = _as_it_is,
+        decode: Callable[[Any], T] = _as_it_is,
+        begins_loop: bool = False,
+    ) -> T:
+        if begins_loop:
+            self._journal_ends = self._position[1]
+        while True:
+            told = self._find(what)
+            if told is not None:
+                result = decode(told[1])
+                break
+            if not self._is_member:
+                self._come_in()
+                if begins_loop and self._crew.applied >= 0:
+                    return decode(None)  # the others are in the loop, and so are we, with their state
+                continue
+            try:
+                result = call()
+                break
+            except Exception as error:
+                self._check_lost(error)
+            self._recover()  # outside of `except`, which holds the frames of the old generation
+        self._note(_Made(what, result, encode))
+        return result
+
+    def _find(self, what: str) -> list[Any] | None:
+        """What somebody else got from this call, if we know."""
+        top, calls = self._position
+        if top == -1 and not self._is_member and calls != self._journal_ends and self._seat.await_journal(calls + 1):
+            self._known[-1] = [[name, result] for name, result in self._seat.journal]
+        known = self._known.get(top, [])
+        if calls >= len(known):
+            return None
+        if known[calls][0] != what:
+            raise Desync(
+                f"this worker calls {what} where the others called {known[calls][0]} (call {calls + 1} after "
+                f"{f'step {top} began' if top >= 0 else 'the start'}); look for control flow that depends on the worker"
+            )
+        return known[calls]
+
+    def _note(self, made: _Made) -> None:
+        top, calls = self._position
+        self._made[top].append(made)
+        self._go_to((top, calls + 1))
+        before = self._made[-1]
+        settled = len(before) - (1 if top == -1 else 0)
+        if self._journal_ends is not None:
+            settled = min(settled, self._journal_ends)
+        if self._published < settled:
+            entries = [one.plain() for one in before[self._published : settled]]
+            for what, result in entries:
+                if (size := len(json.dumps(result))) > LARGEST_RESULT_BYTES:
+                    raise ValueError(
+                        f"{what} gave {size} bytes. Of a call before the loop an elastic run keeps the result, for "
+                        f"workers that come later: at most {LARGEST_RESULT_BYTES} bytes. Return less, or a path"
+                    )
+            self._seat.say("journal", first=self._published, entries=entries)
+            self._published = settled
+        if top >= 0 and not self._said_loop:
+            self._said_loop = True
+            self._seat.say("loop")
+
+    def begin_step(self, number: int) -> None:
+        self._made = {top: made for top, made in self._made.items() if top in (-1, self._position[0])} | {number: []}
+        self._known = {top: known for top, known in self._known.items() if top >= number}
+        self._go_to((number, 0))
+        faults.here["step"] = number
+        faults.at("top")
+        if self._moves == self._seat.generation:
+            self._move()
+
+    def _go_to(self, position: tuple[int, int]) -> None:
+        self._position = self._seat.position = position
+
+    @property
+    def wants_to_move(self) -> int:
+        return self._seat.generation if self._seat.is_closing else 0
+
+    def move_at_next_step(self, generation: int) -> None:
+        """All workers have agreed to."""
+        self._moves = generation
+
+    def check_commit(self) -> None:
+        self._seat.check_commit()
+
+    def may_commit(self) -> bool:
+        return self._seat.may_commit()
+
+    def end(self) -> None:
+        self._seat.say("done")
+
+    # -- generations -------------------------------------------------------------------------------------------------
+
+    def _come_in(self) -> None:
+        self._seat.ready(self._position)
+        self._join()
+
+    def _move(self) -> None:
+        self._company.leave()
+        self._seat.left(self._position)
+        self._join()
+
+    def _check_lost(self, error: Exception) -> None:
+        """Raises the error again if it is the program's own, and not about a generation that has ended."""
+        if self._seat.why_left() is not None:
+            return  # whatever it is: groups that end under our hands may give us anything
+        if isinstance(error, OWN):
+            raise error
+        lost = isinstance(error, Left) or tells_of_a_lost_peer(error)
+        if self._seat.why_left(within_s=ORDER_MUST_COME_WITHIN_S if lost else ORDER_COMES_WITHIN_S) is None:
+            raise error
+
+    def _recover(self) -> None:
+        """Out of a generation that has ended, and into the next one."""
+        began = time.monotonic()
+        self._crew.part()
+        self._company.leave()
+        self._seat.left(self._position)
+        self._join()
+        self._seat.say("recovered", took_s=time.monotonic() - began)
+
+    def _join(self) -> None:
+        while True:
+            joining = self._seat.await_join()
+            try:
+                self._enter(joining)
+                self._is_member = True
+                return
+            except Exception:
+                if self._seat.why_left(within_s=ORDER_MUST_COME_WITHIN_S) is None:
+                    raise
+            self._company.leave()
+            self._seat.left(self._position)
+
+    def _enter(self, joining: Joining) -> None:
+        faults.here["rank"] = joining.rank
+        faults.at("joining")
+        world = self._company.join(joining)
+        faults.at("forming")
+        self._company.meet(world)
+        group = self._crew.gather(world)
+        self._company.own(group)
+        self._company.formed()
+        faults.at("catching-up")
+        self._catch_up(joining, group, world.device)
+        self._crew.settle()
+
+    def _catch_up(self, joining: Joining, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Newest wins: the source tells its results, and hands its state over if anybody has another."""
+        generation = joining.generation
+        if generation.source is None:
+            return
+        source = generation.members.index(generation.source)
+        mine: dict[str, Any] = {"applied": self._crew.applied}
+        if joining.rank == source:
+            mine["made"] = [[top, [one.plain() for one in made]] for top, made in self._made.items()]
+        told = agree.tell_all(group, mine, device=device)
+        newest = told[source]["applied"]
+        if newest >= 0 and any(one["applied"] != newest for one in told):
+            self._crew.hand_over(source)
+        if joining.rank != source:  # not before we have its state: to have resumed means nothing without
+            self._known = {top: made for top, made in told[source]["made"]}
+
+
+def say(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)

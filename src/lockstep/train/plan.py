@@ -1,0 +1,106 @@
+"""What is trained, checked once; and how the work of a step is shared out, whenever the workers are others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.exact import ShardSum
+from lockstep.data.batches import Batch, Batches, Position, Shard
+from lockstep.data.order import share
+from lockstep.replicate import replica
+from lockstep.replicate.gradients import Gradients
+from lockstep.replicate.running import RunningState
+from lockstep.train import setting
+from lockstep.train.audit import Audit
+from lockstep.train.options import Options
+from lockstep.train.precision import LossScale
+from lockstep.train.schedule import LargeBatch, Scaling
+from lockstep.train.step import Plan, Training
+from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What was said to the Run."""
+
+    options: Options
+    seed: int
+    exact: bool
+
+
+def make_plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, basis: Basis, *, scaling: Scaling | None
+) -> Plan:
+    """Raises ValueError for what does not fit together. Nothing is changed."""
+    leaves = replica.trained_leaves(model, set())
+    known = {leaf.parameter for leaf in leaves}
+    strangers = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if strangers:
+        raise ValueError(
+            f"the optimiser has {strangers} parameters that the replicated model has not: "
+            "make it from `run.replicate(model).parameters()`"
+        )
+    audit_every, is_stream = basis.options.audit_every, batches.state()["samples"] < 0
+    if audit_every and (not basis.exact or is_stream):
+        raise ValueError("audit_every= needs exact=True and a map-style dataset: another worker loads the shard")
+    synced = setting.synced_layers(model)
+    if audit_every and synced:
+        raise ValueError(
+            f"audit_every={audit_every} with {synced[0]}, a SyncBatchNorm: one worker alone cannot compute a "
+            "shard again; use BatchNorm, or audit_every=0"
+        )
+    return Plan(
+        model=model,
+        leaves=leaves,
+        optimizer=optimizer,
+        batches=batches,
+        loss_scale=LossScale.for_precision(basis.options.precision),
+        synced=synced,
+        large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch) if scaling is not None else None,
+    )
+
+
+def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup) -> Training:
+    """All workers of `group`: each gets its shards."""
+    batches, options, size = plan.batches, basis.options, world.size
+    shards = batches.settings.shards
+    shares = [share(shards, size, rank) for rank in range(size)]
+    setting.check_sync_batch_norm(plan.model, shares, exact=basis.exact, is_main=world.rank == 0)
+    batches.share_out(world.rank, size)
+    sum_ = ShardSum(group, shares, device=world.device, exact=basis.exact)
+
+    def fetch(batch: Batch, number: int) -> Shard:
+        return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
+
+    return Training(
+        model=plan.model,
+        leaves=plan.leaves,
+        optimizer=plan.optimizer,
+        sum=sum_,
+        gradients=Gradients(plan.leaves, sum_, wire=options.wire),
+        running=RunningState(plan.model, shards),
+        loss_scale=plan.loss_scale,
+        audit=Audit(plan.model, plan.leaves, every=options.audit_every, fetch=fetch),
+        options=options,
+        seed=basis.seed,
+        large_batch=plan.large_batch,
+        last_norm=plan.last_norm,
+    )
+
+
+def introduce(plan: Plan, basis: Basis, world: World) -> str:
+    """In a line: what is about to be done."""
+    settings, step, size = plan.batches.settings, plan.batches.position.number, world.size
+    cut = f"{settings.shards} shards on {size} worker{'s' if size > 1 else ''} ({world.backend})"
+    rates = sorted({float(group["lr"]) for group in plan.optimizer.param_groups})
+    what = f"global batch {settings.global_batch}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
+    what = plan.large_batch.describe() if plan.large_batch is not None else what
+    how = "exact" if basis.exact else "fast: bits depend on the workers"
+    if basis.exact and world.device.type == "cpu":
+        threads = basis.options.threads
+        how += f", {threads} thread{'s' if threads > 1 else ''} each"
+    return f"{what}; {cut}; seed {basis.seed}; {how}{f', from step {step}' if step else ''}"

@@ -1,0 +1,121 @@
+"""When a run saves, and from where it goes on."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.differences import differences
+from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.writer import Writer
+from lockstep.errors import CheckpointError
+
+State = dict[str, Any]
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def read_interval(text: str | int | None) -> int | float | None:
+    """200: steps. "200": steps as well. "30s", "5m", "2h": seconds, a float. None: after every epoch."""
+    if text is None:
+        return None
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 1:
+        return text
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", text.strip()) if isinstance(text, str) else None
+    if match is not None and match[2] and float(match[1]) > 0:
+        return float(match[1]) * _SECONDS[match[2]]
+    if match is not None and not match[2] and match[1].isdecimal() and int(match[1]) >= 1:
+        return int(match[1])
+    raise ValueError(f"{text!r} is not how often to save: a number of steps such as 200, or a time such as 30s, 5m, 2h")
+
+
+class Saving:
+    """The checkpoints of one run. One worker writes them, in the background; each finds the newest by itself."""
+
+    def __init__(self, directory: Path | None, every: str | int | None, *, fence: Callable[[], bool]) -> None:
+        self._store = Store(directory) if directory is not None else None
+        self._every, self._fence = read_interval(every), fence
+        self._writer: Writer | None = None
+        self._saved_at = -1
+        self._saved_s = time.monotonic()
+
+    def begin(self, step: int) -> None:
+        """Nothing is new at this step."""
+        self._saved_at, self._saved_s = step, time.monotonic()
+
+    def is_due(self, number: int, *, ends_epoch: bool) -> bool:
+        """After the step with this number. By time each worker has its own answer; that of the writer counts."""
+        if self._every is None:
+            return ends_epoch
+        if isinstance(self._every, float):
+            return time.monotonic() - self._saved_s >= self._every
+        return (number + 1) % self._every == 0
+
+    def has(self, step: int) -> bool:
+        return self._saved_at == step
+
+    def save(self, step: int, state: Callable[[], State], *, writes: bool) -> None:
+        self.begin(step)
+        if self._store is None or not writes:
+            return
+        if self._writer is None:
+            self._writer = Writer(self._store, _warn, fence=self._fence)
+        self._writer.submit(step, state())
+
+    def drain(self) -> None:
+        """Wait for what is being written."""
+        if self._writer is not None:
+            self._writer.drain()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def find(self, now: State, *, tells: bool) -> State | None:
+        """The newest checkpoint that is whole, if it fits what the program has `now`."""
+        found = self._store.newest() if self._store is not None else None
+        if found is None:
+            return None
+        if tells:
+            for bad in found.skipped:
+                _warn(f"skipped {bad.path}: {bad.reason}")
+        differ = differences(found.state, now)
+        if differ:
+            raise CheckpointError(
+                f"{found.path} is of another run than this program makes:\n  " + "\n  ".join(differ) + "\n"
+                "Use what it was saved with, or another directory. Nothing was changed."
+            )
+        return found.state
+
+
+def named(things: Mapping[str, Any]) -> State:
+    """The states of what a run has (see `Run._named`)."""
+    schedule = things["schedule"]
+    return {
+        "model": dict(things["model"].state_dict()),
+        "optimizer": things["optimizer"].state_dict(),
+        "schedule": schedule.state_dict() if schedule is not None else None,
+        "loss_scale": things["loss_scale"].state(),
+        "batches": things["batches"].state(),
+        "kept": {name: thing.state_dict() for name, thing in things["kept"].items()},
+    }
+
+
+def restore(things: Mapping[str, Any], state: State) -> None:
+    """Where it does not fit, the batches say so before anything else is changed."""
+    things["batches"].restore(state["batches"])
+    things["model"].load_state_dict(state["model"])
+    things["optimizer"].load_state_dict(state["optimizer"])
+    if things["schedule"] is not None and state["schedule"] is not None:
+        things["schedule"].load_state_dict(state["schedule"])
+    things["loss_scale"].restore(state["loss_scale"])
+    for name, thing in things["kept"].items():
+        thing.load_state_dict(state["kept"][name])
+
+
+def _warn(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
