@@ -1,0 +1,164 @@
+"""Kills workers of training runs at named places and at random moments, and checks that nothing of it can be seen.
+
+A case is one `lockstep run --min 1` of a small program on 2 to 6 workers, over shm or Gloo. While it trains, workers
+are killed, one after the other, two at once, or all: in the backward pass, in each collective, between reducing and
+applying, in the optimiser, in a checkpoint's copy, write, fsync and rename, while a generation forms, while state is
+handed over, while joining, in evaluate, log, at the end, and from outside wherever they are. The run must end with
+status 0 and, bit by bit, with what a world of one computes undisturbed; must use every sample exactly once
+(`lockstep ledger`); must compute at most one step again per loss; and must leave no process, shared memory, port or
+half a checkpoint behind. Survivors must work again after 200 ms (half of all) and 1.5 s (99 %), counted from the kill
+itself.
+
+    python chaos/training.py                                2,000 kills over 50 seeds: an hour on two cores
+    python chaos/training.py --quick                        100 kills: 4 minutes
+    python chaos/training.py --seed 7 --only-case 3         one case again; with --times 20, twenty times
+
+The seed decides what is done to whom and when; the moment at which a signal lands is the machine's.
+Exit status: 0 when all of it held; 1 when not; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import training_verdict as verdict
+from training_job import References, carry_out, folder_for
+from training_plan import STRIKES, Case, plan
+from training_verdict import Result
+
+KILLS, SEEDS = 2000, 50
+QUICK_KILLS, QUICK_SEEDS = 100, 2
+QUICK_S = 240.0
+
+
+class Progress:
+    """One line, overwritten on a terminal; one line per case elsewhere."""
+
+    def __init__(self, wanted: int, what: str) -> None:
+        self._wanted, self._what, self._started_s = wanted, what, time.monotonic()
+
+    def show(self, results: list[Result]) -> None:
+        live = sys.stdout.isatty()
+        hits = verdict.hits_of(results)
+        failed = sum(bool(result.findings) for result in results)
+        took = [one.took_s for result in results for one in result.recoveries]
+        left_s = (time.monotonic() - self._started_s) / max(1, hits) * max(0, self._wanted - hits)
+        line = f"{hits} {self._what} in {len(results)} runs, {failed} failed, {left_s:.0f} s to go"
+        if took:
+            line += f"; recovery {1e3 * statistics.median(took):.0f} ms, worst {1e3 * max(took):.0f} ms"
+        print(f"\r{line:100}" if live else line, end="" if live else "\n", flush=True)
+
+
+def until_enough(
+    seeds: Iterable[int], wanted: int, results: list[Result], of: Callable[[int, int], Case]
+) -> Iterator[Case]:
+    """Cases of one seed after the other, until each has brought its share of what is wanted."""
+    seeds = list(seeds)
+    for n, seed in enumerate(seeds, 1):
+        number = 0
+        while verdict.hits_of(results) < wanted * n / len(seeds):
+            yield of(seed, number)
+            number += 1
+
+
+def campaign(cases: Iterable[Case], results: list[Result], progress: Progress, *, again: str, end_s: float) -> bool:
+    """Carry the cases out. `results` grows meanwhile: how many cases there are may depend on it. False: interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _campaign(cases, results, progress, again=again, end_s=end_s)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _campaign(cases: Iterable[Case], results: list[Result], progress: Progress, *, again: str, end_s: float) -> None:
+    references = References()
+    for case in cases:
+        if time.monotonic() > end_s:
+            print("\nthe time is over: what is left is not run")
+            break
+        reference = references.of(case.program)
+        with folder_for(case) as folder:
+            result = verdict.judge(carry_out(case, folder), reference)
+            if result.findings:
+                (folder / "keep").touch()
+                print(f"\r{verdict.failures(result, again=again)}\n    its folder: {folder}")
+        result.seen.traces = {}  # they are large
+        results.append(result)
+        progress.show(results)
+
+
+def report(results: list[Result], *, whole: bool, seconds: float) -> int:
+    failed, slow = sum(bool(result.findings) for result in results), verdict.too_slow(results)
+    print(f"\n{verdict.table(results)}\n\n{verdict.summary(results)}")
+    for text in slow:
+        print(f"TOO SLOW: {text}")
+    rest = "" if whole else ", INTERRUPTED"
+    print(f"{len(results)} runs, {verdict.hits_of(results)} hits, {failed} runs failed, {seconds:.0f} s{rest}")
+    return 1 if failed or slow or not whole else 0
+
+
+def write_json(path: Path, results: list[Result]) -> None:
+    found = [
+        {
+            "case": asdict(result.seen.case),
+            "status": result.seen.status,
+            "hits": [asdict(hit) for hit in result.seen.hits],
+            "findings": [asdict(finding) for finding in result.findings],
+            "recoveries": [one._asdict() for one in result.recoveries],
+            "computed_again": result.again,
+            "computed_again_after_all_were_lost": result.after_all,
+        }
+        for result in results
+    ]
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def read_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, metavar="N", help=f"default {KILLS}; with --quick {QUICK_KILLS}")
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"default {SEEDS}; with --quick {QUICK_SEEDS}")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first of them (default 0)")
+    parser.add_argument("--quick", action="store_true", help=f"with --within-s {QUICK_S:.0f}")
+    parser.add_argument("--within-s", type=float, metavar="S", help="begin no case after so long")
+    parser.add_argument("--only-case", type=int, metavar="N", help="this one of the seed")
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="with --only-case: so often")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
+    arguments = parser.parse_args(argv)
+    arguments.kills = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
+    arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    if arguments.kills < 1 or arguments.seeds < 1 or arguments.times < 1:
+        parser.error("--kills, --seeds and --times must be positive")
+    if arguments.only_case is not None and arguments.only_case < 0:
+        parser.error(f"--only-case {arguments.only_case}: cases are numbered from 0")
+    return arguments
+
+
+def main(argv: list[str]) -> int:
+    arguments, results = read_arguments(argv), list[Result]()
+    started_s = time.monotonic()
+    if arguments.only_case is not None:
+        cases: Iterable[Case] = [plan(arguments.seed, arguments.only_case)] * arguments.times
+        wanted = STRIKES * arguments.times
+    else:
+        seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+        cases, wanted = until_enough(seeds, arguments.kills, results, plan), arguments.kills
+    end_s = started_s + (arguments.within_s or (QUICK_S if arguments.quick else float("inf")))
+    progress = Progress(wanted, "kills")
+    whole = campaign(cases, results, progress, again="python chaos/training.py", end_s=end_s)
+    if arguments.json:
+        write_json(arguments.json, results)
+    return report(results, whole=whole, seconds=time.monotonic() - started_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

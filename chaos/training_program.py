@@ -1,0 +1,299 @@
+"""What the workers of a training campaign run: a small program such as a user writes, with an ear for the driver.
+
+In its folder it finds `control`, what the driver wants now, and leaves: `lives/PID`, that it is there; `names/PID`,
+which worker it is; `traces/PID`, a line for every place it came by; `claims/N`, that it is the one to be hit by order
+N; `ends/PID`, what it has computed.
+
+    python chaos/training_program.py --reference mlp:0 gpt:1       what an undisturbed world of one computes
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep import faults
+from lockstep.elastic import seat as seats
+from lockstep.train.metrics import Mean
+from training_life import is_alive
+from training_plan import ALL, EPOCHS, STACKS, Who
+
+SHARDS, BATCH, STEPS_PER_EPOCH = 8, 24, 12
+THREADS = 1
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+@dataclass(frozen=True)
+class Variant:
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    inputs: Callable[[int, torch.Generator], Tensor]
+    last_batch: int  # samples in the last batch of an epoch
+    averages: bool = False  # the program keeps an average of the weights, which it updates after each step
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(F.relu(self.norm(self.first(x))).mean((2, 3)))
+        return out
+
+
+class Gpt(nn.Module):
+    """One block: dropout in it, and a table of embeddings."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(32, width), nn.Embedding(10, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.2, batch_first=True, norm_first=True)
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        out: Tensor = self.last(self.block(hidden, src_mask=nn.Transformer.generate_square_subsequent_mask(10))[:, -1])
+        return out
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+VARIANTS = {
+    "mlp": Variant(_mlp, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17),
+    "cnn": Variant(Cnn, _momentum, lambda n, dice: torch.randn(n, 1, 8, 8, generator=dice), last_batch=19),
+    "gpt": Variant(
+        Gpt, _adamw, lambda n, dice: torch.randint(32, (n, 10), generator=dice), last_batch=9, averages=True
+    ),
+    # Fewer samples than shards in the last batch: some shards are empty.
+    "tiny": Variant(
+        lambda: nn.Linear(5, 4), _momentum, lambda n, dice: torch.randn(n, 5, generator=dice), last_batch=5
+    ),
+}
+
+
+class Samples(torch.utils.data.TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        # In a loader process torch has put a handler of its own in the place of any other, which tells nothing.
+        if torch.utils.data.get_worker_info() is not None and not faulthandler.is_enabled():
+            faulthandler.enable()
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+class Average:
+    """Of the weights over the steps. The program's own: the library knows it as something to be remembered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.values[name].lerp_(parameter, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            self.values[name].copy_(value)
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in self.values.values())).hexdigest()
+
+
+def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> dict[str, Any]:
+    """What every worker that comes to the end must have found, bit by bit."""
+    variant, losses, figures = VARIANTS[name], dict[int, str](), dict[int, str]()
+    dice = torch.Generator().manual_seed(seed)
+    samples = BATCH * (STEPS_PER_EPOCH - 1) + variant.last_batch
+    data = Samples(variant.inputs(samples, dice), torch.randint(4, (samples,), generator=dice))
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        if ear is not None:
+            ear.computes()
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+    def correct(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        return (model(x).argmax(1) == y).sum(), len(y)
+
+    directory = chosen.folder / "run" if chosen.folder is not None else None
+    options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
+    with lockstep.Run(directory, seed=seed, save_every=chosen.save_every, **options) as run:
+        model = run.replicate(variant.model())
+        average = Average(model)
+        if variant.averages:
+            run.remember(average=average)
+        optimizer = variant.optimizer(model)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS_PER_EPOCH * EPOCHS)
+        batches = run.batches(
+            data, global_batch=BATCH, shards=SHARDS, epochs=chosen.epochs or EPOCHS, loaders=chosen.loaders
+        )
+        for batch in run.track(batches, optimizer, schedule=schedule, steps=chosen.steps):
+            if ear is not None:
+                ear.begins(batch.number, run)
+            losses[batch.number] = run.step(loss, batch).loss.hex()
+            if variant.averages:
+                average.update(model)
+            if batch.ends_epoch:
+                mean = run.evaluate(correct, data, batch=50)
+                assert isinstance(mean, Mean)
+                figures[batch.number] = run.log(accuracy=float(mean))["accuracy"].hex()
+        found: dict[str, Any] = {"digest": run.digest(), "average": average.digest() if variant.averages else ""}
+        found |= {"losses": losses, "figures": figures, "steps": batches.position.number}
+        if ear is not None:
+            ear.ends(found)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- the ear
+
+
+class Ear:
+    """Hears what the driver wants, does it to itself, and writes down where this worker has been."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pid = folder, os.getpid()
+        self._step, self._computing, self._first = -1, (-1, -1), -1
+        self._order_seen, self._hits = -1, 0
+        (folder / "lives" / str(self._pid)).write_text(os.environ.get("MASTER_PORT", ""))
+        self._trace = os.open(folder / "traces" / str(self._pid), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._seat = seats.take()
+        faults.hook = self.comes_by
+
+    @property
+    def _generation(self) -> int:
+        return self._seat.generation if self._seat is not None else 0
+
+    def _mark(self, place: str, step: int) -> None:
+        line = f"{time.monotonic_ns()} {self._generation} {faults.here.get('rank', -1)} {step} {place}\n"
+        os.write(self._trace, line.encode())
+
+    def begins(self, step: int, run: lockstep.Run) -> None:
+        """A batch was handed out."""
+        self._step = step
+        self._mark("batch", step)
+        control = self._control()
+        if control.get("stop"):
+            run.stop()
+        time.sleep(control["pace_s"])
+
+    def computes(self) -> None:
+        """In the loss function: once for every time that a step is computed, by this worker in this generation."""
+        if self._computing != (self._generation, self._step):
+            self._computing = (self._generation, self._step)
+            self._mark("loss", self._step)
+
+    def ends(self, found: dict[str, Any]) -> None:
+        path = self._folder / "ends" / str(self._pid)
+        path.with_suffix(".part").write_text(json.dumps(found))
+        path.with_suffix(".part").rename(path)
+
+    def comes_by(self, place: str) -> None:
+        """Called by the library at every named place, also by the thread that writes checkpoints."""
+        if self._first < 0 < self._generation:
+            self._first = self._generation
+            (self._folder / "names" / str(self._pid)).write_text(str(faults.here["worker"]))
+        self._mark(place, faults.here.get("step", -1))
+        order = self._control().get("order")
+        if order is None or order["place"] != place or not self._is_meant(Who(order["who"])):
+            return
+        if self._order_seen != order["id"]:
+            self._order_seen, self._hits = order["id"], 0
+        self._hits += 1
+        if self._hits == order["nth"]:
+            self._obey(order)
+
+    def _control(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self._folder / "control").read_bytes())
+        return found
+
+    def _is_meant(self, who: Who) -> bool:
+        rank = faults.here.get("rank")
+        match who:
+            case Who.FIRST:
+                return rank == 0
+            case Who.OTHER:
+                return rank != 0
+            case Who.NEWCOMER:
+                return self._generation == self._first  # the first generation that it is in, or none yet
+        return True
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        victims = [*self._others(order["also"]), self._pid]
+        claim = {"at_s": time.monotonic(), "pids": victims, "place": order["place"], "step": faults.here.get("step")}
+        path = self._folder / "claims" / str(order["id"])
+        draft = path.with_name(f"{order['id']}.{self._pid}")
+        draft.write_text(json.dumps(claim))
+        try:
+            os.link(draft, path)  # one worker gets it, and it is whole from the first moment on
+        except FileExistsError:
+            draft.unlink()
+            return
+        draft.unlink()
+        for pid in victims:
+            assert pid > 1  # 0 would be a whole group
+            with suppress(ProcessLookupError):
+                os.kill(pid, order["signal"])
+        time.sleep(0.2)  # it reaches us somewhere in here; one that was stopped wakes up here
+
+    def _others(self, count: int) -> list[int]:
+        alive = [int(path.name) for path in (self._folder / "lives").iterdir() if is_alive(path.name)]
+        others = sorted(pid for pid in alive if pid != self._pid)
+        return others if count == ALL else others[:count]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--variant", default="mlp")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend")
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--loaders", type=int, default=0)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--reference", nargs="*", metavar="VARIANT:SEED")
+    chosen = parser.parse_args()
+    if chosen.reference is not None:
+        for name, _, seed in (one.partition(":") for one in chosen.reference):
+            print(json.dumps([f"{name}:{seed}", train(chosen, name, int(seed), None)]), flush=True)
+        return 0
+    with (chosen.folder / "stacks" / str(os.getpid())).open("w") as stacks:
+        faulthandler.register(STACKS, file=stacks, all_threads=True)
+        train(chosen, chosen.variant, chosen.seed, Ear(chosen.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
