@@ -55,6 +55,7 @@ def start(tmp_path: Path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_step_measures_every_arm_on_two_workers(start, tmp_path):
     found = tmp_path / "found.json"
     process = start("step", "--quick", "--models", "tiny", "--rounds", "3", "--json", str(found))
@@ -86,6 +87,7 @@ def test_wrapper_measures_every_arm_in_a_world_of_one(tmp_path, capsys):
         assert all(arm["step_ms"]["median"] > 0 for arm in batch.values())
 
 
+@pytest.mark.slow
 def test_the_worker_that_failed_is_named(start):
     process = start("step", "--models", "tiny", "--arms", "none,classes.Raises")
     _, errors = process.communicate(timeout=60)
@@ -94,6 +96,7 @@ def test_the_worker_that_failed_is_named(start):
     assert errors.rstrip().endswith("ArithmeticError: one and one is three")
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_parent(start, tmp_path):
     process = start("step", "--models", "tiny", "--arms", "classes.Hangs")
     hanging = tmp_path / "hanging"

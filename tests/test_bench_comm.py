@@ -74,6 +74,7 @@ def test_every_collective_is_measured_on_two_workers(tmp_path):
         assert case["arms"][GLOO]["copy_share"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_nobody_outlives_a_killed_parent():
     process = run_comm("--workers", "2", "--sizes", "4", "--rounds", "100000")
     assert process.stderr is not None
@@ -287,6 +288,7 @@ def work_that_fails(seat: Seat, job: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "says"),
     [

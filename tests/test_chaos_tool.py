@@ -190,6 +190,7 @@ def wait_until(condition, wait_s: float = 80) -> None:  # type: ignore[no-untype
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_gloo_names_nobody_and_the_campaign_is_red(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     tool = start(tmp_path, "--backend", "gloo", "--kills", "2", "--json", str(found))
@@ -206,6 +207,7 @@ def test_gloo_names_nobody_and_the_campaign_is_red(tmp_path: Path) -> None:
     assert not marked_processes(f"LOCKSTEP_CHAOS={tool.pid}-")
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_tool_though_it_is_killed(tmp_path: Path) -> None:
     tool = start(tmp_path, "--backend", "gloo", "--kills", "500")
     mark = f"LOCKSTEP_CHAOS={tool.pid}-"

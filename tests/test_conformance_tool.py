@@ -109,6 +109,7 @@ def test_torch_class_passes_and_a_test_without_an_object_does_not_count(start, t
     assert "without building" in outcomes["test_dump_DDP_relevant_env_vars"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_class_that_ignores_no_sync_is_a_difference(start):
     tests = f"{NO_SYNC}$|test_DistributedDataParallelCPU$"
     output = finish(start("--class", "classes.IgnoresNoSync", "--only", tests), status=1)
@@ -116,6 +117,7 @@ def test_a_class_that_ignores_no_sync_is_a_difference(start):
     assert f"{NO_SYNC}\n    torch: pass   classes.IgnoresNoSync: fail\n    AssertionError" in output
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_deadline(start):
     output = finish(start("--class", "classes.Hangs", "--only", f"{NO_SYNC}$", "--timeout-s", "2", "-v"), status=1)
     assert "in no_sync" in output  # where it hangs
@@ -128,6 +130,7 @@ LEFT_HANGING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("name", LEFT_HANGING)
 def test_no_process_is_left_behind(start, tmp_path, name, number):
@@ -147,6 +150,7 @@ def wait_until(condition, wait_s: float = 30) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_class_that_does_not_exist_is_a_wrong_argument(start):
     assert "cannot load classes.Missing" in finish(start("--class", "classes.Missing"), status=2)
 
@@ -154,6 +158,7 @@ def test_a_class_that_does_not_exist_is_a_wrong_argument(start):
 # ------------------------------------------------------------------------------------------------- backend.py
 
 
+@pytest.mark.slow
 def test_gloo_passes_as_itself_and_taken_for_others_and_its_groups_are_counted(start, tmp_path):
     found = tmp_path / "found.json"
     tests = "test_(all_reduce_sum_complex|all_to_all_single_equal_split|reduce_scatter_v_cuda|broadcast_group)$"
@@ -166,6 +171,7 @@ def test_gloo_passes_as_itself_and_taken_for_others_and_its_groups_are_counted(s
     assert outcomes["test_broadcast_group (cpu x3)"]["built"] == 5  # three ranks, and two of them in a subgroup
 
 
+@pytest.mark.slow
 def test_a_backend_that_only_hands_on_passes_what_gloo_passes(start):
     tests = "test_(all_reduce_sum_complex|get_backend|broadcast|all_gather)$"
     output = finish(start("--backend", "backends.fair", "--only", tests, tool="backend.py"), status=0)
@@ -173,6 +179,7 @@ def test_a_backend_that_only_hands_on_passes_what_gloo_passes(start):
     assert "0 differ" in output
 
 
+@pytest.mark.slow
 def test_a_backend_that_adds_wrongly_is_a_difference(start):
     tests = "test_(all_reduce_sum|all_reduce_values)$"
     output = finish(start("--quick", "--backend", "backends.wrong", "--only", tests, tool="backend.py"), status=1)
@@ -180,6 +187,7 @@ def test_a_backend_that_adds_wrongly_is_a_difference(start):
     assert "test_all_reduce_values (cpu x3)\n    gloo: pass   wrong: fail\n    AssertionError" in output
 
 
+@pytest.mark.slow
 def test_a_collective_that_hangs_ends_at_the_deadline(start):
     options = ("--quick", "--backend", "backends.hangs", "--only", "all_reduce_sum_complex$", "--timeout-s", "2", "-v")
     output = finish(start(*options, tool="backend.py"), status=1)
@@ -187,6 +195,7 @@ def test_a_collective_that_hangs_ends_at_the_deadline(start):
     assert "gloo: pass   hangs: timeout" in output
 
 
+@pytest.mark.slow
 def test_a_backend_that_nobody_registers_is_a_wrong_argument(start):
     assert "torch.distributed knows" in finish(start("--backend", "backends.missing", tool="backend.py"), status=2)
     assert "cannot import nowhere" in finish(start("--backend", "nowhere.missing", tool="backend.py"), status=2)

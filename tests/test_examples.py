@@ -78,7 +78,7 @@ def test_help_says_what_it_does_and_how_it_is_started() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "differently"),
     [
-        ("chargpt.py", ("--steps", "3", "--text", str(ROOT / "README.md")), ()),
+        pytest.param("chargpt.py", ("--steps", "3", "--text", str(ROOT / "README.md")), (), marks=pytest.mark.slow),
         ("cifar_like.py", ("--steps", "6", "--optimizer", "lars"), ("--loaders", "1")),
     ],
     ids=["chargpt", "cifar_like"],
@@ -88,6 +88,7 @@ def test_one_digest(name: str, arguments: tuple[str, ...], differently: tuple[st
     assert end_of(start(name, *arguments, *differently, workers=3, logs=tmp_path)) == alone
 
 
+@pytest.mark.slow
 def test_digits_are_learned_and_a_run_goes_on_elsewhere_with_the_same_bits(tmp_path: Path) -> None:
     arguments, kept = ("--batch", "128", "--seed", "1"), ("--directory", str(tmp_path / "kept"))
     whole = end_of(start("digits.py", *arguments))
@@ -97,6 +98,7 @@ def test_digits_are_learned_and_a_run_goes_on_elsewhere_with_the_same_bits(tmp_p
     assert end_of(start("digits.py", *arguments, *kept, workers=2, logs=tmp_path / "logs")) == whole
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run() -> None:
     first, second = (start("digits.py", "--steps", "2", "--seed", seed) for seed in ("1", "2"))
     assert end_of(first).digest != end_of(second).digest

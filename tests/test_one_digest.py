@@ -13,6 +13,7 @@ from crew import crew
 from runs import PROGRAMS, train, use
 
 WORLDS = [(1, "gloo"), *((n, backend) for backend in ("shm", "gloo") for n in (2, 3, 4, 8)), (4, "hierarchy")]
+SLOW = [(2, "gloo"), (3, "shm"), (4, "gloo"), (8, "shm"), (8, "gloo")]
 
 
 def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
@@ -29,7 +30,10 @@ def results(size: int, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("world", WORLDS[1:], ids=lambda world: f"{world[0]}-{world[1]}")
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW), id=f"{one[0]}-{one[1]}") for one in WORLDS[1:]],
+)
 def test_any_number_of_workers_gives_the_same_bits(world: tuple[int, str], name: str) -> None:
     assert results(*world)[name] == results(1, "gloo")[name]
 
@@ -49,6 +53,7 @@ def results_of_parts() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_going_on_with_other_numbers_of_workers_gives_the_same_bits(name: str) -> None:
     assert results_of_parts()[name] == results(1, "gloo")[name]

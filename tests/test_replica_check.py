@@ -129,7 +129,7 @@ planted = functools.partial(seen, plant_all)
 
 
 @pytest.mark.parametrize("name", PLANTS)
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_changed_bit_is_found_and_named(size: int, name: str) -> None:
     cases = {key: text for key, text in planted(size).items() if key[0] == name}
     assert len(cases) == 2
@@ -258,7 +258,7 @@ def audit_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
 
 
 audits = functools.partial(seen, audit_all)
-every_world = pytest.mark.parametrize("size", [1, 2, 3])
+every_world = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 
 
 @every_world

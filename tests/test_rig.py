@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ needs_root = pytest.mark.skipif(not can_make_hosts(), reason="needs root, ip and
 
 def bench(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lockstep.measure.bench", "hosts", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell starts what is in the background with SIGINT ignored, and so would these be.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def holders() -> set[int]:
@@ -110,6 +113,7 @@ def test_hosts_reach_each_other_over_links_that_count():
     wait_until_only(before)
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.timeout(240)
 def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
@@ -126,6 +130,7 @@ def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
     wait_until_only(before)
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

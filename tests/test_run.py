@@ -34,6 +34,7 @@ from crew import Failure, crew, try_crew
 from lockstep.elastic.supervisor import reserve_port
 from lockstep.seed import sow
 from lockstep.train import once, setting
+from lockstep.train.run import PREEMPTED
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)
 
@@ -159,7 +160,7 @@ def error_of(call: Callable[[], Any]) -> str:
 def stop(rank: int, size: int, folder: Path) -> Any:
     """One worker asks; all end after the same step, and a checkpoint is there."""
     seen: list[int] = []
-    with quiet(folder) as run:
+    with quiet(folder) as run:  # what the program itself asks for does not end it with a status
         model = run.replicate(mlp())
         for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), adamw(model.parameters())):
             assert not run.should_stop
@@ -175,18 +176,25 @@ def stop(rank: int, size: int, folder: Path) -> Any:
 
 def saving(rank: int, size: int, folder: Path) -> Any:
     """When checkpoints are written, and what is in the state dict of a replicated model."""
-    with quiet(folder, save_every=3) as run:
-        model = run.replicate(mlp())
-        batches = run.batches(data(100), global_batch=32, epochs=2)
-        steps = []
-        for batch in run.track(batches, sgd(model.parameters())):
-            steps.append(sorted(int(path.name[-3:]) for path in folder.glob("checkpoints/*")))
-            run.step(classify, batch)
-    return {
-        "before each step": steps,
-        "in the end": sorted(int(path.name[-3:]) for path in folder.glob("checkpoints/*")),
-        "keys": list(model.state_dict()) == list(mlp().state_dict()),
-    }
+
+    def saved(below: str) -> list[int]:
+        """A name of something half written would be an error here."""
+        return sorted(int(path.name.removeprefix("step-")) for path in folder.glob(f"{below}/checkpoints/*"))
+
+    found = {}
+    for name, every in {"steps": 3, "no time": "0.001s", "long": "9h"}.items():
+        with quiet(folder / name, save_every=every) as run:
+            model = run.replicate(mlp())
+            batches = run.batches(data(100), global_batch=32, epochs=2)
+            steps = []
+            for batch in run.track(batches, sgd(model.parameters())):
+                run.once(run._saving.drain)  # they are written in the background
+                steps.append(saved(name))
+                run.step(classify, batch)
+            after_track = saved(name)  # nobody has waited here but in `track`
+        found[name] = {"before each step": steps, "in the end": after_track}
+        assert saved(name) == after_track
+    return found | {"keys": list(model.state_dict()) == list(mlp().state_dict())}
 
 
 def with_schedule(folder: Path | None, *, stop_at: int | None = None, **options: Any) -> tuple[str, float]:
@@ -460,7 +468,7 @@ def seen(size: int, scene: str) -> Any:
     return found[0]
 
 
-every_world = pytest.mark.parametrize("size", WORLDS)
+every_world = pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 
 # ---- figures ------------------------------------------------------------------------------------------------------
 
@@ -553,6 +561,48 @@ def test_others_wait_as_long_as_it_takes_and_say_for_whom() -> None:
         assert said == ("lockstep: rank 0 waits for rank 1 in once(<lambda>), 1 s\n" if rank == 0 else "")
 
 
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def slow_backward(rank: int, size: int, backend: str, store: str) -> str:
+    """One worker takes longer than the others keep quiet: they look around, and wait on."""
+    use(backend, store, rank, size)
+    os.environ["LOCKSTEP_STALL_S"] = "0.3"
+    with quiet() as run:
+        model = run.replicate(mlp())
+        for batch in run.track(run.batches(data(96), global_batch=32), adamw(model.parameters())):
+            seconds = 0.4 if batch.number == 1 and rank == 1 else 0.0
+
+            def loss(model: Any, batch: Any, seconds: float = seconds) -> tuple[Tensor, int]:
+                total, weight = classify(model, batch)
+                return Slow.apply(total, seconds), weight
+
+            run.step(loss, batch)
+        return run.digest()
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        ("shm", 3),
+        ("gloo", 2),
+        ("gloo", 3),
+    ],
+)
+def test_a_slow_backward_pass_is_waited_for(backend: str, size: int, tmp_path: Path) -> None:
+    digests = crew(slow_backward, size, backend, str(tmp_path / "store"))
+    assert digests == [train(Program(mlp, adamw, samples=96), epochs=1)[0]] * size
+
+
 # ---- stopping and going on ----------------------------------------------------------------------------------------
 
 
@@ -575,8 +625,11 @@ def test_going_on_gives_the_digest_of_an_undisturbed_run(size: int) -> None:
 @every_world
 def test_checkpoints_come_when_they_are_due_and_have_plain_names(size: int) -> None:
     found = seen(size, "saving")
-    assert found["before each step"] == [[], [], [], [3], [3], [3], [3, 6], [3, 6]]
-    assert found["in the end"] == [6, 8]
+    assert found["steps"]["before each step"] == [[], [], [], [3], [3], [3], [3, 6], [3, 6]]
+    assert found["steps"]["in the end"] == [6, 8]
+    assert found["no time"]["before each step"] == [[], [1], *([n - 1, n] for n in range(2, 8))]
+    assert found["no time"]["in the end"] == [7, 8]
+    assert found["long"] == {"before each step": [[]] * 8, "in the end": [8]}
     assert found["keys"]
 
 
@@ -600,14 +653,15 @@ with lockstep.Run("run", seed=7, progress=False) as run:
 """
 
 
-def test_sigterm_to_one_worker_ends_all_after_the_same_step(stage: Stage) -> None:  # noqa: F811
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, number: int) -> None:  # noqa: F811
     script = stage.script(STOPPABLE.format(tests=str(Path(__file__).parent)))
     launcher = stage.start("-n", "2", script, PAUSE_AT="2")
     wait_for(lambda: (stage.folder / "pid-1").exists(), "the workers to train", within_s=30)
     time.sleep(0.1)  # it writes its number
-    os.kill(int((stage.folder / "pid-1").read_text()), signal.SIGTERM)
+    os.kill(int((stage.folder / "pid-1").read_text()), number)
     done = stage.end(launcher)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == PREEMPTED, done.stderr
     lines = [line.partition("steps ")[2] for line in done.stdout.splitlines() if "steps " in line]
     assert len(lines) == 2
     assert lines[0] == lines[1]
@@ -620,6 +674,24 @@ def test_sigterm_to_one_worker_ends_all_after_the_same_step(stage: Stage) -> Non
             assert batch.number >= 4
             run.step(classify, batch)
         assert run.digest() == train(Program(mlp, adamw))[0]
+
+
+def test_how_often_to_save_may_be_said_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `lockstep run --checkpoint-every`. What the program says itself counts more."""
+    monkeypatch.setenv("LOCKSTEP_CHECKPOINT_EVERY", "3")
+    saved = {}
+    for name, options in {"outside": {}, "inside": {"save_every": 5}}.items():
+        with quiet(tmp_path / name, **options) as run:
+            model = run.replicate(mlp())
+            for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), sgd(model.parameters())):
+                run.step(classify, batch)
+                run._saving.drain()
+        saved[name] = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+    assert saved["outside"] == ["step-000000006", "step-000000008"]
+    assert saved["inside"] == ["step-000000005", "step-000000008"]
+    monkeypatch.setenv("LOCKSTEP_CHECKPOINT_EVERY", "often")
+    with pytest.raises(ValueError, match="'often' is not how often to save"), quiet():
+        pass
 
 
 @every_world

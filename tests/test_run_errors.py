@@ -430,10 +430,20 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         )
         for name, value in (
             ("precision", "fp8"), ("wire", "int8"), ("on_nonfinite", "cry"), ("clip_norm", 0.0), ("clip_norm", "1"),
-            ("check_every", 0), ("audit_every", -1), ("save_every", 0), ("save_every", True), ("threads", 0),
-            ("seed", 1.0), ("seed", "7"),
+            ("check_every", 0), ("audit_every", -1), ("threads", 0), ("seed", 1.0), ("seed", "7"),
         )
     },
+    **{
+        f"save_every={value!r}": (
+            lambda here, value=value: here.run(save_every=value),
+            rf"ValueError: save_every: {re.escape(repr(value))} is not how often to save: a number of steps such as",
+        )
+        for value in (0, -1, True, 2.5, "0", "0s", "5 minutes", "m", "")
+    },
+    "one save_every each": (
+        lambda here: here.train(save_every=here.last("5m", 5)),
+        r"ReplicaMismatch: Run: options is .*save_every=5,.* on rank 0 and .*save_every='5m'.* on rank {last}",
+    ),
     "audit without exactness": (
         lambda here: here.train(audit_every=1, exact=False),
         r"ValueError: audit_every= needs exact=True and a map-style dataset",
@@ -445,11 +455,12 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     # -- going on
     "another seed": (
         lambda here: resumed(here, "seed", seed=8),
-        r"CheckpointError: .*seed holds a run with seed=7, and this one has seed=8; use the same, or another directory",
+        r"CheckpointError: .*/seed/checkpoints/step-000000001 is of another run .*seed is 7 in the checkpoint and 8 in "
+        r"the program\nUse what it was saved with, or another directory. Nothing was changed. weights unchanged",
     ),
     "another number of shards": (
         lambda here: resumed(here, "shards", batches={"shards": 4}),
-        r"CheckpointError: .*shards holds a run with shards=8, and this one has shards=4",
+        r"CheckpointError: .*shards is 8 in the checkpoint and 4 in the program",
     ),
     "another batch": (
         lambda here: resumed(here, "batch", batches={"global_batch": 16}),
@@ -457,7 +468,7 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     ),
     "another model": (
         lambda here: resumed(here, "model", model=lambda: nn.Linear(16, 10)),
-        r"RuntimeError: Error\(s\) in loading state_dict for Linear",
+        r"CheckpointError: .*weight \[10, 16\] float32 is not in the checkpoint.*weights unchanged",
     ),
     "a damaged checkpoint": (
         lambda here: resumed(here, "damaged", damage=True),
@@ -556,13 +567,14 @@ def fail_alone(rank: int, size: int, backend: str, store: str, place: str) -> No
         return 0
 
     def loss(model: Any, batch: Any) -> Any:
-        if "loss" in place and run._batches.position.number == 3:
+        if "loss" in place and batches.position.number == 3:
             fail()
         return classify(model, batch)
 
     with lockstep.Run(seed=7, progress=False, device="cpu") as run:
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(96), global_batch=32, epochs=2), sgd(model.parameters())):
+        batches = run.batches(data(96), global_batch=32, epochs=2)
+        for batch in run.track(batches, sgd(model.parameters())):
             run.step(loss, batch)
         if "evaluate" in place:
             run.evaluate(lambda model, batch: (fail(), 1), data(96), batch=8)
@@ -591,11 +603,12 @@ def test_the_launcher_ends_all_and_says_why(stage: Stage) -> None:  # noqa: F811
         f"import lockstep\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from runs import classify, data, mlp, sgd\n"
         "def loss(model, batch):\n"
-        "    if rank == 1 and run._batches.position.number == 3: raise ArithmeticError('of my own')\n"
+        "    if rank == 1 and batches.position.number == 3: raise ArithmeticError('of my own')\n"
         "    return classify(model, batch)\n"
         "with lockstep.Run(seed=7, progress=False) as run:\n"
         "    model = run.replicate(mlp())\n"
-        "    for batch in run.track(run.batches(data(96), global_batch=32, epochs=2), sgd(model.parameters())):\n"
+        "    batches = run.batches(data(96), global_batch=32, epochs=2)\n"
+        "    for batch in run.track(batches, sgd(model.parameters())):\n"
         "        run.step(loss, batch)\n"
     )
     began = time.monotonic()

@@ -167,7 +167,7 @@ def reducing(rank: int, size: int) -> list[str]:
     return trial.wrong + usual.wrong
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_reductions(workers: int) -> None:
     assert crew(reducing, workers) == [[]] * workers
 
@@ -270,7 +270,7 @@ def moving(rank: int, size: int) -> list[str]:
     return trial.wrong
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_moves(workers: int) -> None:
     assert crew(moving, workers) == [[]] * workers
 
@@ -326,6 +326,6 @@ def hurried(rank: int, size: int, seed: int) -> list[str]:
     return trial.wrong
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_many_collectives_in_flight_waited_for_in_any_order(workers: int) -> None:
     assert crew(hurried, workers, workers) == [[]] * workers

@@ -1,0 +1,105 @@
+"""`lockstep certify`: a program that keeps the promise, and some that do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.measure.certify import Arm, Difference, arms_for, first_difference, likely_cause
+
+PROGRAM = """
+import torch, torch.nn.functional as F, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def loss(model, batch):
+    x, y = batch
+    {mistake}
+    return F.mse_loss(model(x), y, reduction="sum"), len(x)
+
+g = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(64, 4, generator=g), torch.randn(64, 2, generator=g))
+with lockstep.Run("run", seed=1, progress=False, check_every=1000) as run:
+    model = run.replicate(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for batch in run.track(run.batches(data, global_batch=16, shards=4, epochs=5), optimizer):
+        run.step(loss, batch)
+    raise AssertionError("certify ends the program before this")
+"""
+
+
+def seen(*losses: float, **tensors: int) -> dict[int, dict[str, object]]:
+    return {n: {"loss": loss, "tensors": dict(tensors)} for n, loss in enumerate(losses)}
+
+
+def test_the_first_difference_is_named() -> None:
+    one = seen(1.0, 2.0, a=1, b=2)
+    assert first_difference(one, seen(1.0, 2.0, a=1, b=2)) is None
+    assert first_difference(one, seen(1.0, 3.0, a=1, b=2)) == Difference(1, [])
+    assert first_difference(one, seen(1.0, 2.0, a=1, b=3)) == Difference(0, ["b"])
+    assert first_difference(one, seen(1.0, 2.0, a=1)) == Difference(0, ["b"])
+    late = first_difference(one, seen(1.0, a=1, b=2))
+    assert late is not None
+    assert late.step == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({0, 1, 2, 3}, "does not repeat itself even on one worker"),
+        ({1, 2, 3}, "depends on the workers"),
+        ({3}, "only the killed run differs"),
+        ({2}, "some numbers of workers differ"),
+    ],
+)
+def test_the_likely_cause(wrong: set[int], cause: str) -> None:
+    arms = arms_for([1, 2, 4], 8)[1:]
+    assert arms[-1] == Arm("3 workers, one killed in step 4", 3, killed_in=4)
+    found = {arm: Difference(3, ["a"]) if n in wrong else None for n, arm in enumerate(arms)}
+    assert cause in likely_cause(found)
+
+
+def certify(folder: Path, mistake: str, *options: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    (folder / "program.py").write_text(PROGRAM.format(mistake=mistake))
+    monkeypatch.chdir(folder)
+    return cli.main(["certify", "--workers", "1,2", "--steps", "4", *options, "program.py"])
+
+
+def test_a_good_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    status = certify(tmp_path, "pass", "--json", "certificate.json", monkeypatch=monkeypatch)
+    said = capfd.readouterr().out
+    assert status == 0, said
+    assert said.count("the same bits") == 4
+    assert json.loads((tmp_path / "certificate.json").read_text())["holds"] is True
+    assert not (tmp_path / "run").exists()  # what the program would save is not touched
+
+
+@pytest.mark.slow
+def test_a_program_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a worker did before is not the same on another number of workers."""
+    mistake = "loss.calls = getattr(loss, 'calls', 0) + 1; x = x * (1 + loss.calls)"
+    assert certify(tmp_path, mistake, monkeypatch=monkeypatch) == 1
+    said = capfd.readouterr().out
+    assert "differs after step 0: 0.weight" in said
+    assert "depends on the workers" in said
+
+
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in [
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["--workers", "two", "x.py"], "not a list of numbers"),
+        ([], "which program?"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["certify", *arguments])
+        assert ended.value.code == 2
+        assert words in capfd.readouterr().err
+    (tmp_path / "idle.py").write_text("print('nothing')\n")
+    assert cli.main(["certify", "idle.py"]) == 2
+    assert "must train with a lockstep.Run" in capfd.readouterr().out

@@ -1,0 +1,827 @@
+"""The parts of an elastic run, one by one: lines, restarts, the roster with workers that are played, faults, intervals.
+
+Nothing is started here. tests/test_recovery.py has the real processes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lockstep import faults
+from lockstep.elastic import line as lines
+from lockstep.elastic.arbiter import LocalClient, Terms
+from lockstep.elastic.line import Line, LineError, Lines, encode
+from lockstep.elastic.membership import Phase, Standing, Want
+from lockstep.elastic.records import PREFIX, Keys, Records
+from lockstep.elastic.restarts import (
+    FEWEST,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    PER_WORKER,
+    WITHIN_S,
+    Failure,
+    start_at_s,
+    why_give_up,
+)
+from lockstep.elastic.roster import Roster
+from lockstep.elastic.store import LARGEST_VALUE_BYTES, Store
+from lockstep.train.calls import LARGEST_RESULT_BYTES
+from lockstep.train.saving import Saving, read_interval
+
+JOURNAL, KEYS = Keys(PREFIX).journal, Keys(PREFIX).values
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Line, socket.socket]]:
+    """The supervisor's end, and the worker's, which blocks for a while at most."""
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(5)
+    with ours, theirs:
+        yield Line(ours), theirs
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_messages_may_come_in_any_pieces(size: int) -> None:
+    sent = [{"say": "hello", "pid": 3}, {"say": "kv", "value": "ä\n\\"}, {}]
+    data = b"".join(map(encode, sent))
+    cutter, got = Lines(), []
+    for at in range(0, len(data), size):
+        got += cutter.feed(data[at : at + size])
+    assert got == sent
+
+
+@pytest.mark.parametrize("garbage", [b"no json\n", b"[1]\n", b"3\n", b"null\n", b"\n", b'{"a":1\n', b"\xff\n"])
+def test_garbage_is_refused(garbage: bytes) -> None:
+    cutter = Lines()
+    assert cutter.feed(encode({"say": "beat"})) == [{"say": "beat"}]
+    with pytest.raises(LineError, match="a line that is not"):
+        cutter.feed(garbage)
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LONGEST_LINE_BYTES", 100)
+    cutter = Lines()
+    assert cutter.feed(b'"' + 98 * b"x") == []
+    with pytest.raises(LineError, match="more than 100 bytes"):
+        cutter.feed(b"xx")
+
+
+def test_a_line_brings_messages_both_ways_and_ends_with_the_other_side(pair: tuple[Line, socket.socket]) -> None:
+    line, worker = pair
+    assert line.receive() == []
+    worker.sendall(encode({"say": "hello"}) + encode({"say": "beat"}) + b'{"say":')
+    assert line.receive() == [{"say": "hello"}, {"say": "beat"}]
+    line.send({"do": "leave"})
+    assert worker.recv(100) == b'{"do":"leave"}\n'
+    worker.sendall(b'"end"}\n')
+    worker.close()
+    assert not line.ended
+    assert line.receive() == [{"say": "end"}]
+    assert line.ended
+    assert line.receive() == []
+    line.send({"do": "leave"})  # to nobody: no error, and nothing waits
+    assert not line.is_behind
+
+
+def test_garbage_ends_a_line(pair: tuple[Line, socket.socket]) -> None:
+    line, worker = pair
+    worker.sendall(b"what?\n")
+    assert line.receive() == []
+    assert line.ended
+
+
+def test_a_worker_that_does_not_read_blocks_nobody(pair: tuple[Line, socket.socket]) -> None:
+    line, worker = pair
+    began_s = time.monotonic()
+    sent = 0
+    while not line.is_behind:
+        line.send({"number": sent, "text": "x" * 1000})
+        sent += 1
+        assert sent < 100_000
+    for _ in range(100):
+        line.send({"number": sent, "text": "x" * 1000})
+        sent += 1
+    assert time.monotonic() - began_s < 5
+    assert not line.ended
+    # It is continued, and hears all of it, in order.
+    cutter, got = Lines(), []
+    while len(got) < sent:
+        line.flush()
+        got += cutter.feed(worker.recv(1 << 16))
+    assert [one["number"] for one in got] == list(range(sent))
+    assert not line.is_behind
+
+
+def test_a_worker_that_never_reads_again_is_given_up(
+    pair: tuple[Line, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MOST_WAITING_BYTES", 10_000)
+    line, _ = pair
+    for _ in range(100_000):
+        line.send({"text": "x" * 1000})
+        if line.ended:
+            return
+    raise AssertionError("it waits without end")
+
+
+# ---- restarts --------------------------------------------------------------------------------------------------------
+
+
+def killed(at_s: float, steps: int, worker: int = 0) -> Failure:
+    return Failure(worker, at_s, steps)
+
+
+def failed(at_s: float, steps: int, error: str = "ValueError: x") -> Failure:
+    return Failure(0, at_s, steps, error)
+
+
+@pytest.mark.parametrize(
+    ("failures", "workers", "why"),
+    [
+        ([], 2, None),
+        ([failed(1, 5)], 2, None),
+        ([failed(1, 5), failed(2, 5)], 2, "2 workers failed with the same error, and no step was made in between"),
+        ([failed(1, 5), failed(2, 5, "KeyError: 1")], 2, None),
+        ([failed(1, 5), failed(2, 5, "KeyError: 1"), failed(3, 5)], 2, "2 workers failed with the same error"),
+        ([failed(1, 5), failed(2, 6)], 2, None),  # a step was made
+        ([failed(1, 5), killed(2, 5), failed(3, 5)], 2, "2 workers failed with the same error"),
+        ([killed(1, 5), killed(2, 5)], 2, None),
+        ([killed(n, 5) for n in range(FEWEST - 1)], 1, None),
+        ([killed(n, 5) for n in range(FEWEST)], 1, f"{FEWEST} workers were lost, and no step was made in between"),
+        ([killed(n, 5) for n in range(8 * PER_WORKER - 1)], 8, None),
+        ([killed(n, 5) for n in range(8 * PER_WORKER)], 8, f"{8 * PER_WORKER} workers were lost"),
+        ([killed(n, n) for n in range(1000)], 1, None),  # a run that makes progress may lose any number
+        ([failed(n, n) for n in range(FEWEST - 1)], 1, None),
+        ([failed(n, n) for n in range(FEWEST)], 9, f"{FEWEST} workers failed with the same error within 120 s"),
+        ([failed(n * WITHIN_S, n) for n in range(1000)], 1, None),
+        ([failed(n, n, str(n)) for n in range(1000)], 1, None),
+        ([failed(n, -1) for n in range(2)], 4, "2 workers failed with the same error"),  # before the first step
+    ],
+)
+def test_when_a_run_is_given_up(failures: list[Failure], workers: int, why: str | None) -> None:
+    said = why_give_up(failures, workers)
+    assert (said is None) if why is None else (said is not None and why in said)
+
+
+@pytest.mark.parametrize(
+    ("failures", "at_s"),
+    [
+        ([], 0.0),
+        ([killed(7, 5)], 0.0),
+        ([failed(7, 5)], 0.0),
+        ([killed(7, 5), killed(8, 5)], 8.0),  # being killed is no reason to wait
+        ([failed(7, 4), failed(8, 5)], 8 + 2 * FIRST_PAUSE_S),  # a step was made, but it fails alike
+        ([failed(7, 4), failed(8, 5, "KeyError: 1")], 0.0),
+        ([failed(7, 4), failed(8 + WITHIN_S, 5)], 0.0),
+        ([failed(7, 5), failed(8, 5, "KeyError: 1")], 8 + 2 * FIRST_PAUSE_S),
+        ([failed(7, 5), killed(8, 5)], 8 + FIRST_PAUSE_S),
+        ([failed(7, 5, str(n)) for n in range(4)], 7 + 8 * FIRST_PAUSE_S),
+        ([failed(7, 5, str(n)) for n in range(40)], 7 + LONGEST_PAUSE_S),
+    ],
+)
+def test_when_the_next_worker_is_started(failures: list[Failure], at_s: float) -> None:
+    assert start_at_s(failures) == at_s
+
+
+# ---- the roster, with workers that are played ------------------------------------------------------------------------
+
+
+class Diary:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def note(self, event: str, **facts: Any) -> None:
+        self.events.append((event, facts))
+
+
+class Stage:
+    """A roster with a real store, and what it has done."""
+
+    def __init__(self, want: Want) -> None:
+        self.store, self.diary = Store(), Diary()
+        arbiter = LocalClient(self.store, terms=Terms(prefix=PREFIX, ttl_s=5.0), on_lost=self.diary.say)
+        self.records = Records("h0", arbiter, want)
+        self.roster = Roster(self.records, self.diary)
+        self.actors: list[Actor] = []
+
+    def act(self) -> list[str]:
+        """Returns who is to be killed."""
+        for actor in self.actors:
+            while True:
+                actor.line.flush()
+                for message in actor.person.line.receive():
+                    self.roster.hear(actor.person, message)
+                if not actor.line.is_behind:
+                    break
+        kills = self.roster.act(time.monotonic())
+        for actor in self.actors:
+            actor.listen()
+            while actor.person.line.is_behind:
+                actor.person.line.flush()
+                actor.listen()
+        return [person.id for person, _ in kills]
+
+    def enter(self, slot: int = 0) -> Actor:
+        """A process is started, and comes to its Run."""
+        actor = Actor(self, slot)
+        self.actors.append(actor)
+        actor.say("hello", pid=100 + len(self.actors))
+        self.act()
+        return actor
+
+    def cast(self, count: int) -> list[Actor]:
+        """Generation 1, inside, at the top of step 0."""
+        actors = [self.enter(slot) for slot in range(count)]
+        for actor in actors:
+            actor.ready()
+        self.act()
+        for actor in actors:
+            actor.inside()
+        self.act()
+        return actors
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.records.generation.members
+
+    def keys(self, prefix: str) -> list[str]:
+        return sorted(self.store.list(prefix))
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.line.close()
+            actor.person.line.close()
+
+
+class Actor:
+    """A worker that does what the test says, at its end of a real line."""
+
+    def __init__(self, stage: Stage, slot: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.stage, self.line = stage, Line(theirs)
+        self.person = stage.roster.add(Line(ours), slot)
+        self.heard: list[dict[str, Any]] = []
+        self._asked = 0
+
+    @property
+    def id(self) -> str:
+        return self.person.id
+
+    def say(self, what: str, **more: Any) -> None:
+        self.line.send({"say": what, **more})
+
+    def listen(self) -> None:
+        self.heard += self.line.receive()
+
+    def told(self, do: str) -> list[dict[str, Any]]:
+        """All it was ever told of this kind."""
+        return [message for message in self.heard if message["do"] == do]
+
+    def ready(self, calls: int = 0, told: int = 0) -> None:
+        self.say("ready", position=[-1, calls], told=told)
+
+    def inside(self) -> None:
+        self.say("inside", generation=self.told("join")[-1]["generation"]["number"])
+
+    def left(self, top: int, calls: int = 0) -> None:
+        self.say("left", generation=self.told("join")[-1]["generation"]["number"], position=[top, calls])
+
+    def ask(self, op: str, key: str, value: bytes | None = None, *, generation: int = 1, **more: Any) -> int:
+        self._asked += 1
+        coded = None if value is None else base64.b64encode(value).decode()
+        self.say("kv", id=self._asked, generation=generation, op=op, key=key, value=coded, **more)
+        self.stage.act()
+        return self._asked
+
+    def answer(self, number: int) -> Any:
+        """[what was answered]; [] if nothing was."""
+        return [message["value"] for message in self.told("kv") if message["id"] == number]
+
+
+@pytest.fixture
+def stages() -> Iterator[Any]:
+    made: list[Stage] = []
+
+    def make(workers: int = 2, least: int = 1, most: int = 4) -> Stage:
+        made.append(Stage(Want(workers, least, most)))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+def coded(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(stages: Any) -> None:
+    stage = stages(workers=2)
+    first = stage.enter(slot=0)
+    (welcome,) = first.told("welcome")
+    assert welcome == {
+        "do": "welcome", "id": "h0.0", "slot": 0, "wanted": 2, "journal": [], "loop": False, "generation": 0,
+    }  # fmt: skip
+    assert first.person.pid == 101
+    second = stage.enter(slot=1)
+    first.ready()
+    stage.act()
+    assert first.told("join") == []
+    assert stage.records.generation.number == 0
+    second.ready()
+    assert stage.act() == []
+    for rank, actor in enumerate((first, second)):
+        (join,) = actor.told("join")
+        assert join["worker"] == actor.id == join["generation"]["members"][rank]
+        assert (join["generation"]["number"], join["generation"]["position"]) == (1, None)
+        (lease, *_) = actor.told("lease")
+        assert time.monotonic() < lease["until_s"] <= time.monotonic() + 5
+        assert actor.heard.index(lease) < actor.heard.index(join)  # or it could not take a step at once
+    stage.act()
+    assert len(first.told("join")) == 1  # said once
+    assert [event for event, _ in stage.diary.events] == ["generation"]
+
+
+def test_fewer_than_wanted_begin_when_nobody_else_is_on_the_way(stages: Any) -> None:
+    stage = stages(workers=3, least=2)
+    first, second, third = (stage.enter(slot) for slot in range(3))
+    first.ready()
+    stage.act()
+    stage.roster.lost(third.id, done=False)
+    stage.act()
+    assert first.told("join") == []  # the second is starting
+    second.ready()
+    stage.act()
+    assert stage.members == (first.id, second.id)
+
+
+def test_the_others_leave_when_one_is_lost_and_go_on_from_the_newest(stages: Any) -> None:
+    stage = stages(workers=3)
+    first, second, third = stage.cast(3)
+    assert first.told("leave") == []
+    stage.roster.lost(second.id, done=False)
+    assert stage.act() == []
+    for actor in (first, third):
+        (leave,) = actor.told("leave")
+        assert leave == {"do": "leave", "generation": 1, "why": "h0.1 was lost"}
+        assert actor.person.told_leave_s is not None
+    first.left(4, 0)
+    stage.act()
+    assert stage.records.generation.number == 1  # the third is still inside
+    third.left(4, 2)
+    stage.act()
+    now = stage.records.generation
+    assert (now.number, now.members, now.position, now.source) == (2, (first.id, third.id), (4, 2), third.id)
+    assert [actor.told("join")[-1]["generation"]["number"] for actor in (first, third)] == [2, 2]
+    assert first.person.told_leave_s is None
+    assert stage.diary.said == ["h0.1 was lost; 2 workers go on at step 4 (generation 2)"]
+    assert stage.roster.newest == (4, 2)
+    for actor in (first, third):
+        actor.inside()
+    stage.act()
+    assert len(first.told("leave")) == 1
+
+
+def test_one_that_is_told_to_join_and_lost_before_it_did_is_missed(stages: Any) -> None:
+    stage = stages(workers=2)
+    first, second = (stage.enter(slot) for slot in range(2))
+    first.ready()
+    second.ready()
+    stage.act()
+    first.inside()
+    stage.act()
+    stage.roster.lost(second.id, done=False)
+    stage.act()
+    assert [one["why"] for one in first.told("leave")] == ["h0.1 was lost"]
+    first.left(-1, 0)
+    stage.act()
+    assert stage.members == (first.id,)
+
+
+def test_whoever_is_inside_a_generation_that_is_over_is_killed(stages: Any) -> None:
+    stage = stages(workers=2)
+    first, second = stage.cast(2)
+    stage.roster.lost(second.id, done=False)
+    stage.act()
+    first.left(3)
+    stage.act()
+    first.say("inside", generation=1)  # which has ended
+    assert stage.act() == [first.id]
+
+
+def test_the_lease_is_told_again_and_again(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.elastic.roster.LEASE_EVERY_S", 0.0)
+    stage = stages(workers=1)
+    (actor,) = stage.cast(1)
+    before = len(actor.told("lease"))
+    stage.act()
+    stage.act()
+    assert len(actor.told("lease")) == before + 2
+
+
+# -- the journal, and who comes later
+
+
+def test_a_newcomer_hears_the_journal_and_is_taken_in_at_the_top_of_a_step(stages: Any) -> None:
+    stage = stages(workers=2)
+    first, second = stage.cast(2)
+    first.say("journal", first=0, entries=[["Run", None], ["run.replicate", None]])
+    second.say("journal", first=0, entries=[["Run", None]])
+    stage.act()
+    stage.roster.lost(second.id, done=False)
+    stage.act()
+    first.left(-1, 2)
+    stage.act()
+    first.inside()
+    third = stage.enter(slot=1)
+    assert third.told("welcome")[0]["journal"] == [["Run", None], ["run.replicate", None]]
+    assert third.told("welcome")[0]["loop"] is False
+    assert third.told("welcome")[0]["generation"] == 2
+    # More is settled while it is on its way.
+    first.say("journal", first=2, entries=[["run.batches", {"a": [1, 2.5]}]])
+    stage.act()
+    assert third.told("journal") == [
+        {"do": "journal", "entries": [["run.batches", {"a": [1, 2.5]}]], "loop": False, "generation": 2}
+    ]
+    first.say("loop")
+    stage.act()
+    assert [one["loop"] for one in third.told("journal")] == [False, True]
+    assert third.told("journal")[1]["entries"] == []
+    third.ready(calls=3, told=2)
+    stage.act()
+    assert first.told("close")[-1]["generation"] == 2
+    assert stage.records.generation.phase is Phase.CLOSING
+    assert third.told("join") == first.told("leave")[1:] == []
+    first.left(6)
+    stage.act()
+    now = stage.records.generation
+    assert (now.number, now.members, now.position, now.source) == (3, (first.id, third.id), (6, 0), first.id)
+    assert third.told("join")[-1]["generation"]["number"] == 3
+    # Nothing is said to it any more once it is ready.
+    first.say("journal", first=3, entries=[["x", 1]])
+    stage.act()
+    assert len(third.told("journal")) == 2
+
+
+def test_what_is_in_the_journal_stays(stages: Any) -> None:
+    stage = stages(workers=1)
+    (first,) = stage.cast(1)
+    first.say("journal", first=0, entries=[["a", 1]])
+    first.say("journal", first=0, entries=[["a", 2], ["b", 3]])
+    stage.act()
+    assert stage.enter(slot=1).told("welcome")[0]["journal"] == [["a", 1], ["b", 3]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, '"' * (LARGEST_RESULT_BYTES // 2)], ids=["nan", "inf", "large"])
+def test_whatever_a_call_may_give_is_told_to_newcomers(stages: Any, value: Any) -> None:
+    stage = stages(workers=1)
+    (first,) = stage.cast(1)
+    first.say("journal", first=0, entries=[["run.log", {"loss": value}]])
+    stage.act()
+    assert repr(stage.enter(slot=1).told("welcome")[0]["journal"]) == repr([["run.log", {"loss": value}]])
+
+
+def test_the_journal_is_dropped_when_its_results_are_lost_for_all(stages: Any) -> None:
+    stage = stages(workers=1)
+    (first,) = stage.cast(1)
+    first.say("journal", first=0, entries=[["Run", None]])
+    stage.act()
+    second = stage.enter(slot=0)
+    second.ready(calls=1, told=1)
+    first.say("journal", first=1, entries=[["once", 5]])
+    stage.act()
+    assert len(stage.keys(JOURNAL)) == 2
+    stage.roster.lost(first.id, done=False)
+    stage.act()
+    now = stage.records.generation
+    assert (now.number, now.anew, now.position, now.source) == (2, 2, (-1, 1), second.id)
+    assert len(stage.keys(JOURNAL)) == 1  # what the source has
+    third = stage.enter(slot=1)
+    assert third.told("welcome")[0]["journal"] == [["Run", None]]
+    assert third.told("welcome")[0]["loop"] is False
+
+
+def test_a_newcomer_that_came_before_the_others_were_in_the_loop_is_killed(stages: Any) -> None:
+    stage = stages(workers=1)
+    (first,) = stage.cast(1)
+    first.say("journal", first=0, entries=[["Run", None]])
+    stage.act()
+    second = stage.enter(slot=1)
+    second.ready(calls=1, told=1)
+    assert stage.act() == []
+    first.say("journal", first=1, entries=[["once", 5]])
+    first.say("loop")
+    assert stage.act() == [second.id]
+
+
+def test_a_newcomer_that_heard_what_was_done_again_is_killed(stages: Any) -> None:
+    stage = stages(workers=1)
+    (first,) = stage.cast(1)
+    first.say("journal", first=0, entries=[["once", 5]])
+    stage.act()
+    second, third = stage.enter(slot=0), stage.enter(slot=1)
+    stage.roster.lost(first.id, done=False)
+    second.ready(calls=0, told=1)
+    stage.act()
+    assert stage.members == (second.id,)  # it begins anew
+    third.ready(calls=1, told=1)
+    assert stage.act() == [third.id]
+
+
+# -- keys of a generation
+
+
+def test_a_get_waits_for_a_set(stages: Any) -> None:
+    stage = stages(workers=2)
+    first, second = stage.cast(2)
+    asked = first.ask("get", "a/b")
+    assert first.answer(asked) == []
+    assert second.answer(second.ask("check", "a/b")) == [False]
+    assert second.answer(second.ask("set", "a/b", b"\x00\xff")) == [None]
+    stage.act()
+    assert first.answer(asked) == [coded(b"\x00\xff")]
+    assert second.answer(second.ask("check", "a/b")) == [True]
+    assert second.answer(second.ask("set", "a/b", b"2")) == [None]
+    assert first.answer(first.ask("get", "a/b")) == [coded(b"2")]
+
+
+def test_counting(stages: Any) -> None:
+    stage = stages(workers=2)
+    first, second = stage.cast(2)
+    assert first.answer(first.ask("add", "n", amount=2)) == [2]
+    assert second.answer(second.ask("add", "n", amount=3)) == [5]
+    assert first.answer(first.ask("get", "n")) == [coded(b"5")]  # as torch's stores have it
+    first.ask("set", "m", b"40")
+    assert first.answer(first.ask("add", "m", amount=-2)) == [38]
+    # Asked by both before anything is done: none is lost.
+    for actor in (first, second):
+        for _ in range(5):
+            actor._asked += 1
+            actor.say("kv", id=actor._asked, generation=1, op="add", key="c", value=None, amount=1)
+    for _ in range(10):
+        stage.act()
+    given = [message["value"] for actor in (first, second) for message in actor.told("kv")[-5:]]
+    assert sorted(given) == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("there", "expected", "desired", "answer", "after"),
+    [
+        (None, b"", b"new", b"new", b"new"),
+        (None, b"x", b"new", b"x", None),
+        (b"old", b"old", b"new", b"new", b"new"),
+        (b"old", b"x", b"new", b"old", b"old"),
+        (b"old", b"", b"new", b"old", b"old"),
+    ],
+)
+def test_compare_set_is_that_of_torchs_stores(
+    stages: Any, there: bytes | None, expected: bytes, desired: bytes, answer: bytes, after: bytes | None
+) -> None:
+    stage = stages(workers=1)
+    (actor,) = stage.cast(1)
+    if there is not None:
+        actor.ask("set", "k", there)
+    assert actor.answer(actor.ask("compare_set", "k", desired, expected=coded(expected))) == [coded(answer)]
+    assert actor.answer(actor.ask("check", "k")) == [after is not None]
+    if after is not None:
+        assert actor.answer(actor.ask("get", "k")) == [coded(after)]
+
+
+def test_delete_and_nonsense(stages: Any) -> None:
+    stage = stages(workers=1)
+    (actor,) = stage.cast(1)
+    actor.ask("set", "k", b"1")
+    assert actor.answer(actor.ask("delete", "k")) == [True]
+    assert actor.answer(actor.ask("delete", "k")) == [False]
+    assert actor.answer(actor.ask("check", "k")) == [False]
+    assert actor.answer(actor.ask("frobnicate", "k")) == [None]
+
+
+def test_a_value_that_the_store_does_not_take_does_not_end_the_supervisor(stages: Any) -> None:
+    stage = stages(workers=1)
+    (actor,) = stage.cast(1)
+    actor.ask("set", "k", b"x" * LARGEST_VALUE_BYTES)
+    actor.ask("set", "k" * 300, b"x")
+    errors = [message.get("error") for message in actor.told("kv")]
+    assert [re.search(r"at most \d+ are allowed", error) is not None for error in errors] == [True, True]
+    assert actor.answer(actor.ask("set", "k", b"1")) == [None]
+
+
+def test_keys_belong_to_one_generation(stages: Any) -> None:
+    stage = stages(workers=2)
+    first, second = stage.cast(2)
+    first.ask("set", "k", b"1")
+    waiting = first.ask("get", "never")
+    gone = second.ask("get", "never")
+    assert stage.keys(KEYS) == [f"{KEYS}1/k"]
+    stage.roster.lost(second.id, done=False)
+    stage.act()
+    first.left(2)
+    stage.act()
+    assert stage.keys(KEYS) == []
+    first.inside()
+    late = first.ask("get", "k", generation=1)  # said before it knew
+    assert first.answer(first.ask("check", "k", generation=2)) == [False]
+    assert first.answer(first.ask("set", "never", b"2", generation=2)) == [None]
+    assert (first.answer(waiting), first.answer(late), second.answer(gone)) == ([], [], [])
+
+
+# -- more, fewer, and the end
+
+
+def test_more_are_wanted_and_then_fewer(stages: Any) -> None:
+    stage = stages(workers=1, most=3)
+    (first,) = stage.cast(1)
+    stage.records.set_want(Want(3, 1, 3))
+    stage.act()
+    assert stage.records.want.workers == 3
+    assert first.told("close") == []  # nobody is there yet
+    second, third = stage.enter(slot=1), stage.enter(slot=2)
+    assert second.told("welcome")[0]["wanted"] == 3
+    second.ready(told=1)
+    third.ready(told=1)
+    stage.act()
+    assert len(first.told("close")) == 1
+    first.left(2)
+    stage.act()
+    assert stage.members == (first.id, second.id, third.id)
+    for actor in stage.actors:
+        actor.inside()
+    stage.act()
+    stage.records.set_want(Want(2, 1, 3))
+    stage.act()
+    assert [len(actor.told("close")) for actor in stage.actors] == [2, 1, 1]
+    for actor in stage.actors:
+        actor.left(5)
+    stage.act()
+    assert stage.members == (first.id, second.id)
+    assert [len(actor.told("release")) for actor in stage.actors] == [0, 0, 1]
+    stage.roster.lost(third.id, done=True)  # it ends with status 0, and is no member
+    for actor in (first, second):
+        actor.inside()
+    assert stage.act() == []
+    assert not stage.roster.is_over
+    assert stage.members == (first.id, second.id)
+
+
+def test_the_end_is_the_end_of_all_and_newcomers_are_released(stages: Any) -> None:
+    stage = stages(workers=3)
+    first, second, third = stage.cast(3)
+    stage.roster.lost(third.id, done=False)
+    stage.act()
+    for actor in (first, second):
+        actor.left(7)
+    stage.act()
+    for actor in (first, second):
+        actor.inside()
+    newcomer = stage.enter(slot=2)
+    stage.act()
+    stage.roster.lost(first.id, done=True)
+    assert stage.roster.is_over
+    newcomer.ready(told=2)
+    assert stage.act() == []
+    assert newcomer.told("release") == newcomer.told("join") == second.told("close") == second.told("leave")[1:] == []
+    stage.roster.lost(second.id, done=True)
+    stage.act()
+    assert len(newcomer.told("release")) == 1
+    assert stage.roster.people[first.id].worker.standing is Standing.DONE
+    assert stage.members == (first.id, second.id)
+
+
+def test_one_that_is_lost_at_the_end_leaves_the_rest_to_those_who_are_left(stages: Any) -> None:
+    """One has ended, another dies in its last call: the third finishes it alone."""
+    stage = stages(workers=3)
+    first, second, third = stage.cast(3)
+    stage.roster.lost(first.id, done=True)
+    stage.act()
+    stage.roster.lost(second.id, done=False)
+    stage.act()
+    assert [one["why"] for one in third.told("leave")] == ["h0.1 was lost"]
+    third.left(9, 3)
+    stage.act()
+    assert stage.members == (third.id,)
+    third.inside()
+    stage.act()
+    stage.roster.lost(third.id, done=True)
+    assert stage.act() == []
+    assert stage.roster.is_over
+
+
+def test_how_long_recovery_took_is_noted(stages: Any) -> None:
+    stage = stages(workers=1)
+    (first,) = stage.cast(1)
+    first.say("recovered", took_s=0.25)
+    stage.act()
+    assert stage.diary.events[-1] == ("recovered", {"worker": "h0.0", "generation": 1, "took_s": 0.25})
+
+
+# ---- how often to save ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, None), (1, 1), (200, 200), ("200", 200), (" 7 ", 7),
+        ("30s", 30.0), ("5m", 300.0), ("2h", 7200.0), ("0.5s", 0.5), ("1.5h", 5400.0),
+    ],
+)  # fmt: skip
+def test_how_often_to_save(text: str | int | None, expected: float | None) -> None:
+    found = read_interval(text)
+    assert found == expected
+    assert type(found) is type(expected)  # steps are an int, seconds a float
+
+
+@pytest.mark.parametrize(
+    "text", [0, -1, True, 2.5, "", "0", "0s", "-5", "5 m", "m", "1.5", "1e3", "5d", "5ms", "٣", [], b"5"]
+)
+def test_nonsense_is_not_how_often_to_save(text: Any) -> None:
+    with pytest.raises(ValueError, match="is not how often to save: a number of steps such as 200, or a time such as"):
+        read_interval(text)
+
+
+def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    def due(saving: Saving) -> list[bool]:
+        return [saving.is_due(number, ends_epoch=number == 4) for number in range(6)]
+
+    epochs, steps, seconds = (Saving(None, every, fence=lambda: True) for every in (None, 3, "30s"))
+    assert due(epochs) == [False, False, False, False, True, False]
+    assert due(steps) == [False, False, True, False, False, True]
+    assert due(seconds) == [False] * 6
+    now_s += 30
+    assert due(seconds) == [True] * 6
+    seconds.begin(3)
+    assert due(seconds) == [False] * 6
+    assert (seconds.has(3), seconds.has(4)) == (True, False)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(place, signal) of every death that would have been."""
+    found: list[tuple[str, int]] = []
+    monkeypatch.setattr(faults, "hook", None)
+    monkeypatch.setattr(faults, "here", {})
+    monkeypatch.setattr(os, "kill", lambda pid, number: found.append((faults.here.get("place", ""), number)))
+    return found
+
+
+def pass_by(place: str, **here: Any) -> None:
+    faults.here.update(here, place=place)
+    faults.at(place)
+
+
+@pytest.mark.parametrize("env", [{}, {"LOCKSTEP_FAULTS": ""}, {"LOCKSTEP_FAULTS": " "}])
+def test_without_faults_nothing_happens(deaths: list[Any], env: dict[str, str]) -> None:
+    faults.arm(env)
+    assert faults.hook is None
+    pass_by("reduced")
+    assert deaths == []
+
+
+def test_a_fault_strikes_where_all_that_it_says_fits(deaths: list[Any]) -> None:
+    wanted = [{"at": "reduced", "step": 2, "worker": "h0.1"}, {"at": "applied", "rank": 0, "nth": 2, "signal": 19}]
+    faults.arm({"LOCKSTEP_FAULTS": json.dumps(wanted)})
+    for step in range(4):
+        pass_by("reduced", step=step, worker="h0.0", rank=1)
+        pass_by("optimizer", step=step, worker="h0.1")
+    pass_by("reduced", step=1, worker="h0.1")
+    assert deaths == []
+    pass_by("reduced", step=2, worker="h0.1")
+    assert deaths == [("reduced", signal.SIGKILL)]
+    pass_by("reduced", step=2)  # once, should somebody survive it
+    pass_by("applied", rank=0)
+    pass_by("applied", rank=1)
+    assert len(deaths) == 1
+    pass_by("applied", rank=0)
+    assert deaths[1:] == [("applied", signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(
+    "wanted", [{}, {"at": "nowhere"}, {"at": "top", "when": 3}, {"step": 3}], ids=lambda wanted: json.dumps(wanted)
+)
+def test_a_fault_that_is_not_understood_is_refused(deaths: list[Any], wanted: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is not understood; places are start, joining"):
+        faults.arm({"LOCKSTEP_FAULTS": json.dumps([wanted])})
+    assert faults.hook is None
