@@ -4,14 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint conformance chaos convergence bench bench-hosts clean
+.PHONY: help demo test test-all lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts clean
 
 help:
 	@echo "make demo         set up, train on two workers, show the result"
 	@echo "make test         set up, lint, type-check, run the tests"
+	@echo "make test-all     the slow tests too: half an hour on two cores"
 	@echo "make lint         ruff and mypy"
 	@echo "make conformance  PyTorch's own tests: of DDP against our class, of collectives against shm (QUICK=1: ours only)"
-	@echo "make chaos        500 kills in every collective of shm (QUICK=1: fewer)"
+	@echo "make chaos        500 kills in every collective of shm; 2,000 kills and 200 stops of workers that train, 300 of them"
+	@echo "                  in one run; resizing; hostile messages (QUICK=1: fewer)"
+	@echo "make chaos-hosts  100 cuts through the network of three hosts made of network namespaces (needs root)"
+	@echo "make checkpoints  damages and kills in every call of a save (QUICK=1: fewer)"
+	@echo "make simulate     1,000,000 schedules of the membership protocol (QUICK=1: fewer)"
 	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
@@ -33,6 +38,9 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest
 
+test-all: lint
+	$(BIN)/python -m pytest -m ''
+
 conformance: $(READY)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
 	$(BIN)/python conformance/backend.py $(if $(QUICK),--quick)
@@ -40,6 +48,20 @@ conformance: $(READY)
 
 chaos: $(READY)
 	$(BIN)/python chaos/run.py $(if $(QUICK),--quick)
+	$(BIN)/python chaos/training.py $(if $(QUICK),--quick)
+	$(BIN)/python chaos/training_stops.py $(if $(QUICK),--quick)
+	$(BIN)/python chaos/training_resize.py $(if $(QUICK),--backend shm)
+	$(if $(QUICK),,$(BIN)/python chaos/training_soak.py)
+	$(if $(QUICK),,$(BIN)/python chaos/training_hostile.py)
+
+chaos-hosts: $(READY)
+	$(BIN)/python chaos/training_hosts.py $(if $(QUICK),--quick)
+
+checkpoints: $(READY)
+	$(BIN)/python campaigns/checkpoints.py $(if $(QUICK),--quick)
+
+simulate: $(READY)
+	$(BIN)/python campaigns/membership.py --schedules $(if $(QUICK),20000,1000000) --workers 2
 
 convergence: $(READY)
 	$(BIN)/python campaigns/convergence.py $(if $(QUICK),--quick)
