@@ -18,6 +18,7 @@ members have them. Whoever has finished a call knows that of the one before.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -45,6 +46,8 @@ OWN: Final = (NonFinite, Divergence, UnevenData, ReplicaMismatch, Desync, Checkp
 # connection broke, we know before the lease of the host ends that was lost (elastic/hosts.py, LONGEST_LEASE_S).
 ORDER_COMES_WITHIN_S: Final = 0.3
 ORDER_MUST_COME_WITHIN_S: Final = 20.0
+
+COLLECT_EVERY: Final = 8  # recoveries; it takes 80 ms
 
 LARGEST_RESULT_BYTES: Final = 500_000  # as JSON; as text in the store it may be twice as much, which takes 1 MiB
 
@@ -136,6 +139,7 @@ class ElasticCalls(Calls):
         self._said_loop = False
         self._is_member = False
         self._moves = 0
+        self._recoveries = 0
 
     @property
     def is_member(self) -> bool:
@@ -268,6 +272,9 @@ class ElasticCalls(Calls):
         self._seat.left(self._position)
         self._join()
         self._seat.say("recovered", took_s=time.monotonic() - began)
+        self._recoveries += 1
+        if self._recoveries % COLLECT_EVERY == 0:
+            gc.collect()  # what is left of earlier generations is in cycles, and holds memory and descriptors
 
     def _join(self) -> None:
         while True:
