@@ -24,6 +24,7 @@ from training_plan import ENDING, OUTSIDE, STACKS, Case, Strike, Who
 from training_verdict import Hit, Mark, Seen
 
 MARK = "LOCKSTEP_TRAINING_CHAOS"  # in the environment of everybody we start, so that they can be found
+CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a driver whose processes are killed leaves files of its own in /dev/shm
 PROGRAM = Path(__file__).with_name("training_program.py")
 IDLE_PACE_S = 0.05  # between steps, while replacements start: steps are not to run out
 LOOK_EVERY_S = 0.02
@@ -187,7 +188,7 @@ class Job:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return dict(os.environ) | {MARK: str(folder), "OMP_NUM_THREADS": "1"}
+    return dict(os.environ) | CPU | {MARK: str(folder), "OMP_NUM_THREADS": "1"}
 
 
 # ------------------------------------------------------------------------------------------------------------ one case
@@ -363,7 +364,9 @@ class References:
         missing = sorted(programs - set(self._found))
         if missing:
             command = [sys.executable, str(PROGRAM), *more, "--reference", *missing]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=REFERENCE_S, check=True)
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, timeout=REFERENCE_S, check=True, env=dict(os.environ) | CPU
+            )
             self._found |= dict(json.loads(line) for line in done.stdout.splitlines())
 
     def of(self, program: str) -> dict[str, Any]:

@@ -116,6 +116,25 @@ def test_another_writer_goes_on_behind_the_last_line(tmp_path: Path) -> None:
     assert prove(tmp_path).steps == 2 * STEPS
 
 
+def test_whoever_hands_its_state_over_writes_nothing_twice(tmp_path: Path) -> None:
+    """It writes before the next generation has formed: nobody has told it yet that the writer is another one now."""
+    first, second = Ledger(tmp_path), Ledger(tmp_path)
+    first.begin(0, FACTS, writes=True)
+    second.begin(0, FACTS, writes=False)
+    for number in range(3):
+        note(first, number)
+        note(second, number)
+    first.write()
+    second.write()
+    for number in range(3, STEPS):
+        note(first, number)
+        note(second, number)
+    second.write()
+    first.write()
+    assert prove(tmp_path).holds
+    assert prove(tmp_path).steps == STEPS
+
+
 def test_going_back_to_a_checkpoint(tmp_path: Path) -> None:
     keep(tmp_path, 6)
     again = Ledger(tmp_path)

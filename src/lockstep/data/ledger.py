@@ -8,7 +8,9 @@ from the samples that it loaded for its shards, and it travels with their losses
 was planned.
 
 Note [Who writes]
-All workers know all entries, and rank 0 writes them. Whoever is rank 0 next goes on behind the last line that it finds.
+All workers know all entries, and rank 0 writes them; after a loss that is another one, and whoever hands its state over
+to a newcomer writes first, because the newcomer may be rank 0 next. Everybody goes on behind the last line that it
+finds, and looks for it again whenever the file is not as it left it.
 Lines end where checkpoints are: a run that goes back to one says so, and what was written after it does not count.
 """
 
@@ -21,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -78,6 +80,13 @@ class Entry:
         return Entry(self.start, after.stop, self.epoch, self.samples + after.samples, total)
 
 
+class End(NamedTuple):
+    """Of the file: its size in bytes, and the step behind its last line."""
+
+    size: int
+    step: int
+
+
 class Ledger:
     """Kept by every worker, written by one."""
 
@@ -85,20 +94,18 @@ class Ledger:
         self._path = directory / NAME if directory is not None else None
         self._waiting: deque[Entry] = deque(maxlen=MOST_WAITING)
         self._wrote_s = time.monotonic()
-        self._last: int | None = None  # the step behind the last line of the file; None: not known
+        self._end = End(size=-1, step=0)  # of the file, when we wrote last
         self._workers = 0
 
     def begin(self, step: int, facts: dict[str, Any], *, writes: bool) -> None:
         """The run begins at this step, or goes back to it."""
         self._waiting.clear()
-        self._last = step
         if self._path is not None and writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._append([{"begin": step, **facts}])
+            self._append(self._path, [{"begin": step, **facts}], end=step)
 
     def share_out(self, workers: int) -> None:
-        """The writer may be another one from now on."""
-        self._workers, self._last = workers, None
+        self._workers = workers
 
     def note(self, number: int, *, epoch: int, samples: int, fingerprint: int, writes: bool) -> None:
         self._waiting.append(Entry(number, number + 1, epoch, samples, fingerprint))
@@ -107,16 +114,16 @@ class Ledger:
             self.write()
 
     def write(self) -> None:
-        """By rank 0."""
+        """By rank 0, or by whoever hands its state over."""
         self._wrote_s = time.monotonic()
         if self._path is None:
             self._waiting.clear()
             return
-        if self._last is None:
-            self._last = _end_of(self._path)
+        if self._end.size != _size_of(self._path):
+            self._end = End(size=-1, step=_end_of(self._path))  # somebody else has written since
         lines: list[Entry] = []
         for entry in self._waiting:
-            if entry.start < self._last:
+            if entry.start < self._end.step:
                 continue  # written by whoever was rank 0 before
             if lines and lines[-1].epoch == entry.epoch and lines[-1].stop == entry.start:
                 lines[-1] = lines[-1].joined(entry)
@@ -124,18 +131,22 @@ class Ledger:
                 lines.append(entry)
         self._waiting.clear()
         if lines:
-            self._append([asdict(line) | {"workers": self._workers} for line in lines])
-            self._last = lines[-1].stop
+            told = [asdict(line) | {"workers": self._workers} for line in lines]
+            self._append(self._path, told, end=lines[-1].stop)
 
-    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+    def _append(self, path: Path, lines: Iterable[dict[str, Any]], *, end: int) -> None:
         """In one write, so that whoever is killed leaves whole lines."""
-        assert self._path is not None
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(file, text.encode())
+            self._end = End(size=os.fstat(file).st_size, step=end)
         finally:
             os.close(file)
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _end_of(path: Path) -> int:

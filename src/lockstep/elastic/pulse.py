@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Final
@@ -18,23 +19,28 @@ def why_dead(person: Person, now_s: float, stall_s: float) -> str | None:
     if not person.spoke or person.worker.standing is Standing.DONE:
         return None
     silent_s = now_s - person.heard_s
-    if silent_s > stall_s and _is_idle(person, now_s, stall_s):
-        return f"it gave no sign of life for {silent_s:.1f} s (stopped, or stuck)"
+    if silent_s > stall_s / 2:  # soon enough to know by then whether it computes
+        idle_s = _idle_s(person, now_s)
+        is_idle = idle_s >= min(1.0, 0.4 * stall_s) or silent_s > BUSY_STALLS * stall_s
+        if silent_s > stall_s and is_idle:
+            return f"it gave no sign of life for {silent_s:.1f} s (stopped, or stuck)"
     if person.told_leave_s is not None and now_s - person.told_leave_s > LEAVE_WITHIN_S:
         return f"it did not leave its generation within {LEAVE_WITHIN_S:g} s"
     return None
 
 
-def _is_idle(person: Person, now_s: float, stall_s: float) -> bool:
-    """A worker that computes, and lets no other thread of its own run, cannot give a sign of life. It has time."""
+def _idle_s(person: Person, now_s: float) -> float:
+    """How long it has not computed. One that does, and lets no other thread of its own run, can give no sign of life.
+
+    As far as we have looked: it counts from the first look at a worker that is silent.
+    """
     used = _cpu_seconds(person.pid)
-    if used is None or now_s - person.heard_s > BUSY_STALLS * stall_s:
-        return True
+    if used is None:
+        return math.inf
     before_s, before = person.busy
-    if before is None or used - before > 0.05:
+    if before is None or used - before > 0.05 or before_s < person.heard_s:
         person.busy = now_s, used
-        return False
-    return now_s - before_s > min(1.0, stall_s)
+    return now_s - person.busy[0]
 
 
 def _cpu_seconds(pid: int) -> float | None:
