@@ -15,6 +15,7 @@ from lockstep.data.order import (
     Order,
     Position,
     Shuffled,
+    count_all_steps,
     cut,
     share,
     walk,
@@ -213,6 +214,13 @@ def test_a_walk_from_anywhere_is_the_rest_of_the_walk() -> None:
         assert list(walk(order, position, 3)) == whole[place:]
     assert list(itertools.islice(walk(order, Position(), None), 9)) == whole
     assert not list(walk(order, Position(epoch=3, number=9), 3))
+
+
+def test_any_number_of_epochs_is_counted_at_once() -> None:
+    for size, batch in SIZES:
+        for order in orders(size, batch):
+            assert count_all_steps(order, 3) == sum(order.steps(epoch) for epoch in range(3))
+            assert count_all_steps(order, 10**12) == 10**12 * order.steps(0)
 
 
 def test_an_epoch_without_batches_is_refused() -> None:

@@ -21,7 +21,7 @@ import torch
 from lockstep.data.ahead import arrive, put_on
 from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
 from lockstep.data.loader import LoaderLost, Loading, load
-from lockstep.data.order import Division, Order, Position, check_seed, count_steps, share
+from lockstep.data.order import Division, Order, Position, check_seed, count_all_steps, count_steps, share
 from lockstep.data.reader import Batch, Collate, DataError, Failure, Reader, Recipe, Shard, draws_random_numbers
 from lockstep.data.stream import Source, StreamReader
 
@@ -114,7 +114,7 @@ class Batches:
         """Batches of all epochs; None if that has no end, or cannot be known."""
         if self._order is None or self._settings.epochs is None:
             return None
-        return sum(count_steps(self._order, epoch) for epoch in range(self._settings.epochs))
+        return count_all_steps(self._order, self._settings.epochs)
 
     def seek(self, position: Position) -> None:
         """The batch at `position` is handed out next."""

@@ -101,6 +101,13 @@ def count_steps(order: Order, epoch: int) -> int:
     return steps
 
 
+def count_all_steps(order: Order, epochs: int) -> int:
+    """Of that many epochs. All are alike in the orders of the house; in another one each is asked for."""
+    if isinstance(order, Shuffled | InOrder | ByLength):
+        return epochs * count_steps(order, 0)
+    return sum(count_steps(order, epoch) for epoch in range(epochs))
+
+
 # ---- the orders that come with the house -----------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ Every worker is forked twice: its parent ends at once, and the launcher, which a
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ def main(descriptor: int) -> None:
     with suppress(ImportError):
         import torch._dynamo  # noqa: F401  (which the first optimiser imports: that takes as long as torch itself)
 
+    gc.freeze()  # workers share all this memory as long as their collectors do not walk through it
     while True:
         text, handles, _, _ = socket.recv_fds(line, LARGEST_REQUEST_BYTES, 4)
         if not text:

@@ -47,7 +47,8 @@ OWN: Final = (NonFinite, Divergence, UnevenData, ReplicaMismatch, Desync, Checkp
 ORDER_COMES_WITHIN_S: Final = 0.3
 ORDER_MUST_COME_WITHIN_S: Final = 20.0
 
-COLLECT_EVERY: Final = 8  # recoveries; it takes 80 ms
+COLLECT_WITHIN_S: Final = 0.02  # the collector takes 2 ms, unless the program has a great many objects:
+COLLECT_EVERY: Final = 8  # then it is not called after every recovery
 
 LARGEST_RESULT_BYTES: Final = 500_000  # as JSON; as text in the store it may be twice as much, which takes 1 MiB
 
@@ -139,7 +140,7 @@ class ElasticCalls(Calls):
         self._said_loop = False
         self._is_member = False
         self._moves = 0
-        self._recoveries = 0
+        self._recoveries, self._collecting_s = 0, 0.0
 
     @property
     def is_member(self) -> bool:
@@ -273,8 +274,14 @@ class ElasticCalls(Calls):
         self._join()
         self._seat.say("recovered", took_s=time.monotonic() - began)
         self._recoveries += 1
-        if self._recoveries % COLLECT_EVERY == 0:
-            gc.collect()  # what is left of earlier generations is in cycles, and holds memory and descriptors
+        self._collect()
+
+    def _collect(self) -> None:
+        """What is left of earlier generations is in cycles, and holds memory and descriptors."""
+        if self._collecting_s < COLLECT_WITHIN_S or self._recoveries % COLLECT_EVERY == 0:
+            began_s = time.monotonic()
+            gc.collect()
+            self._collecting_s = time.monotonic() - began_s
 
     def _join(self) -> None:
         while True:
