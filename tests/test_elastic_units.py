@@ -29,6 +29,7 @@ from lockstep.elastic.restarts import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     PER_WORKER,
+    ROUNDS,
     WITHIN_S,
     Failure,
     start_at_s,
@@ -140,12 +141,12 @@ def test_a_worker_that_never_reads_again_is_given_up(
 # ---- restarts --------------------------------------------------------------------------------------------------------
 
 
-def killed(at_s: float, steps: int, worker: int = 0) -> Failure:
-    return Failure(worker, at_s, steps)
+def killed(at_s: float, newest: int, here: int | None = None) -> Failure:
+    return Failure(0, at_s, newest, newest if here is None else here)
 
 
-def failed(at_s: float, steps: int, error: str = "ValueError: x") -> Failure:
-    return Failure(0, at_s, steps, error)
+def failed(at_s: float, newest: int, error: str = "ValueError: x") -> Failure:
+    return Failure(0, at_s, newest, newest, error)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,11 @@ def failed(at_s: float, steps: int, error: str = "ValueError: x") -> Failure:
         ([killed(n, 5) for n in range(8 * PER_WORKER - 1)], 8, None),
         ([killed(n, 5) for n in range(8 * PER_WORKER)], 8, f"{8 * PER_WORKER} workers were lost"),
         ([killed(n, n) for n in range(1000)], 1, None),  # a run that makes progress may lose any number
+        # It goes back to a checkpoint, and makes steps again: always to the same one, or to others.
+        ([killed(n, 24, (23, 24)[n % 2]) for n in range(2 * FEWEST - 1)], 1, f"{FEWEST} workers were lost"),
+        ([killed(n, 24, 24 - n) for n in range(ROUNDS * FEWEST - 1)], 1, None),
+        ([killed(n, 24, 24 - n) for n in range(ROUNDS * FEWEST)], 1, "the run came no further than step 24"),
+        ([killed(n, 24 + n // 9, n % 9) for n in range(1000)], 1, None),
         ([failed(n, n) for n in range(FEWEST - 1)], 1, None),
         ([failed(n, n) for n in range(FEWEST)], 9, f"{FEWEST} workers failed with the same error within 120 s"),
         ([failed(n * WITHIN_S, n) for n in range(1000)], 1, None),
@@ -330,6 +336,24 @@ def stages() -> Iterator[Any]:
 
 def coded(value: bytes) -> str:
     return base64.b64encode(value).decode()
+
+
+def test_where_a_run_is_and_how_far_it_has_come(stages: Any) -> None:
+    """After everybody was lost it is where it began, and makes steps that were made before."""
+    stage = stages(1, 1, 1)
+    (first,) = stage.cast(1)
+    first.say("beat", position=[7, 0])
+    stage.act()
+    assert (stage.roster.here, stage.roster.newest) == ((7, 0), (7, 0))
+    stage.roster.lost(first.id, done=False)
+    second = stage.enter()
+    second.ready()
+    stage.act()
+    assert second.id in stage.members
+    assert stage.roster.here < (1, 0)
+    second.say("beat", position=[3, 0])
+    stage.act()
+    assert (stage.roster.here, stage.roster.newest) == ((3, 0), (7, 0))
 
 
 def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(stages: Any) -> None:

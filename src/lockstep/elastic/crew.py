@@ -338,7 +338,7 @@ class ElasticCrew(Crew):
         words, code = worker.words(), worker.process.returncode
         assert code is not None
         error = words[-1] if code > 0 and words else ""
-        failure = Failure(worker.rank, at_s, self._roster.newest[0], error)
+        failure = Failure(worker.rank, at_s, self._roster.newest[0], self._roster.here[0], error)
         self._failures.append(failure)
         if self._is_ending or self._gave_up is not None or (self._roster.is_over and worker.told):
             return
@@ -371,7 +371,7 @@ class ElasticCrew(Crew):
             self._give_up(self._doubts.pop(), NO_RUN)
 
     def _give_up(self, failure: Failure, why: str) -> None:
-        first = next(one for one in self._failures if one.steps == failure.steps and one.error == failure.error)
+        first = next(one for one in self._failures if one.newest == failure.newest and one.error == failure.error)
         self._gave_up = first
         say(f"giving up: {why}")
         worker, exits = self._workers[failure.worker], [one for one in self._exits if one.rank == failure.worker]

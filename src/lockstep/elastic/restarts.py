@@ -12,6 +12,7 @@ SAME_ERRORS: Final = 2
 FEWEST: Final = 6
 PER_WORKER: Final = 4
 WITHIN_S: Final = 120.0
+ROUNDS: Final = 4  # as many losses are a reason to give up although steps are made: never more than before
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Failure:
 
     worker: int
     at_s: float
-    steps: int  # begun by then, by any worker
+    newest: int  # the step that the run had come to by then
+    here: int  # the step that it was at: an earlier one, if it had gone back to a checkpoint
     error: str = ""  # the last line of its traceback; "": it did not fail by itself, but was killed
 
 
@@ -37,6 +39,9 @@ def why_give_up(failures: Sequence[Failure], workers: int) -> str | None:
     most = max(FEWEST, PER_WORKER * workers)
     if len(stuck) >= most:
         return f"{len(stuck)} workers were lost, and no step was made in between"
+    in_vain = [one for one in failures if one.newest == failures[-1].newest]
+    if len(in_vain) >= ROUNDS * most:
+        return f"{len(in_vain)} workers were lost, and the run came no further than step {failures[-1].newest}"
     return None
 
 
@@ -59,4 +64,5 @@ def _alike(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def _without_progress(failures: Sequence[Failure]) -> list[Failure]:
-    return [one for one in failures if one.steps == failures[-1].steps] if failures else []
+    """Those at the step of the last one. A run that always fails there comes back to it from its checkpoint."""
+    return [one for one in failures if (one.newest, one.here) == (failures[-1].newest, failures[-1].here)]

@@ -46,7 +46,8 @@ class Roster:
         self._journal, self._values = Journal(records), Values(records.arbiter, records.keys.values)
         self.people: dict[str, Person] = {}
         self.is_elastic = False  # the program has a Run, so it can do without one of its workers
-        self.newest: Position = START  # how far the run has come, as far as we know
+        self.newest: Position = START  # how far the run has ever come, as far as we know
+        self.here: Position = START  # and where it is: further back after everybody was lost
         self.moves = 0  # how often one of our workers was found at another position than before
         self._serial = 0
         self._lease_told_s = 0.0
@@ -145,7 +146,8 @@ class Roster:
                 self._values.ask(person, message)
 
     def _note_progress(self, position: Any) -> None:
-        self.newest = max(self.newest, _position(position))
+        self.here = max(self.here, _position(position))
+        self.newest = max(self.newest, self.here)
 
     # -- what is to be done ------------------------------------------------------------------------------------------
 
@@ -193,6 +195,7 @@ class Roster:
 
     def _turn_to(self, now: Generation) -> None:
         before, self._seen = self._seen, now
+        self.here = now.position or START
         if now.anew != before.anew:
             self._journal.carry_over(before, now, self.people.values())
         self._records.drop_older(self._records.keys.values, now.number)
