@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
 # room -> the rooms it may import from; a file at the top of the package is a room of its own
 ALLOWED = {
     "errors": set(),
+    "files": {"errors"},
     "faults": set(),
     "arrival": {"comm"},  # which it imports once torch is there, not before
     "place": {"errors"},
@@ -22,10 +23,10 @@ ALLOWED = {
     "world": {"errors", "place", "vigil", "meeting"},
     "comm": {"errors", "faults", "place", "vigil", "world"},
     "seed": set(),
-    "data": {"errors", "seed", "world"},
+    "data": {"errors", "files", "seed", "world"},
     "replicate": {"errors", "faults", "world", "comm"},
-    "checkpoint": {"errors", "faults"},
-    "train": {"errors", "faults", "seed", "world", "comm", "data", "replicate", "checkpoint", "elastic"},
+    "checkpoint": {"errors", "files", "faults"},
+    "train": {"errors", "files", "faults", "seed", "world", "comm", "data", "replicate", "checkpoint", "elastic"},
     "elastic": {"errors"},
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
     "demo": {"errors", "world", "comm", "replicate"},

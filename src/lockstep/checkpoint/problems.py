@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
+from lockstep import files
 from lockstep.errors import CheckpointError
-
-_GONE = "the directory of the run is gone: make it again, or mount its disk"
-_TAKEN = "something else is in the place of a directory: move it away"
-_ADVICE = {
-    errno.ENOSPC: "free some space there",
-    errno.EDQUOT: "free some space there, or have the quota raised",
-    errno.EROFS: "the disk is mounted read-only: mount it for writing, and look for disk errors in the system's log",
-    errno.EACCES: "let this user write there",
-    errno.EPERM: "let this user write there",
-    errno.ENOENT: _GONE,
-    errno.ENOTDIR: _TAKEN,
-    errno.EEXIST: _TAKEN,
-    errno.EIO: "the disk fails: look at the system's log, and copy away what you need",
-    errno.ESTALE: "the network disk lost it: mount it again",
-}
 
 
 def describe(step: int, path: Path, error: BaseException, last: Path | None) -> str:
     """Which step, where, what went wrong, what there still is, what to do."""
     what, advice = f"{type(error).__name__}: {error}", "please report it"
-    if isinstance(error, OSError) and error.errno is not None:
-        name = errno.errorcode.get(error.errno, str(error.errno))
-        place = f" at {error.filename}" if error.filename is not None else ""
-        what, advice = f"{error.strerror} ({name}){place}", _ADVICE.get(error.errno, "look at that disk")
+    if isinstance(error, OSError):
+        what, advice = files.describe(error)
     elif isinstance(error, CheckpointError):
         what, advice = f"read back, it was not what was written: {error}", "the disk or the memory here may be failing"
     elif isinstance(error, MemoryError):

@@ -17,7 +17,6 @@ Lines end where checkpoints are: a run that goes back to one says so, and what w
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ import torch
 
 from lockstep.data.order import InOrder, Shuffled, count_steps
 from lockstep.errors import LockstepError
+from lockstep.files import Appender
 
 NAME: Final = "ledger.jsonl"
 WRITE_EVERY_S: Final = 1.0
@@ -91,8 +91,9 @@ class Ledger:
     """Kept by every worker, written by one."""
 
     def __init__(self, directory: Path | None) -> None:
-        self._path = directory / NAME if directory is not None else None
+        self._file = Appender(directory / NAME, "the ledger") if directory is not None else None
         self._waiting: deque[Entry] = deque(maxlen=MOST_WAITING)
+        self._begin: dict[str, Any] | None = None  # the line of a beginning that is not written yet
         self._wrote_s = time.monotonic()
         self._end = End(size=-1, step=0)  # of the file, when we wrote last
         self._workers = 0
@@ -100,9 +101,9 @@ class Ledger:
     def begin(self, step: int, facts: dict[str, Any], *, writes: bool) -> None:
         """The run begins at this step, or goes back to it."""
         self._waiting.clear()
-        if self._path is not None and writes:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._append(self._path, [{"begin": step, **facts}], end=step)
+        self._begin = {"begin": step, **facts} if writes else None
+        if writes:
+            self.write()
 
     def share_out(self, workers: int) -> None:
         self._workers = workers
@@ -114,35 +115,37 @@ class Ledger:
             self.write()
 
     def write(self) -> None:
-        """By rank 0, or by whoever hands its state over."""
+        """By rank 0, or by whoever hands its state over. What cannot be written waits."""
         self._wrote_s = time.monotonic()
-        if self._path is None:
+        if self._file is None:
             self._waiting.clear()
             return
-        if self._end.size != _size_of(self._path):
-            self._end = End(size=-1, step=_end_of(self._path))  # somebody else has written since
-        lines: list[Entry] = []
-        for entry in self._waiting:
-            if entry.start < self._end.step:
-                continue  # written by whoever was rank 0 before
-            if lines and lines[-1].epoch == entry.epoch and lines[-1].stop == entry.start:
-                lines[-1] = lines[-1].joined(entry)
-            else:
-                lines.append(entry)
-        self._waiting.clear()
-        if lines:
-            told = [asdict(line) | {"workers": self._workers} for line in lines]
-            self._append(self._path, told, end=lines[-1].stop)
+        begin = [self._begin] if self._begin is not None else []
+        if self._begin is None and self._end.size != _size_of(self._file.path):
+            self._end = End(size=-1, step=_end_of(self._file.path))  # somebody else has written since
+        entries = _joined(self._waiting, self._begin["begin"] if self._begin is not None else self._end.step)
+        self._waiting = deque(entries, maxlen=MOST_WAITING)
+        lines = begin + [asdict(entry) | {"workers": self._workers} for entry in entries]
+        if not lines:
+            return
+        size = self._file.add(map(json.dumps, lines))
+        if size is not None:
+            self._waiting.clear()
+            self._begin = None
+            self._end = End(size, entries[-1].stop if entries else lines[0]["begin"])
 
-    def _append(self, path: Path, lines: Iterable[dict[str, Any]], *, end: int) -> None:
-        """In one write, so that whoever is killed leaves whole lines."""
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, text.encode())
-            self._end = End(size=os.fstat(file).st_size, step=end)
-        finally:
-            os.close(file)
+
+def _joined(entries: Iterable[Entry], start: int) -> list[Entry]:
+    """Those from this step on, as few as possible. What comes before was written by whoever was rank 0 then."""
+    found: list[Entry] = []
+    for entry in entries:
+        if entry.start < start:
+            continue
+        if found and found[-1].epoch == entry.epoch and found[-1].stop == entry.start:
+            found[-1] = found[-1].joined(entry)
+        else:
+            found.append(entry)
+    return found
 
 
 def _size_of(path: Path) -> int:

@@ -290,8 +290,8 @@ class ElasticCalls(Calls):
                 self._enter(joining)
                 self._is_member = True
                 return
-            except Exception:
-                if self._seat.why_left(within_s=ORDER_MUST_COME_WITHIN_S) is None:
+            except Exception as error:
+                if self._seat.why_left(within_s=0.0 if isinstance(error, OWN) else ORDER_MUST_COME_WITHIN_S) is None:
                     raise
             self._company.leave()
             self._seat.left(self._position)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.comm import agree
 from lockstep.errors import Desync
+from lockstep.files import Appender
 
 Pairs = dict[str, tuple[float, float]]
 
@@ -35,22 +36,22 @@ class MetricsFile:
     """metrics.jsonl: a line for each call of `run.log`."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / "metrics.jsonl"
+        self._file = Appender(directory / "metrics.jsonl", "the file of figures")
+        self._waiting: list[str] = []
         self._generation = -1
 
     def write(self, step: int, figures: Mapping[str, float], *, generation: int) -> None:
         """By rank 0. Whoever was rank 0 in an earlier generation may have written this line before it was lost."""
-        line = {"step": step, **figures}
-        if generation != self._generation and self._last() == line:
+        if generation != self._generation and self._last() == {"step": step, **figures}:
             return
         self._generation = generation
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **figures}) + "\n")
+        self._waiting.append(json.dumps({"step": step, "time": time.time(), **figures}))
+        if self._file.add(self._waiting) is not None:
+            self._waiting.clear()
 
     def _last(self) -> dict[str, Any] | None:
         try:
-            last = json.loads(self._path.read_text().splitlines()[-1])
+            last = json.loads(self._file.path.read_text().splitlines()[-1])
             return {name: value for name, value in last.items() if name != "time"}
         except (OSError, ValueError, IndexError, AttributeError):
             return None

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep import faults
+from lockstep import faults, files
 from lockstep.comm import agree
 from lockstep.comm.peers import Watch
 from lockstep.data.batches import Batch, Batches, Position, Settings
@@ -158,8 +158,9 @@ class Run:
         self._once = Once(_get_default_store(), self._group)
         logs = os.environ.get("LOCKSTEP_RUN_DIR")
         if self.directory is not None and world.rank == 0 and logs:  # so that `lockstep scale` finds the launcher
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "launch.json").write_text(json.dumps({"logs": logs}))
+            with suppress(OSError):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                (self.directory / "launch.json").write_text(json.dumps({"logs": logs}))
         return self._group
 
     def part(self) -> None:
@@ -535,6 +536,8 @@ class Run:
         """From where the last run in this directory ended; or where the others are, if they are in the loop."""
 
         def resume() -> None:
+            if self.directory is not None and self.world.rank == 0:
+                files.prepare(self.directory)
             found = self._saving.find(self._state(plan), tells=self.world.rank == 0)
             step = found["batches"]["number"] if found is not None else None
             self._compare("resuming", {"step": str(step)})
