@@ -26,16 +26,31 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import training_verdict as verdict
-from training_job import References, carry_out, folder_for
+from training_job import References, carry_out, folder_for, strike_all
 from training_plan import STRIKES, Case, plan
 from training_verdict import Result
 
-KILLS, SEEDS = 2000, 50
-QUICK_KILLS, QUICK_SEEDS = 100, 2
+
+@dataclass(frozen=True)
+class Kind:
+    """What is done to workers, and how often."""
+
+    program: str
+    about: str
+    what: str  # in words, as in "100 kills"
+    plan: Callable[[int, int], Case]  # from a seed and a number
+    strikes: int  # of a case
+    wanted: int
+    seeds: int
+    quick_wanted: int
+    quick_seeds: int
+
+
+KILLS = Kind("training.py", __doc__, "kills", plan, STRIKES, wanted=2000, seeds=50, quick_wanted=100, quick_seeds=2)
 QUICK_S = 240.0
 
 
@@ -88,7 +103,7 @@ def _campaign(cases: Iterable[Case], results: list[Result], progress: Progress, 
             break
         reference = references.of(case.program)
         with folder_for(case) as folder:
-            result = verdict.judge(carry_out(case, folder), reference)
+            result = verdict.judge(carry_out(case, folder, strike_all), reference)
             if result.findings:
                 (folder / "keep").touch()
                 print(f"\r{verdict.failures(result, again=again)}\n    its folder: {folder}")
@@ -123,42 +138,43 @@ def write_json(path: Path, results: list[Result]) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def read_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, metavar="N", help=f"default {KILLS}; with --quick {QUICK_KILLS}")
-    parser.add_argument("--seeds", type=int, metavar="N", help=f"default {SEEDS}; with --quick {QUICK_SEEDS}")
+def read_arguments(kind: Kind, argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=kind.about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    many, few = f"{kind.wanted} over {kind.seeds}", f"{kind.quick_wanted} over {kind.quick_seeds}"
+    parser.add_argument(f"--{kind.what}", dest="wanted", type=int, metavar="N", help=f"so many (default {many} seeds)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="cases of so many")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first of them (default 0)")
-    parser.add_argument("--quick", action="store_true", help=f"with --within-s {QUICK_S:.0f}")
+    parser.add_argument("--quick", action="store_true", help=f"{few} seeds, with --within-s {QUICK_S:.0f}")
     parser.add_argument("--within-s", type=float, metavar="S", help="begin no case after so long")
     parser.add_argument("--only-case", type=int, metavar="N", help="this one of the seed")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="with --only-case: so often")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
-    arguments = parser.parse_args(argv)
-    arguments.kills = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
-    arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
-    if arguments.kills < 1 or arguments.seeds < 1 or arguments.times < 1:
-        parser.error("--kills, --seeds and --times must be positive")
-    if arguments.only_case is not None and arguments.only_case < 0:
-        parser.error(f"--only-case {arguments.only_case}: cases are numbered from 0")
-    return arguments
+    given = parser.parse_args(argv)
+    given.wanted = given.wanted or (kind.quick_wanted if given.quick else kind.wanted)
+    given.seeds = given.seeds or (kind.quick_seeds if given.quick else kind.seeds)
+    if given.wanted < 1 or given.seeds < 1 or given.times < 1:
+        parser.error(f"--{kind.what}, --seeds and --times must be positive")
+    if given.only_case is not None and given.only_case < 0:
+        parser.error(f"--only-case {given.only_case}: cases are numbered from 0")
+    return given
 
 
-def main(argv: list[str]) -> int:
-    arguments, results = read_arguments(argv), list[Result]()
+def main(kind: Kind, argv: list[str]) -> int:
+    given, results = read_arguments(kind, argv), list[Result]()
     started_s = time.monotonic()
-    if arguments.only_case is not None:
-        cases: Iterable[Case] = [plan(arguments.seed, arguments.only_case)] * arguments.times
-        wanted = STRIKES * arguments.times
+    if given.only_case is not None:
+        cases: Iterable[Case] = [kind.plan(given.seed, given.only_case)] * given.times
+        wanted = kind.strikes * given.times
     else:
-        seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-        cases, wanted = until_enough(seeds, arguments.kills, results, plan), arguments.kills
-    end_s = started_s + (arguments.within_s or (QUICK_S if arguments.quick else float("inf")))
-    progress = Progress(wanted, "kills")
-    whole = campaign(cases, results, progress, again="python chaos/training.py", end_s=end_s)
-    if arguments.json:
-        write_json(arguments.json, results)
+        seeds = range(given.seed, given.seed + given.seeds)
+        cases, wanted = until_enough(seeds, given.wanted, results, kind.plan), given.wanted
+    end_s = started_s + (given.within_s or (QUICK_S if given.quick else float("inf")))
+    progress, again = Progress(wanted, kind.what), f"python chaos/{kind.program}"
+    whole = campaign(cases, results, progress, again=again, end_s=end_s)
+    if given.json:
+        write_json(given.json, results)
     return report(results, whole=whole, seconds=time.monotonic() - started_s)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(KILLS, sys.argv[1:]))

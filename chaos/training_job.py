@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -203,11 +203,12 @@ def folder_for(case: Case) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def carry_out(case: Case, folder: Path) -> Seen:
+def carry_out(case: Case, folder: Path, drive: Callable[[Job, Seen], None]) -> Seen:
+    """`drive` does to the run what is to be done to it, and writes down whom it hit; then the run goes to its end."""
     seen, shm_before = Seen(case), leftovers.shm_files()
     job = Job(case, folder)
     try:
-        _strike_all(job, seen)
+        drive(job, seen)
         job.pace(0.0)
         seen.status = job.await_end()
     except Stuck as stuck:
@@ -217,11 +218,12 @@ def carry_out(case: Case, folder: Path) -> Seen:
             seen.left += [f"process {pid}: {what}" for pid, what in job.strangers(within_s=2.0).items()]
         job.close()
     seen.left += [*leftovers.shm_left(shm_before), *_ports_left(folder)]
-    collect(job, seen)
+    _collect(job, seen)
     return seen
 
 
-def _strike_all(job: Job, seen: Seen) -> None:
+def strike_all(job: Job, seen: Seen) -> None:
+    """All that the case has in store."""
     dice = Random(f"outside {job.case.seed} {job.case.number}")
     for number, strike in enumerate(job.case.strikes):
         if strike.members and strike.place != ENDING:
@@ -306,7 +308,7 @@ def _go_on(job: Job, pids: list[int], at_s: float) -> None:
 # ----------------------------------------------------------------------------------------------- what is written down
 
 
-def collect(job: Job, seen: Seen) -> None:
+def _collect(job: Job, seen: Seen) -> None:
     folder = job.folder
     with suppress(Stuck):
         job.look()

@@ -18,9 +18,8 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-import leftovers
 import training_verdict as verdict
-from training_job import LOOK_EVERY_S, Job, References, Stuck, collect, folder_for
+from training_job import LOOK_EVERY_S, Job, References, Stuck, carry_out, folder_for
 from training_plan import Case
 from training_verdict import Fault, Finding, Seen
 
@@ -57,23 +56,15 @@ def await_size(job: Job, workers: int) -> None:
 def resize(backend: str, sizes: Sequence[int], references: References) -> int:
     """How many things are wrong."""
     case = Case(0, 0, "mlp", 0, backend, sizes[0], save_every=10, loaders=0, strikes=())
-    seen, shm_before = Seen(case), leftovers.shm_files()
+
+    def drive(job: Job, seen: Seen) -> None:
+        await_size(job, sizes[0])
+        for before, after in pairwise(sizes):
+            took_s = scale(job, after)
+            print(f"{backend}: {before} -> {after} workers: they train after {1e3 * took_s:.0f} ms", flush=True)
+
     with folder_for(case) as folder:
-        job = Job(case, folder)
-        try:
-            await_size(job, sizes[0])
-            for before, after in pairwise(sizes):
-                took_s = scale(job, after)
-                print(f"{backend}: {before} -> {after} workers: they train after {1e3 * took_s:.0f} ms", flush=True)
-            job.pace(0.0)
-            seen.status = job.await_end()
-            seen.left += [f"process {pid}: {what}" for pid, what in job.strangers(within_s=2.0).items()]
-        except Stuck as stuck:
-            seen.stuck = str(stuck)
-        finally:
-            job.close()
-        seen.left += leftovers.shm_left(shm_before)
-        collect(job, seen)
+        seen = carry_out(case, folder, drive)
         result = verdict.judge(seen, references.of(case.program))
         found = [finding for finding in result.findings if finding.fault is not Fault.DIED]
         found += [Finding(Fault.AGAIN, f"{steps} steps were computed again") for steps in result.again if steps]

@@ -29,7 +29,7 @@ from random import Random
 
 import leftovers
 import training_verdict as verdict
-from training_job import LOOK_EVERY_S, Job, References, Stuck, collect, folder_for
+from training_job import LOOK_EVERY_S, Job, References, carry_out, folder_for
 from training_plan import Case
 from training_verdict import Hit, Seen
 
@@ -89,9 +89,9 @@ def growth(moments: Sequence[Moment]) -> list[str]:
     return found
 
 
-def soak(job: Job, recoveries: int, seen: Seen) -> list[Moment]:
+def soak(job: Job, seen: Seen, recoveries: int, moments: list[Moment]) -> None:
     """Kill, wait for the replacement, write down, again."""
-    dice, moments = Random(job.case.seed), list[Moment]()
+    dice = Random(job.case.seed)
     survivor: int | None = None
     live = sys.stdout.isatty()
     job.pace(PACE_S)
@@ -116,7 +116,6 @@ def soak(job: Job, recoveries: int, seen: Seen) -> list[Moment]:
             now = moments[-1]
             line = f"{len(moments)} recoveries; survivor {now.survivor}; launcher {now.launcher.resident_mb:.0f} MB"
             print(f"\r{line:150}" if live else line, end="" if live else "\n", flush=True)
-    return moments
 
 
 def await_all(job: Job) -> bool:
@@ -158,21 +157,14 @@ def main(argv: list[str]) -> int:
         strikes=(),
         epochs=EPOCHS,
     )
-    seen, moments, shm_before = Seen(case), list[Moment](), leftovers.shm_files()
+    moments: list[Moment] = []
+
+    def drive(job: Job, seen: Seen) -> None:
+        soak(job, seen, arguments.recoveries, moments)
+        job.stop()
+
     with folder_for(case) as folder:
-        job = Job(case, folder)
-        try:
-            moments = soak(job, arguments.recoveries, seen)
-            job.stop()
-            seen.status = job.await_end()
-        except Stuck as stuck:
-            seen.stuck = str(stuck)
-        finally:
-            if seen.status is not None:
-                seen.left += [f"process {pid}: {what}" for pid, what in job.strangers(within_s=2.0).items()]
-            job.close()
-        seen.left += leftovers.shm_left(shm_before)
-        collect(job, seen)
+        seen = carry_out(case, folder, drive)
         steps = next((found["steps"] for found in seen.ends.values()), 1)
         more = ("--epochs", str(EPOCHS), "--steps", str(steps))
         references = References()

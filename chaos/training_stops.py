@@ -15,50 +15,14 @@ Exit status: 0 when all of it held; 1 when not; 2 for wrong arguments.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections.abc import Iterable
-from pathlib import Path
 
-from training import Progress, campaign, report, until_enough, write_json
-from training_plan import STOPS, Case, plan_stops
-from training_verdict import Result
+from training import Kind, main
+from training_plan import STOPS, plan_stops
 
-STOPPED, SEEDS = 200, 10
-QUICK_STOPPED = 10
-
-
-def read_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stops", type=int, metavar="N", help=f"default {STOPPED}; with --quick {QUICK_STOPPED}")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only-case", type=int, metavar="N", help="this one of the seed")
-    parser.add_argument("--times", type=int, default=1, metavar="N", help="with --only-case: so often")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
-    arguments = parser.parse_args(argv)
-    arguments.stops = arguments.stops or (QUICK_STOPPED if arguments.quick else STOPPED)
-    if arguments.stops < 1 or arguments.times < 1:
-        parser.error("--stops and --times must be positive")
-    return arguments
-
-
-def main(argv: list[str]) -> int:
-    arguments, results = read_arguments(argv), list[Result]()
-    started_s = time.monotonic()
-    if arguments.only_case is not None:
-        cases: Iterable[Case] = [plan_stops(arguments.seed, arguments.only_case)] * arguments.times
-        wanted = STOPS * arguments.times
-    else:
-        seeds = range(arguments.seed, arguments.seed + (1 if arguments.quick else SEEDS))
-        cases, wanted = until_enough(seeds, arguments.stops, results, plan_stops), arguments.stops
-    again = "python chaos/training_stops.py"
-    whole = campaign(cases, results, Progress(wanted, "stops"), again=again, end_s=float("inf"))
-    if arguments.json:
-        write_json(arguments.json, results)
-    return report(results, whole=whole, seconds=time.monotonic() - started_s)
-
+PAUSES = Kind(
+    "training_stops.py", __doc__, "stops", plan_stops, STOPS, wanted=200, seeds=10, quick_wanted=10, quick_seeds=1
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(PAUSES, sys.argv[1:]))

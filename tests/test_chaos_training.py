@@ -15,7 +15,7 @@ import training  # noqa: E402
 import training_soak  # noqa: E402
 import training_stops  # noqa: E402
 from lockstep import faults  # noqa: E402
-from training_job import References, carry_out  # noqa: E402
+from training_job import References, carry_out, strike_all  # noqa: E402
 from training_plan import (  # noqa: E402
     ALL,
     ENDING,
@@ -240,13 +240,14 @@ def test_growth_is_found_and_noise_is_not() -> None:
 
 
 def test_arguments() -> None:
-    assert training.read_arguments([]).kills == training.KILLS
-    assert training.read_arguments(["--quick"]).kills == training.QUICK_KILLS
-    assert training_stops.read_arguments(["--quick"]).stops == training_stops.QUICK_STOPPED
+    for kind in (training.KILLS, training_stops.PAUSES):
+        assert training.read_arguments(kind, []).wanted == kind.wanted
+        assert training.read_arguments(kind, ["--quick"]).wanted == kind.quick_wanted
+        assert training.read_arguments(kind, [f"--{kind.what}", "7"]).wanted == 7
     assert training_soak.read_arguments(["--quick"]).recoveries == training_soak.QUICK
     for wrong in (["--kills", "-1"], ["--only-case", "-1"], ["--times", "0"]):
         with pytest.raises(SystemExit):
-            training.read_arguments(wrong)
+            training.read_arguments(training.KILLS, wrong)
 
 
 def test_cases_are_dealt_out_over_the_seeds_until_there_are_enough_hits() -> None:
@@ -276,7 +277,7 @@ def test_one_real_case(tmp_path: Path) -> None:
     )
     references = References()
     references.need({case.program}, more=("--epochs", str(case.epochs)))
-    one = carry_out(case, tmp_path / "case")
+    one = carry_out(case, tmp_path / "case", strike_all)
     result = judge(one, references.of(case.program))
     assert result.findings == []
     assert {hit.strike for hit in one.hits} == {0, 1, 2}
