@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from lockstep.checkpoint import strict
 from lockstep.checkpoint.tensorfile import METADATA, Entry
 from lockstep.errors import CheckpointError
+from lockstep.plain_json import DIGITS
 
 LEVELS = 50  # of dicts in dicts; each is three levels of JSON, and reading must not run out of stack
 
-_TOO_LARGE = 10**strict.DIGITS
+_TOO_LARGE = 10**DIGITS
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"$": "float", "value": str(value)}
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
-        raise CheckpointError(f"{name} is a whole number of more than {strict.DIGITS} digits, which cannot be saved")
+        raise CheckpointError(f"{name} is a whole number of more than {DIGITS} digits, which cannot be saved")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(
