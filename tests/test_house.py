@@ -30,8 +30,9 @@ ALLOWED = {
     "train": {"errors", "files", "faults", "seed", "world", "comm", "data", "replicate", "checkpoint", "elastic"},
     "elastic": {"errors", "plain_json"},
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
+    "doctor": {"errors", "place"},
     "demo": {"errors", "world", "comm", "replicate"},
-    "cli": {"errors", "data", "elastic", "measure", "cli_checkpoint"},
+    "cli": {"errors", "data", "doctor", "elastic", "measure", "cli_checkpoint"},
     "cli_checkpoint": {"errors", "checkpoint"},
     "__main__": {"cli"},
 }

@@ -34,6 +34,7 @@ from lockstep.errors import LockstepError
 _TOP = """\
 commands:
   run     start a training program on several workers of this machine, or of several
+  doctor  look at this machine, start two workers as a trial, and say what to change
   demo    train on two workers and show that the replicas stay identical (under a minute)
   scale   change the number of workers of a run that goes on
   certify prove on your own program that any number of workers, and a killed one, give the same bits
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lockstep.cli_checkpoint import main as checkpoint
 
         return checkpoint(arguments[1:])
+    if arguments[:1] == ["doctor"]:
+        from lockstep.doctor.command import main as doctor
+
+        return doctor(arguments[1:])
     if arguments[:1] == ["certify"]:
         from lockstep.measure.certify import main as certify
 
@@ -95,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        usage="lockstep [-h] [--version] {run,demo,scale,certify,ledger,checkpoint,bench} ...",
+        usage="lockstep [-h] [--version] {run,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
         description="Data-parallel training for PyTorch.",
         epilog=_TOP,
         formatter_class=raw,
