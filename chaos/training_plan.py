@@ -18,7 +18,7 @@ RUN_SEEDS = 2  # of each program; what they compute undisturbed is computed once
 IN_STEP = ("top", "forward", "table", "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied",
            "compared")  # fmt: skip
 SAVING = ("copy", "write", "fsync", "verify", "rename", "prune")
-FORMING = ("joining", "forming", "catching-up", "sending-state", "receiving-state")
+FORMING = ("joining", "forming", "catching-up", "sending-state", "receiving-state", "restored")
 EPOCH_ENDS = ("evaluating", "logging")
 OUTSIDE = "outside"  # no place: a process is killed from outside, wherever it is
 ENDING = "ending"
@@ -28,7 +28,7 @@ TURNS = (
     "backward", "joining", "exchange", OUTSIDE, "committed", "receiving-state", "write", "table",
     "evaluating", "forming", "optimizer", OUTSIDE, "fsync", "sending-state", "reduced", "top",
     "rename", "catching-up", "waiting", OUTSIDE, "applied", "start", "copy", "forward",
-    "logging", "joining", "compared", "verify", OUTSIDE, "receiving-state", "prune", ENDING,
+    "logging", "restored", "compared", "verify", OUTSIDE, "receiving-state", "prune", ENDING,
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def _setting(dice: Random, seed: int, number: int) -> Case:
 def in_order(places: Sequence[str]) -> list[str]:
     """The end comes last. State is handed over only after somebody was lost, so that does not come first."""
     first = [place for place in places if place != ENDING]
-    while first and first[0] in ("sending-state", "receiving-state"):
+    while first and first[0] in ("sending-state", "receiving-state", "restored"):
         first.append(first.pop(0))
     return first + [place for place in places if place == ENDING]
 

@@ -84,7 +84,18 @@ def scene(place):
                 os.kill(os.getpid(), 9)
             wait(lambda: seat.why_left() is not None)  # what it sends then fails inside of autograd
         return
-    behind, turn = env["SCENE"] == "behind", 1 if env["SCENE"] == "behind" else 2
+    if env["SCENE"] in ("orphan", "heir") and place == "restored":  # the source dies when the other one has its state
+        if me != "h0.0":
+            Path("restored").touch()
+        else:
+            wait(lambda: Path("restored").exists())
+            os.kill(os.getpid(), 9)
+    if env["SCENE"] == "heir":
+        if place == "waiting" and faults.here.get("step") == 2 and me == "h0.1":
+            os.kill(os.getpid(), 9)
+        return
+    behind = env["SCENE"] in ("behind", "orphan")
+    turn = 1 if behind else 2
     if faults.here.get("step") != 4 or seat.generation > turn:
         return
     if place == "top" and me == "h0.1" and not behind:
@@ -111,7 +122,7 @@ if "DIES" in env and env["LOCAL_RANK"] == "0" and not Path("died").exists():
 with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.get("CHECK", 1))) as run:
     if "SCENE" in env:
         faults.hook = scene
-        if env["SCENE"] == "behind":
+        if env["SCENE"] in ("behind", "orphan"):
             run._calls.check_commit = commit_late
     model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 10)))
     optimizer = adamw(model.parameters())
@@ -182,9 +193,8 @@ class Play:
 
     @property
     def victims(self) -> list[str]:
-        victims = {"behind": ["h0.2"], "midst": ["h0.1", "h0.2"], "backward": ["h0.1"]}.get(
-            self.env.get("SCENE", ""), []
-        )
+        scenes = {"behind": [2], "midst": [1, 2], "backward": [1], "orphan": [2, 0], "heir": [1, 0]}
+        victims = [f"h0.{number}" for number in scenes.get(self.env.get("SCENE", ""), [])]
         return victims + [str(one["worker"]) for one in self.faults]
 
 
@@ -300,7 +310,7 @@ def scale_up_and_down(folder: Path, launcher: subprocess.Popen[str]) -> None:
         return done.stdout + done.stderr
 
     wait_for(lambda: (folder / "paused 2").exists(), "the run to pause", within_s=60)
-    assert "--max 3" in scale("4", status=2)
+    assert "can have 1 to 3" in scale("4", status=2)
     for workers, step in (("3", 2), ("2", 12)):
         wait_for(lambda: (folder / f"paused {step}").exists(), "the run to pause", within_s=60)  # noqa: B023
         scale(workers)
@@ -332,7 +342,7 @@ PLAYS = {
     },
     **{
         f"the source, {backend}": Play(
-            workers=4, backend=backend, faults=(kill("waiting", 1, 2), kill("sending-state", 0)),
+            workers=4, backend=backend, faults=(kill("backward", 1, 2), kill("sending-state", 0)),
             env={"LOADERS": "1"},
         )
         for backend in ("shm", "gloo")
@@ -373,6 +383,13 @@ PLAYS = {
     "two Runs": Play(workers=2, program=TWO_RUNS),
     "a step behind": Play(env={"SCENE": "behind", "CHECK": "1000"}),
     **{
+        f"a step behind, and the source is lost, {backend}": Play(
+            backend=backend, env={"SCENE": "orphan", "CHECK": "1000"}
+        )
+        for backend in ("shm", "gloo")
+    },
+    "only the newcomer has the state": Play(workers=2, env={"SCENE": "heir"}),
+    **{
         f"all in backward, {backend}": Play(workers=2, backend=backend, env={"SCENE": "backward"})
         for backend in ("shm", "gloo")
     },
@@ -388,7 +405,7 @@ ENDS_WELL = [name for name in PLAYS if name not in OTHERS]
 SLOW = (
     "while they gather, shm", "the source, shm", "the source, gloo", "killed before its Run", "in a checkpoint",
     "between steps", "raises once", "raises after its Run", "two Runs", "a step behind", "all in backward, shm",
-    "all in backward, gloo", "in the midst of a step",
+    "all in backward, gloo", "in the midst of a step", "a step behind, and the source is lost, shm",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 
@@ -440,6 +457,12 @@ def test_the_digest_is_that_of_the_undisturbed_run(show: Show, undisturbed: str)
     assert show.status == 0, show.text
     assert set(show.digests) == {undisturbed}, show.text
     assert len(show.digests) >= show.sizes[-1], show.text
+
+
+@of("only the newcomer has the state")
+def test_the_heir_goes_on_where_the_others_were(show: Show) -> None:
+    """There is no checkpoint: without the state it would begin at step 0."""
+    assert show.steps_of(2)[0][0] >= 2, show.text
 
 
 @of(*(name for name in ENDS_WELL if not name.startswith("raises")))

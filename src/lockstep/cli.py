@@ -286,7 +286,8 @@ def _scale(chosen: argparse.Namespace) -> int:
             raise ValueError(f"its supervisor is on {facts['host']}; ask there, or the one of this host")
         if not facts["least"] <= chosen.workers <= facts["most"]:
             print(
-                f"lockstep: {chosen.workers} workers: this run has --min {facts['least']} and --max {facts['most']}",
+                f"lockstep: {chosen.workers} workers: this run can have {facts['least']} to {facts['most']} "
+                "(--min and --max, and the shards of its batches)",
                 file=sys.stderr,
             )
             return 2

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 PLACES = (
-    "start", "joining", "forming", "catching-up", "sending-state", "receiving-state", "top", "forward", "table",
-    "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied", "compared", "evaluating",
-    "logging", "ending", "copy", "write", "fsync", "verify", "rename", "prune",
+    "start", "joining", "forming", "catching-up", "sending-state", "receiving-state", "restored", "top", "forward",
+    "table", "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied", "compared",
+    "evaluating", "logging", "ending", "copy", "write", "fsync", "verify", "rename", "prune",
 )  # fmt: skip
 _CONDITIONS = ("step", "rank", "worker")
 

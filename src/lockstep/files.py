@@ -76,15 +76,19 @@ class Appender:
             self._has_directory = True
             size = append_lines(self.path, lines)
         except OSError as error:
-            if not self._is_failing:
-                problem, advice = describe(error)
-                self._say(f"cannot be written: {problem}; training goes on, and what is missing waits here; {advice}")
-            self._is_failing = True
+            self.fails(error)
             return None
         if self._is_failing:
             self._say("is written again, with all that was missing")
         self._is_failing = False
         return size
+
+    def fails(self, error: OSError | LockstepError) -> None:
+        """It cannot be written now, or is not what we wrote. Told once."""
+        if not self._is_failing:
+            problem, advice = describe(error) if isinstance(error, OSError) else (str(error), "move it away")
+            self._say(f"cannot be written: {problem}; training goes on, and what is missing waits here; {advice}")
+        self._is_failing = True
 
     def _say(self, text: str) -> None:
         print(f"lockstep: {self._what}, {self.path}, {text}", file=sys.stderr, flush=True)

@@ -48,6 +48,7 @@ class Writer:
         self._writing: _Job | None = None
         self._began = 0.0  # to write it
         self._closed = False
+        self.written: int | None = None  # the step of the last one that has its name
         self._thread = threading.Thread(target=self._work, name="lockstep-checkpoint", daemon=True)
         self._thread.start()
 
@@ -140,6 +141,7 @@ class Writer:
         try:
             if self._store.write(job.step, job.flat, fence=self._fence) is None:
                 return
+            self.written = job.step
         except Exception as error:
             self._say(problems.describe(job.step, path, error, self._store.last()))
             return

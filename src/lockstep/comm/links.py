@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from lockstep.comm import graveyard
+
 LOOK_S = 0.25
 GRACE_S = 2.0
 GRACE_OF_TWO_S = 0.25  # the only other one has left, so all it had to say is here already
@@ -139,6 +141,7 @@ class Gloo:
         return [far for number, far in self._far_ends.items() if number not in now or _is_closed(number[0])]
 
     def abort(self) -> None:
+        graveyard.keep(self.group)
         for descriptor, _ in self._far_ends.keys() & _sockets():
             with contextlib.suppress(OSError), _borrow(descriptor) as link:
                 link.shutdown(socket.SHUT_RDWR)

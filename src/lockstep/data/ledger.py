@@ -121,8 +121,12 @@ class Ledger:
             self._waiting.clear()
             return
         begin = [self._begin] if self._begin is not None else []
-        if self._begin is None and self._end.size != _size_of(self._file.path):
-            self._end = End(size=-1, step=_end_of(self._file.path))  # somebody else has written since
+        try:
+            if self._begin is None and self._end.size != _size_of(self._file.path):
+                self._end = End(size=-1, step=_end_of(self._file.path))  # somebody else has written since
+        except (OSError, LockstepError) as error:
+            self._file.fails(error)
+            return
         entries = _joined(self._waiting, self._begin["begin"] if self._begin is not None else self._end.step)
         self._waiting = deque(entries, maxlen=MOST_WAITING)
         lines = begin + [asdict(entry) | {"workers": self._workers} for entry in entries]

@@ -59,6 +59,8 @@ class ElasticCrew(Crew):
         self._failures: list[Failure] = []
         self._gave_up: Failure | None = None
         self._doubts: list[Failure] = []  # see `_decide`
+        self._told_most = -1
+        self._graves: list[WorkerProcess] = []  # with somebody in their process group who has yet to be collected
         self._has_ended = False  # the program, on some worker: also one that never came to a Run
         self._disowned: set[int] = set()  # workers by number: our lease ended
         self._end: End | None = None  # what others have done, or the store
@@ -85,11 +87,22 @@ class ElasticCrew(Crew):
 
     def start(self, port: int) -> None:
         self._port = port
-        facts = {"pid": os.getpid(), "host": socket.gethostname(), "workers": self._job.workers}
-        bounds = {"least": self._elastic.least, "most": self._elastic.most}
-        (self._job.log_dir / "supervisor.json").write_text(json.dumps(facts | bounds))
+        self._tell_bounds()
         if self._neighbours is not None:
             self._neighbours.greet()
+
+    def _tell_bounds(self) -> None:
+        """To `lockstep scale`."""
+        most = self._most()
+        if most != self._told_most:
+            self._told_most = most
+            facts = {"pid": os.getpid(), "host": socket.gethostname(), "workers": self._job.workers}
+            facts |= {"least": self._elastic.least, "most": most}
+            (self._job.log_dir / "supervisor.json").write_text(json.dumps(facts))
+
+    def _most(self) -> int:
+        """Workers that may be asked for: the run may be cut into fewer shards than --max."""
+        return min(self._elastic.most, self._roster.limit or self._elastic.most)
 
     def _begin(self) -> None:
         number, template = len(self._workers), self._template or self._open_template()
@@ -160,6 +173,7 @@ class ElasticCrew(Crew):
         """Returns how long there is nothing to do, unless something happens."""
         if self._template is not None and self._template.ended:
             self._close_template()
+        self._tell_bounds()
         for person, why in self._roster.act(now_s):
             self._put_down(person, why)
         for person in list(self._roster.people.values()):
@@ -201,7 +215,7 @@ class ElasticCrew(Crew):
         """How many of the workers that are wanted are to be on this host."""
         names = sorted({self._records.name} | {host.name for host in self._records.hosts})
         many = 1 if self._hosts is None else self._hosts.count
-        return share_of(self._records.want.workers, many, names.index(self._records.name))
+        return share_of(self._roster.want.workers, many, names.index(self._records.name))
 
     def _needed(self) -> list[int]:
         """The workers that live and are not on their way out because there are too many."""
@@ -241,12 +255,13 @@ class ElasticCrew(Crew):
         except (OSError, ValueError) as error:
             say(f"SIGUSR2: no number of workers in {self._job.log_dir / 'want'} ({error}); use `lockstep scale`")
             return
-        least, most = self._elastic.least, self._elastic.most
+        least, most = self._elastic.least, self._most()
         if not least <= wanted <= most:
-            say(f"{wanted} workers are wanted, but --min is {least} and --max is {most}: nothing is changed")
+            shards = f", for the run has {most} shards" if most < self._elastic.most else ""
+            say(f"{wanted} workers are wanted, but there can be {least} to {most}{shards}: nothing is changed")
             return
         say(f"{wanted} workers are wanted")
-        self._records.set_want(Want(wanted, least, most))
+        self._records.set_want(Want(wanted, least, self._elastic.most))
 
     # -- other hosts -------------------------------------------------------------------------------------------------
 
@@ -295,6 +310,7 @@ class ElasticCrew(Crew):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _notice_exits(self) -> None:
+        self._graves = [worker for worker in self._graves if self._has_strays(worker)]
         for worker in self._living():
             if worker.process.poll() is None:
                 continue
@@ -327,7 +343,7 @@ class ElasticCrew(Crew):
         self._roster.lost(person.id, done=worker.process.returncode in (0, PREEMPTED))
         worker.buried = True
         self._signal_group(worker, signal.SIGKILL)
-        self._has_strays(worker)
+        self._graves.append(worker)
         self._guardian.release(worker.process.pid)
         for stream in (worker.out, worker.err):
             stream.drain()
@@ -349,6 +365,9 @@ class ElasticCrew(Crew):
             return
         if not worker.told:
             say(f"{who} was lost: {describe(code)}{f': {error}' if error else ''}")
+        if self._roster.is_over and error:  # another one has ended the program in the middle of the run
+            self._gave_up = failure
+            return
         why = why_give_up(self._failures, self._job.workers)
         if why is None and self._can_do_without(failure):
             return
@@ -410,6 +429,10 @@ class ElasticCrew(Crew):
                 return PREEMPTED if PREEMPTED in codes else over["status"] if over is not None else 0
             if PREEMPTED in codes:
                 return PREEMPTED
+            if self._told_at_s is not None:  # whoever was lost before was replaced, and is not to blame for the end
+                self._exits = [one for one in self._exits if one.at_s >= self._told_at_s]
+                if not self._exits:
+                    return 128 + (self._asked or signal.SIGTERM)
             return super().report()
         worker = self._workers[self._gave_up.worker]
         self._exits = [one for one in self._exits if one.rank == worker.rank]

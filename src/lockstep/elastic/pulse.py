@@ -20,25 +20,26 @@ def why_dead(person: Person, now_s: float, stall_s: float) -> str | None:
         return None
     silent_s = now_s - person.heard_s
     if silent_s > stall_s / 2:  # soon enough to know by then whether it computes
-        idle_s = _idle_s(person, now_s)
+        idle_s = _idle_s(person, now_s, since_s=person.heard_s)
         is_idle = idle_s >= min(1.0, 0.4 * stall_s) or silent_s > BUSY_STALLS * stall_s
         if silent_s > stall_s and is_idle:
             return f"it gave no sign of life for {silent_s:.1f} s (stopped, or stuck)"
-    if person.told_leave_s is not None and now_s - person.told_leave_s > LEAVE_WITHIN_S:
-        return f"it did not leave its generation within {LEAVE_WITHIN_S:g} s"
+    elif person.told_leave_s is not None and now_s - person.told_leave_s > LEAVE_WITHIN_S / 2:
+        late_s = now_s - person.told_leave_s
+        is_idle = _idle_s(person, now_s, since_s=person.told_leave_s) >= LEAVE_WITHIN_S / 4
+        if late_s > LEAVE_WITHIN_S and (is_idle or late_s > BUSY_STALLS * LEAVE_WITHIN_S):
+            return f"it did not leave its generation within {late_s:.0f} s"
     return None
 
 
-def _idle_s(person: Person, now_s: float) -> float:
-    """How long it has not computed. One that does, and lets no other thread of its own run, can give no sign of life.
-
-    As far as we have looked: it counts from the first look at a worker that is silent.
-    """
+def _idle_s(person: Person, now_s: float, *, since_s: float) -> float:
+    """How long it has not computed, as far as we have looked since then. One that computes may not hear us, or lets no
+    other thread of its own run, and so gives no sign of life."""
     used = _cpu_seconds(person.pid)
     if used is None:
         return math.inf
     before_s, before = person.busy
-    if before is None or used - before > 0.05 or before_s < person.heard_s:
+    if before is None or used - before > 0.05 or before_s < since_s:
         person.busy = now_s, used
     return now_s - person.busy[0]
 

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lockstep import world as worlds
+from lockstep.comm import graveyard
 from lockstep.comm.links import Cut
 from lockstep.comm.peers import give_up
 from lockstep.comm.register import is_ours
@@ -154,6 +155,9 @@ class Company:
     def leave(self) -> None:
         """The training thread is out of every collective: nothing of the generation stays."""
         self.break_up()
+        for group in self._groups:
+            if not is_ours(group):
+                graveyard.keep(group)
         worlds.forget()
         with self._lock:
             self._groups = []

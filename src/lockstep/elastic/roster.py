@@ -17,6 +17,7 @@ from lockstep.elastic.membership import (
     Generation,
     Position,
     Standing,
+    Want,
     Worker,
     as_json,
     next_generation,
@@ -48,6 +49,7 @@ class Roster:
         self.is_elastic = False  # the program has a Run, so it can do without one of its workers
         self.newest: Position = START  # how far the run has ever come, as far as we know
         self.here: Position = START  # and where it is: further back after everybody was lost
+        self.limit: int | None = None  # how many workers the run can use at most, as soon as it says so
         self.moves = 0  # how often one of our workers was found at another position than before
         self._serial = 0
         self._lease_told_s = 0.0
@@ -107,6 +109,14 @@ class Roster:
         elsewhere = [one for host in self._records.hosts if host.name != self._records.name for one in host.workers]
         return [*(person.worker for person in self.people.values()), *elsewhere]
 
+    @property
+    def want(self) -> Want:
+        """How many workers there are to be, and not more than the run can use."""
+        want, limit = self._records.want, self.limit
+        if limit is None or want.workers <= limit:
+            return want
+        return Want(limit, min(want.least, limit), min(want.most, limit))
+
     # -- what workers say --------------------------------------------------------------------------------------------
 
     def hear(self, person: Person, message: Message) -> None:
@@ -135,6 +145,8 @@ class Roster:
                 self._note_progress(message["position"])
             case "journal":
                 self._journal.publish(person.worker, int(message["first"]), message["entries"])
+            case "limit":
+                self.limit = max(1, int(message["workers"]))
             case "loop":
                 self._journal.enter_loop()
             case "done":
@@ -179,7 +191,7 @@ class Roster:
                     person.line.send({"do": "lease", "until_s": self._records.arbiter.held_until_s})
 
     def _propose(self) -> None:
-        now, hosts, want = self._records.generation, self._records.hosts, self._records.want
+        now, hosts, want = self._records.generation, self._records.hosts, self.want
         if now.number != self._seen.number:
             self._turn_to(now)
         over = self._records.over is not None  # newcomers come too late, also if those who are done have gone since
@@ -216,6 +228,9 @@ class Roster:
                 continue
             if order.do is Do.KILL:
                 kills.append((person, order.why))
+            elif order.do is Do.LEAVE and (Do.JOIN, order.generation) not in person.told:
+                # It broke before we had told it of it: it was never inside, and waits for the next one.
+                person.worker = replace(person.worker, standing=Standing.LEFT, generation=order.generation)
             elif (order.do, order.generation) not in person.told:
                 person.told.add((order.do, order.generation))
                 self._pass_on(person, order.do, order.why)

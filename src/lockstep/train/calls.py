@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import faults
-from lockstep.comm import agree
+from lockstep.comm import agree, graveyard
 from lockstep.comm.peers import tells_of_a_lost_peer
 from lockstep.elastic.recovery import Company
 from lockstep.elastic.seat import Joining, Left, Seat, Welcome
@@ -69,8 +69,8 @@ class Crew(Protocol):
     def applied(self) -> int:
         """Steps in our state; -1 without one."""
 
-    def hand_over(self, source: int) -> None:
-        """All workers: everybody takes over the state of rank `source`."""
+    def hand_over(self, source: int, then: Callable[[], None]) -> None:
+        """All workers: everybody takes over the state of rank `source`, and calls `then` in the same moment."""
 
 
 @dataclass
@@ -91,6 +91,11 @@ def _as_it_is(value: Any) -> Any:
 
 class Calls:
     """Made one after the other."""
+
+    @property
+    def is_member(self) -> bool:
+        """We make calls, and do not only go through those that others have made."""
+        return True
 
     def make(
         self,
@@ -121,6 +126,12 @@ class Calls:
 
     def may_commit(self) -> bool:
         return True
+
+    def check_left(self) -> None:
+        """In the middle of something long. Raises if it is of no use any more, because a worker was lost."""
+
+    def limit(self, workers: int) -> None:
+        """More cannot be used."""
 
     def end(self) -> None:
         """All were made, by everybody."""
@@ -241,6 +252,13 @@ class ElasticCalls(Calls):
     def may_commit(self) -> bool:
         return self._seat.may_commit()
 
+    def check_left(self) -> None:
+        if (why := self._seat.why_left()) is not None:
+            raise Left(why)
+
+    def limit(self, workers: int) -> None:
+        self._seat.say("limit", workers=workers)
+
     def end(self) -> None:
         self._seat.say("done")
 
@@ -252,7 +270,7 @@ class ElasticCalls(Calls):
 
     def _move(self) -> None:
         self._company.leave()
-        self._seat.left(self._position)
+        self._seat.left(self._standing())
         self._join()
 
     def _check_lost(self, error: Exception) -> None:
@@ -270,7 +288,7 @@ class ElasticCalls(Calls):
         began = time.monotonic()
         self._crew.part()
         self._company.leave()
-        self._seat.left(self._position)
+        self._seat.left(self._standing())
         self._join()
         self._seat.say("recovered", took_s=time.monotonic() - began)
         self._recoveries += 1
@@ -282,6 +300,7 @@ class ElasticCalls(Calls):
             began_s = time.monotonic()
             gc.collect()
             self._collecting_s = time.monotonic() - began_s
+        graveyard.bury()
 
     def _join(self) -> None:
         while True:
@@ -294,7 +313,7 @@ class ElasticCalls(Calls):
                 if self._seat.why_left(within_s=0.0 if isinstance(error, OWN) else ORDER_MUST_COME_WITHIN_S) is None:
                     raise
             self._company.leave()
-            self._seat.left(self._position)
+            self._seat.left(self._standing())
 
     def _enter(self, joining: Joining) -> None:
         faults.here["rank"] = joining.rank
@@ -317,13 +336,38 @@ class ElasticCalls(Calls):
         source = generation.members.index(generation.source)
         mine: dict[str, Any] = {"applied": self._crew.applied}
         if joining.rank == source:
-            mine["made"] = [[top, [one.plain() for one in made]] for top, made in self._made.items()]
+            mine["made"] = sorted(self._results().items())
         told = agree.tell_all(group, mine, device=device)
+
+        def take_over() -> None:
+            if joining.rank != source:  # not before we have its state: to have resumed means nothing without
+                self._known = dict(told[source]["made"])
+
         newest = told[source]["applied"]
         if newest >= 0 and any(one["applied"] != newest for one in told):
-            self._crew.hand_over(source)
-        if joining.rank != source:  # not before we have its state: to have resumed means nothing without
-            self._known = {top: made for top, made in told[source]["made"]}
+            self._crew.hand_over(source, take_over)
+        else:
+            take_over()
+
+    def _results(self) -> dict[int, list[list[Any]]]:
+        """Of all calls that belong to our state, by step begun: those that we made, and those that we were told of."""
+        results = {top: [one.plain() for one in made] for top, made in self._made.items()}
+        for top, known in self._known.items():
+            if top >= 0:  # what comes before the loop everybody finds in the journal
+                mine = results.setdefault(top, [])
+                mine += known[len(mine) :]
+        return results
+
+    def _standing(self) -> tuple[int, int]:
+        """How far we come without anybody: with results, and perhaps a state, of somebody who was lost since.
+
+        Not beyond the step that the program is in, for what it does itself in between has yet to be done. Only a
+        newcomer that was given a state is where that is.
+        """
+        if self._crew.applied < 0 or not self._known:
+            return self._position
+        top = self._position[0] if self._position[0] >= 0 else max(self._known)
+        return max(self._position, (top, len(self._known.get(top, []))))
 
 
 def say(text: str) -> None:

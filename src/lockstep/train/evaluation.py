@@ -43,15 +43,25 @@ class Figures:
 
 
 def run(
-    figures: Callable[[Any, Any], Any], model: nn.Module, pieces: Pieces, *, world: World, seed: int
+    figures: Callable[[Any, Any], Any],
+    model: nn.Module,
+    pieces: Pieces,
+    *,
+    world: World,
+    seed: int,
+    go_on: Callable[[], None],
 ) -> Figures:
-    """The model is in eval mode meanwhile. Every piece has random numbers of its own, from loading it on."""
+    """The model is in eval mode meanwhile. Every piece has random numbers of its own, from loading it on.
+
+    go_on   asked before each piece; raises if the figures are of no use any more
+    """
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     found = Figures({})
     try:
         with torch.no_grad(), kept_random_state(world.device):
             for number, data in _load(pieces, world, seed, found):
+                go_on()
                 returned = figures(model, put_on(world.device, data))
                 found.pieces[number] = as_pairs(returned, "the function given to evaluate")
     finally:

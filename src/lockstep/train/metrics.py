@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from lockstep.comm import agree
 from lockstep.errors import Desync
 from lockstep.files import Appender
+
+TAIL = 8  # lines that another worker may have written since we last knew
 
 Pairs = dict[str, tuple[float, float]]
 
@@ -33,28 +36,50 @@ class Mean(float):
 
 
 class MetricsFile:
-    """metrics.jsonl: a line for each call of `run.log`."""
+    """metrics.jsonl: a line for each call of `run.log`. All workers know them, and one writes.
+
+    Whoever writes may be lost before it has, or right after. So the next one looks whether the last line is there.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._file = Appender(directory / "metrics.jsonl", "the file of figures")
-        self._waiting: list[str] = []
-        self._generation = -1
+        self._waiting: list[Line] = []  # not written, or perhaps not: of others only the last
+        self._writes = False
 
-    def write(self, step: int, figures: Mapping[str, float], *, generation: int) -> None:
-        """By rank 0. Whoever was rank 0 in an earlier generation may have written this line before it was lost."""
-        if generation != self._generation and self._last() == {"step": step, **figures}:
-            return
-        self._generation = generation
-        self._waiting.append(json.dumps({"step": step, "time": time.time(), **figures}))
-        if self._file.add(self._waiting) is not None:
+    def note(self, step: int, figures: Mapping[str, float], *, writes: bool) -> None:
+        line = Line(json.dumps({"step": step, **figures}), time.time())
+        if writes:
+            self._waiting.append(line)
+            self.write()
+        else:
+            self._waiting, self._writes = [line], False
+
+    def write(self) -> None:
+        """What waits. From now on that is for us to do."""
+        if not self._writes:
+            there = self._tail()
+            self._waiting = [line for line in self._waiting if line.text not in there]
+        self._writes = True
+        if self._waiting and self._file.add(map(str, self._waiting)) is not None:
             self._waiting.clear()
 
-    def _last(self) -> dict[str, Any] | None:
+    def _tail(self) -> list[str]:
+        """The last lines, without their times."""
         try:
-            last = json.loads(self._file.path.read_text().splitlines()[-1])
-            return {name: value for name, value in last.items() if name != "time"}
-        except (OSError, ValueError, IndexError, AttributeError):
-            return None
+            rows = [json.loads(line) for line in self._file.path.read_text().splitlines()[-TAIL:]]
+            return [json.dumps({name: value for name, value in row.items() if name != "time"}) for row in rows]
+        except (OSError, ValueError, AttributeError):
+            return []
+
+
+@dataclass(frozen=True)
+class Line:
+    text: str
+    time: float
+
+    def __str__(self) -> str:
+        found = json.loads(self.text)
+        return json.dumps({"step": found.pop("step"), "time": self.time, **found})
 
 
 def as_pairs(returned: Any, what: str) -> Pairs:

@@ -37,7 +37,7 @@ from lockstep.data.batches import Batch, Batches, Position, Settings
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
 from lockstep.elastic import seat as seats
-from lockstep.errors import LockstepError, ReplicaMismatch
+from lockstep.errors import Divergence, LockstepError, ReplicaMismatch
 from lockstep.replicate import replica
 from lockstep.replicate.digest import named_state, sha256_of
 from lockstep.replicate.replica import Leaf
@@ -146,6 +146,8 @@ class Run:
     def _part_in_peace(self) -> None:
         """Nobody leaves while another still talks."""
         faults.at("ending")
+        if self.directory is not None and self.world.rank == 0:
+            self._metrics.write()
         with self._watch.explains("the end of the run"):
             self._group.barrier(dist.BarrierOptions()).wait()
 
@@ -177,7 +179,7 @@ class Run:
     def applied(self) -> int:
         return self._applied
 
-    def hand_over(self, source: int) -> None:
+    def hand_over(self, source: int, then: Callable[[], None]) -> None:
         plan, is_source = self._plan, self.world.rank == source
         assert plan is not None
         mine = self._state(plan) if is_source else None
@@ -192,6 +194,8 @@ class Run:
                 things["kept"] = {}  # the program changes these itself, and ours is behind that of the source
             restore(things, state)
             self._applied = state["batches"]["number"]
+        then()
+        faults.at("restored")
         check = ReplicaCheck(self._group, self.device, every=1)
         check.compare(self._applied, named_state(plan.model, plan.optimizer))
 
@@ -283,7 +287,8 @@ class Run:
         settings = Settings(
             global_batch=global_batch, shards=shards, epochs=epochs, drop_last=drop_last, **loading
         )
-        rank, size = self.world.rank, self.world.size
+        # A newcomer does not know yet among how many it will be; it is told when it is taken in.
+        rank, size = (self.world.rank, self.world.size) if self._calls.is_member else (0, 1)
         return Batches(
             dataset,
             settings,
@@ -322,6 +327,9 @@ class Run:
         model, basis = self._replicated("run.track"), Basis(self.options, self.seed, self.exact)
         plan = self._plan = make_plan(model, optimizer, batches, basis, scaling=scaling)
         plan.schedule, plan.per = schedule, per
+        self._calls.limit(batches.settings.shards)
+        if plan.synced and self.exact and isinstance(self._calls, ElasticCalls):
+            raise LockstepError(setting.describe_synced(plan.synced[0]))
         self._resume(plan)
         if self._training is None:
             self._share_out(plan)
@@ -347,7 +355,7 @@ class Run:
         if not self._saving.has(batches.position.number):
             self.save()
         if self.directory is not None:
-            self._calls.make("the last checkpoint", lambda: self._once.run(self._saving.drain))
+            self._calls.make("the last checkpoint", lambda: self._once.run(self._keep_last))
 
     def step(self, loss: Loss, batch: Batch) -> Result:
         """Forward, backward, the mean gradient over all workers, and the optimiser's step.
@@ -390,7 +398,11 @@ class Run:
             batch = again
         if plan.synced and self.world.size > 1:
             setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=self.exact)
-        wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._calls.check_commit)
+        if batch.number < self._applied and isinstance(self._calls, ElasticCalls):
+            raise Divergence(f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this")
+        wishes = Wishes(
+            self._stop_asked, self._calls.wants_to_move, self._calls.check_commit, self._calls.check_left
+        )
         result = take_step(training, loss, batch, wishes)
         if plan.schedule is not None and (batch.ends_epoch if plan.per == "epoch" else not result.skipped):
             plan.schedule.step()
@@ -442,7 +454,8 @@ class Run:
         def run() -> dict[str, list[float]]:
             faults.at("evaluating")
             with self.options.precision.autocast(self.device):
-                mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed)
+                go_on = self._calls.check_left
+                mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed, go_on=go_on)
             if samples is None:
                 self._compare("run.evaluate", {"samples in the dataset": str(mine.samples)})
             if mine.samples == 0:
@@ -471,9 +484,9 @@ class Run:
             }
 
         reduced = self._calls.make("run.log", run)
-        if self.world.rank == 0 and self.directory is not None:
+        if self.directory is not None:
             step = self._plan.batches.position.number if self._plan is not None else 0
-            self._metrics.write(step, reduced, generation=self._generation)
+            self._metrics.note(step, reduced, writes=self._calls.is_member and self.world.rank == 0)
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:
@@ -484,7 +497,8 @@ class Run:
 
     def once(self, call: Callable[[], Any], *, on: int = 0) -> Any:
         """Run something on one worker, while the others wait as long as it takes; all get what it returned."""
-        if not 0 <= on < self.world.size:
+        elastic = isinstance(self._calls, ElasticCalls)  # there may be fewer at any time; then another one does it
+        if on < 0 or (on >= self.world.size and not elastic):
             raise ValueError(f"on={on}: there are ranks 0 to {self.world.size - 1}")
         return self._calls.make("run.once", lambda: self._once.run(call, on=on % self.world.size))
 
@@ -513,6 +527,16 @@ class Run:
         if self.world.rank == 0:
             self._ledger.write()
         self._saving.save(plan.batches.position.number, lambda: self._state(plan), writes=self.world.rank == 0)
+
+    def _keep_last(self) -> None:
+        """By rank 0, at the end: whoever was it before may have been lost with what it had not written yet."""
+        plan = self._plan
+        assert plan is not None
+        self._ledger.write()
+        self._saving.drain(self._calls.check_left)
+        if not self._saving.has_written(plan.batches.position.number):
+            self._saving.save(plan.batches.position.number, lambda: self._state(plan), writes=True)
+            self._saving.drain(self._calls.check_left)
 
     def _named(self, plan: Plan) -> dict[str, Any]:
         """All that has a state, by name."""

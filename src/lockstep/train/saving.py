@@ -15,6 +15,7 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
 
 State = dict[str, Any]
+DRAIN_S = 0.2
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -65,10 +66,14 @@ class Saving:
             self._writer = Writer(self._store, _warn, fence=self._fence)
         self._writer.submit(step, state())
 
-    def drain(self) -> None:
-        """Wait for what is being written."""
-        if self._writer is not None:
-            self._writer.drain()
+    def has_written(self, step: int) -> bool:
+        """We have, and it was there when we read it back."""
+        return self._store is None or (self._writer is not None and self._writer.written == step)
+
+    def drain(self, go_on: Callable[[], None] = lambda: None) -> None:
+        """Wait for what is being written. `go_on` is asked again and again, and raises if we are wanted elsewhere."""
+        while self._writer is not None and not self._writer.drain(DRAIN_S):
+            go_on()
 
     def close(self) -> None:
         if self._writer is not None:

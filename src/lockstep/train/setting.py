@@ -83,6 +83,14 @@ def refuse_empty_shards(layer: str, batch: Batch, shares: Sequence[range], *, ex
         )
 
 
+def describe_synced(layer: str) -> str:
+    return (
+        f"{layer} is a SyncBatchNorm: what it computes depends on the number of workers, and `lockstep run --min` may "
+        "change that at any time. Use BatchNorm, whose running averages are those of all shards here anyway; or start "
+        "without --min and --max; or give Run exact=False"
+    )
+
+
 def check_sync_batch_norm(model: nn.Module, shares: Sequence[range], *, exact: bool, is_main: bool) -> None:
     """SyncBatchNorm sees the shards that run at the same time. Only if all do, that is the global batch."""
     layers = synced_layers(model)

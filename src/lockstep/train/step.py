@@ -83,6 +83,7 @@ class Wishes:
     stop: Stop = Stop.NO
     move: int = 0  # the generation of workers that is to end after this step; 0: none
     commit: Callable[[], None] = lambda: None  # asked before anything is changed for good; raises if that must not be
+    go_on: Callable[[], None] = lambda: None  # asked before each shard; raises if the step is of no use any more
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
     with kept_random_state(t.sum.device), t.sum.in_step():
         for shard in batch.shards:
             is_last = shard is batch.shards[-1]
+            wishes.go_on()
             faults.at("forward")
             if shard.count:
                 total, weight = forward(t, loss, batch, shard)
