@@ -220,10 +220,10 @@ class Diary:
 class Stage:
     """A roster with a real store, and what it has done."""
 
-    def __init__(self, want: Want) -> None:
-        self.store, self.diary = Store(), Diary()
+    def __init__(self, want: Want, *, store: Store | None = None, host: str = "h0") -> None:
+        self.store, self.diary = store or Store(), Diary()
         arbiter = LocalClient(self.store, terms=Terms(prefix=PREFIX, ttl_s=5.0), on_lost=self.diary.say)
-        self.records = Records("h0", arbiter, want)
+        self.records = Records(host, arbiter, want)
         self.roster = Roster(self.records, self.diary)
         self.actors: list[Actor] = []
 
@@ -325,8 +325,8 @@ class Actor:
 def stages() -> Iterator[Any]:
     made: list[Stage] = []
 
-    def make(workers: int = 2, least: int = 1, most: int = 4) -> Stage:
-        made.append(Stage(Want(workers, least, most)))
+    def make(workers: int = 2, least: int = 1, most: int = 4, **more: Any) -> Stage:
+        made.append(Stage(Want(workers, least, most), **more))
         return made[-1]
 
     yield make
@@ -354,6 +354,40 @@ def test_where_a_run_is_and_how_far_it_has_come(stages: Any) -> None:
     second.say("beat", position=[3, 0])
     stage.act()
     assert (stage.roster.here, stage.roster.newest) == ((3, 0), (7, 0))
+
+
+def test_a_run_gets_no_more_workers_than_it_can_use(stages: Any) -> None:
+    stage = stages(workers=4)
+    first, second, *others = stage.cast(4)
+    assert len(stage.members) == 4
+    first.say("limit", workers=2)
+    stage.act()
+    assert stage.roster.want == Want(2, 1, 2)
+    assert first.told("close")
+    for actor in (first, second, *others):
+        actor.left(3)
+    stage.act()
+    assert stage.members == (first.id, second.id)
+
+
+def test_whoever_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages: Any) -> None:
+    """Another host formed it with one of ours and broke it, before we had looked."""
+    theirs = stages(workers=2)
+    ours = stages(workers=2, store=theirs.store, host="h1")
+    lost, mine = theirs.enter(), ours.enter()
+    mine.ready()
+    ours.act()
+    lost.ready()
+    theirs.act()
+    assert theirs.members == (lost.id, mine.id)
+    theirs.roster.lost(lost.id, done=False)
+    theirs.act()
+    for stage in (ours, theirs, ours, theirs, ours):
+        stage.act()
+    assert ours.records.generation.number == 2
+    assert ours.members == (mine.id,)
+    assert [join["generation"]["number"] for join in mine.told("join")] == [2]
+    assert mine.told("leave") == []
 
 
 def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(stages: Any) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from lockstep.elastic import pulse
 from lockstep.elastic.line import Line
 from lockstep.elastic.membership import Standing, Worker
 from lockstep.elastic.person import Person
@@ -72,6 +73,25 @@ def test_whoever_was_heard_in_between_is_looked_at_anew() -> None:
         took_s = taken_for_dead_after_s(person, within_s=5 * STALL_S)
     assert took_s is not None
     assert took_s > STALL_S
+
+
+@pytest.mark.parametrize("program", [ASLEEP, BUSY])
+def test_whoever_does_not_leave_is_dead_unless_it_computes(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is heard all the time: only its training thread does not come."""
+    monkeypatch.setattr(pulse, "LEAVE_WITHIN_S", 2.0)
+    with silent(program) as person:
+        person.told_leave_s = began_s = time.monotonic()
+        dead_after_s = None
+        while (now_s := time.monotonic()) < began_s + 4.0 and dead_after_s is None:
+            person.heard_s = now_s
+            if why_dead(person, now_s, STALL_S) is not None:
+                dead_after_s = now_s - began_s
+            time.sleep(0.1)
+        if program is BUSY:
+            assert dead_after_s is None
+        else:
+            assert dead_after_s is not None
+            assert 2.0 < dead_after_s < 3.0
 
 
 @pytest.mark.parametrize("change", ["has no Run", "is done"])

@@ -173,6 +173,15 @@ for n in range(2):
         print("hello", run.once(lambda: n), flush=True)
 """
 
+SYNCED = """
+import lockstep, torch
+with lockstep.Run(seed=1, progress=False) as run:
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), lockstep.SyncBatchNorm(2)))
+    batches = run.batches(torch.utils.data.TensorDataset(torch.ones(8, 2)), global_batch=4, shards=2)
+    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+        raise AssertionError("not reached")
+"""
+
 
 def kill(at: str, worker: int, step: int | None = None, **more: Any) -> dict[str, Any]:
     return {"at": at, "worker": f"h0.{worker}", **({} if step is None else {"step": step}), **more}
@@ -368,6 +377,9 @@ PLAYS = {
         workers=2, env={"KEPT": "kept"}, options=("--checkpoint-every", "2"),
         faults=(kill("copy", 0), kill("write", 1), kill("rename", 2), kill("verify", 3), kill("prune", 4)),
     ),
+    "in the last checkpoint": Play(
+        workers=2, env={"KEPT": "kept"}, options=("--checkpoint-every", "1000"), faults=(kill("write", 0),),
+    ),
     "stopped": Play(
         faults=(kill("forward", 1, 3, signal=int(signal.SIGSTOP)),), options=("--stall-s", "1"), meddle=cont_when_lost
     ),
@@ -381,6 +393,7 @@ PLAYS = {
     "launcher killed": Play(workers=2, env={"PAUSES": "7"}, meddle=kill_launcher),
     "no Run": Play(workers=2, program=NO_RUN),
     "two Runs": Play(workers=2, program=TWO_RUNS),
+    "SyncBatchNorm": Play(workers=2, program=SYNCED),
     "a step behind": Play(env={"SCENE": "behind", "CHECK": "1000"}),
     **{
         f"a step behind, and the source is lost, {backend}": Play(
@@ -399,7 +412,7 @@ PLAYS = {
 
 OTHERS = (
     "undisturbed", "raises always", "raises after its Run", "terminated", "launcher killed", "no Run", "two Runs",
-    "no Run, and one is killed",
+    "no Run, and one is killed", "SyncBatchNorm",
 )  # fmt: skip
 ENDS_WELL = [name for name in PLAYS if name not in OTHERS]
 SLOW = (
@@ -607,6 +620,18 @@ def test_a_second_run_is_refused(show: Show) -> None:
     assert show.status == 1, show.text
     assert sorted(show.out.splitlines()) == ["[worker 0] hello 0", "[worker 1] hello 0"]
     assert "LockstepError: a program has one Run if it is started with --min or --max" in show.err.splitlines()[-1]
+
+
+@of("SyncBatchNorm")
+def test_what_depends_on_the_number_of_workers_is_refused(show: Show) -> None:
+    assert show.status == 1, show.text
+    assert "1 is a SyncBatchNorm: what it computes depends on the number of workers" in show.err.splitlines()[-1]
+
+
+@of("in the last checkpoint", "in a checkpoint")
+def test_the_last_checkpoint_is_there(show: Show) -> None:
+    """Whoever was writing it was lost, and nothing else was ever saved."""
+    assert "step-000000024" in os.listdir(show.folder / "kept" / "checkpoints"), show.text
 
 
 @of("a step behind", "in the midst of a step")

@@ -1,0 +1,55 @@
+"""metrics.jsonl: every line once, whoever writes it, and whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lockstep.train.metrics import MetricsFile
+
+
+def lines(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["time"] > 0 for row in rows)
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_one_writes_and_all_know(tmp_path: Path) -> None:
+    first, second = MetricsFile(tmp_path), MetricsFile(tmp_path)
+    for step in range(3):
+        first.note(step, {"loss": float(step)}, writes=True)
+        second.note(step, {"loss": float(step)}, writes=False)
+    assert lines(tmp_path) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("wrote", [True, False])
+def test_the_heir_adds_the_last_line_if_it_is_missing(tmp_path: Path, wrote: bool) -> None:
+    first, second = MetricsFile(tmp_path), MetricsFile(tmp_path)
+    for step in range(3):
+        second.note(step, {"loss": float(step)}, writes=False)
+        if step < 2 or wrote:
+            first.note(step, {"loss": float(step)}, writes=True)
+    second.note(3, {"loss": 3.0}, writes=True)  # the first is lost
+    assert lines(tmp_path) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_the_heir_adds_it_at_the_end_if_nothing_comes_after_it(tmp_path: Path) -> None:
+    heir = MetricsFile(tmp_path)
+    heir.note(7, {"loss": 1.0}, writes=False)
+    heir.write()
+    heir.write()
+    assert lines(tmp_path) == [(7, 1.0)]
+
+
+@pytest.mark.parametrize("loss", [2.5, math.nan, math.inf])
+def test_a_call_that_is_made_again_is_not_written_again(tmp_path: Path, loss: float) -> None:
+    """The first wrote it and was lost; the heir learns the result then, and is rank 0."""
+    first, heir = MetricsFile(tmp_path), MetricsFile(tmp_path)
+    first.note(0, {"loss": 1.0}, writes=True)
+    heir.note(0, {"loss": 1.0}, writes=False)
+    first.note(1, {"loss": loss}, writes=True)
+    heir.note(1, {"loss": loss}, writes=True)
+    assert [step for step, _ in lines(tmp_path)] == [0, 1]
