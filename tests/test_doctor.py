@@ -187,6 +187,7 @@ def test_trouble_in_the_environment_is_found(tmp_path: Path) -> None:
     assert any("RANK=1 is set, but WORLD_SIZE is not" in finding["found"] for finding in findings)
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_meet_are_a_problem() -> None:
     """The interface that Gloo is told to use is not there, and Gloo is what the workers are told to use."""
     status, findings = doctor(LOCKSTEP_BACKEND="gloo", GLOO_SOCKET_IFNAME="nope0")

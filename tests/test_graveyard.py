@@ -40,7 +40,7 @@ print(f"{time.monotonic() - began:.3f} {graveyard.kept()}", flush=True)
 """
 
 
-@pytest.mark.parametrize("way", ["keep", "let go"])
+@pytest.mark.parametrize("way", ["keep", pytest.param("let go", marks=pytest.mark.slow)])
 def test_a_group_that_cannot_end(tmp_path, way: str) -> None:  # type: ignore[no-untyped-def]
     """Without the graveyard it blocks whoever lets go of it: if that ever changes, the graveyard may go."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]

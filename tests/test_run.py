@@ -13,6 +13,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +33,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from crew import Failure, crew, try_crew
+from lockstep.data.ledger import prove
 from lockstep.elastic.supervisor import reserve_port
 from lockstep.seed import sow
 from lockstep.train import once, setting
@@ -780,3 +783,56 @@ def test_a_run_leaves_everything_as_it_was(size: int) -> None:
     assert all(found["well"])
     assert all(found["badly"])
     assert found["inside"] == [1, False]
+
+
+# ---- what a program may do in the middle -----------------------------------------------------------------------------
+
+
+def saves_before_its_step(folder: Path, *, steps: int | None, saves: bool) -> str:
+    with quiet(folder, save_every=1000) as run:
+        model = run.replicate(mlp())
+        for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), sgd(model.parameters()), steps=steps):
+            if saves and batch.number == 2:
+                run.save()
+                run._saving.drain()
+                return ""
+            run.step(classify, batch)
+        return run.digest()
+
+
+def test_a_checkpoint_before_a_step_goes_on_with_that_step(tmp_path: Path) -> None:
+    expected = saves_before_its_step(tmp_path / "whole", steps=None, saves=False)
+    saves_before_its_step(tmp_path / "saved", steps=None, saves=True)
+    assert sorted(path.name for path in (tmp_path / "saved" / "checkpoints").iterdir()) == ["step-000000002"]
+    assert saves_before_its_step(tmp_path / "saved", steps=None, saves=False) == expected
+    assert prove(tmp_path / "saved").holds
+
+
+def test_a_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with quiet(Path("run"), save_every=1) as run:
+        model = run.replicate(mlp())
+        for batch in run.track(run.batches(data(100), global_batch=32), sgd(model.parameters())):
+            os.chdir(tmp_path / "elsewhere")
+            run.step(classify, batch)
+    assert not (tmp_path / "elsewhere" / "run").exists()
+    assert "step-000000004" in os.listdir(tmp_path / "run" / "checkpoints")
+
+
+CHILD = """
+import multiprocessing, time, torch, lockstep
+with lockstep.Run(seed=1, progress=False, device="cpu") as run:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    time.sleep(0.5)
+    child.terminate()
+    child.join(20)
+    print(child.exitcode)
+"""
+
+
+def test_children_of_the_program_can_be_ended() -> None:
+    """They inherit the handler of SIGTERM, which asks the run to stop, and nobody there would hear it."""
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == str(-signal.SIGTERM), done.stderr

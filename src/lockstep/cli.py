@@ -26,8 +26,9 @@ from lockstep.elastic.hosts import (
     check_where,
     name_host,
 )
+from lockstep.elastic.screen import say
 from lockstep.elastic.secret import VARIABLE, new_secret, read_secret
-from lockstep.elastic.supervisor import Elastic, Job, count_cores, count_gpus, say, supervise
+from lockstep.elastic.supervisor import Elastic, Job, count_cores, count_gpus, supervise
 from lockstep.elastic.verdict import count_workers
 from lockstep.errors import LockstepError
 

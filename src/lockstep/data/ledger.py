@@ -17,6 +17,7 @@ Lines end where checkpoints are: a run that goes back to one says so, and what w
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -93,7 +94,8 @@ class Ledger:
     def __init__(self, directory: Path | None) -> None:
         self._file = Appender(directory / NAME, "the ledger") if directory is not None else None
         self._waiting: deque[Entry] = deque(maxlen=MOST_WAITING)
-        self._begin: dict[str, Any] | None = None  # the line of a beginning that is not written yet
+        self._beginning: dict[str, Any] | None = None  # the line that this life of the run begins with
+        self._begin: dict[str, Any] | None = None  # the same, if it is for us to write it
         self._wrote_s = time.monotonic()
         self._end = End(size=-1, step=0)  # of the file, when we wrote last
         self._workers = 0
@@ -101,8 +103,9 @@ class Ledger:
     def begin(self, step: int, facts: dict[str, Any], *, writes: bool) -> None:
         """The run begins at this step, or goes back to it."""
         self._waiting.clear()
-        self._begin = {"begin": step, **facts} if writes else None
+        self._beginning = {"begin": step, **facts}
         if writes:
+            self._begin = self._beginning
             self.write()
 
     def share_out(self, workers: int) -> None:
@@ -120,23 +123,26 @@ class Ledger:
         if self._file is None:
             self._waiting.clear()
             return
-        begin = [self._begin] if self._begin is not None else []
         try:
-            if self._begin is None and self._end.size != _size_of(self._file.path):
+            size = _size_of(self._file.path)
+            if size == 0 and self._begin is None:
+                self._begin = self._beginning  # whoever was to write it was lost before
+            if self._begin is None and self._end.size != size:
                 self._end = End(size=-1, step=_end_of(self._file.path))  # somebody else has written since
         except (OSError, LockstepError) as error:
             self._file.fails(error)
             return
+        begin = [self._begin] if self._begin is not None else []
         entries = _joined(self._waiting, self._begin["begin"] if self._begin is not None else self._end.step)
         self._waiting = deque(entries, maxlen=MOST_WAITING)
         lines = begin + [asdict(entry) | {"workers": self._workers} for entry in entries]
         if not lines:
             return
-        size = self._file.add(map(json.dumps, lines))
-        if size is not None:
+        wrote = self._file.add(map(json.dumps, lines))
+        if wrote is not None:
             self._waiting.clear()
             self._begin = None
-            self._end = End(size, entries[-1].stop if entries else lines[0]["begin"])
+            self._end = End(wrote, entries[-1].stop if entries else lines[0]["begin"])
 
 
 def _joined(entries: Iterable[Entry], start: int) -> list[Entry]:
@@ -153,7 +159,12 @@ def _joined(entries: Iterable[Entry], start: int) -> list[Entry]:
 
 
 def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    """Of the file as it is now: on a network disk, opening asks the server again, and `stat` may not."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _end_of(path: Path) -> int:

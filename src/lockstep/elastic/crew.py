@@ -27,11 +27,14 @@ from lockstep.elastic.pulse import why_dead
 from lockstep.elastic.records import Records
 from lockstep.elastic.restarts import Failure, start_at_s, why_give_up
 from lockstep.elastic.roster import Roster
+from lockstep.elastic.screen import lose_patience, regain_patience, say
 from lockstep.elastic.seat import VARIABLE
-from lockstep.elastic.supervisor import PREEMPTED, Crew, Job, WorkerProcess, count_cores, say, worker_env
+from lockstep.elastic.supervisor import PREEMPTED, Crew, Job, WorkerProcess, count_cores, worker_env
 from lockstep.elastic.verdict import Act, Exit, Scene, decide, describe, exit_status, is_lost_peer
 
 LOOK_EVERY_S: Final = 0.1
+SCREEN_S: Final = 1.0  # a screen that takes nothing for so long is not waited for
+START_AGAIN_S: Final = 5.0  # after a worker could not be started
 RUN_WITHIN_S: Final = 20.0  # so long a program may take to its Run, after a worker was killed before
 NO_RUN: Final = "the program has no Run, so the others cannot go on without it"
 
@@ -60,6 +63,8 @@ class ElasticCrew(Crew):
         self._gave_up: Failure | None = None
         self._doubts: list[Failure] = []  # see `_decide`
         self._told_most = -1
+        self._governed_s = time.monotonic()
+        self._start_at_s = 0.0
         self._graves: list[WorkerProcess] = []  # with somebody in their process group who has yet to be collected
         self._has_ended = False  # the program, on some worker: also one that never came to a Run
         self._disowned: set[int] = set()  # workers by number: our lease ended
@@ -87,6 +92,7 @@ class ElasticCrew(Crew):
 
     def start(self, port: int) -> None:
         self._port = port
+        lose_patience(SCREEN_S)
         self._tell_bounds()
         if self._neighbours is not None:
             self._neighbours.greet()
@@ -98,7 +104,10 @@ class ElasticCrew(Crew):
             self._told_most = most
             facts = {"pid": os.getpid(), "host": socket.gethostname(), "workers": self._job.workers}
             facts |= {"least": self._elastic.least, "most": most}
-            (self._job.log_dir / "supervisor.json").write_text(json.dumps(facts))
+            file = self._job.log_dir / "supervisor.json"
+            with suppress(OSError):
+                file.with_suffix(".new").write_text(json.dumps(facts))
+                file.with_suffix(".new").rename(file)
 
     def _most(self) -> int:
         """Workers that may be asked for: the run may be cut into fewer shards than --max."""
@@ -174,6 +183,10 @@ class ElasticCrew(Crew):
         if self._template is not None and self._template.ended:
             self._close_template()
         self._tell_bounds()
+        if now_s - self._governed_s > self._elastic.stall_s / 2:  # we were stopped, and have not heard anybody
+            for person in self._roster.people.values():
+                person.heard_s = now_s
+        self._governed_s = now_s
         for person, why in self._roster.act(now_s):
             self._put_down(person, why)
         for person in list(self._roster.people.values()):
@@ -185,8 +198,14 @@ class ElasticCrew(Crew):
         if self._neighbours is not None:
             self._look_around(self._neighbours, now_s)
         self._decide(now_s)
-        while self._is_start_due() and now_s >= start_at_s(self._failures):
-            self._begin()
+        while self._is_start_due() and now_s >= max(start_at_s(self._failures), self._start_at_s):
+            try:
+                self._begin()
+            except OSError as error:
+                if not self._living():
+                    raise
+                say(f"a worker could not be started: {error}; the others go on, and it is tried again")
+                self._start_at_s = now_s + START_AGAIN_S
         self._release_surplus()
         if self._roster.is_over:
             self._send_home()
@@ -399,6 +418,11 @@ class ElasticCrew(Crew):
         self._records.accuse(status=exit_status(exits[-1:], None), why=blame)
         self._tell(signal.SIGKILL if failure.error else signal.SIGTERM)
 
+    def _kill(self) -> None:
+        super()._kill()
+        if self._template is not None:  # it may hang in an import, and those who are not born with it
+            self._close_template()
+
     def _close_template(self) -> None:
         assert self._template is not None
         with suppress(KeyError, ValueError):
@@ -415,6 +439,7 @@ class ElasticCrew(Crew):
         super().__exit__(*error)
 
     def report(self) -> int:
+        regain_patience()
         if self._gave_up is None and self._doubts:  # the others did without, and ended before we knew
             self._gave_up = self._doubts[0]
         if self._gave_up is None:
@@ -425,12 +450,14 @@ class ElasticCrew(Crew):
                 return 128 + self._asked
             codes = [one.code for one in self._exits if one.code in (0, PREEMPTED)]
             ended, over = self._roster.is_over or PREEMPTED in codes, self._records.over
-            if ended and self._asked is None:
+            told_s = self._told_at_s
+            too_late = told_s is not None and not any(one.at_s >= told_s for one in self._exits)  # nobody was there
+            if ended and (self._asked is None or too_late):
                 return PREEMPTED if PREEMPTED in codes else over["status"] if over is not None else 0
             if PREEMPTED in codes:
                 return PREEMPTED
-            if self._told_at_s is not None:  # whoever was lost before was replaced, and is not to blame for the end
-                self._exits = [one for one in self._exits if one.at_s >= self._told_at_s]
+            if told_s is not None:  # whoever was lost before was replaced, and is not to blame for the end
+                self._exits = [one for one in self._exits if one.at_s >= told_s]
                 if not self._exits:
                     return 128 + (self._asked or signal.SIGTERM)
             return super().report()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.elastic.hosts import HOST, in_words
-from lockstep.elastic.supervisor import say
+from lockstep.elastic.screen import say
 
 
 @final

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -93,9 +94,11 @@ class Template:
         """`seat`, `guardian`: descriptors that the worker gets."""
         out, err = os.pipe(), os.pipe()
         worker = Forked(os.fdopen(out[0], "rb", 0), os.fdopen(err[0], "rb", 0))
-        text = json.dumps([request.command, request.env, request.launcher, request.seat]).encode()
-        with suppress(OSError):  # it has ended, as `take` will find
-            socket.send_fds(self.line, [text], [out[1], err[1], seat, guardian])
+        with tempfile.TemporaryFile() as told:  # an environment may be larger than a message
+            told.write(json.dumps([request.command, request.env, request.launcher, request.seat]).encode())
+            told.flush()
+            with suppress(BrokenPipeError, ConnectionError):  # it has ended, as `take` will find
+                socket.send_fds(self.line, [b"fork"], [out[1], err[1], seat, guardian, told.fileno()])
         for handle in (out[1], err[1]):
             os.close(handle)
         self._unborn.append(worker)
@@ -110,13 +113,18 @@ class Template:
             return None
         except OSError:
             pass
+        self._end()
+        return b""
+
+    def _end(self) -> None:
+        """Whoever was not born will not be."""
         self.ended = True
         for worker in self._unborn:
             worker.returncode = 1
         self._unborn.clear()
-        return b""
 
     def close(self) -> None:
+        self._end()
         self.line.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

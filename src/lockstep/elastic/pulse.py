@@ -39,7 +39,8 @@ def _idle_s(person: Person, now_s: float, *, since_s: float) -> float:
     if used is None:
         return math.inf
     before_s, before = person.busy
-    if before is None or used - before > 0.05 or before_s < since_s:
+    computes = before is not None and used - before > max(0.05, 0.05 * (now_s - before_s))  # beats take a little
+    if before is None or computes or before_s < since_s:
         person.busy = now_s, used
     return now_s - person.busy[0]
 

@@ -52,6 +52,7 @@ class Records:
         self.found: int | None = None  # as `membership.orders` has it; None: our workers are not listed yet
         self._first_want = want
         self._network: dict[str, Any] | None = None
+        self._cleaning: set[tuple[str, int]] = set()  # what is being taken away
         self._writing: set[str] = set()  # keys with a change under way
         self._lapses = 0  # of our lease
 
@@ -94,7 +95,7 @@ class Records:
     @property
     def blame(self) -> dict[str, Any] | None:
         """Where the run was given up, why, and because of whom."""
-        return self._facts(self.keys.blame)
+        return self._facts(self.keys.blame) if self.is_clean else None
 
     def _facts(self, key: str) -> dict[str, Any] | None:
         entry = self.arbiter.snapshot().get(key)
@@ -194,7 +195,9 @@ class Records:
             stale = {} if self.hosts else self.arbiter.snapshot()
             self.is_clean = not stale
             for key, entry in stale.items():
-                self.arbiter.delete(key, entry.revision, then=lambda _: None)
+                if (key, entry.revision) not in self._cleaning:
+                    self._cleaning.add((key, entry.revision))
+                    self.arbiter.delete(key, entry.revision, then=lambda _: None)
 
     def drop_older(self, prefix: str, number: int) -> None:
         """Of keys that are `prefix`, the number of a generation, and more: those of earlier ones."""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from lockstep.elastic.forked import Forked
 from lockstep.elastic.guardian import Guardian, adopt_orphans
+from lockstep.elastic.screen import say, write_all
 from lockstep.elastic.verdict import (
     Act,
     Exit,
@@ -320,7 +321,11 @@ class Crew:
 
     def _take_on(self, rank: int, name: str, process: subprocess.Popen[bytes] | Forked) -> None:
         file = name.partition(" on ")[0].replace(" ", "")  # each host has its own folder
-        log = (self._job.log_dir / f"{file}.log").open("wb", buffering=0)
+        try:
+            log = (self._job.log_dir / f"{file}.log").open("wb", buffering=0)
+        except OSError as error:
+            say(f"{name} has no log: {error}")
+            log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115  (it is closed with the worker)
         worker = WorkerProcess(rank, name, process, log)
         self._workers.append(worker)
         for stream in (worker.out, worker.err):
@@ -451,18 +456,3 @@ class Crew:
         with suppress(OSError):
             write_all(2, "".join(f"[{who}] {line}\n" for line in words).encode(errors="replace"))
         return status
-
-
-def say(text: str) -> None:
-    with suppress(OSError):
-        write_all(2, f"lockstep: {text}\n".encode(errors="replace"))
-
-
-def write_all(screen: int, data: bytes) -> None:
-    """To a descriptor that may be a slow terminal, a closed one (< 0), or one that somebody made non-blocking."""
-    view = memoryview(data)
-    while view and screen >= 0:
-        try:
-            view = view[os.write(screen, view) :]
-        except BlockingIOError:
-            time.sleep(0.005)

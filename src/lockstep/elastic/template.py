@@ -27,7 +27,6 @@ from lockstep.elastic.forked import Request
 from lockstep.elastic.worker import run_program
 
 _PR_SET_PDEATHSIG: Final = 1
-LARGEST_REQUEST_BYTES: Final = 1 << 20
 PARENT_WITHIN_S: Final = 10.0
 _OURS: Final = (__file__, worker.__file__)
 
@@ -42,10 +41,13 @@ def main(descriptor: int) -> None:
 
     gc.freeze()  # workers share all this memory as long as their collectors do not walk through it
     while True:
-        text, handles, _, _ = socket.recv_fds(line, LARGEST_REQUEST_BYTES, 4)
-        if not text:
+        asked, handles, _, _ = socket.recv_fds(line, 16, 5)
+        if not asked:
             return
-        pid, program = _fork(Request(*json.loads(text)), handles, line)
+        with os.fdopen(handles.pop(), "rb") as told:
+            told.seek(0)
+            request = Request(*json.load(told))
+        pid, program = _fork(request, handles, line)
         if program is not None:
             _become(list(program))
             return

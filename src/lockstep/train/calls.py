@@ -353,9 +353,8 @@ class ElasticCalls(Calls):
         """Of all calls that belong to our state, by step begun: those that we made, and those that we were told of."""
         results = {top: [one.plain() for one in made] for top, made in self._made.items()}
         for top, known in self._known.items():
-            if top >= 0:  # what comes before the loop everybody finds in the journal
-                mine = results.setdefault(top, [])
-                mine += known[len(mine) :]
+            mine = results.setdefault(top, [])
+            mine += known[len(mine) :]
         return results
 
     def _standing(self) -> tuple[int, int]:

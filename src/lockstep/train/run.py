@@ -78,7 +78,8 @@ class Run:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed={seed!r} must be a whole number")
         self._witness = Witness.of(os.environ)
-        self.directory = Path(directory) if directory is not None and self._witness is None else None
+        # Absolute: the program may change its directory.
+        self.directory = Path(directory).absolute() if directory is not None and self._witness is None else None
         self.seed, self.exact, self.options = seed, exact, Options.of(options)
         self._stack = ExitStack()
         self._model: nn.Module | None = None
@@ -89,6 +90,7 @@ class Run:
         self._generation = 0  # how often the work was shared out
         self._applied = -1  # steps in our state
         self._here = Position()  # of the batch that was handed out last
+        self._in_hand = False  # the program has that batch, and may yet take it
         self._stop_asked = Stop.NO  # on this worker
         self._stop_agreed = Stop.NO
 
@@ -204,8 +206,14 @@ class Run:
         undo = ExitStack()
         if threading.current_thread() is threading.main_thread():
 
+            pid = os.getpid()
+
             def ask(number: int, _frame: FrameType | None) -> None:
-                self._stop_asked = Stop.SIGNAL
+                if os.getpid() == pid:
+                    self._stop_asked = Stop.SIGNAL
+                else:  # a child of the program: nobody there would end it
+                    signal.signal(number, signal.SIG_DFL)
+                    os.kill(os.getpid(), number)
 
             for one in (signal.SIGTERM, signal.SIGUSR1):
                 before = signal.signal(one, ask)
@@ -346,7 +354,9 @@ class Run:
                 if batch is None:
                     self._calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
+                self._in_hand = True
                 yield batch
+                self._in_hand = False
                 if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
                     self.save()
         self._progress.end(batches.position.number)
@@ -484,9 +494,9 @@ class Run:
             }
 
         reduced = self._calls.make("run.log", run)
-        if self.directory is not None:
+        if self.directory is not None and self._calls.is_member:
             step = self._plan.batches.position.number if self._plan is not None else 0
-            self._metrics.note(step, reduced, writes=self._calls.is_member and self.world.rank == 0)
+            self._metrics.note(step, reduced, writes=self.world.rank == 0)
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:
@@ -526,7 +536,13 @@ class Run:
         plan.last_norm.check(plan.leaves)
         if self.world.rank == 0:
             self._ledger.write()
-        self._saving.save(plan.batches.position.number, lambda: self._state(plan), writes=self.world.rank == 0)
+        here = self._here if self._in_hand and self._applied <= self._here.number else plan.batches.position
+
+        def state() -> dict[str, Any]:
+            found = self._state(plan)
+            return found | {"batches": found["batches"] | asdict(here)}
+
+        self._saving.save(here.number, state, writes=self.world.rank == 0)
 
     def _keep_last(self) -> None:
         """By rank 0, at the end: whoever was it before may have been lost with what it had not written yet."""
