@@ -370,6 +370,21 @@ def test_a_run_gets_no_more_workers_than_it_can_use(stages: Any) -> None:
     assert stage.members == (first.id, second.id)
 
 
+def test_whom_an_earlier_run_blamed_is_nothing_to_us(stages: Any) -> None:
+    """An etcd keeps it. It is taken away before the first host is listed, and does not count until then."""
+    stage = stages(workers=1)
+    stage.store.cas(stage.records.keys.blame, {"status": 1, "why": "long ago"}, 0, lease=None)
+    assert stage.records.blame is None
+    stage.enter().ready()
+    stage.act()
+    stage.act()
+    assert stage.records.blame is None
+    assert len(stage.members) == 1
+    stage.records.accuse(status=3, why="now")
+    stage.act()
+    assert stage.records.blame == {"status": 3, "why": "now"}
+
+
 def test_whoever_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages: Any) -> None:
     """Another host formed it with one of ours and broke it, before we had looked."""
     theirs = stages(workers=2)
