@@ -62,6 +62,13 @@ def test_the_likely_cause(wrong: set[int], cause: str) -> None:
     assert cause in likely_cause(found)
 
 
+def test_a_run_that_fails_is_no_other_result() -> None:
+    """Not even the first one, which only repeats the program on one worker."""
+    first, *others = arms_for([1, 2, 4], 8)[1:]
+    failed = Difference(0, [], error="it took longer than 600 s")
+    assert "longer than 600 s" in likely_cause({first: failed, **{arm: Difference(3, ["a"]) for arm in others}})
+
+
 def certify(folder: Path, mistake: str, *options: str, monkeypatch: pytest.MonkeyPatch) -> int:
     (folder / "program.py").write_text(PROGRAM.format(mistake=mistake))
     monkeypatch.chdir(folder)

@@ -187,6 +187,16 @@ class ElasticCrew(Crew):
             for person in self._roster.people.values():
                 person.heard_s = now_s
         self._governed_s = now_s
+        self._decide(now_s)
+        # Before a generation is proposed: if nobody is left, it is to wait for all who will be there in a moment.
+        while self._is_start_due() and now_s >= max(start_at_s(self._failures), self._start_at_s):
+            try:
+                self._begin()
+            except OSError as error:
+                if not self._living():
+                    raise
+                say(f"a worker could not be started: {error}; the others go on, and it is tried again")
+                self._start_at_s = now_s + START_AGAIN_S
         for person, why in self._roster.act(now_s):
             self._put_down(person, why)
         for person in list(self._roster.people.values()):
@@ -197,15 +207,6 @@ class ElasticCrew(Crew):
                 self._put_down(person, why_killed)
         if self._neighbours is not None:
             self._look_around(self._neighbours, now_s)
-        self._decide(now_s)
-        while self._is_start_due() and now_s >= max(start_at_s(self._failures), self._start_at_s):
-            try:
-                self._begin()
-            except OSError as error:
-                if not self._living():
-                    raise
-                say(f"a worker could not be started: {error}; the others go on, and it is tried again")
-                self._start_at_s = now_s + START_AGAIN_S
         self._release_surplus()
         if self._roster.is_over:
             self._send_home()

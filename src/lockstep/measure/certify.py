@@ -68,15 +68,15 @@ def first_difference(one: Seen, other: Seen) -> Difference | None:
 def likely_cause(found: dict[Arm, Difference | None]) -> str:
     """Pure. `found` has the difference of every arm to the first one."""
     arms = list(found)
+    failed = [difference for difference in found.values() if difference is not None and difference.error]
+    if failed:
+        return f"what the first run that failed says:\n{failed[0].error}"
     if found[arms[0]] is not None:
         return (
             "the program does not repeat itself even on one worker: random numbers from outside of torch and the "
             "dataset's own (random, numpy, the time), or an operation that is not deterministic. "
             "Run(audit_every=1) names the module"
         )
-    failed = [difference for difference in found.values() if difference is not None and difference.error]
-    if failed:
-        return f"what the first run that failed says:\n{failed[0].error}"
     if all(found[arm] is not None for arm in arms[1:]):
         return (
             "the program depends on the workers: on the rank, on the size of the world, on what a worker did before "

@@ -15,7 +15,7 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
 
 State = dict[str, Any]
-DRAIN_S = 0.2
+DRAIN_S, SAY_EVERY_S = 0.2, 30.0
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -72,8 +72,12 @@ class Saving:
 
     def drain(self, go_on: Callable[[], None] = lambda: None) -> None:
         """Wait for what is being written. `go_on` is asked again and again, and raises if we are wanted elsewhere."""
+        began_s = said_s = time.monotonic()
         while self._writer is not None and not self._writer.drain(DRAIN_S):
             go_on()
+            if time.monotonic() - said_s > SAY_EVERY_S:
+                said_s = time.monotonic()
+                _warn(f"waiting for the last checkpoint to be written, for {said_s - began_s:.0f} s")
 
     def close(self) -> None:
         if self._writer is not None:
