@@ -90,7 +90,10 @@ def scene(place):
         else:
             wait(lambda: Path("restored").exists())
             os.kill(os.getpid(), 9)
-    if env["SCENE"] == "heir":
+    if env["SCENE"] == "route" and place == "joining" and me == "h0.0" and seat.generation == 2:
+        lockstep.train.calls.ORDER_MUST_COME_WITHIN_S = 0.5
+        raise lockstep.WorldError("no route to the others")
+    if env["SCENE"] in ("heir", "route"):
         if place == "waiting" and faults.here.get("step") == 2 and me == "h0.1":
             os.kill(os.getpid(), 9)
         return
@@ -202,7 +205,7 @@ class Play:
 
     @property
     def victims(self) -> list[str]:
-        scenes = {"behind": [2], "midst": [1, 2], "backward": [1], "orphan": [2, 0], "heir": [1, 0]}
+        scenes = {"behind": [2], "midst": [1, 2], "backward": [1], "orphan": [2, 0], "heir": [1, 0], "route": [1]}
         victims = [f"h0.{number}" for number in scenes.get(self.env.get("SCENE", ""), [])]
         return victims + [str(one["worker"]) for one in self.faults]
 
@@ -401,6 +404,7 @@ PLAYS = {
         )
         for backend in ("shm", "gloo")
     },
+    "no route for a moment": Play(env={"SCENE": "route"}),
     "only the newcomer has the state": Play(workers=2, env={"SCENE": "heir"}),
     **{
         f"all in backward, {backend}": Play(workers=2, backend=backend, env={"SCENE": "backward"})
@@ -470,6 +474,11 @@ def test_the_digest_is_that_of_the_undisturbed_run(show: Show, undisturbed: str)
     assert show.status == 0, show.text
     assert set(show.digests) == {undisturbed}, show.text
     assert len(show.digests) >= show.sizes[-1], show.text
+
+
+@of("no route for a moment")
+def test_a_generation_that_cannot_be_formed_is_left(show: Show) -> None:
+    assert "generation 2 could not be formed, and is left: no route to the others" in show.err, show.text
 
 
 @of("only the newcomer has the state")

@@ -34,7 +34,7 @@ from lockstep.comm import agree, graveyard
 from lockstep.comm.peers import tells_of_a_lost_peer
 from lockstep.elastic.recovery import Company
 from lockstep.elastic.seat import Joining, Left, Seat, Welcome
-from lockstep.errors import CheckpointError, Desync, Divergence, NonFinite, ReplicaMismatch, UnevenData
+from lockstep.errors import CheckpointError, Desync, Divergence, NonFinite, ReplicaMismatch, UnevenData, WorldError
 from lockstep.world import World
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ OWN: Final = (NonFinite, Divergence, UnevenData, ReplicaMismatch, Desync, Checkp
 # connection broke, we know before the lease of the host ends that was lost (elastic/hosts.py, LONGEST_LEASE_S).
 ORDER_COMES_WITHIN_S: Final = 0.3
 ORDER_MUST_COME_WITHIN_S: Final = 20.0
+
+FORM_TRIES: Final = 3  # generations that cannot be formed, one after the other, although nobody is lost
 
 COLLECT_WITHIN_S: Final = 0.02  # the collector takes 2 ms, unless the program has a great many objects:
 COLLECT_EVERY: Final = 8  # then it is not called after every recovery
@@ -303,6 +305,7 @@ class ElasticCalls(Calls):
         graveyard.bury()
 
     def _join(self) -> None:
+        tries = 0
         while True:
             joining = self._seat.await_join()
             try:
@@ -311,7 +314,12 @@ class ElasticCalls(Calls):
                 return
             except Exception as error:
                 if self._seat.why_left(within_s=0.0 if isinstance(error, OWN) else ORDER_MUST_COME_WITHIN_S) is None:
-                    raise
+                    # Nobody is lost. A route between two hosts may be broken for a while: leave, and all form anew.
+                    tries += 1
+                    is_network = isinstance(error, WorldError) or tells_of_a_lost_peer(error)
+                    if not is_network or tries == FORM_TRIES:
+                        raise
+                    say(f"generation {joining.generation.number} could not be formed, and is left: {error}")
             self._company.leave()
             self._seat.left(self._standing())
 
