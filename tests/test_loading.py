@@ -191,6 +191,20 @@ def test_a_loader_process_that_is_lost_is_replaced_and_no_sample_with_it(
     assert "another one is started" in capfd.readouterr().err
 
 
+def test_a_loader_process_that_is_lost_does_not_end_what_its_parent_is_doing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = []
+    for batch in batches(Plain(40), Settings(2, 2, loaders=1), order=InOrder(40, 2)):
+        found += [shard.data.item() for shard in batch.shards]
+        if batch.number == 3:
+            (loader,) = loaders_alive()
+            os.kill(loader, signal.SIGKILL)
+            time.sleep(0.3)  # the signal of its death comes
+    assert found == list(range(40))
+    assert "another one is started" in capfd.readouterr().err
+
+
 def test_a_loader_process_makes_no_files_in_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed would leave them."""
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)  # whoever calls it fails

@@ -487,6 +487,15 @@ def test_every_sample_counts_once_and_figures_are_those_of_one_process(size: int
     assert found["many: accuracy"] == found["stream"]
 
 
+def test_it_does_not_matter_who_loads_what_is_evaluated() -> None:
+    with quiet() as run:
+        run.replicate(mlp())
+        figures = {loaders: run.evaluate(noisy, Augmented(), batch=50, loaders=loaders) for loaders in (0, 1, 2)}
+        with pytest.raises(ValueError, match="loaders=-1 must be a whole number, 0 or more"):
+            run.evaluate(noisy, Augmented(), loaders=-1)
+    assert figures[0] == figures[1] == figures[2]
+
+
 def test_an_evaluation_finds_what_a_plain_loop_finds() -> None:
     torch.manual_seed(0)
     with quiet() as run:

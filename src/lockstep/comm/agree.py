@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm import patience
 
 
 def fingerprint(value: Any) -> int:
@@ -24,7 +27,7 @@ def is_same(group: dist.ProcessGroup, number: int, *, device: torch.device) -> b
     both = torch.tensor([number, -number], dtype=torch.int64, device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    group.allreduce([both], options).wait()
+    patience.wait(group, group.allreduce([both], options), device, "a comparison")
     highest, negated_lowest = both.tolist()
     return bool(highest == -negated_lowest)
 
@@ -35,9 +38,13 @@ def tell_all(group: dist.ProcessGroup, value: Any, *, device: torch.device) -> l
     rank, size = group.rank(), group.size()
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     lengths[rank] = len(text)
-    group.allreduce([lengths], dist.AllreduceOptions()).wait()
+    _add_up(group, lengths)
     longest = int(lengths.max().item())
     table = torch.zeros(size, longest, dtype=torch.int32, device=device)
     table[rank, : len(text)] = torch.tensor(list(text), dtype=torch.int32, device=device)
-    group.allreduce([table], dist.AllreduceOptions()).wait()
+    _add_up(group, table)
     return [json.loads(bytes(table[r, : int(lengths[r])].tolist())) for r in range(size)]
+
+
+def _add_up(group: dist.ProcessGroup, table: Tensor) -> None:
+    patience.wait(group, group.allreduce([table], dist.AllreduceOptions()), table.device, "an exchange of words")

@@ -20,14 +20,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lockstep.comm.blame import Board, Note
+from lockstep.comm.patience import LOOK_EVERY_S, check_given_up, done_within
 from lockstep.errors import Desync, LockstepError, PeerLost
 from lockstep.vigil import read_stat
 
@@ -46,15 +46,6 @@ def tells_of_a_lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerLost):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PHRASES)
-
-
-LOOK_EVERY_S: Final = 0.5
-_given_up: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def give_up(group: dist.ProcessGroup) -> None:
-    """Whoever waits in it goes on soon, whatever becomes of its collectives: Gloo may miss that a connection closed."""
-    _given_up.add(group)
 
 
 @dataclass(frozen=True)
@@ -214,7 +205,7 @@ class Watch:
             if not self._polls:
                 work.wait()
                 return
-            self.wait_for(partial(self._done_within, work), where)
+            self.wait_for(partial(done_within, work), where)
 
     def wait_for(self, done_within: Callable[[float], bool], where: str) -> None:
         """Until `done_within(seconds)` says so; meanwhile look around, and raise if somebody is gone."""
@@ -222,21 +213,10 @@ class Watch:
         look_every_s = min(LOOK_EVERY_S, self._stall_s)
         while not done_within(look_every_s):
             waited_s += look_every_s
-            if self._group() in _given_up:
-                raise PeerLost(f"its group was given up while this worker waited in {where}")
+            check_given_up(self._group(), where)
             if self._reporter is not None and waited_s - looked_s >= self._stall_s:
                 looked_s = waited_s
                 self._look_around(where, waited_s)
-
-    @staticmethod
-    def _done_within(work: Any, limit_s: float) -> bool:
-        try:
-            work.wait(timedelta(seconds=limit_s))
-            return True
-        except RuntimeError as error:
-            if "Operation timed out" in str(error):
-                return False
-            raise
 
     def _look_around(self, where: str, waited_s: float) -> None:
         assert self._reporter is not None

@@ -207,7 +207,7 @@ class Batches:
         division = Division(self._settings.shards, numbers)
         samples = ask(self._order, position, len(self._dataset))
         job = make_job(samples, position, division, ends_epoch=position.step == steps - 1)
-        batch: Batch = put_on(self._device, _batch_of(Reader(self._dataset, self._recipe)[job]))
+        batch: Batch = put_on(self._device, batch_of(Reader(self._dataset, self._recipe)[job]))
         return batch
 
     def _receive(self) -> Batch | None:
@@ -215,7 +215,7 @@ class Batches:
             if self._arriving is None:
                 self._arriving = self._start_loading()
             try:
-                return _batch_of(next(self._arriving, None))
+                return batch_of(next(self._arriving, None))
             except LoaderLost as error:
                 self._stop_loading()
                 if not tries_left:
@@ -249,7 +249,8 @@ class Batches:
             self._arriving = None
 
 
-def _batch_of(arrived: Any) -> Batch | None:
+def batch_of(arrived: Any) -> Batch | None:
+    """What a reader gave, if it is a batch; raises what it gave in place of one."""
     if isinstance(arrived, Failure):
         raise arrived.error from arrived.cause
     assert arrived is None or isinstance(arrived, Batch)

@@ -8,6 +8,11 @@ and can wait forever on a full pipe that sibling processes hold open.
 Note [What is the parent's]
 A forked process has its parent's objects but not its threads. If the garbage collector finds a dead process group
 among them, its destructor waits for threads that are not there, or crashes. So nothing of the parent's is collected.
+
+Note [Lost ones are noticed where they are missed]
+When a loader process dies, torch's handler of SIGCHLD raises wherever the program happens to be: in the middle of a
+step, say, of which this worker would then be the one that failed. So torch knows our processes only while we wait for
+one of them, where the error can be healed.
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch._C import _error_if_any_worker_fails, _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
 
 from lockstep.data.hatch import Hatch, use
@@ -97,12 +103,28 @@ def load(reader: Any, jobs: Iterable[Any], how: Loading) -> Generator[Parcel, No
 def _next(parcels: Iterator[Parcel], how: Loading) -> Parcel | None:
     """DataLoader looks whether its processes live only when its time is over. So it gets a little, again and again."""
     end_s = time.monotonic() + how.timeout_s
-    while True:
-        try:
-            return next(parcels, None)
-        except RuntimeError as error:
-            if "timed out after" not in str(error) or time.monotonic() >= end_s:
-                raise
+    with _noticing(parcels):
+        while True:
+            try:
+                return next(parcels, None)
+            except RuntimeError as error:
+                if "timed out after" not in str(error) or time.monotonic() >= end_s:
+                    raise
+
+
+@contextmanager
+def _noticing(parcels: Iterator[Parcel]) -> Iterator[None]:
+    """See Note [Lost ones are noticed where they are missed]."""
+    processes = getattr(parcels, "_workers", ())
+    if not processes:
+        yield
+        return
+    _set_worker_pids(id(parcels), tuple(process.pid for process in processes))
+    try:
+        _error_if_any_worker_fails()  # its signal may have come before
+        yield
+    finally:
+        _remove_worker_pids(id(parcels))
 
 
 def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hatch]) -> Iterator[Parcel]:
@@ -124,7 +146,11 @@ def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hat
         **options,
     )
     with _current(how.device):  # memory is pinned for the device that is current now
-        return iter(loader)
+        parcels: Any = iter(loader)
+    if getattr(parcels, "_worker_pids_set", False):
+        _remove_worker_pids(id(parcels))
+        parcels._worker_pids_set = False  # or it would do that itself at its end
+    return cast(Iterator[Parcel], parcels)
 
 
 def _explain(error: Exception, how: Loading, codes: Collection[int]) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from lockstep import world as worlds
 from lockstep.comm import graveyard
 from lockstep.comm.links import Cut
-from lockstep.comm.peers import give_up
+from lockstep.comm.patience import give_up
 from lockstep.comm.register import is_ours
 from lockstep.elastic.seat import Joining, Left, Seat
 from lockstep.place import Place
@@ -94,9 +94,7 @@ class Company:
             self._broken, self._groups, self._cut = False, [], Cut(joining.size)
         self._check()
         self._store = SeatStore(self._seat)  # torch's groups hold it, but only the part that is not Python
-        place = Place(
-            joining.rank, joining.size, "lockstep run", local_rank=self._slot, local_size=joining.local_size
-        )
+        place = Place(joining.rank, joining.size, "lockstep run", local_rank=self._slot, local_size=joining.local_size)
         hook = sys.excepthook  # torch would put a rank before each line of a traceback, and another one each time
         try:
             world = worlds.rejoin(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import agree
+from lockstep.comm import agree, patience
 from lockstep.errors import Divergence
 from lockstep.replicate.digest import cheap_digests, differences
 
@@ -63,7 +63,7 @@ class ReplicaCheck:
         choice = torch.tensor([min(max(wanted, LEAST), MOST)], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._group.allreduce([choice], options).wait()
+        patience.wait(self._group, self._group.allreduce([choice], options), self._device, "run.step")
         return int(choice)
 
     def compare(self, number: int, state: Mapping[str, Tensor]) -> None:

@@ -6,18 +6,26 @@ The pieces do not depend on the number of workers, so neither does what the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.data.ahead import put_on
+from lockstep.data.batches import batch_of
+from lockstep.data.loader import Loading, load
+from lockstep.data.order import Position
+from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train.metrics import Pairs, as_pairs
 from lockstep.world import World
+
+AHEAD: Final = 2  # pieces that loader processes have ready
+TIMEOUT_S: Final = 600.0  # of one piece
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,13 @@ class Pieces:
     dataset: Any
     batch: int  # samples of a piece
     loaders: int = 0  # processes
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Collate | None = None  # None: torch's default
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch, int) or self.batch < 1:
             raise ValueError(f"batch={self.batch!r} must be a whole number, 1 or more")
+        if not isinstance(self.loaders, int) or self.loaders < 0:
+            raise ValueError(f"loaders={self.loaders!r} must be a whole number, 0 or more")
 
 
 @dataclass
@@ -75,23 +85,44 @@ def is_stream(dataset: Any) -> bool:
 
 
 def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:
-    dataset, batch, rank, size = pieces.dataset, pieces.batch, world.rank, world.size
-    if is_stream(dataset):
-        samples = iter(dataset)
-        for number in count():
+    if is_stream(pieces.dataset):
+        yield from _read_stream(pieces, world, seed, seen)
+        return
+    seen.samples = len(pieces.dataset)
+    in_all = -(-seen.samples // pieces.batch)
+    mine = range(world.rank * in_all // world.size, (world.rank + 1) * in_all // world.size)
+    here = None if pieces.loaders else world.device
+    recipe = Recipe(mix(seed, "evaluate"), world.rank, pieces.collate, draws_random_numbers(pieces.dataset), here)
+    how = Loading(
+        loaders=min(pieces.loaders, len(mine)),
+        ahead=AHEAD,
+        pin=False,
+        timeout_s=TIMEOUT_S,
+        rank=world.rank,
+        device=world.device,
+        hide_worker_info=False,
+    )
+    jobs = [_cut_out(number, pieces.batch, seen.samples) for number in mine]
+    with closing(load(Reader(pieces.dataset, recipe), jobs, how)) as parcels:
+        for number, parcel in zip(mine, parcels, strict=True):
+            batch = batch_of(parcel.open())
+            assert batch is not None
             sow(mix(seed, "evaluate", number), world.device)
-            piece = list(islice(samples, batch))
-            if not piece:
-                return
-            seen.samples += len(piece)
-            if number % size == rank:
-                yield number, pieces.collate(piece)
-    seen.samples = len(dataset)
-    in_all = -(-len(dataset) // batch)
-    mine = range(rank * in_all // size, (rank + 1) * in_all // size)
-    spans = [list(range(n * batch, min((n + 1) * batch, len(dataset)))) for n in mine]
-    loader = DataLoader(dataset, batch_sampler=spans, num_workers=pieces.loaders, collate_fn=pieces.collate)
-    loaded = iter(loader)
-    for number in mine:
+            yield number, batch.shards[0].data
+
+
+def _read_stream(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:
+    samples, put_together = iter(pieces.dataset), pieces.collate or default_collate
+    for number in count():
         sow(mix(seed, "evaluate", number), world.device)
-        yield number, next(loaded)
+        piece = list(islice(samples, pieces.batch))
+        if not piece:
+            return
+        seen.samples += len(piece)
+        if number % world.size == world.rank:
+            yield number, put_together(piece)
+
+
+def _cut_out(number: int, batch: int, samples: int) -> Job:
+    span = range(number * batch, min((number + 1) * batch, samples))
+    return Job(Position(0, number, number), ends_epoch=False, count=len(span), of_shards=1, shards=((0, span),))

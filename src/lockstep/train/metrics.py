@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import agree
+from lockstep.comm import agree, patience
 from lockstep.errors import Desync
 from lockstep.files import Appender
 
@@ -112,7 +112,7 @@ def gather_pieces(
     table = torch.zeros(pieces, len(names), 2, dtype=torch.float64, device=device)
     for number, pairs in mine.items():
         table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
-    group.allreduce([table], dist.AllreduceOptions()).wait()
+    patience.wait(group, group.allreduce([table], dist.AllreduceOptions()), device, what)
     rows = table.cpu()
     return {name: [(total, weight) for total, weight in rows[:, n].tolist()] for n, name in enumerate(names)}
 

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep import faults, files
-from lockstep.comm import agree
+from lockstep.comm import agree, patience
 from lockstep.comm.peers import Watch
 from lockstep.data.batches import Batch, Batches, Position, Settings
 from lockstep.data.ledger import Ledger
@@ -151,7 +151,7 @@ class Run:
         if self.directory is not None and self.world.rank == 0:
             self._metrics.write()
         with self._watch.explains("the end of the run"):
-            self._group.barrier(dist.BarrierOptions()).wait()
+            patience.wait(self._group, self._group.barrier(dist.BarrierOptions()), self.device, "the end of the run")
 
     # -- another generation of workers (train/calls.py) --------------------------------------------------------------
 
@@ -205,7 +205,6 @@ class Run:
         """SIGTERM, SIGUSR1: save and end after the step that is running, all workers together."""
         undo = ExitStack()
         if threading.current_thread() is threading.main_thread():
-
             pid = os.getpid()
 
             def ask(number: int, _frame: FrameType | None) -> None:
@@ -292,9 +291,7 @@ class Run:
         facts = {"global_batch": global_batch, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = None if evaluation.is_stream(dataset) else len(dataset)
         self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
-        settings = Settings(
-            global_batch=global_batch, shards=shards, epochs=epochs, drop_last=drop_last, **loading
-        )
+        settings = Settings(global_batch=global_batch, shards=shards, epochs=epochs, drop_last=drop_last, **loading)
         # A newcomer does not know yet among how many it will be; it is told when it is taken in.
         rank, size = (self.world.rank, self.world.size) if self._calls.is_member else (0, 1)
         return Batches(
@@ -392,9 +389,7 @@ class Run:
         self._calls.make("the comparison of replicas", lambda: self._compare_replicas(batch.number))
         if self._witness is not None and self.world.rank == 0:
             self._witness.note(batch.number, result.loss, named_state(plan.model, plan.optimizer))
-        self._progress.step(
-            result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s
-        )
+        self._progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
         return result
 
     def _take(self, loss: Loss, batch: Batch) -> Result:
@@ -410,9 +405,7 @@ class Run:
             setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=self.exact)
         if batch.number < self._applied and isinstance(self._calls, ElasticCalls):
             raise Divergence(f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this")
-        wishes = Wishes(
-            self._stop_asked, self._calls.wants_to_move, self._calls.check_commit, self._calls.check_left
-        )
+        wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._calls.check_commit, self._calls.check_left)
         result = take_step(training, loss, batch, wishes)
         if plan.schedule is not None and (batch.ends_epoch if plan.per == "epoch" else not result.skipped):
             plan.schedule.step()
