@@ -73,7 +73,8 @@ def settle(before: Holdings) -> list[str]:
 
 
 def shm_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Without those of a GPU's driver: our workers see no GPU, so they are of other programs."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
 
 
 def shm_left(before: set[str]) -> list[str]:
