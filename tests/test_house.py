@@ -27,7 +27,11 @@ ALLOWED = {
     "data": {"errors", "files", "seed", "world"},
     "replicate": {"errors", "faults", "world", "comm"},
     "checkpoint": {"errors", "files", "faults", "plain_json"},
-    "train": {"errors", "files", "faults", "seed", "world", "comm", "data", "replicate", "checkpoint", "elastic"},
+    "trace": {"files"},
+    "train": {
+        *{"errors", "files", "faults", "seed", "trace", "world"},
+        *{"comm", "data", "replicate", "checkpoint", "elastic"},
+    },
     "elastic": {"errors", "plain_json"},
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
     "doctor": {"errors", "place"},

@@ -17,10 +17,12 @@ float32.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +60,8 @@ class Parcel:
     received: Tensor | None = None  # everybody's rows of our section, by tree
     whole: Tensor | None = None  # the result, by tree
     sent: Any = None
+    left_s: float = 0.0  # when it was sent
+    came_s: float | None = None  # when the sum was there, if somebody was told
     scale: Scale = field(default=lambda: 1.0)
 
 
@@ -79,6 +83,7 @@ class ShardSum:
         self._summands = self.shards if exact else self.size
         self._single = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
         self._exact = exact
+        self.is_timed = False
         self._backend = backend = backend_name(group, device)
         self._way = choose_way(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
         self._watch = Watch(group, polls=device.type == "cpu")
@@ -114,7 +119,7 @@ class ShardSum:
 
     def start(self, parcel: Parcel, scale: Scale) -> None:
         """All workers, the same parcels in the same order. The rows belong to us until `result`."""
-        parcel.scale = scale
+        parcel.scale, parcel.left_s, parcel.came_s = scale, time.monotonic(), None
         if self._way is Way.ALONE:
             parcel.sent = None
         elif self._lane is not None:
@@ -124,6 +129,13 @@ class ShardSum:
             parcel.sent = group.all_reduce_scaled(parcel.rows[0], scale)
         else:
             parcel.sent = self.group.allreduce([parcel.rows[0]], dist.AllreduceOptions())
+            if self.is_timed and self.device.type == "cpu":
+                parcel.sent.get_future().add_done_callback(partial(_came, parcel))
+
+    def came_s(self, parcel: Parcel) -> float:
+        """When the sum was there, which was asked for already. Exact only while `is_timed`."""
+        ended_s = getattr(parcel.sent, "ended_s", None)
+        return ended_s or parcel.came_s or time.monotonic()
 
     def result(self, parcel: Parcel, where: str) -> Tensor:
         """The sum times the scale, flat. Until the rows are written again."""
@@ -266,6 +278,10 @@ class ShardSum:
 
     def _wait(self, work: Any, what: str) -> None:
         self._watch.wait(work, f"the {what} of gradients")
+
+
+def _came(parcel: Parcel, _done: Any) -> None:
+    parcel.came_s = time.monotonic()
 
 
 def choose_way(trees: Sequence[tuple[Subtree, ...]], shards: int, *, exact: bool, adds_by_tree: bool) -> Way:

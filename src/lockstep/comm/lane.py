@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ class Pending:
         self._done = threading.Event()
         self._result: Tensor | None = None
         self._error: BaseException | None = None
+        self.ended_s: float | None = None
         self._event: Any = None  # of the GPU: the result is there for streams that wait for it
 
     def carry_out(self, job: Job, stream: Any = None) -> None:
@@ -38,6 +40,7 @@ class Pending:
         except BaseException as error:
             self._error = error
         finally:
+            self.ended_s = time.monotonic()
             self._done.set()
 
     def done_within(self, seconds: float) -> bool:

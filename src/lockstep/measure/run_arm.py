@@ -16,6 +16,8 @@ from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import trained_leaves
 from lockstep.replicate.running import RunningState
 from lockstep.train.audit import Audit
+from lockstep.train.chronicle import Chronicle
+from lockstep.train.observer import Observer
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
 from lockstep.train.step import Training, take_step
@@ -47,6 +49,8 @@ class RunArm:
         sum_ = ShardSum(group, shares, device=device, exact=name.partition("@")[0] == EXACT)
         self._rank, self._size = group.rank(), group.size()
         self._steps = 0
+        observer = self._observer = Observer(Chronicle(None, name, device), device)
+        observer.share_out(dict, writes=False, first=0, size=self._size)
         self._training = Training(
             model=self.model,
             leaves=leaves,
@@ -56,6 +60,7 @@ class RunArm:
             running=RunningState(self.model, self._size),
             loss_scale=LossScale(),
             audit=Audit(self.model, leaves, every=0, fetch=_nothing_to_fetch),
+            observer=observer,
             options=Options.of({"precision": precision}),
             seed=SEED,
         )
@@ -71,6 +76,7 @@ class RunArm:
             shards=(Shard(self._rank, rows, batch),),
             of_shards=self._size,
         )
+        self._observer.top(self._steps)
         take_step(self._training, loss, whole)
         self._steps += 1
 

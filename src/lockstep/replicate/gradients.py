@@ -24,7 +24,7 @@ depends on where it lies. In a bucket every gradient begins where memory of its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +90,7 @@ class Gradients:
         self._sparse = [i for i, leaf in enumerate(leaves) if leaf.sparse]
         self._ears = Ears(self._parameters)
         self._parked: list[Tensor | None] = [None] * len(leaves)
+        self.seen_by: Callable[[Tensor | None], None] | None = None  # who wants to see each gradient of a shard
         self._armed = False
         self._has_order = False  # Note [First step]
         self._arrivals: list[int] = []
@@ -113,6 +114,16 @@ class Gradients:
         """What each bucket sends, in the order in which they leave; nothing in a world of one."""
         return tuple(bucket.parcel.rows.nbytes for bucket in self._buckets)
 
+    @property
+    def bucket_names(self) -> list[tuple[str, str, int]]:
+        """The first and the last parameter of each bucket, and how many it has."""
+        named = [[self._leaves[i].name for i in bucket.indices] for bucket in self._buckets]
+        return [(names[0], names[-1], len(names)) for names in named]
+
+    def travels(self) -> list[tuple[float, float]]:
+        """Of every bucket of the step that was finished last: when it was sent, and when the sum was there."""
+        return [(bucket.parcel.left_s, self._sum.came_s(bucket.parcel)) for bucket in self._buckets]
+
     # -- the shards before the last ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -132,6 +143,9 @@ class Gradients:
         self._kept.push(Subtree(shard, 1), self._take())
 
     def _take(self) -> Kept:
+        if self.seen_by is not None:
+            for parameter in self._parameters:
+                self.seen_by(parameter.grad)
         values = [self._rounded(i, parameter.grad) for i, parameter in enumerate(self._parameters)]
         for parameter in self._parameters:
             parameter.grad = None
@@ -217,6 +231,8 @@ class Gradients:
         index, view = bucket.indices[slot], bucket.views[-1][slot]
         gradient = self._parameters[index].grad
         self._parameters[index].grad = None
+        if self.seen_by is not None:
+            self.seen_by(gradient)
         if self._on_cpu:
             self._parked[index] = gradient  # until its successor comes: Note [Parked gradients] in bucket.py
         if gradient is not None:
@@ -250,6 +266,9 @@ class Gradients:
             for slot in range(len(bucket.indices)):
                 self._place(bucket, slot)
             return
+        if self.seen_by is not None:
+            for gradient in gradients:
+                self.seen_by(gradient)
         total = [self._rounded(i, gradient) for i, gradient in zip(bucket.indices, gradients, strict=True)]
         for values in chain:
             total = list(torch._foreach_add(values, total))  # type: ignore[arg-type]

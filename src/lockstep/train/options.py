@@ -35,6 +35,7 @@ class OptionNames(TypedDict, total=False):
     save_every: int | str | None
     threads: int
     progress: bool
+    trace: bool
     backend: str | None
     device: str | torch.device | None
 
@@ -51,6 +52,7 @@ class Options:
     save_every    steps from one checkpoint to the next, or a time such as "5m"; None: after every epoch and at the end
     threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
     progress      show how far we are
+    trace         keep times and figures of all steps, for `lockstep report` and `lockstep watch`
     """
 
     precision: Precision = Precision.FP32
@@ -62,6 +64,7 @@ class Options:
     save_every: int | str | None = None
     threads: int = 1
     progress: bool = True
+    trace: bool = True
     backend: str | None = None
     device: str | torch.device | None = None
 

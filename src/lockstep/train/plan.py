@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.exact import ShardSum
 from lockstep.data.batches import Batch, Batches, Position, Shard
@@ -16,6 +17,7 @@ from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.running import RunningState
 from lockstep.train import setting
 from lockstep.train.audit import Audit
+from lockstep.train.observer import Observer
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch, Scaling
@@ -64,7 +66,7 @@ def make_plan(
     )
 
 
-def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup) -> Training:
+def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, observer: Observer) -> Training:
     """All workers of `group`: each gets its shards."""
     batches, options, size = plan.batches, basis.options, world.size
     shards = batches.settings.shards
@@ -85,11 +87,35 @@ def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup) 
         running=RunningState(plan.model, shards),
         loss_scale=plan.loss_scale,
         audit=Audit(plan.model, plan.leaves, every=options.audit_every, fetch=fetch),
+        observer=observer,
         options=options,
         seed=basis.seed,
         large_batch=plan.large_batch,
         last_norm=plan.last_norm,
     )
+
+
+def rate_of(plan: Plan, step: int) -> float | None:
+    """The learning rate of this step, of the first group; None if only a GPU knows it."""
+    rate = plan.optimizer.param_groups[0]["lr"]
+    if isinstance(rate, Tensor) and rate.is_cuda:
+        return None
+    return float(rate) * (plan.large_batch.factor(step) if plan.large_batch is not None else 1.0)
+
+
+def describe(plan: Plan, training: Training) -> dict[str, Any]:
+    """What the work of a step looks like, for the trace: known when the first step was taken."""
+    states = [value for state in plan.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    weights = sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers()))
+    return {
+        "buckets": list(training.gradients.bucket_bytes),
+        "bucket_names": training.gradients.bucket_names,
+        "memory": {
+            "weights": weights,
+            "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
+            "optimizer": sum(state.nbytes for state in states),
+        },
+    }
 
 
 def introduce(plan: Plan, basis: Basis, world: World) -> str:

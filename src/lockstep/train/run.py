@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
@@ -45,10 +46,12 @@ from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import evaluation, setting, verdict
 from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
+from lockstep.train.chronicle import Chronicle
 from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
+from lockstep.train.observer import Observer
 from lockstep.train.once import Once
 from lockstep.train.options import OptionNames, Options
-from lockstep.train.plan import Basis, introduce, make_plan, share_out
+from lockstep.train.plan import Basis, describe, introduce, make_plan, rate_of, share_out
 from lockstep.train.progress import Progress
 from lockstep.train.saving import Saving, named, restore
 from lockstep.train.schedule import Scaling
@@ -88,6 +91,8 @@ class Run:
         self._remembered: dict[str, Any] = {}
         self._calls = Calls()
         self._generation = 0  # how often the work was shared out
+        self._parted_s: float | None = None  # since when we have no generation
+        self._steps: int | None = None  # after which to end
         self._applied = -1  # steps in our state
         self._here = Position()  # of the batch that was handed out last
         self._in_hand = False  # the program has that batch, and may yet take it
@@ -113,6 +118,8 @@ class Run:
         if self.directory is not None:
             self._metrics = MetricsFile(self.directory)
         self._saving = Saving(self.directory, every, fence=self._calls.may_commit)
+        self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
+        self._chronicle = self._observer.chronicle
         chosen = replace(options, device=None)  # that may be another one on every worker
         self._agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._stack.enter_context(kept_random_state(self.device))
@@ -129,6 +136,16 @@ class Run:
         )
         return World(welcome.slot, welcome.wanted, welcome.slot, welcome.wanted, "", device, "", "lockstep run")
 
+    def _trace_folder(self) -> Path | None:
+        """See docs/trace.md."""
+        logs = os.environ.get("LOCKSTEP_RUN_DIR")
+        place = self.directory or (Path(logs) if logs else None)
+        return place / "trace" if place is not None and self.options.trace and self._witness is None else None
+
+    def _name(self) -> str:
+        """Of this worker, as people and programs know it."""
+        return str(faults.here["worker"]) if isinstance(self._calls, ElasticCalls) else f"rank{self.world.rank}"
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -138,6 +155,9 @@ class Run:
             if self._group is not dist.group.WORLD:
                 self._calls.make("the end of the run", self._part_in_peace)
             self._calls.end()
+        else:
+            self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
+        self._chronicle.close(in_peace=error is None)
         if self._training is not None:
             self._training.sum.close()
         if error is None and self._group is not dist.group.WORLD:
@@ -165,9 +185,11 @@ class Run:
             with suppress(OSError):
                 self.directory.mkdir(parents=True, exist_ok=True)
                 (self.directory / "launch.json").write_text(json.dumps({"logs": logs}))
+                (Path(logs) / "run.json").write_text(json.dumps({"directory": str(self.directory)}))
         return self._group
 
     def part(self) -> None:
+        self._parted_s, self._chronicle.state = time.monotonic(), "recovering"
         if self._training is not None:
             self._training.running.abandon()
             self._training.gradients.begin()  # it must not listen any more, should a traceback still hold it
@@ -176,6 +198,9 @@ class Run:
     def settle(self) -> None:
         if self._plan is not None:
             self._share_out(self._plan)
+        if self._parted_s is not None:
+            self._chronicle.event("recovery", took_s=time.monotonic() - self._parted_s)
+            self._parted_s, self._chronicle.state = None, "training"
 
     @property
     def applied(self) -> int:
@@ -332,6 +357,7 @@ class Run:
         model, basis = self._replicated("run.track"), Basis(self.options, self.seed, self.exact)
         plan = self._plan = make_plan(model, optimizer, batches, basis, scaling=scaling)
         plan.schedule, plan.per = schedule, per
+        self._steps = steps
         self._calls.limit(batches.settings.shards)
         if plan.synced and self.exact and isinstance(self._calls, ElasticCalls):
             raise LockstepError(setting.describe_synced(plan.synced[0]))
@@ -347,7 +373,9 @@ class Run:
             while not self._stop_agreed and (steps is None or batches.position.number < steps):
                 self._calls.begin_step(batches.position.number)
                 self._handed_out, self._here = self._generation, batches.position
+                self._observer.top(batches.position.number)
                 batch = next(self._coming, None)
+                self._observer.lap("data")
                 if batch is None:
                     self._calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
@@ -356,6 +384,7 @@ class Run:
                 self._in_hand = False
                 if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
                     self.save()
+        self._observer.top(batches.position.number)
         self._progress.end(batches.position.number)
         if self._witness is not None:
             raise SystemExit(0)  # the rest of the program is not asked for
@@ -390,6 +419,10 @@ class Run:
         if self._witness is not None and self.world.rank == 0:
             self._witness.note(batch.number, result.loss, named_state(plan.model, plan.optimizer))
         self._progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
+        norm = result.norm if isinstance(result.norm, float) else None  # a GPU is not asked: it might not be as far
+        facts = {"lr": rate_of(plan, batch.number), "grad_norm": norm}
+        self._chronicle.step(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
+        self._observer.lap("update")
         return result
 
     def _take(self, loss: Loss, batch: Batch) -> Result:
@@ -425,7 +458,21 @@ class Run:
     def _share_out(self, plan: Plan) -> None:
         """The work of a step, among the workers that there are now."""
         basis = Basis(self.options, self.seed, self.exact)
-        self._training = share_out(plan, basis, self.world, self._group)
+        training = self._training = share_out(plan, basis, self.world, self._group, self._observer)
+        settings, world = plan.batches.settings, self.world
+        self._observer.looks_at_shards = not any(leaf.sparse for leaf in plan.leaves)
+        self._observer.share_out(
+            lambda: describe(plan, training),
+            writes=world.rank == 0,
+            generation=self._generation + 1,
+            first=plan.batches.position.number,
+            rank=world.rank,
+            size=world.size,
+            backend=world.backend,
+            shards=settings.shards,
+            global_batch=settings.global_batch,
+            steps=self._steps or plan.batches.steps_in_all,
+        )
         self._check = ReplicaCheck(self._group, self.device, every=self.options.check_every)
         self._ledger.share_out(self.world.size)
         self._generation += 1
@@ -487,6 +534,7 @@ class Run:
             }
 
         reduced = self._calls.make("run.log", run)
+        self._chronicle.figures(reduced)
         if self.directory is not None and self._calls.is_member:
             step = self._plan.batches.position.number if self._plan is not None else 0
             self._metrics.note(step, reduced, writes=self.world.rank == 0)

@@ -25,6 +25,7 @@ from lockstep.replicate.running import RunningState
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import verdict
 from lockstep.train.audit import Audit
+from lockstep.train.observer import Observer
 from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch
@@ -62,6 +63,7 @@ class Training:
     running: RunningState
     loss_scale: LossScale
     audit: Audit
+    observer: Observer
     options: Options
     seed: int
     large_batch: LargeBatch | None = None
@@ -117,9 +119,13 @@ class Result:
 
 def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) -> Result:  # noqa: B008  (frozen)
     """All workers together: everybody takes the step, or nobody does."""
+    see = t.observer
+    see.lap("between")
     tally = Tally(t.sum, buffers=len(t.running), loss_scale=t.loss_scale.value)
     t.gradients.begin()
+    t.gradients.seen_by, t.sum.is_timed = see.begin(batch.number), see.looks_closely
     t.running.begin()
+    weight: float | Tensor = 0.0
     with kept_random_state(t.sum.device), t.sum.in_step():
         for shard in batch.shards:
             is_last = shard is batch.shards[-1]
@@ -128,31 +134,40 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
             if shard.count:
                 total, weight = forward(t, loss, batch, shard)
                 tally.note(shard.number, total, weight, t.running.take(shard.number))
+            see.lap("forward", shard.number)
             if is_last:
                 faults.at("table")
                 # So all know the weight of the global batch when the first bucket comes.
-                tally.send(batch, stop=wishes.stop, move=wishes.move)
+                tally.send(batch, stop=wishes.stop, move=wishes.move, told=see.tell())
                 t.gradients.listen(shard.number, tally.scale)
             if shard.count:
                 backward(t, total)  # buckets leave during the last of these
                 t.running.rewind()
             if not is_last:
                 t.gradients.keep(shard.number)
+                see.end_shard(weight, shard.count)
+            see.lap("backward", shard.number)
         t.gradients.send_rest()
+        see.lap("backward")
         faults.at("waiting")
         at = time.perf_counter()
         outcome = tally.outcome()
         verdict.refuse_bad_data(outcome, batch.number)
         with t.sum.aside(tally.sent):
             t.last_norm.check(t.leaves)
+            see.hear(outcome.told)
         t.gradients.finish()
         waited_s = time.perf_counter() - at
+        see.lap("wait")
+        see.end_shard(weight, shard.count)
+        see.travelled(t.gradients.travels)
         t.audit.compare(batch, t.sum, lambda shard: run_again(t, loss, batch, shard))
 
     faults.at("reduced")
     skips = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
     look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips)
     t.last_norm.keep(batch.number, look.norm if not skips else None, t.options)
+    see.reduced(look.norm if look.finite else None, batch.count, t.loss_scale.value)
     buffers = t.running.gather(outcome.changed, t.sum.as_run(batch.counts), t.sum) if look.finite else []
     wishes.commit()  # up to here all that was done can be done again
     faults.at("committed")

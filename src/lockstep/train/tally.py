@@ -2,12 +2,13 @@
 
 Every worker fills in its own fields of a table of zeros, and the tables are added up: so all have the same table. It
 holds loss and weight of every shard, who asks to stop or has run out of data, how large everybody's batch is and
-whether it ends an epoch, and which buffers changed.
+whether it ends an epoch, which buffers changed, and what everybody has observed of earlier steps (observer.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from lockstep.comm.exact import ShardSum
 from lockstep.data.batches import Batch
+from lockstep.train.observer import FIELDS, NOTHING
 
 LOSS, WEIGHT, HIGH, LOW = range(4)  # of a shard; the last two are its samples, in two halves of 32 bits
-STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE = range(5)  # of a worker
+STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, TOLD = range(6)  # of a worker; what it tells takes all the rest
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Outcome:
     ends_epoch: list[bool]  # as each rank has it
     changed: Tensor  # [shard, buffer]
     fingerprint: int  # of all samples (data/ledger.py)
+    told: list[list[float]]  # by each rank, of earlier steps
 
     @property
     def loss(self) -> float:
@@ -49,7 +52,7 @@ class Tally:
 
     def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
         self._sum, self._rank = sum_, sum_.group.rank()
-        self._shapes = [(sum_.shards, 4), (sum_.size, 5), (sum_.shards, buffers)]
+        self._shapes = [(sum_.shards, 4), (sum_.size, TOLD + FIELDS), (sum_.shards, buffers)]
         # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
         self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
         self._noted: list[tuple[int, Tensor, float | Tensor]] = []
@@ -68,14 +71,15 @@ class Tally:
         if any(changed):
             self._parts(self._table)[2][shard] = torch.tensor(changed, dtype=torch.float64)
 
-    def send(self, batch: Batch | None, *, stop: int = 0, move: int = 0) -> None:
+    def send(self, batch: Batch | None, *, stop: int = 0, move: int = 0, told: Sequence[float] = NOTHING) -> None:
         """`stop`, `move`: what we ask of everybody (see `Wishes`). No batch: we have no more data."""
         by_shard, by_rank, _ = self._parts(self._table)
         samples, ends_epoch = (batch.count, batch.ends_epoch) if batch is not None else (0, False)
         for one in batch.shards if batch is not None else ():
             by_shard[one.number, HIGH] = one.samples >> 32
             by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
-        by_rank[self._rank] = torch.tensor([stop, batch is None, samples, ends_epoch, move], dtype=torch.float64)
+        mine = [stop, batch is None, samples, ends_epoch, move, *told]
+        by_rank[self._rank] = torch.tensor(mine, dtype=torch.float64)
         for shard, _, weight in self._noted:
             if not isinstance(weight, Tensor):
                 by_shard[shard, WEIGHT] = weight
@@ -122,6 +126,7 @@ class Tally:
             ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
             changed=changed,
             fingerprint=_sum_words(by_shard[:, HIGH], by_shard[:, LOW]),
+            told=by_rank[:, TOLD:].tolist(),
         )
 
 

@@ -31,6 +31,7 @@ class ShmWork(Work):
         self._engine, self._run, self._tensors = engine, run, tensors
         self._error: BaseException | None = None
         self._done = False
+        self.ended_s: float | None = None
         self.after: Callable[[], None] = _do_nothing  # makes the caller's stream wait for the result
         self._future: torch.futures.Future[Any] | None = None
 
@@ -85,6 +86,7 @@ class ShmWork(Work):
             if not isinstance(error, Exception):  # Ctrl-C in the caller's thread
                 raise
         finally:
+            self.ended_s = time.monotonic()
             self._run = _nothing  # drops the tensors it held
 
     def _settle(self) -> None:

@@ -1,0 +1,242 @@
+"""Writes down what a run does: the times of its steps, its figures, what happened (docs/trace.md).
+
+The training thread adds numbers up and hands a line over twice a second; the thread of the trace file writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.trace import VERSION, TraceFile
+from lockstep.train.stopwatch import PHASES, Span, StepTimes
+
+WINDOW_S: Final = 0.5
+WINDOWS: Final = 1000  # a window is at least this part of the run so far
+PATIENCE: Final = 16  # steps, until what the others have not told counts as told
+
+Told = tuple[float, float]  # a step, and how long a worker waited in it
+NOTHING_TOLD: Final[Told] = (-1.0, 0.0)
+
+
+class Window:
+    """Some steps, added up."""
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.first: int | None = None
+        self.count = self.samples = 0
+        self.loss = 0.0
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.waited_for: dict[int, float] = {}
+
+    def add(self, times: StepTimes) -> None:
+        phases = times.phases()
+        for name, seconds in phases.items():
+            self.phases[name] += seconds
+        if times.waited_for is not None:
+            self.waited_for[times.waited_for] = self.waited_for.get(times.waited_for, 0.0) + phases["waiting"]
+
+    def close(self, ended_s: float) -> dict[str, Any]:
+        """The phases of the steps that were timed, as if all had been."""
+        timed_s, whole_s = sum(self.phases.values()), ended_s - self.began_s
+        times = whole_s / timed_s if timed_s > 0 else 0.0
+        return {
+            "t0": round(self.began_s, 4),
+            "t1": round(ended_s, 4),
+            "first": self.first,
+            "count": self.count,
+            "samples": self.samples,
+            "phases": {name: round(seconds * times, 6) for name, seconds in self.phases.items()},
+            "waited_for": {str(rank): round(seconds * times, 6) for rank, seconds in self.waited_for.items()},
+            "loss": self.loss / self.count if self.count else None,
+        }
+
+
+class Chronicle:
+    """Of one worker. Without a folder nothing is written."""
+
+    def __init__(self, folder: Path | None, worker: str, device: torch.device) -> None:
+        self._worker, self._device = worker, device
+        self._file: TraceFile | None = None
+        self._began_s = time.monotonic()
+        self._window = Window(self._began_s)
+        self._noise: dict[str, Any] | None = None
+        self._untold: dict[int, StepTimes] = {}  # steps of which we do not know yet how long the others waited
+        self._heard: dict[int, dict[int, float]] = {}  # step -> rank -> seconds
+        self._tells: Told = NOTHING_TOLD
+        self._world: dict[str, Any] = {}
+        self._said_world = True
+        self._facts: dict[str, Any] = {}
+        self._figures: Mapping[str, float] = {}
+        self.state = "training"
+        self._last: dict[str, Any] = {}
+        if folder is not None:
+            self._file = TraceFile(folder, f"{time.time_ns() // 1_000_000}-{worker}-{os.getpid()}", worker)
+            self._file.add("head", **self._introduce())
+            self._file.begin(self._now)
+
+    def _introduce(self) -> dict[str, Any]:
+        environment = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "threads": torch.get_num_threads(),
+        }
+        if self._device.type == "cuda":
+            environment["GPU"] = torch.cuda.get_device_name(self._device)
+        return {
+            "version": VERSION,
+            "worker": self._worker,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "t": time.monotonic(),
+            "unix_s": time.time(),
+            "device": str(self._device),
+            "environment": environment,
+        }
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def share_out(self, **world: Any) -> None:
+        """Other workers, or the first ones. What is said of them is said when their first step is done."""
+        self._untold.clear()
+        self._heard.clear()
+        self._tells = NOTHING_TOLD
+        self._world, self._said_world = {"t": time.monotonic(), **world}, False
+
+    def begin(self) -> None:
+        """The first step. What was done before it belongs to no window."""
+        self._began_s = time.monotonic()
+        self._window = Window(self._began_s)
+
+    def note(self, times: StepTimes, *, describe: Any) -> None:
+        """A step of ours is over. `describe()`: buckets and memory, which are known by now."""
+        if self._world["size"] == 1:
+            times.hear([times.waited_s])
+            self._add(times)
+        else:
+            self._tells = (float(times.number), times.waited_s)
+            self._untold[times.number] = times
+            self._settle(times.number)
+        if not self._said_world and times.number > self._world["first"]:
+            self._said_world = True
+            if self._file is not None:
+                self._file.add("world", **self._world, **describe())
+
+    def tell(self) -> Told:
+        """To the others, with the next step."""
+        return self._tells
+
+    def hear(self, told: Sequence[Told]) -> None:
+        """From all, us among them, by rank."""
+        for rank, (step, waited_s) in enumerate(told):
+            if step >= 0:
+                self._heard.setdefault(int(step), {})[rank] = waited_s
+        for step in [step for step, waits in self._heard.items() if len(waits) == len(told)]:
+            waits = self._heard.pop(step)
+            if (times := self._untold.pop(step, None)) is not None:
+                times.hear([waits[rank] for rank in range(len(told))])
+                self._add(times)
+
+    def _settle(self, newest: int) -> None:
+        for step in [step for step in self._untold if step < newest - PATIENCE]:
+            self._add(self._untold.pop(step))
+        for step in [step for step in self._heard if step < newest - PATIENCE]:
+            del self._heard[step]
+
+    def _add(self, times: StepTimes) -> None:
+        self._window.add(times)
+        if times.spans and self._file is not None:
+            rows = [_row(span) for span in times.spans]
+            self._file.add("spans", step=times.number, t=round(times.began_s, 6), spans=rows)
+
+    def step(self, number: int, loss: float, *, samples: int, epoch: int, facts: Mapping[str, Any]) -> None:
+        """Its figures, at its end. `facts`: lr, grad_norm."""
+        window = self._window
+        window.first = number if window.first is None else window.first
+        window.count, window.samples, window.loss = window.count + 1, window.samples + samples, window.loss + loss
+        self._facts = {"epoch": epoch, "step": number + 1, **facts}
+        now = time.monotonic()
+        if now - window.began_s >= max(WINDOW_S, (now - self._began_s) / WINDOWS):
+            self._close_window(now)
+
+    def _close_window(self, now_s: float) -> None:
+        if self._window.count:
+            self._last = self._window.close(now_s) | self._memory()
+            if self._file is not None:
+                facts = {name: value for name, value in self._facts.items() if name != "step"}
+                self._file.add("steps", **self._last, **facts)
+                if self._noise is not None:
+                    self._file.add("noise", **self._noise)
+                self._noise = None
+        self._window = Window(now_s)
+
+    def _memory(self) -> dict[str, int | None]:
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return {"rss": _resident_bytes(), "peak": peak}
+
+    def event(self, what: str, **facts: Any) -> None:
+        if self._file is not None:
+            self._file.add("event", t=time.monotonic(), step=self._facts.get("step", 0), what=what, **facts)
+
+    def noise(self, **facts: Any) -> None:
+        """The last one of a window is written."""
+        self._noise = {"t": time.monotonic(), **facts}
+
+    def figures(self, figures: Mapping[str, float]) -> None:
+        self._figures = dict(figures)
+
+    def close(self, *, in_peace: bool) -> None:
+        if self._file is None:
+            return
+        self.state = "ended"
+        for step in sorted(self._untold):
+            self._add(self._untold.pop(step))
+        self._close_window(time.monotonic())
+        if in_peace:
+            self._file.add("end", t=time.monotonic(), step=self._facts.get("step", 0))
+        self._file.close()
+        self._file = None
+
+    # -- how things are ----------------------------------------------------------------------------------------------
+
+    def _now(self) -> dict[str, Any] | None:
+        """By the thread of the file."""
+        if not self._facts:
+            return None
+        last, world = self._last, self._world
+        took_s = last["t1"] - last["t0"] if last else 0.0
+        return {
+            "t": time.monotonic(),
+            "unix_s": time.time(),
+            "worker": self._worker,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            **{name: world.get(name) for name in ("rank", "size", "generation", "steps", "global_batch", "backend")},
+            **self._facts,
+            "loss": last.get("loss"),
+            "samples_per_s": last["samples"] / took_s if took_s else None,
+            **{name: last.get(name) for name in ("phases", "waited_for", "rss", "peak")},
+            "state": self.state,
+            "figures": dict(self._figures),
+        }
+
+
+def _row(span: Span) -> list[Any]:
+    return [span.name, span.track, round(span.start_s * 1e6, 1), round(span.took_s * 1e6, 1)]
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

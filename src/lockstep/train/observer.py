@@ -1,0 +1,129 @@
+"""What a worker sees of its own steps, and hears of those of the others: times, and how noisy the gradient is.
+
+Nothing of it changes a bit of what is computed. Everybody's figures travel with the table of a later step (tally.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lockstep.train.chronicle import Chronicle
+from lockstep.train.noise import NoiseScale, ShardLook, ShardNorms, Unread, look_of
+from lockstep.train.stopwatch import Stopwatch
+
+FIELDS: Final = 6  # a timed step, how long it waited; a step that was looked at, and the norms of its shards
+NOTHING: Final = (-1.0, 0.0, -1.0, 0.0, 0.0, 0.0)
+KEPT: Final = 8  # steps, until nobody tells of them any more
+
+
+class Observer:
+    def __init__(self, chronicle: Chronicle, device: torch.device) -> None:
+        self.chronicle, self._watch = chronicle, Stopwatch(device)
+        self._describe: Callable[[], dict[str, Any]] = dict
+        self._shards = ShardLook()
+        self._noise = NoiseScale()
+        self._norms: dict[int, tuple[float | Tensor, int]] = {}  # step -> norm of the whole gradient, samples
+        self._unread: Unread | None = None
+        self._mine: ShardNorms | None = None
+        self._number, self._began_s = -1, 0.0
+        self._writes = self._has_begun = False
+        self.looks_at_shards = True  # False: their norms would not be comparable
+
+    def share_out(self, describe: Callable[[], dict[str, Any]], *, writes: bool, **world: Any) -> None:
+        """Other workers. `describe()`: buckets and memory, asked for when the first step is done."""
+        self._describe, self._writes = describe, writes
+        self._norms.clear()
+        self._unread = self._mine = None
+        self._watch.drop()
+        self.chronicle.share_out(**world)
+
+    # -- times -------------------------------------------------------------------------------------------------------
+
+    @property
+    def looks_closely(self) -> bool:
+        return self._watch.looks
+
+    def top(self, number: int) -> None:
+        """Of the loop: a step ends, another begins."""
+        if not self._has_begun:
+            self.chronicle.begin()
+            self._has_begun = True
+        if (times := self._watch.cut(number)) is not None:
+            self.chronicle.note(times, describe=self._describe)
+
+    def lap(self, name: str, shard: int = -1) -> None:
+        self._watch.lap(name, shard)
+
+    def travelled(self, travels: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        """All buckets have come."""
+        if self._watch.looks_at_buckets:
+            for bucket, (left_s, came_s) in enumerate(travels()):
+                self._watch.travelled(bucket, left_s, came_s)
+
+    # -- noise -------------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> Callable[[Tensor | None], None] | None:
+        """A step. Returns who wants to see the gradients of its shards, if anybody does."""
+        self._number, self._began_s = number, time.monotonic()
+        self._shards.begin(number)
+        return self._shards.see if self._shards.looks and self.looks_at_shards else None
+
+    def end_shard(self, weight: float | Tensor, samples: int) -> None:
+        if self._shards.looks:
+            self._shards.end_shard(weight, samples)
+
+    def reduced(self, norm: float | Tensor | None, samples: int, loss_scale: float) -> None:
+        """The gradient of the global batch, before clipping."""
+        if norm is not None:
+            self._norms[self._number] = (norm, samples)
+        for number in [number for number in self._norms if number < self._number - KEPT]:
+            del self._norms[number]
+        if self._shards.looks:
+            self._unread = self._shards.end(self._number, loss_scale, took_s=time.monotonic() - self._began_s)
+
+    # -- others ------------------------------------------------------------------------------------------------------
+
+    def tell(self) -> list[float]:
+        step, waited_s = self.chronicle.tell()
+        mine, self._mine = self._mine, None
+        if mine is None:
+            return [step, waited_s, *NOTHING[2:]]
+        return [step, waited_s, float(mine.step), mine.mean_sq, float(mine.shards), float(mine.samples)]
+
+    def hear(self, told: Sequence[Sequence[float]]) -> None:
+        """By rank. On a GPU: at a moment when it has gone on."""
+        self.chronicle.hear([(row[0], row[1]) for row in told])
+        if self._unread is not None:
+            self._mine, self._unread = self._unread.read(), None
+        by_step: dict[int, list[ShardNorms]] = {}
+        for row in told:
+            if row[2] >= 0:
+                by_step.setdefault(int(row[2]), []).append(ShardNorms(int(row[2]), row[3], int(row[4]), int(row[5])))
+        for step, norms in by_step.items():
+            if step in self._norms:
+                self._look(step, norms)
+
+    def _look(self, step: int, norms: list[ShardNorms]) -> None:
+        norm, samples = self._norms[step]
+        look = look_of(norms, big=samples, big_sq=float(norm) ** 2)
+        if look is None:
+            return
+        self._noise.add(look)
+        if self._writes:
+            self.chronicle.noise(
+                step=step,
+                small=look.small,
+                big=look.big,
+                small_sq=look.small_sq,
+                big_sq=look.big_sq,
+                scale=self._noise.samples,
+            )
+
+    @property
+    def noise_scale(self) -> float | None:
+        return self._noise.samples

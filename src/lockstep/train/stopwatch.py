@@ -1,0 +1,175 @@
+"""Where the time of a step goes.
+
+A step is a chain of laps: the time from one mark to the next belongs to what was done meanwhile, so all laps together
+are the whole time. On a CPU a mark is a moment. On a GPU it is an event in the stream, because the host only says what
+is to be done; events cost some microseconds, so there only some steps are timed.
+
+Note [Who is waited for]
+When its own backward pass is over, a worker waits until all sums have come: for the others, if they are not as far, and
+then for what is left of the communication. An all-reduce makes slow and fast workers look alike. But whoever arrives
+last waits least, and only for communication; so the shortest wait of all is that of communication (exposed), and what a
+worker waits beyond it, it waits for the one with the shortest wait. No clocks are compared. Every worker tells the
+others with its next step how long it has waited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
+WAIT: Final = "wait"  # becomes exposed and waiting
+GPU_EVERY: Final = 8  # steps
+
+
+@dataclass(frozen=True)
+class Span:
+    """A lap, or the way of a bucket: in seconds from the begin of the step."""
+
+    name: str
+    start_s: float
+    took_s: float
+    track: str = "main"
+
+
+@dataclass
+class StepTimes:
+    """Of one step of this worker."""
+
+    number: int
+    began_s: float
+    ended_s: float
+    laps: dict[str, float]  # seconds by name; `wait` is not yet told apart
+    spans: list[Span] = field(default_factory=list)
+    exposed_s: float | None = None  # None: nobody has told us how long the others waited
+    waited_for: int | None = None  # a rank
+
+    @property
+    def waited_s(self) -> float:
+        return self.laps.get(WAIT, 0.0)
+
+    def phases(self) -> dict[str, float]:
+        """They add up to the whole time."""
+        exposed_s = self.waited_s if self.exposed_s is None else self.exposed_s
+        told = {"exposed": exposed_s, "waiting": self.waited_s - exposed_s}
+        return {name: told.get(name, self.laps.get(name, 0.0)) for name in PHASES}
+
+    def hear(self, waits_s: Sequence[float]) -> None:
+        """How long each rank has waited. See Note [Who is waited for]."""
+        self.exposed_s = min(min(waits_s), self.waited_s)
+        last = min(range(len(waits_s)), key=waits_s.__getitem__)
+        self.waited_for = last if self.waited_s > self.exposed_s else None
+
+
+def is_looked_at(step: int) -> bool:
+    """Steps whose every span is kept: the same on all workers, and so few that a month of them is little."""
+    if step <= 6:
+        return step > 0
+    scale = 10 ** (len(str(step)) - 1)
+    return any(0 <= step - first * scale < 3 for first in (1, 2, 5))
+
+
+@dataclass(frozen=True)
+class _Mark:
+    name: str
+    shard: int
+    at_s: float
+    event: Any  # of a GPU, or None
+
+
+class Stopwatch:
+    """Of one worker: `cut` at the top of the loop, and `lap` at the end of everything in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[_Mark] = []
+        self._travels: list[tuple[int, float, float]] = []
+        self._number = -1
+        self._underway: list[_Underway] = []  # steps of a GPU that may not have come to their last event
+        self._pool: list[Any] = []
+        self._is_timed = False
+        self.looks = False  # closely, at this step
+
+    def cut(self, number: int) -> StepTimes | None:
+        """A step begins. Returns the last one that is known in full."""
+        looks = is_looked_at(number)
+        is_timed = not self._on_gpu or looks or number % GPU_EVERY == 0
+        now = self._mark("between", needed=is_timed or self._is_timed)
+        done = self._finish(now)
+        self._number, self._marks, self._travels = number, [now], []
+        self.looks, self._is_timed = looks, is_timed
+        return done
+
+    @property
+    def looks_at_buckets(self) -> bool:
+        return self.looks and not self._on_gpu
+
+    def travelled(self, bucket: int, left_s: float, came_s: float) -> None:
+        """When a bucket was sent, and when its sum was there."""
+        self._travels.append((bucket, left_s, came_s))
+
+    def lap(self, name: str, shard: int = -1) -> None:
+        self._marks.append(self._mark(name, shard))
+
+    def drop(self) -> None:
+        """The step is begun anew: what was done until now is nobody's."""
+        self._marks = [self._mark("between")]
+
+    def _mark(self, name: str, shard: int = -1, *, needed: bool | None = None) -> _Mark:
+        event = None
+        if self._on_gpu and (self._is_timed if needed is None else needed):
+            event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        return _Mark(name, shard, time.monotonic(), event)
+
+    def _finish(self, last: _Mark) -> StepTimes | None:
+        if not self._marks or self._number < 0:
+            return None
+        step = _Underway(self._number, [*self._marks, last], self._travels, self.looks)
+        if not self._on_gpu:
+            return step.times()
+        if self._is_timed:
+            self._underway.append(step)
+        if not self._underway or not self._underway[0].has_ended():
+            return None
+        oldest = self._underway.pop(0)
+        times = oldest.times()
+        self._pool += [mark.event for mark in oldest.marks[:-1] if mark.event is not None]  # the last is the next first
+        return times
+
+
+@dataclass(frozen=True)
+class _Underway:
+    number: int
+    marks: list[_Mark]
+    travels: list[tuple[int, float, float]]
+    looks: bool
+
+    def has_ended(self) -> bool:
+        event = self.marks[-1].event
+        return event is None or bool(event.query())
+
+    def times(self) -> StepTimes:
+        first = self.marks[0]
+        at = [_seconds_between(first, mark) for mark in self.marks]
+        laps: dict[str, float] = {}
+        spans = []
+        for n, mark in enumerate(self.marks[1:], 1):
+            took_s = max(0.0, at[n] - at[n - 1])
+            laps[mark.name] = laps.get(mark.name, 0.0) + took_s
+            if self.looks:
+                name = mark.name if mark.shard < 0 else f"{mark.name} {mark.shard}"
+                spans.append(Span(name, at[n - 1], took_s))
+        for bucket, left_s, came_s in self.travels:
+            spans.append(Span(f"bucket {bucket}", left_s - first.at_s, max(0.0, came_s - left_s), "comm"))
+        return StepTimes(self.number, first.at_s, first.at_s + at[-1], laps, spans)
+
+
+def _seconds_between(first: _Mark, mark: _Mark) -> float:
+    if first.event is None or mark.event is None:
+        return mark.at_s - first.at_s
+    return float(first.event.elapsed_time(mark.event)) / 1000
