@@ -17,7 +17,7 @@ from lockstep.replicate.replica import trained_leaves
 from lockstep.replicate.running import RunningState
 from lockstep.train.audit import Audit
 from lockstep.train.chronicle import Chronicle
-from lockstep.train.observer import Observer
+from lockstep.train.observer import Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
 from lockstep.train.step import Training, take_step
@@ -50,7 +50,7 @@ class RunArm:
         self._rank, self._size = group.rank(), group.size()
         self._steps = 0
         observer = self._observer = Observer(Chronicle(None, name, device), device)
-        observer.share_out(dict, writes=False, first=0, size=self._size)
+        observer.share_out(dict, sees=Sight(), first=0, size=self._size)
         self._training = Training(
             model=self.model,
             leaves=leaves,

@@ -90,7 +90,7 @@ class Gradients:
         self._sparse = [i for i, leaf in enumerate(leaves) if leaf.sparse]
         self._ears = Ears(self._parameters)
         self._parked: list[Tensor | None] = [None] * len(leaves)
-        self.seen_by: Callable[[Tensor | None], None] | None = None  # who wants to see each gradient of a shard
+        self.seen_by: Callable[[Sequence[Tensor | None]], None] | None = None  # who wants to see those of a shard
         self._armed = False
         self._has_order = False  # Note [First step]
         self._arrivals: list[int] = []
@@ -144,8 +144,7 @@ class Gradients:
 
     def _take(self) -> Kept:
         if self.seen_by is not None:
-            for parameter in self._parameters:
-                self.seen_by(parameter.grad)
+            self.seen_by([parameter.grad for parameter in self._parameters])
         values = [self._rounded(i, parameter.grad) for i, parameter in enumerate(self._parameters)]
         for parameter in self._parameters:
             parameter.grad = None
@@ -232,7 +231,7 @@ class Gradients:
         gradient = self._parameters[index].grad
         self._parameters[index].grad = None
         if self.seen_by is not None:
-            self.seen_by(gradient)
+            self.seen_by([gradient])
         if self._on_cpu:
             self._parked[index] = gradient  # until its successor comes: Note [Parked gradients] in bucket.py
         if gradient is not None:
@@ -267,8 +266,7 @@ class Gradients:
                 self._place(bucket, slot)
             return
         if self.seen_by is not None:
-            for gradient in gradients:
-                self.seen_by(gradient)
+            self.seen_by(gradients)
         total = [self._rounded(i, gradient) for i, gradient in zip(bucket.indices, gradients, strict=True)]
         for values in chain:
             total = list(torch._foreach_add(values, total))  # type: ignore[arg-type]

@@ -2,8 +2,9 @@
 
 The mean gradient over B samples is the true gradient plus noise whose variance falls with B: E|G_B|^2 = |G|^2 + S/B.
 The gradients of single shards give the left side for a small B, their sum over the batch gives it for a large one, and
-two equations have two unknowns. S/|G|^2 is the batch size at which noise and gradient are equally large. Far below it,
-twice the batch saves almost half of the steps; far above it, hardly any.
+two equations have two unknowns. G is the gradient over the dataset that the run has. S/|G|^2 is the batch size at which
+noise and gradient are equally large. Far below it, twice the batch saves almost half of the steps; far above, hardly
+any.
 
 Both unknowns are noisy, and their quotient is biased, so they are averaged first, each by itself.
 """
@@ -19,51 +20,62 @@ from typing import Final
 import torch
 from torch import Tensor
 
-MEMORY: Final = 200  # looks: older ones fade
-SHARE_OF_TIME: Final = 0.003  # what looking may cost
+MEMORY: Final = 1000  # steps: older ones fade
+SHARE_OF_TIME: Final = 0.004  # what looking at shards may cost
+RECENT: Final = 8  # steps, until nobody tells of their shards any more
 MOST: Final = 1000  # steps from one look to the next
 
 
-@dataclass(frozen=True)
-class Look:
-    """At one step: squared norms of the mean gradient over few samples (in the mean of several such), and over all."""
+class FadingMean:
+    """Of values of some steps."""
 
-    step: int
-    small: float  # samples
-    big: float
-    small_sq: float
-    big_sq: float
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+        self._step: int | None = None
 
-    @property
-    def noise(self) -> float:
-        """S: the variance of a single sample's gradient, summed over its elements."""
-        return (self.small_sq - self.big_sq) / (1 / self.small - 1 / self.big)
+    def add(self, step: int, value: float) -> None:
+        faded = (1 - 1 / MEMORY) ** max(0, step - self._step) if self._step is not None else 0.0
+        self._sum, self._weight, self._step = faded * self._sum + value, faded * self._weight + 1.0, step
 
     @property
-    def signal(self) -> float:
-        """|G|^2. An estimate may be negative."""
-        return (self.big * self.big_sq - self.small * self.small_sq) / (self.big - self.small)
+    def value(self) -> float | None:
+        return self._sum / self._weight if self._weight else None
 
 
 class NoiseScale:
-    """Averages what was looked at."""
+    """From squared norms of mean gradients: over a whole batch, which every step has, and over shards, which some have.
+
+    The noise comes from steps that have both, where chance moves both the same way; then the signal from all steps.
+    """
 
     def __init__(self) -> None:
-        self._noise = self._signal = 0.0
-        self._looks = 0
+        self._noise, self._big_sq, self._big = FadingMean(), FadingMean(), FadingMean()
+        self._recent: dict[int, tuple[float, int]] = {}  # step -> squared norm, samples
+        self.population: int | None = None  # samples of the dataset; None: a stream
 
-    def add(self, look: Look) -> None:
-        if not (look.small < look.big and math.isfinite(look.small_sq) and math.isfinite(look.big_sq)):
+    def see_batch(self, step: int, norm: float, samples: int) -> None:
+        if math.isfinite(norm):
+            self._big_sq.add(step, norm**2)
+            self._big.add(step, samples)
+            self._recent[step] = (norm**2, samples)
+        for old in [old for old in self._recent if old < step - RECENT]:
+            del self._recent[old]
+
+    def see_shards(self, norms: ShardNorms) -> None:
+        if norms.step not in self._recent or not math.isfinite(norms.mean_sq):
             return
-        self._looks += 1
-        share = 1 / min(self._looks, MEMORY)
-        self._noise += share * (look.noise - self._noise)
-        self._signal += share * (look.signal - self._signal)
+        (big_sq, big), small = self._recent[norms.step], norms.samples / norms.shards
+        if small < big:
+            self._noise.add(norms.step, (norms.mean_sq - big_sq) / (1 / small - 1 / big))
 
-    @property
-    def samples(self) -> float | None:
-        """None: nothing sensible is known yet."""
-        return self._noise / self._signal if self._noise > 0 and self._signal > 0 else None
+    def facts(self) -> dict[str, float | None] | None:
+        """`noise` is S, `signal` |G|^2, of which an estimate may be negative; then `scale` is None."""
+        noise, big_sq, big = self._noise.value, self._big_sq.value, self._big.value
+        if noise is None or big_sq is None or big is None:
+            return None
+        # A batch is drawn without putting back: when it is the whole dataset there is no noise left.
+        signal = big_sq - noise * (1 / big - (1 / self.population if self.population else 0.0))
+        return {"noise": noise, "signal": signal, "scale": noise / signal if noise > 0 and signal > 0 else None}
 
 
 @dataclass(frozen=True)
@@ -81,15 +93,17 @@ class Unread:
     """The same, where a GPU may still compute it."""
 
     step: int
-    norms: list[tuple[Tensor, float | Tensor, int]]  # of each shard: squared, over all parameters; weight; samples
+    norms: list[tuple[list[Tensor], float | Tensor, int]]  # of each shard: of all parameters; weight; samples
     loss_scale: float
 
     def read(self) -> ShardNorms | None:
         found = []
-        for squared, weight, samples in self.norms:
+        whole = torch.stack([value for values, _, _ in self.norms for value in values]).tolist() if self.norms else []
+        for values, weight, samples in self.norms:
+            mine, whole = whole[: len(values)], whole[len(values) :]
             divisor = float(weight) * self.loss_scale
             if samples and divisor > 0:
-                found.append((float(squared) / divisor**2, samples))
+                found.append((math.fsum((value / divisor) ** 2 for value in mine), samples))
         if not found:
             return None
         mean_sq = sum(value for value, _ in found) / len(found)
@@ -102,7 +116,7 @@ class ShardLook:
     def __init__(self) -> None:
         self._next = 1  # not in step 0, which is like no other
         self._cost_s = 0.0
-        self._norms: list[tuple[Tensor, float | Tensor, int]] = []
+        self._norms: list[tuple[list[Tensor], float | Tensor, int]] = []
         self._values: list[Tensor] = []
         self.looks = False
 
@@ -110,18 +124,17 @@ class ShardLook:
         self.looks = step >= self._next
         self._norms, self._values, self._cost_s = [], [], 0.0
 
-    def see(self, gradient: Tensor | None) -> None:
-        """One more of the shard that is under way."""
-        if gradient is not None and gradient.is_floating_point():
-            began_s = time.perf_counter()
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            wide = torch.promote_types(values.dtype, torch.float32)
-            self._values.append(torch.linalg.vector_norm(values, dtype=wide).double())
-            self._cost_s += time.perf_counter() - began_s
+    def see(self, gradients: Sequence[Tensor | None]) -> None:
+        """Some more of the shard that is under way."""
+        began_s = time.monotonic()
+        there = [gradient for gradient in gradients if gradient is not None and gradient.is_floating_point()]
+        if there:
+            self._values += torch._foreach_norm(there)
+        self._cost_s += time.monotonic() - began_s
 
     def end_shard(self, weight: float | Tensor, samples: int) -> None:
         if self._values:
-            self._norms.append((torch.stack(self._values).square().sum(), weight, samples))
+            self._norms.append((self._values, weight, samples))
         self._values = []
 
     def end(self, step: int, loss_scale: float, *, took_s: float) -> Unread:
@@ -130,11 +143,3 @@ class ShardLook:
             self._next = step + min(MOST, max(1, math.ceil(self._cost_s / (SHARE_OF_TIME * took_s))))
         return Unread(step, self._norms, loss_scale)
 
-
-def look_of(told: Sequence[ShardNorms], *, big: float, big_sq: float) -> Look | None:
-    """What all workers have seen of one step. None: too little."""
-    shards, samples = sum(one.shards for one in told), sum(one.samples for one in told)
-    if not shards or samples / shards >= big:
-        return None
-    small_sq = sum(one.mean_sq * one.shards for one in told) / shards
-    return Look(told[0].step, samples / shards, big, small_sq, big_sq)

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lockstep.train.chronicle import Chronicle
-from lockstep.train.noise import NoiseScale, ShardLook, ShardNorms, Unread, look_of
+from lockstep.train.noise import NoiseScale, ShardLook, ShardNorms, Unread
 from lockstep.train.stopwatch import Stopwatch
 
 FIELDS: Final = 6  # a timed step, how long it waited; a step that was looked at, and the norms of its shards
 NOTHING: Final = (-1.0, 0.0, -1.0, 0.0, 0.0, 0.0)
-KEPT: Final = 8  # steps, until nobody tells of them any more
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a worker is to look at."""
+
+    writes: bool = False  # of all workers this one writes what all know
+    shards: bool = True  # False: their norms could not be compared with those of the batch
+    population: int | None = None  # samples of the dataset; None: a stream
 
 
 class Observer:
@@ -27,18 +36,18 @@ class Observer:
         self._describe: Callable[[], dict[str, Any]] = dict
         self._shards = ShardLook()
         self._noise = NoiseScale()
-        self._norms: dict[int, tuple[float | Tensor, int]] = {}  # step -> norm of the whole gradient, samples
+        self._batch: tuple[int, float | Tensor, int] | None = None  # step, norm of its gradient, samples
         self._unread: Unread | None = None
         self._mine: ShardNorms | None = None
         self._number, self._began_s = -1, 0.0
         self._writes = self._has_begun = False
-        self.looks_at_shards = True  # False: their norms would not be comparable
+        self._looks_at_shards = True
 
-    def share_out(self, describe: Callable[[], dict[str, Any]], *, writes: bool, **world: Any) -> None:
+    def share_out(self, describe: Callable[[], dict[str, Any]], *, sees: Sight, **world: Any) -> None:
         """Other workers. `describe()`: buckets and memory, asked for when the first step is done."""
-        self._describe, self._writes = describe, writes
-        self._norms.clear()
-        self._unread = self._mine = None
+        self._describe, self._writes, self._looks_at_shards = describe, sees.writes, sees.shards
+        self._noise.population = sees.population
+        self._batch = self._unread = self._mine = None
         self._watch.drop()
         self.chronicle.share_out(**world)
 
@@ -67,11 +76,11 @@ class Observer:
 
     # -- noise -------------------------------------------------------------------------------------------------------
 
-    def begin(self, number: int) -> Callable[[Tensor | None], None] | None:
+    def begin(self, number: int) -> Callable[[Sequence[Tensor | None]], None] | None:
         """A step. Returns who wants to see the gradients of its shards, if anybody does."""
         self._number, self._began_s = number, time.monotonic()
         self._shards.begin(number)
-        return self._shards.see if self._shards.looks and self.looks_at_shards else None
+        return self._shards.see if self._shards.looks and self._looks_at_shards else None
 
     def end_shard(self, weight: float | Tensor, samples: int) -> None:
         if self._shards.looks:
@@ -79,10 +88,7 @@ class Observer:
 
     def reduced(self, norm: float | Tensor | None, samples: int, loss_scale: float) -> None:
         """The gradient of the global batch, before clipping."""
-        if norm is not None:
-            self._norms[self._number] = (norm, samples)
-        for number in [number for number in self._norms if number < self._number - KEPT]:
-            del self._norms[number]
+        self._batch = None if norm is None else (self._number, norm, samples)
         if self._shards.looks:
             self._unread = self._shards.end(self._number, loss_scale, took_s=time.monotonic() - self._began_s)
 
@@ -98,32 +104,21 @@ class Observer:
     def hear(self, told: Sequence[Sequence[float]]) -> None:
         """By rank. On a GPU: at a moment when it has gone on."""
         self.chronicle.hear([(row[0], row[1]) for row in told])
+        if self._batch is not None:
+            step, norm, samples = self._batch
+            self._noise.see_batch(step, float(norm), samples)
         if self._unread is not None:
             self._mine, self._unread = self._unread.read(), None
-        by_step: dict[int, list[ShardNorms]] = {}
+        looked = False
         for row in told:
-            if row[2] >= 0:
-                by_step.setdefault(int(row[2]), []).append(ShardNorms(int(row[2]), row[3], int(row[4]), int(row[5])))
-        for step, norms in by_step.items():
-            if step in self._norms:
-                self._look(step, norms)
-
-    def _look(self, step: int, norms: list[ShardNorms]) -> None:
-        norm, samples = self._norms[step]
-        look = look_of(norms, big=samples, big_sq=float(norm) ** 2)
-        if look is None:
-            return
-        self._noise.add(look)
-        if self._writes:
-            self.chronicle.noise(
-                step=step,
-                small=look.small,
-                big=look.big,
-                small_sq=look.small_sq,
-                big_sq=look.big_sq,
-                scale=self._noise.samples,
-            )
+            if row[2] >= 0 and row[4] > 0:
+                self._noise.see_shards(ShardNorms(int(row[2]), row[3], int(row[4]), int(row[5])))
+                looked = True
+        if looked and self._writes and (facts := self._noise.facts()) is not None:
+            self.chronicle.noise(step=self._number, **facts)
 
     @property
     def noise_scale(self) -> float | None:
-        return self._noise.samples
+        """In samples: the batch size beyond which a larger one pays less and less. None: not known yet."""
+        facts = self._noise.facts()
+        return facts["scale"] if facts is not None else None

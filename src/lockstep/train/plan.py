@@ -17,7 +17,7 @@ from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.running import RunningState
 from lockstep.train import setting
 from lockstep.train.audit import Audit
-from lockstep.train.observer import Observer
+from lockstep.train.observer import Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch, Scaling
@@ -93,6 +93,12 @@ def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, 
         large_batch=plan.large_batch,
         last_norm=plan.last_norm,
     )
+
+
+def sight_of(plan: Plan, world: World) -> Sight:
+    samples = plan.batches.facts()["samples"]
+    dense = not any(leaf.sparse for leaf in plan.leaves)
+    return Sight(writes=world.rank == 0, shards=dense, population=samples if samples > 0 else None)
 
 
 def rate_of(plan: Plan, step: int) -> float | None:

@@ -51,7 +51,7 @@ from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pi
 from lockstep.train.observer import Observer
 from lockstep.train.once import Once
 from lockstep.train.options import OptionNames, Options
-from lockstep.train.plan import Basis, describe, introduce, make_plan, rate_of, share_out
+from lockstep.train.plan import Basis, describe, introduce, make_plan, rate_of, share_out, sight_of
 from lockstep.train.progress import Progress
 from lockstep.train.saving import Saving, named, restore
 from lockstep.train.schedule import Scaling
@@ -460,10 +460,9 @@ class Run:
         basis = Basis(self.options, self.seed, self.exact)
         training = self._training = share_out(plan, basis, self.world, self._group, self._observer)
         settings, world = plan.batches.settings, self.world
-        self._observer.looks_at_shards = not any(leaf.sparse for leaf in plan.leaves)
         self._observer.share_out(
             lambda: describe(plan, training),
-            writes=world.rank == 0,
+            sees=sight_of(plan, world),
             generation=self._generation + 1,
             first=plan.batches.position.number,
             rank=world.rank,
@@ -561,6 +560,11 @@ class Run:
     def stop(self) -> None:
         """Ask all workers to end after the next step. One of them is enough."""
         self._stop_asked = max(self._stop_asked, Stop.ASKED)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """In samples: the batch size beyond which a larger one pays less and less (train/noise.py). None: not known."""
+        return self._observer.noise_scale
 
     def digest(self) -> str:
         """SHA-256 of weights, buffers and what the optimiser remembers."""

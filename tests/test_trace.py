@@ -1,0 +1,288 @@
+"""What a run writes down of itself: times that add up, who was waited for, how noisy the gradient is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import TensorDataset
+
+import lockstep
+from crew import crew
+from lockstep.train.chronicle import Chronicle, Window
+from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
+from lockstep.train.stopwatch import PHASES, StepTimes, Stopwatch, is_looked_at
+
+CPU = torch.device("cpu")
+
+
+# ---- pure ------------------------------------------------------------------------------------------------------------
+
+
+def times(waited_s: float) -> StepTimes:
+    return StepTimes(3, 0.0, 1.0, {"data": 0.1, "forward": 0.2, "wait": waited_s, "between": 0.7 - waited_s})
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "exposed_s", "waiting_s", "for_whom"),
+    [
+        ([0.5, 0.1, 0.3], 0.1, 0.4, 1),  # rank 1 came last
+        ([0.5, 0.5, 0.5], 0.5, 0.0, None),  # all together: nothing but communication
+        ([0.5, 0.9], 0.5, 0.0, None),  # the others waited for us
+        ([0.5], 0.5, 0.0, None),
+    ],
+)
+def test_whoever_waits_least_is_waited_for(
+    waits_s: list[float], exposed_s: float, waiting_s: float, for_whom: int | None
+) -> None:
+    one = times(0.5)
+    one.hear(waits_s)
+    phases = one.phases()
+    assert (phases["exposed"], phases["waiting"], one.waited_for) == (exposed_s, pytest.approx(waiting_s), for_whom)
+    assert sum(phases.values()) == pytest.approx(1.0)
+
+
+def test_a_stopwatch_gives_all_time_to_somebody() -> None:
+    watch = Stopwatch(CPU)
+    assert watch.cut(1) is None
+    began_s = time.monotonic()
+    for name, shard in (("data", -1), ("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("wait", -1)):
+        time.sleep(0.002)
+        watch.lap(name, shard)
+    watch.travelled(0, began_s + 0.004, began_s + 0.006)
+    found = watch.cut(2)
+    assert found is not None
+    assert sum(found.laps.values()) == pytest.approx(found.ended_s - found.began_s)
+    assert found.laps["forward"] > 0.0035
+    names = [span.name for span in found.spans]
+    assert names == ["data", "forward 0", "backward 0", "forward 1", "backward 1", "wait", "between", "bucket 0"]
+
+
+def test_few_steps_are_looked_at_closely_and_some_at_every_scale() -> None:
+    looked = [step for step in range(1_000_000) if is_looked_at(step)]
+    assert len(looked) < 60
+    assert {1, 2, 5, 10, 12, 200, 50_001, 500_002} <= set(looked)
+    assert 0 not in looked  # it is like no other
+
+
+def test_what_was_not_timed_counts_as_what_was() -> None:
+    window = Window(began_s=10.0)
+    window.add(times(0.5))
+    line = window.close(ended_s=14.0)  # of 4 s, 1 s was timed
+    assert sum(line["phases"].values()) == pytest.approx(4.0)
+    assert line["phases"]["forward"] == pytest.approx(0.8)
+
+
+def test_who_is_slow_to_tell_is_waited_for_and_not_for_ever() -> None:
+    chronicle = Chronicle(None, "rank0", CPU)
+    chronicle.share_out(size=2, first=0)
+    for number in range(40):
+        chronicle.note(StepTimes(number, 0.0, 1.0, {"wait": 0.5}), describe=dict)
+        if number % 2 == 0:
+            chronicle.hear([(number, 0.5), (number - 1, 0.2)])  # rank 1 is a step behind, and skips some
+    heard = chronicle._window.waited_for
+    assert heard == {}  # no step was told of by both
+    assert chronicle._window.phases["exposed"] > 0  # those that are old enough count all the same
+    assert len(chronicle._untold) < 20
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_told_from_signal() -> None:
+    """Gradients (2, 0) plus or minus (0, 3): signal 4, noise 9, so the scale is 9/4."""
+    scale = NoiseScale()
+    for step in range(50):
+        scale.see_batch(step, (4 + 9 / 32) ** 0.5, samples=32)
+        scale.see_shards(ShardNorms(step, mean_sq=4 + 9 / 4, shards=8, samples=32))
+    facts = scale.facts()
+    assert facts is not None
+    assert facts["scale"] == pytest.approx(9 / 4)
+    scale.population = 32  # a batch is all there is: then its gradient has no noise
+    assert (scale.facts() or {})["signal"] == pytest.approx(4 + 9 / 32)
+
+
+def test_nothing_is_said_without_both() -> None:
+    scale = NoiseScale()
+    scale.see_batch(1, 1.0, samples=8)
+    assert scale.facts() is None
+    scale.see_shards(ShardNorms(1, mean_sq=2.0, shards=1, samples=8))  # one shard is the whole batch
+    scale.see_shards(ShardNorms(7, mean_sq=2.0, shards=8, samples=8))  # of a step that we do not know
+    scale.see_shards(ShardNorms(1, mean_sq=float("nan"), shards=8, samples=8))
+    assert scale.facts() is None
+
+
+def test_old_values_fade() -> None:
+    mean = FadingMean()
+    mean.add(0, 100.0)
+    mean.add(20 * MEMORY, 1.0)
+    assert mean.value == pytest.approx(1.0)
+
+
+def of_all_samples(model: nn.Module, data: TensorDataset, loss: Any) -> float:
+    """Every sample's gradient, one by one: their variance over the square of their mean."""
+    state = {name: value.detach() for name, value in model.named_parameters()}
+
+    def one(state: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss(functional_call(model, state, (x[None],)), y[None])
+
+    found = vmap(grad(one), in_dims=(None, 0, 0))(state, *data.tensors)
+    gradients = torch.cat([value.flatten(1) for value in found.values()], 1).double()
+    mean = gradients.mean(0)
+    return float((gradients - mean).square().sum() / (len(gradients) - 1) / mean.square().sum())
+
+
+def line_data() -> TensorDataset:
+    torch.manual_seed(0)
+    x = torch.randn(2000, 10)
+    return TensorDataset(x, x @ torch.randn(10, 1) + 0.5 * torch.randn(2000, 1))
+
+
+def blob_data() -> TensorDataset:
+    torch.manual_seed(1)
+    labels = torch.arange(1200) % 4
+    return TensorDataset(torch.randn(1200, 6) + 0.8 * F.one_hot(labels, 6), labels)
+
+
+MODELS = {
+    "a line": (line_data, lambda: nn.Linear(10, 1), F.mse_loss, 64),
+    "blobs": (blob_data, lambda: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)), F.cross_entropy, 128),
+}
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_the_noise_scale_is_what_all_samples_one_by_one_give(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_data, make_model, of, batch = MODELS[which]
+    monkeypatch.setattr("lockstep.train.noise.SHARE_OF_TIME", 1.0)  # so that the machine does not decide how often
+    data = make_data()
+
+    def loss(model: nn.Module, part: Any) -> tuple[Tensor, int]:
+        return of(model(part[0]), part[1], reduction="sum"), len(part[1])
+
+    with lockstep.Run(seed=1, progress=False, device="cpu") as run:
+        model = run.replicate(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for part in run.track(run.batches(data, global_batch=batch, epochs=None), optimizer, steps=500):
+            run.step(loss, part)
+        measured = run.noise_scale
+    assert measured == pytest.approx(of_all_samples(model, data, lambda y, to: of(y, to, reduction="sum")), rel=0.1)
+
+
+# ---- real runs -------------------------------------------------------------------------------------------------------
+
+
+class Slow(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Samples that take their time."""
+
+    is_random = False
+
+    def __init__(self, each_s: float) -> None:
+        self._each_s = each_s
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self._each_s)
+        return torch.full((8,), index / 400), torch.tensor(index % 2)
+
+
+def train(rank: int, size: int, folder: Path, planted: str) -> dict[str, float]:
+    """Returns what this worker's loop took, measured from outside, by step."""
+
+    def loss(model: nn.Module, part: Any) -> tuple[Tensor, int]:
+        if planted == "slow worker" and rank == 1:
+            time.sleep(0.005)
+        return F.cross_entropy(model(part[0]), part[1], reduction="sum"), len(part[1])
+
+    dataset = Slow(0.002 if planted == "slow data" else 0.0)
+    with lockstep.Run(folder, seed=1, progress=False, device="cpu", backend="gloo") as run:
+        model = run.replicate(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = run.batches(dataset, global_batch=16, shards=4, epochs=4)
+        began_s = time.monotonic()
+        for part in run.track(batches, optimizer):
+            run.step(loss, part)
+            if part.number == 0:
+                began_s = time.monotonic()
+        took_s = time.monotonic() - began_s
+        run.log(accuracy=0.5)
+    return {"took_s": took_s, "steps": 99}
+
+
+def lines_of(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("trace/*.jsonl")):
+        for line in path.read_text().splitlines():
+            found = json.loads(line)
+            if found["kind"] == kind:
+                yield found | {"file": path.name}
+
+
+@pytest.mark.parametrize("planted", ["nothing", "slow worker", "slow data"])
+def test_times_add_up_and_show_what_was_planted(planted: str, tmp_path: Path) -> None:
+    outcome = crew(train, 2, tmp_path, planted)
+    for rank in range(2):
+        mine = [line for line in lines_of(tmp_path, "steps") if f"-rank{rank}-" in line["file"]]
+        assert sum(line["count"] for line in mine) == 100
+        for line in mine:
+            assert list(line["phases"]) == list(PHASES)
+            assert sum(line["phases"].values()) == pytest.approx(line["t1"] - line["t0"], rel=1e-3)
+        whole_s = mine[-1]["t1"] - mine[0]["t0"]
+        first_s = whole_s - outcome[rank]["took_s"]  # the first step is not in what was measured outside
+        assert -0.05 < first_s < 2
+    sums: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    waited_for: dict[str, float] = {}
+    for line in lines_of(tmp_path, "steps"):
+        for name, seconds in line["phases"].items():
+            sums[name] += seconds
+        for rank_name, seconds in line["waited_for"].items():
+            waited_for[rank_name] = waited_for.get(rank_name, 0.0) + seconds
+    if planted == "slow worker":  # of 200 steps, each waits 10 ms for two shards of rank 1: on rank 0
+        assert max(waited_for, key=waited_for.__getitem__) == "1"
+        assert sums["waiting"] > 0.5 * 100 * 0.010
+    if planted == "slow data":
+        assert max(sums, key=sums.__getitem__) == "data"
+
+
+def test_a_trace_says_who_wrote_it_and_how_things_are(tmp_path: Path) -> None:
+    crew(train, 2, tmp_path, "nothing")
+    heads, worlds = list(lines_of(tmp_path, "head")), list(lines_of(tmp_path, "world"))
+    assert {head["worker"] for head in heads} == {"rank0", "rank1"}
+    assert [world["size"] for world in worlds] == [2, 2]
+    (bucket_bytes,), ((_, _, parameters),) = worlds[0]["buckets"], worlds[0]["bucket_names"]
+    assert parameters == 4
+    assert bucket_bytes > worlds[0]["memory"]["gradients"] > 0  # and the marks of those that were used
+    assert [end["step"] for end in lines_of(tmp_path, "end")] == [100, 100]
+    assert list(lines_of(tmp_path, "noise"))
+    spans = list(lines_of(tmp_path, "spans"))
+    assert {1, 2, 3, 4, 5, 6, 10, 20, 50} <= {one["step"] for one in spans}
+    assert any(name == "bucket 0" for one in spans for name, *_ in one["spans"])
+    now = json.loads((tmp_path / "trace" / "rank0.now").read_text())
+    assert (now["state"], now["step"], now["steps"], now["figures"]) == ("ended", 100, 100, {"accuracy": 0.5})
+
+
+def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:
+    with lockstep.Run(tmp_path, progress=False, trace=False, device="cpu") as run:
+        model = run.replicate(nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in run.track(run.batches(Slow(0), global_batch=16), optimizer, steps=2):
+            run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("in the way")  # so no folder can be made there
+    with lockstep.Run(tmp_path, progress=False, device="cpu") as run:
+        model = run.replicate(nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in run.track(run.batches(Slow(0), global_batch=16), optimizer, steps=3):
+            run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
+    assert (tmp_path / "trace").read_text() == "in the way"
