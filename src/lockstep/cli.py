@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,6 +37,7 @@ _TOP = """\
 commands:
   run     start a training program on several workers of this machine, or of several
   doctor  look at this machine, start two workers as a trial, and say what to change
+  watch   show how a run is doing, from anywhere, while it goes on
   demo    train on two workers and show that the replicas stay identical (under a minute)
   scale   change the number of workers of a run that goes on
   certify prove on your own program that any number of workers, and a killed one, give the same bits
@@ -75,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lockstep.doctor.command import main as doctor
 
         return doctor(arguments[1:])
+    if arguments[:1] == ["watch"]:
+        from lockstep.measure.live import main as watch
+
+        return watch(arguments[1:])
     if arguments[:1] == ["certify"]:
         from lockstep.measure.certify import main as certify
 
@@ -101,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        usage="lockstep [-h] [--version] {run,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
+        usage="lockstep [-h] [--version] {run,watch,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
         description="Data-parallel training for PyTorch.",
         epilog=_TOP,
         formatter_class=raw,
@@ -132,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="for the output of each worker, rank0.log and so on; what is there is written over "
         "(default: lockstep-logs/<time>-<process>)",
+    )
+    run.add_argument(
+        "--plain", action="store_true", help="no picture of the progress, only lines (so it is without a terminal)"
     )
     run.add_argument(
         "--grace-s",
@@ -193,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
     ledger.add_argument("--json", action="store_true", help="for programs")
-    for name in ("bench", "certify", "checkpoint"):
+    for name in ("bench", "certify", "checkpoint", "watch"):
         commands.add_parser(name, add_help=False)
     return parser
 
@@ -235,13 +244,21 @@ def _run(chosen: argparse.Namespace) -> int:
     try:
         if hosts is not None:
             await_address(hosts, say)
-        return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
+        with nullcontext() if chosen.plain else _shown(log_dir):
+            return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"lockstep: could not start {workers} workers: {error}; try fewer with -n", file=sys.stderr)
         return 1
+
+
+def _shown(log_dir: Path) -> AbstractContextManager[None]:
+    """With a picture, where there is a terminal for it."""
+    from lockstep.measure.live import can_draw, shown
+
+    return shown(log_dir) if can_draw() else nullcontext()
 
 
 def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:

@@ -115,6 +115,11 @@ class Calls:
         """
         return call()
 
+    @property
+    def generation(self) -> int:
+        """Of workers: the same number on all of them."""
+        return 1
+
     def begin_step(self, number: int) -> None:
         """The top of the loop."""
 
@@ -227,6 +232,10 @@ class ElasticCalls(Calls):
         if top >= 0 and not self._said_loop:
             self._said_loop = True
             self._seat.say("loop")
+
+    @property
+    def generation(self) -> int:
+        return self._seat.generation
 
     def begin_step(self, number: int) -> None:
         self._made = {top: made for top, made in self._made.items() if top in (-1, self._position[0])} | {number: []}

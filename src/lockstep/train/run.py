@@ -366,8 +366,9 @@ class Run:
             self._share_out(plan)
         if self.world.rank == 0 and self.options.progress:
             print(f"lockstep: {introduce(plan, basis, self.world)}", file=sys.stderr, flush=True)
+        is_shown = "LOCKSTEP_VIEW" in os.environ  # by the launcher, in a picture (measure/live.py)
         self._progress = Progress(
-            steps=steps or batches.steps_in_all, shown=self.world.rank == 0 and self.options.progress
+            steps=steps or batches.steps_in_all, shown=self.world.rank == 0 and self.options.progress and not is_shown
         )
         with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
             while not self._stop_agreed and (steps is None or batches.position.number < steps):
@@ -463,7 +464,7 @@ class Run:
         self._observer.share_out(
             lambda: describe(plan, training),
             sees=sight_of(plan, world),
-            generation=self._generation + 1,
+            generation=self._calls.generation,
             first=plan.batches.position.number,
             rank=world.rank,
             size=world.size,

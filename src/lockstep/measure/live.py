@@ -1,0 +1,258 @@
+"""The view of a run in a terminal, and in plain lines where there is none. It only reads what the workers write.
+
+    lockstep watch runs/digits            from anywhere, while it runs
+    lockstep run -n 4 train.py            shows the same, below what the workers print
+
+Note [A process of its own]
+The launcher has leases to keep, and must never wait for a terminal. So it does not draw: it hands its output to a
+process that does. That one ends when the output ends, and nothing is lost with it but the picture: logs are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import Popen
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import LockstepError
+from lockstep.measure.now import COMPUTE, Place, Snapshot, Worker, find, look, require
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LOOK_EVERY_S: Final = 0.5
+PLAIN_EVERY_S: Final = 5.0
+EVENTS_SHOWN: Final = 4
+FIRST_WORKERS: Final = 16  # more do not fit on a screen
+END_WITHIN_S: Final = 3.0
+VARIABLE: Final = "LOCKSTEP_VIEW"  # tells workers that somebody shows their progress
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def describe(now: Snapshot) -> str:
+    """One line."""
+    of = f"/{now.steps}" if now.steps is not None else ""
+    parts = [f"step {now.step}{of}", f"epoch {now.epoch}"]
+    if now.loss is not None:
+        parts.append(f"loss {now.loss:.4g}")
+    if now.samples_per_s:
+        parts.append(f"{now.samples_per_s:,.0f} samples/s")
+    if now.left_s is not None and now.state == "training":
+        parts.append(f"{in_time(now.left_s)} left")
+    if now.efficiency is not None:
+        parts.append(f"{now.efficiency:.0%} computing")
+    parts += [f"{name} {value:.4g}" for name, value in now.figures.items()]
+    return "  ".join([*parts, f"{len(now.workers)} workers", now.state])
+
+
+def in_time(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def in_bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+# ---- as a picture ----------------------------------------------------------------------------------------------------
+
+
+def draw(now: Snapshot | None) -> RenderableType:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    if now is None:
+        return Panel(Text("waiting for the first step", style="dim"), title="lockstep", title_align="left")
+    head = Table.grid(padding=(0, 2), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(justify="right", no_wrap=True)
+    of = f" of {now.steps:,}" if now.steps is not None else ""
+    left = f"{in_time(now.left_s)} left" if now.left_s is not None and now.state == "training" else now.state
+    step = Text.assemble("step ", (f"{now.step:,}", "bold"), of)
+    head.add_row(step, ProgressBar(total=now.steps or 1, completed=now.step), left)
+    figures = [
+        ("epoch", str(now.epoch)),
+        ("loss", "" if now.loss is None else f"{now.loss:.4g}"),
+        *((name, f"{value:.4g}") for name, value in now.figures.items()),
+        ("lr", "" if now.lr is None else f"{now.lr:.3g}"),
+        ("batch", str(now.global_batch or "")),
+        ("samples/s", f"{now.samples_per_s:,.0f}" if now.samples_per_s else ""),
+        ("computing", f"{now.efficiency:.0%}" if now.efficiency is not None else ""),
+        ("lost workers", str(now.lost) if now.lost else ""),
+    ]
+    line = Text("  ").join(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value)
+    parts: list[Any] = [head, line, _table(now.workers)]
+    for event in now.events[-EVENTS_SHOWN:]:
+        at = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
+        parts.append(Text.assemble((f"{at}  ", "dim"), event.text))
+    return Panel(Group(*parts), title="lockstep", title_align="left", border_style="cyan")
+
+
+def _table(workers: Sequence[Worker]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table.add_column("rank", justify="right")
+    table.add_column("worker")
+    for name in ("computes", "data", "exposed", "waits"):
+        table.add_column(name, justify="right")
+    table.add_column("for")
+    table.add_column("memory", justify="right")
+    table.add_column("pid", justify="right")
+    for worker in workers[:FIRST_WORKERS]:
+        shares = worker.shares
+        compute = sum(shares.get(name, 0.0) for name in COMPUTE)
+        shown = [compute, shares.get("data", 0.0), shares.get("exposed", 0.0), shares.get("waiting", 0.0)]
+        cells = [Text(f"{share:.0%}", style="" if n == 0 or share < 0.2 else "yellow") for n, share in enumerate(shown)]
+        whom = f"rank {worker.waited_for}" if worker.waited_for is not None and shown[3] > 0.02 else ""
+        memory = in_bytes(worker.memory_bytes)
+        table.add_row(
+            str(worker.rank), worker.name, *(cells if shares else [""] * 4), whom, memory, str(worker.pid)
+        )
+    if len(workers) > FIRST_WORKERS:
+        table.add_row("", f"and {len(workers) - FIRST_WORKERS} more")
+    return table
+
+
+# ---- watching --------------------------------------------------------------------------------------------------------
+
+
+def can_draw() -> bool:
+    """Whether there is a terminal that shows pictures, and rich to make them."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    try:
+        import rich.live  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def watch(place: Place, *, plain: bool) -> None:
+    """Until the run has ended."""
+    if plain:
+        _watch_plain(place)
+        return
+    from rich.live import Live
+
+    with Live(draw(look(place)), auto_refresh=False) as live:
+        while True:
+            now = look(place)
+            live.update(draw(now), refresh=True)
+            if now is not None and now.state == "ended":
+                return
+            time.sleep(LOOK_EVERY_S)
+
+
+def _watch_plain(place: Place) -> None:
+    said_s, last = 0.0, ""
+    while True:
+        now = look(place)
+        if now is not None and (now.state == "ended" or time.monotonic() - said_s >= PLAIN_EVERY_S):
+            if (line := describe(now)) != last:
+                print(line, flush=True)
+            said_s, last = time.monotonic(), line
+            if now.state == "ended":
+                return
+        time.sleep(LOOK_EVERY_S)
+
+
+def accompany(logs: Path) -> None:
+    """The process beside a launcher: shows what comes from standard input, and below it how the run is doing."""
+    from rich.console import Console
+    from rich.live import Live
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; we end when it has said its last word
+    console = Console(highlight=False)
+    rest, looked_s = b"", 0.0
+    place = find(logs)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            ready = select.select([0], [], [], LOOK_EVERY_S)[0]
+            if ready:
+                chunk = os.read(0, 1 << 16)
+                *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+                if lines:
+                    text = b"\n".join(line for line in lines if line.strip()).decode(errors="replace")
+                    if text:
+                        console.print(text, markup=False, soft_wrap=True)
+                if not chunk:
+                    break
+            if time.monotonic() - looked_s >= LOOK_EVERY_S:
+                looked_s = time.monotonic()
+                place = place if place.trace.is_dir() else find(logs)
+                now = look(place) if place.trace.is_dir() else None
+                live.update(draw(now) if now is not None else "", refresh=True)
+    now = look(place)
+    if now is not None and now.state == "ended":  # else the last words are those of who failed
+        console.print(draw(now))
+
+
+@contextmanager
+def shown(logs: Path) -> Iterator[None]:
+    """Inside, what this process and its children print goes to a process that shows it. See Note [A process of its
+    own]."""
+    reader, writer = os.pipe()
+    process = Popen([sys.executable, "-m", "lockstep.measure.live", str(logs)], stdin=reader)
+    os.close(reader)
+    kept = [os.dup(1), os.dup(2)]
+    os.environ[VARIABLE] = "1"
+    try:
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.close(writer)
+        yield
+    finally:
+        for screen, copy in enumerate(kept, 1):
+            os.dup2(copy, screen)  # the last one that had the pipe: its end is seen
+            os.close(copy)
+        del os.environ[VARIABLE]
+        with suppress(Exception):
+            process.wait(END_WITHIN_S)
+        if process.poll() is None:
+            process.kill()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lockstep watch",
+        description="Show how a run is doing: its progress, its figures, and what each worker spends its time on.",
+        epilog="Ctrl-C ends the view, and not the run.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run, or its launcher's logs")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a picture (so it is without a terminal)")
+    parser.add_argument("--once", action="store_true", help="how it is now, and no more")
+    chosen = parser.parse_args(arguments)
+    try:
+        place = require(chosen.run)
+        if chosen.once:
+            now = look(place)
+            print(describe(now) if now is not None else "waiting for the first step")
+            return 0
+        watch(place, plain=chosen.plain or not can_draw())
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    accompany(Path(sys.argv[1]))

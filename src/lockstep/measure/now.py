@@ -1,0 +1,216 @@
+"""How a run is doing right now, read from the files that its workers write anew twice a second (docs/trace.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.errors import LockstepError
+
+COMPUTE: Final = ("forward", "backward", "update")
+STALE_S: Final = 15.0  # nobody has heard of a worker for so long
+TAIL_BYTES: Final = 20_000  # of the files with events
+WORDS: Final = {"started": "started", "lost": "was lost", "ended": "ended", "recovered": "goes on"}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """As it said last."""
+
+    name: str
+    rank: int
+    host: str
+    pid: int
+    state: str
+    unix_s: float
+    step: int
+    samples_per_s: float | None
+    shares: Mapping[str, float]  # of its time, by phase
+    waited_for: int | None  # the rank that it has waited for most
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Event:
+    unix_s: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Of a run."""
+
+    workers: Sequence[Worker]
+    state: str
+    step: int
+    steps: int | None
+    epoch: int
+    loss: float | None
+    lr: float | None
+    global_batch: int | None
+    samples_per_s: float | None
+    figures: Mapping[str, float]
+    events: Sequence[Event] = field(default_factory=list)
+    lost: int = 0  # workers, since the launcher started
+
+    @property
+    def efficiency(self) -> float | None:
+        """The share of time in which workers compute, in the mean."""
+        shares = [sum(worker.shares.get(name, 0.0) for name in COMPUTE) for worker in self.workers if worker.shares]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Until it ends, at the speed of now."""
+        if self.steps is None or not self.samples_per_s or not self.global_batch:
+            return None
+        return (self.steps - self.step) * self.global_batch / self.samples_per_s
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes."""
+
+    trace: Path
+    logs: Path | None
+
+
+def find(run: Path) -> Place:
+    """`run`: the directory of a Run, a folder of the launcher's logs, or of traces."""
+    logs, directory = None, run
+    if (pointer := _read(run / "launch.json")) is not None and "logs" in pointer:
+        logs = Path(pointer["logs"])
+    elif (pointer := _read(run / "run.json")) is not None and "directory" in pointer:
+        logs, directory = run, Path(pointer["directory"])
+    elif (run / "events.jsonl").exists():
+        logs = run
+    trace = directory / "trace"
+    if not trace.is_dir() and any(run.glob("*.jsonl")) and run.name == "trace":
+        trace = run
+    return Place(trace, logs)
+
+
+def look(place: Place, *, now_s: float | None = None) -> Snapshot | None:
+    """None: nobody has said anything yet."""
+    now_s = time.time() if now_s is None else now_s
+    told = [found for path in sorted(place.trace.glob("*.now")) if (found := _read(path)) is not None]
+    if not told:
+        return None
+    newest = max(told, key=lambda one: one.get("unix_s", 0.0))
+    # Those of earlier generations, and of earlier runs, have fallen silent.
+    present = [one for one in told if newest["unix_s"] - one.get("unix_s", 0.0) < STALE_S]
+    by_rank: dict[int, dict[str, Any]] = {}
+    for one in sorted(present, key=lambda one: (one.get("generation") or 0, one.get("unix_s", 0.0))):
+        if one.get("generation") == newest.get("generation") and one.get("rank") is not None:
+            by_rank[one["rank"]] = one
+    leader = by_rank.get(0, newest)
+    events, lost = _events(place)
+    is_silent = now_s - newest["unix_s"] > STALE_S
+    state = "silent" if is_silent and newest.get("state") != "ended" else str(newest.get("state", ""))
+    return Snapshot(
+        workers=[_worker(one) for _, one in sorted(by_rank.items())],
+        state=state,
+        step=int(newest.get("step") or 0),
+        steps=newest.get("steps"),
+        epoch=int(newest.get("epoch") or 0),
+        loss=leader.get("loss"),
+        lr=leader.get("lr"),
+        global_batch=newest.get("global_batch"),
+        samples_per_s=leader.get("samples_per_s"),
+        figures=leader.get("figures") or {},
+        events=events,
+        lost=lost,
+    )
+
+
+def _worker(said: Mapping[str, Any]) -> Worker:
+    phases: Mapping[str, float] = said.get("phases") or {}
+    whole = sum(phases.values())
+    waited: Mapping[str, float] = said.get("waited_for") or {}
+    return Worker(
+        name=in_words(str(said.get("worker", "?"))),
+        rank=int(said["rank"]),
+        host=str(said.get("host", "")),
+        pid=int(said.get("pid", 0)),
+        state=str(said.get("state", "")),
+        unix_s=float(said.get("unix_s", 0.0)),
+        step=int(said.get("step") or 0),
+        samples_per_s=said.get("samples_per_s"),
+        shares={name: seconds / whole for name, seconds in phases.items()} if whole > 0 else {},
+        waited_for=int(max(waited, key=lambda rank: waited[rank])) if waited else None,
+        memory_bytes=int(said.get("peak") or said.get("rss") or 0),
+    )
+
+
+def _events(place: Place) -> tuple[list[Event], int]:
+    """The newest last."""
+    found: list[Event] = []
+    lost = 0
+    if place.logs is not None:
+        for line in _tail(place.logs / "events.jsonl"):
+            lost += line.get("event") == "lost"
+            if (text := _tell(line)) is not None:
+                found.append(Event(float(line.get("time", 0.0)), in_words(text)))
+    for path in sorted(place.trace.glob("*.jsonl"))[-8:]:
+        for line in _tail(path):
+            if line.get("kind") == "event" and line.get("what") != "recovery":
+                what = f"{line['what']} at step {line.get('step')}"
+                found.append(Event(path.stat().st_mtime, f"{what}: {line['text']}" if "text" in line else what))
+    return sorted(found, key=lambda event: event.unix_s)[-50:], lost
+
+
+def in_words(text: str) -> str:
+    """On a single host, "h0.3" is worker 3, as its launcher says."""
+    return re.sub(r"\bh0\.(\d+)", r"worker \1", text)
+
+
+def _tell(line: Mapping[str, Any]) -> str | None:
+    event, worker = str(line.get("event")), str(line.get("worker", ""))
+    if event == "generation":
+        count = len(line.get("members") or ())
+        return f"generation {line.get('number')}: {count} worker{'s' if count != 1 else ''}"
+    if event == "recovered":
+        return f"{worker} goes on after {1000 * float(line.get('took_s', 0.0)):.0f} ms"
+    if event in WORDS:
+        return f"{worker} {WORDS[event]}" + (f" (status {line['code']})" if line.get("code") else "")
+    return None
+
+
+def _tail(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # cut off
+        if isinstance(found, dict):
+            yield found
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def require(run: Path) -> Place:
+    """Raises LockstepError where there is no run."""
+    place = find(run)
+    if not place.trace.is_dir():
+        raise LockstepError(
+            f"there is no trace of a run in {run}: give the directory of a lockstep.Run, or the folder of its "
+            "launcher's logs. A Run writes one when its first step is done, unless it has trace=False"
+        )
+    return place
