@@ -122,9 +122,8 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
         cells = [Text(f"{share:.0%}", style="" if n == 0 or share < 0.2 else "yellow") for n, share in enumerate(shown)]
         whom = f"rank {worker.waited_for}" if worker.waited_for is not None and shown[3] > 0.02 else ""
         memory = in_bytes(worker.memory_bytes)
-        table.add_row(
-            str(worker.rank), worker.name, *(cells if shares else [""] * 4), whom, memory, str(worker.pid)
-        )
+        about = [Text(str(worker.rank)), Text(worker.name), *(cells if shares else [Text()] * 4)]
+        table.add_row(*about, Text(whom), Text(memory), Text(str(worker.pid)))
     if len(workers) > FIRST_WORKERS:
         table.add_row("", f"and {len(workers) - FIRST_WORKERS} more")
     return table

@@ -1,0 +1,186 @@
+"""The view of a run: what is read, what is said of it, and the picture in a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.measure import live
+from lockstep.measure.now import find, look
+
+PROGRAM = """
+import time, torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def loss(model, part):
+    time.sleep(0.004)
+    return model(part[0]).square().sum(), len(part[0])
+
+with lockstep.Run("run", seed=1, device="cpu") as run:
+    model = run.replicate(nn.Linear(4, 1))
+    data = TensorDataset(torch.ones(640, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for part in run.track(run.batches(data, global_batch=16, shards=4, epochs=6), optimizer):
+        run.step(loss, part)
+    run.log(accuracy=0.75)
+    run.once(lambda: print("the program itself speaks"))
+"""
+
+
+def said(rank: int, **more: Any) -> dict[str, Any]:
+    who = {"worker": f"h0.{rank}", "pid": 7, "host": "here", "rank": rank, "size": 2, "generation": 1}
+    where = {"unix_s": 100.0, "state": "training", "steps": 100, "step": 40, "epoch": 2, "global_batch": 32}
+    figures = {"loss": 0.5, "lr": 0.1, "samples_per_s": 64.0, "figures": {}, "rss": 2**28, "peak": None}
+    work = {"forward": 0.3, "backward": 0.3, "update": 0.1}
+    phases = work | {"data": 0.1, "exposed": 0.1, "waiting": 0.1, "between": 0.0}
+    return who | where | figures | {"phases": phases, "waited_for": {"1": 0.1}} | more
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "trace").mkdir()
+    return tmp_path
+
+
+def write(run: Path, *told: dict[str, Any]) -> None:
+    for one in told:
+        (run / "trace" / f"{one['worker']}.now").write_text(json.dumps(one))
+
+
+def test_what_is_left_and_how_much_of_it_is_work(run: Path) -> None:
+    write(run, said(0), said(1))
+    now = look(find(run), now_s=101.0)
+    assert now is not None
+    assert (now.left_s, now.efficiency, len(now.workers)) == (60 * 32 / 64, pytest.approx(0.7), 2)
+    assert live.describe(now) == (
+        "step 40/100  epoch 2  loss 0.5  64 samples/s  0:30 left  70% computing  2 workers  training"
+    )
+
+
+def test_only_those_count_who_are_there(run: Path) -> None:
+    gone, other = said(2, unix_s=10.0), said(3, generation=0)
+    write(run, said(0, figures={"accuracy": 0.9}), gone, other)
+    (run / "trace" / "h0.9.now").write_text('{"unix_s": ')  # being written
+    now = look(find(run), now_s=101.0)
+    assert now is not None
+    assert [worker.name for worker in now.workers] == ["worker 0"]
+    assert "accuracy 0.9" in live.describe(now)
+    silent = look(find(run), now_s=1000.0)
+    assert silent is not None
+    assert silent.state == "silent"
+
+
+def test_nobody_has_said_anything(run: Path) -> None:
+    assert look(find(run)) is None
+    pytest.importorskip("rich")
+    live.draw(None)
+
+
+def test_the_picture_has_all_of_it(run: Path) -> None:
+    console = pytest.importorskip("rich.console").Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    events = [
+        {"time": 99.0, "event": "lost", "worker": "h0.1", "code": -9},
+        {"time": 99.1, "event": "recovered", "worker": "h0.0", "took_s": 0.123},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut o')
+    write(run, said(0), said(1, loss=float("nan"), worker="[bold]h1.1"))
+    console.print(live.draw(look(find(run), now_s=101.0)))
+    text = console.export_text()
+    for part in ("step 40 of 100", "0:30 left", "70%", "worker 0", "[bold]h1.1", "256 MiB", "rank 1", "lost workers 1"):
+        assert part in text, text
+    assert "worker 1 was lost (status -9)" in text
+    assert "worker 0 goes on after 123 ms" in text
+
+
+def test_where_there_is_no_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "watch", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"there is no trace of a run in {tmp_path}: give the directory of a lockstep.Run" in done.stderr
+
+
+# ---- a real terminal -------------------------------------------------------------------------------------------------
+
+
+def in_terminal(command: list[str], folder: Path, *, kill_after: str = "") -> tuple[int, str]:
+    """Exit status, and all that was written. `kill_after`: Ctrl-C once this was seen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40", "OMP_NUM_THREADS": "1"}
+        os.execv(sys.executable, [sys.executable, "-m", "lockstep", *command])
+    seen, end_s = b"", time.monotonic() + 60
+    try:
+        while time.monotonic() < end_s:
+            if select.select([terminal], [], [], 0.5)[0]:
+                try:
+                    seen += os.read(terminal, 1 << 16)
+                except OSError:
+                    break
+            if kill_after and kill_after.encode() in seen:
+                os.write(terminal, b"\x03")
+                kill_after = ""
+        else:
+            pytest.fail(f"it does not end: {seen.decode(errors='replace')[-3000:]}")
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return status, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode(errors="replace"))
+    finally:
+        os.close(terminal)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_shows_itself_below_what_its_workers_print(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    status, seen = in_terminal(["run", "-n", "2", "--log-dir", "logs", "train.py"], tmp_path)
+    assert status == 0, seen[-3000:]
+    assert "[rank 0] the program itself speaks" in seen
+    assert "╭─ lockstep" in seen
+    last = seen[seen.rindex("╭─ lockstep") :]
+    for part in ("240", "accuracy", "0.75", "rank0", "rank1", "ended"):
+        assert part in last, last
+    assert "samples/s  waiting for data" not in seen  # that line is for those who have no picture
+
+
+def test_plain_is_plain(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    status, seen = in_terminal(["run", "-n", "2", "--plain", "--log-dir", "logs", "train.py"], tmp_path)
+    assert status == 0
+    assert "╭" not in seen
+    assert "[rank 0] the program itself speaks" in seen
+    watched = subprocess.run(
+        [sys.executable, "-m", "lockstep", "watch", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert watched.returncode == 0
+    assert watched.stdout.startswith("step 240/240  epoch 5  loss ")
+    assert "accuracy 0.75  2 workers  ended" in watched.stdout
+
+
+def test_who_fails_has_the_last_word(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    (tmp_path / "train.py").write_text(PROGRAM.replace("run.log(accuracy=0.75)", "raise KeyError('of the program')"))
+    status, seen = in_terminal(["run", "-n", "2", "--log-dir", "logs", "train.py"], tmp_path)
+    assert status == 1
+    assert "KeyError: 'of the program'" in seen[-300:], seen[-2000:]
+
+
+def test_ctrl_c_reaches_the_workers_and_ends_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    (tmp_path / "train.py").write_text(PROGRAM.replace("epochs=6", "epochs=6000"))
+    status, seen = in_terminal(["run", "-n", "2", "--log-dir", "logs", "train.py"], tmp_path, kill_after="computing")
+    assert status in (130, 1, -2), seen[-2000:]
