@@ -7,11 +7,9 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +36,7 @@ commands:
   run     start a training program on several workers of this machine, or of several
   doctor  look at this machine, start two workers as a trial, and say what to change
   watch   show how a run is doing, from anywhere, while it goes on
-  demo    train on two workers and show that the replicas stay identical (under a minute)
+  demo    train on all cores, kill a worker, and show that the result is that of one worker (about a minute)
   scale   change the number of workers of a run that goes on
   certify prove on your own program that any number of workers, and a killed one, give the same bits
   ledger  prove that a run has used every sample exactly once in every epoch
@@ -77,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lockstep.doctor.command import main as doctor
 
         return doctor(arguments[1:])
+    if arguments[:1] == ["demo"]:
+        from lockstep.demo.show import main as demo
+
+        return demo(arguments[1:])
     if arguments[:1] == ["watch"]:
         from lockstep.measure.live import main as watch
 
@@ -93,8 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
         return _run(chosen)
-    if chosen.command == "demo":
-        return _demo(chosen)
     if chosen.command == "ledger":
         return _ledger(chosen)
     if chosen.command == "scale":
@@ -188,10 +188,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.set_defaults(parser=run)
 
-    demo = commands.add_parser(
-        "demo", description="Train a small network on the digits of scikit-learn, on CPU or GPU."
-    )
-    demo.add_argument("-n", dest="workers", type=_workers, default=2, metavar="N", help="how many workers (default: 2)")
     scale = commands.add_parser(
         "scale", description="Change the number of workers of a run that was started with --min or --max."
     )
@@ -202,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
     ledger.add_argument("--json", action="store_true", help="for programs")
-    for name in ("bench", "certify", "checkpoint", "watch"):
+    for name in ("bench", "certify", "checkpoint", "demo", "watch"):
         commands.add_parser(name, add_help=False)
     return parser
 
@@ -284,14 +280,6 @@ def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:
         raise ValueError(f"--lease-s {chosen.lease_s:g} must be {SHORTEST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
     times_s = (chosen.lease_s, chosen.give_up_s, chosen.stuck_s)
     return Hosts(chosen.hosts, where, name_host(os.environ), secret, *times_s)
-
-
-def _demo(chosen: argparse.Namespace) -> int:
-    log_dir = Path(tempfile.mkdtemp(prefix="lockstep-demo-"))
-    status = supervise(Job(("-m", "lockstep.demo"), chosen.workers, log_dir))
-    if status == 0:
-        shutil.rmtree(log_dir, ignore_errors=True)
-    return status
 
 
 def _scale(chosen: argparse.Namespace) -> int:

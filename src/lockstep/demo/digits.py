@@ -1,0 +1,76 @@
+"""A small convolutional network learns the handwritten digits of scikit-learn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+EPOCHS, BATCH, TEST_SAMPLES, SEED = 10, 32, 360, 7
+
+
+def load() -> tuple[TensorDataset, TensorDataset]:
+    """1,437 images to learn from and 360 to test with."""
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ImportError:
+        sys.exit("the demo trains on the digits that come with scikit-learn; install it: pip install scikit-learn")
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
+    images = torch.from_numpy(pixels).float()[order].view(-1, 1, 8, 8)
+    data = TensorDataset((images - 5) / 6, torch.from_numpy(labels)[order])  # pixels are 0 to 16, 5 in the mean
+    return TensorDataset(*data[:-TEST_SAMPLES]), TensorDataset(*data[-TEST_SAMPLES:])
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        *[nn.Conv2d(1, 24, 3, padding=1), nn.ReLU()],
+        *[nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)],
+        *[nn.Flatten(), nn.Linear(48 * 4 * 4, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)],
+    )
+
+
+def loss(model: Any, batch: list[Tensor]) -> tuple[Tensor, int]:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
+
+
+def correct(model: Any, batch: list[Tensor]) -> tuple[Tensor, int]:
+    images, labels = batch
+    return (model(images).argmax(1) == labels).sum(), len(labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, help="for checkpoints and the trace (default: none)")
+    directory = parser.parse_args().directory
+    train_set, test_set = load()
+    with lockstep.Run(directory, seed=SEED) as run:
+        model = run.replicate(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS)
+        for batch in run.track(batches, optimizer):
+            run.step(loss, batch)
+        accuracy = float(run.evaluate(correct, test_set))  # type: ignore[arg-type]
+        run.log(accuracy=accuracy)
+        result = {"accuracy": accuracy, "digest": run.digest(), "noise_scale": run.noise_scale}
+        run.once(lambda: report(directory, f"accuracy {accuracy:.2%}  digest {result['digest']}", result))
+
+
+def report(directory: Path | None, line: str, result: dict[str, Any]) -> None:
+    print(line)
+    if directory is not None:
+        (directory / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`lockstep demo`: trains, kills, proves, measures, reports, and says what to try next. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.elastic.supervisor import count_cores, count_gpus
+from lockstep.elastic.verdict import count_workers
+from lockstep.errors import LockstepError
+from lockstep.measure.now import find, look
+
+KILL_AT: Final = 0.4  # of the steps
+LOOK_EVERY_S: Final = 0.05
+END_WITHIN_S: Final = 300.0
+
+NEXT: Final = """\
+What to try next:
+  lockstep report {directory}/text       the report of the other training
+  lockstep run -n {workers} --min 1 train.py    your own program; docs/tutorial.md shows how it looks
+  lockstep certify train.py              prove on it that any number of workers gives the same bits
+  lockstep doctor                        look at this machine"""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of the demo that is over."""
+
+    folder: Path
+    result: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return str(self.result["digest"])
+
+    def lines(self, kind: str) -> Iterator[dict[str, Any]]:
+        for path in sorted(self.folder.glob("trace/*.jsonl")):
+            for line in path.read_text().splitlines():
+                found = json.loads(line)
+                if found.get("kind") == kind:
+                    yield found
+
+    @property
+    def samples_per_s(self) -> float:
+        """The middle of all windows: neither the first steps count, nor those in which a worker was missing."""
+        return statistics.median(line["samples"] / (line["t1"] - line["t0"]) for line in self.lines("steps"))
+
+    @property
+    def recovered_s(self) -> float | None:
+        took = [float(line["took_s"]) for line in self.lines("event") if line.get("what") == "recovery"]
+        return max(took, default=None)
+
+
+class Stage:
+    def __init__(self, directory: Path, workers: int, *, plain: bool) -> None:
+        self._directory, self._workers, self._plain = directory, workers, plain
+
+    def say(self, text: str) -> None:
+        is_title = not text.startswith(" ")
+        bold = is_title and sys.stdout.isatty() and not self._plain
+        print(f"\n\x1b[1m{text}\x1b[0m" if bold else f"\n{text}" if is_title else text, flush=True)
+
+    def train(self, which: str, name: str, *, workers: int, kills: bool = False) -> Training:
+        """Raises LockstepError if it does not end well."""
+        folder = self._directory / name
+        command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--min", "1"]
+        command += ["--plain"] if self._plain else []
+        command += ["--log-dir", str(self._directory / "logs" / name)]
+        command += ["-m", f"lockstep.demo.{which}", "--directory", str(folder)]
+        with subprocess.Popen(command) as process:
+            try:
+                if kills:
+                    threading.Thread(target=self._kill_one, args=[folder, process], daemon=True).start()
+                status = process.wait(END_WITHIN_S)
+            except BaseException:
+                process.send_signal(signal.SIGTERM)
+                raise
+        if status != 0:
+            raise LockstepError(
+                f"{which} on {workers} workers ended with status {status}: what it said last is above, and all of it "
+                f"in {self._directory / 'logs' / name}"
+            )
+        return Training(folder, json.loads((folder / "result.json").read_text()))
+
+    def _kill_one(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        """The last worker, in the middle of the training."""
+        while process.poll() is None:
+            now = look(find(folder))
+            if now is not None and now.steps and now.step >= KILL_AT * now.steps and len(now.workers) > 1:
+                os.kill(now.workers[-1].pid, signal.SIGKILL)
+                return
+            time.sleep(LOOK_EVERY_S)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lockstep demo",
+        description="Train two small models on all cores of this machine (or its GPUs), kill a worker on the way, and "
+        "show that the result is what one worker alone computes, to the last bit. Takes about a minute.",
+    )
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers (default: one per core)")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="for what it writes (default: runs/demo-TIME)")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a picture (so it is without a terminal)")
+    chosen = parser.parse_args(arguments)
+    workers = chosen.workers or max(2, count_workers(os.environ, gpus=count_gpus(), cores=count_cores()))
+    if workers < 2:
+        parser.error(f"-n {workers}: one of the workers is killed, so there must be two at least")
+    directory = (chosen.directory or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if directory.exists() and any(directory.iterdir()):
+        parser.error(f"{directory} is not empty; give another --directory")
+    try:
+        return play(Stage(directory, workers, plain=chosen.plain), directory, workers)
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def play(stage: Stage, directory: Path, workers: int) -> int:
+    began_s = time.monotonic()
+    stage.say(f"1. Handwritten digits on {workers} workers. One of them will be killed, in the middle.")
+    many = stage.train("digits", "digits", workers=workers, kills=True)
+    stage.say("2. The same on one worker, undisturbed.")
+    alone = stage.train("digits", "digits-alone", workers=1)
+    stage.say(f"3. A character GPT on {workers} workers.")
+    text = stage.train("text", "text", workers=workers)
+    stage.say("What came out")
+    is_same = many.digest == alone.digest
+    speedup = many.samples_per_s / alone.samples_per_s
+    took = many.recovered_s
+    stage.say(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
+    verdict = "the same bits" if is_same else "NOT the same: please report it"
+    stage.say(f"               {alone.digest[:16]}… on one: {verdict}")
+    stage.say(f"  killed       {'nobody in time' if took is None else f'who was left went on after {1000 * took:.0f} ms'}")
+    stage.say(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
+    stage.say(
+        f"  speed        {many.samples_per_s:,.0f} samples/s, {alone.samples_per_s:,.0f} on one worker: "
+        f"x{speedup:.2f} of {workers}, efficiency {speedup / workers:.0%}"
+    )
+    stage.say(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: {text.result['text'][-60:]!r}")
+    _report(many.folder)
+    stage.say(f"  took         {time.monotonic() - began_s:.0f} s")
+    print("\n" + NEXT.format(directory=os.path.relpath(directory), workers=workers))
+    return 0 if is_same else 1
+
+
+def _report(folder: Path) -> None:
+    from lockstep.measure.report import write_report
+
+    print(f"  report       {os.path.relpath(write_report(folder))}", flush=True)
