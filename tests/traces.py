@@ -204,4 +204,5 @@ def _closeup(plan: Plan, rank: int, step: int, at: float, phases: dict[str, floa
 def _noise(plan: Plan, step: int, at: float) -> dict[str, Any]:
     scale = None if step < 30 else 800 + 4 * step
     small, big = plan.global_batch // 8, plan.global_batch
-    return {"kind": "noise", "t": at, "step": step, "small": small, "big": big, "small_sq": 1.2, "big_sq": 0.4, "scale": scale}
+    line = {"kind": "noise", "t": at, "step": step, "small": small, "big": big}
+    return line | {"small_sq": 1.2, "big_sq": 0.4, "scale": scale}

@@ -37,6 +37,7 @@ commands:
   run     start a training program on several workers of this machine, or of several
   doctor  look at this machine, start two workers as a trial, and say what to change
   demo    train on two workers and show that the replicas stay identical (under a minute)
+  report  say where the time of a run went, as a page and in the terminal
   scale   change the number of workers of a run that goes on
   certify prove on your own program that any number of workers, and a killed one, give the same bits
   ledger  prove that a run has used every sample exactly once in every epoch
@@ -79,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lockstep.measure.certify import main as certify
 
         return certify(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from lockstep.measure.report import main as report
+
+        return report(arguments[1:])
     if arguments[:1] == ["bench"]:
         # It has its own options, --help among them.
         from lockstep.measure.bench import main as bench
@@ -101,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        usage="lockstep [-h] [--version] {run,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
+        usage="lockstep [-h] [--version] {run,doctor,demo,report,scale,certify,ledger,checkpoint,bench} ...",
         description="Data-parallel training for PyTorch.",
         epilog=_TOP,
         formatter_class=raw,
@@ -193,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
     ledger.add_argument("--json", action="store_true", help="for programs")
-    for name in ("bench", "certify", "checkpoint"):
+    for name in ("bench", "certify", "checkpoint", "report"):
         commands.add_parser(name, add_help=False)
     return parser
 

@@ -71,7 +71,7 @@ def _waiting(facts: Facts) -> Iterator[Cause]:
             detail = f": {ms(own[worst.reason])} per step against {ms(typical[worst.reason])}"
         others = "The other worker" if workers == 2 else "The other workers"
         sentence = (
-            f"{others} waited {percent(worst.share)} of the time for {worst.worker}, {_SLOWER[worst.reason]}{detail}."
+            f"{others} waited {percent(worst.share)} of the time for {_name(worst)}, {_SLOWER[worst.reason]}{detail}."
         )
         advice = _LATE_ADVICE[worst.reason].format(host=worst.host or "its host")
         yield Cause("worker", worst.share, sentence, advice)
@@ -141,6 +141,10 @@ def _well(facts: Facts) -> Cause:
     computing = facts.total.share(*COMPUTE)
     sentence = f"Nothing holds this run up: its workers compute {percent(computing)} of the time."
     return Cause("none", 0.0, sentence, "To be faster, the computation itself has to be: precision, kernels, devices.")
+
+
+def _name(late: Late) -> str:
+    return f"rank {late.rank}" if late.worker == f"rank{late.rank}" else f"{late.worker} (rank {late.rank})"
 
 
 def _step_s(facts: Facts) -> float:
