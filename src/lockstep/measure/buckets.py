@@ -51,7 +51,11 @@ def measure_buckets(scenes: list[Scene]) -> list[Bucket]:
 
 
 def came_last(step: Mapping[int, Closeup]) -> Closeup:
-    return min(step.values(), key=lambda closeup: sum(span.took_us for span in closeup.spans if span.name == "wait"))
+    return min(step.values(), key=waited_us)
+
+
+def waited_us(closeup: Closeup) -> float:
+    return sum(span.took_us for span in closeup.spans if span.name == "wait")
 
 
 def split_buckets(closeup: Closeup) -> dict[int, tuple[float, float]]:

@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
@@ -20,15 +21,17 @@ from importlib.resources import files
 from typing import Any, Final
 
 from lockstep import __version__
+from lockstep.measure.buckets import waited_us
 from lockstep.measure.chrome import to_chrome
 from lockstep.measure.eras import Era, Scene, find_eras, find_scenes
 from lockstep.measure.story import Status, Story
-from lockstep.measure.timeline import TRACKS, Closeup, Trace
+from lockstep.measure.timeline import TRACKS, Closeup, Span, Trace
 
 MOST_SPANS: Final = 12_000  # in the page; trace.json has all
 MOST_TRACE_BYTES: Final = 300_000  # packed
 MOST_HAPPENINGS: Final = 200
 MOST_WAITS: Final = 400
+_UNIT: Final = re.compile(r"(?<=\d) (?=%|ms|s|µs)")  # a figure and its unit stay on one line
 _CLASSES: Final = {Status.ENDED: "ended", Status.GOING_ON: "going-on", Status.BROKEN_OFF: "broken-off"}
 
 
@@ -65,7 +68,7 @@ def render(shown: Shown, *, written_s: float) -> str:
         "NAME": html.escape(story.name),
         "STATUS": html.escape(story.status.value),
         "STATUS_CLASS": _CLASSES[story.status],
-        "HEADLINE": html.escape(worst.sentence),
+        "HEADLINE": html.escape(_UNIT.sub("\u00a0", worst.sentence)),
         "ADVICE": html.escape(worst.advice),
         "TEXT": html.escape(shown.text),
         "CSS": _part("report.css"),
@@ -119,12 +122,14 @@ def compact(scene: Scene, eras: list[Era]) -> dict[str, Any]:
     """Spans as [name, start, duration, step], in microseconds from the begin of the scene; names by number."""
     names: dict[str, int] = {}
     begin_s = scene.begin_s
+    everybody = {step: by_rank for step, by_rank in scene.steps.items() if len(by_rank) == scene.era.size}
+    least_us = {step: min(map(waited_us, by_rank.values())) for step, by_rank in everybody.items()}
     rows: dict[int, dict[str, Any]] = {}
     for step, by_rank in scene.steps.items():
         for rank, closeup in by_rank.items():
             row = rows.setdefault(rank, {"worker": scene.era.name_of(rank), **{track: [] for track in TRACKS}})
             shift_us = 1e6 * (closeup.begin_s - begin_s)
-            for span in closeup.spans:
+            for span in split_wait(closeup, least_us.get(step, 0.0)):
                 name = names.setdefault(span.name, len(names))
                 row[span.track].append([name, round(shift_us + span.start_us), round(span.took_us), step])
     starts = {step: min(one.begin_s for one in by_rank.values()) for step, by_rank in scene.steps.items()}
@@ -140,6 +145,20 @@ def compact(scene: Scene, eras: list[Era]) -> dict[str, Any]:
         "steps": [[step, round(1e6 * (start_s - begin_s))] for step, start_s in starts.items()],
         "length": max(1, round(1e6 * (max(ends) - begin_s))),
     }
+
+
+def split_wait(closeup: Closeup, least_us: float) -> list[Span]:
+    """Who came last waited least, and that much was communication: of a longer wait, what came before was for others."""
+    spans = []
+    for span in closeup.spans:
+        for_others_us = span.took_us - least_us
+        if span.name != "wait" or least_us <= 0 or for_others_us < 0 or waited_us(closeup) != span.took_us:
+            spans.append(span)
+            continue
+        if for_others_us > 0:
+            spans.append(Span("wait", span.track, span.start_us, for_others_us))
+        spans.append(Span("communication", span.track, span.start_us + for_others_us, least_us))
+    return spans
 
 
 def _end_s(closeup: Closeup) -> float:

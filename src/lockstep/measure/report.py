@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from lockstep.errors import LockstepError
 from lockstep.measure.causes import ms, percent
@@ -19,11 +20,12 @@ from lockstep.measure.shares import OTHER, Usage
 from lockstep.measure.story import Story, tell
 from lockstep.measure.timeline import PHASES, read_trace
 
-_ABOUT = """\
+MOST_ROWS: Final = 16  # of workers
+_ABOUT: Final = """\
 Say where the time of a run went, who was waited for and why, and what to change; from the trace that every lockstep.Run
 leaves. Writes a page to look at, which needs no network, and the timeline for Perfetto. A run that goes on is fine.
 """
-_MORE = """\
+_MORE: Final = """\
 examples:
   lockstep report runs/digits                    the directory of a lockstep.Run
   lockstep report lockstep-logs/20260901-1200    the folder of logs that `lockstep run` prints
@@ -101,15 +103,21 @@ def as_text(story: Story) -> str:
         lines.append(f"noise       {story.noise.advice}")
     if story.left_out:
         lines.append(f"{story.left_out} lines of the trace could not be read and are left out")
-    return "\n".join(lines) + "\n"
+    # Names come from the trace: what is no sign to be read could command the terminal.
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in "\n".join(lines)) + "\n"
 
 
 def _table(story: Story) -> list[str]:
     phases = [name for name in (*PHASES, OTHER) if name != OTHER or story.total.phases[OTHER] > 0]
-    usages = [*story.usages, story.total] if len(story.usages) > 1 else story.usages
+    late = {one.worker: one.seconds for one in story.late}
+    some = sorted(story.usages, key=lambda usage: -late.get(usage.worker, 0.0))[:MOST_ROWS]
+    shown = [usage for usage in story.usages if usage in some]
+    usages = [*shown, story.total] if len(story.usages) > 1 else shown
     rows = [["worker", "steps", "per step", *phases], *(_row(usage, phases) for usage in usages)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    left_out = len(story.usages) - len(shown)
+    return [*lines, f"({left_out} more workers, which were waited for less; --json has all)"] if left_out else lines
 
 
 def _row(usage: Usage, phases: list[str]) -> list[str]:

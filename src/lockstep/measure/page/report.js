@@ -29,7 +29,7 @@ const fixed = (value, digits) => { const text = value.toPrecision(digits); retur
 function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
   if (size >= 1e9) return fixed(value / 1e9, 3) + " G";
   if (size >= 1e6) return fixed(value / 1e6, 3) + " M";
   if (size >= 1e4) return Math.round(value).toLocaleString("en");
@@ -91,22 +91,27 @@ function table(head, rows, attributes) {
     el("thead", {}, el("tr", {}, ...head.map((one) => el("th", one.numeric ? { class: "n", scope: "col" } : { scope: "col" }, one.name)))),
     el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((value, column) => cell("td", value, column))))));
 }
+// Of very many, the first ones at once and the others on demand.
+function fold(holder, rows, what) {
+  holder.append(...rows.slice(0, 12));
+  if (rows.length > 12) holder.append(el("details", {}, el("summary", {}, `${rows.length - 12} more ${what}`), ...rows.slice(12)));
+}
 const gone = (id) => { $(id).hidden = true; };
 
 // The top of the page.
-for (const cause of S.causes.slice(1, 4)) $("also").append(el("li", {}, cause.sentence));
+for (const cause of S.causes.slice(1, 4)) $("also").append(el("li", {}, cause.sentence.replace(/(\d) (?=%|ms|s|µs)/g, "$1\u00a0")));
 function tile(what, figure, unit, more) {
   $("tiles").append(el("div", { class: "tile" }, el("div", { class: "what" }, what),
     el("div", { class: "figure" }, figure, unit ? el("small", {}, " " + unit) : null), el("div", { class: "more" }, more || "")));
 }
 if (S.compute_share !== null) tile("Efficiency", percent(S.compute_share), "", "of a worker's time it computes: forward, backward, update");
 if (S.scaling) tile(`${S.scaling.workers} workers against 1`, percent(S.scaling.efficiency), "", `${number(S.scaling.samples_per_s)} over ${S.scaling.workers} × ${number(S.scaling.alone_per_s)} samples/s, measured in this run`);
-if (S.samples_per_s !== null) tile("Throughput", number(S.samples_per_s), "samples/s", S.global_batch ? `batches of ${number(S.global_batch)}` : "");
+if (S.samples_per_s !== null) tile("Samples per second", number(S.samples_per_s), "", S.global_batch ? `batches of ${number(S.global_batch)}` : "");
 if (S.total.steps) tile("A step takes", ...time(S.total.seconds / S.total.steps).split(" "), "on average");
-tile("Steps", number(S.steps_done), S.steps_in_all ? "of " + number(S.steps_in_all) : "", `in ${time(S.elapsed_s)}`);
-tile("Workers", S.workers, S.hosts > 1 ? `on ${S.hosts} hosts` : "", S.backend ? `they talk over ${S.backend}` : "");
+tile("Steps", number(S.steps_done), "", `${S.steps_in_all ? "of " + number(S.steps_in_all) + ", " : ""}in ${time(S.elapsed_s)}`);
+tile("Workers", S.workers, "", [S.hosts > 1 ? `on ${S.hosts} hosts` : "", S.backend ? `over ${S.backend}` : ""].filter(Boolean).join(", "));
 const loss = S.curves.find((curve) => curve.name === "loss");
-if (loss && loss.last !== null) tile("Loss", number(loss.last), "", loss.not_finite ? `${loss.not_finite} were not a number` : "the last one");
+if (loss && loss.last !== null) tile("Loss", number(loss.last), "", loss.not_finite ? `the last; ${loss.not_finite} ${loss.not_finite > 1 ? "are" : "is"} not a number` : "the last");
 
 // Where the time went.
 const present = PHASES.filter((name) => S.total.phases[name] > 0);
@@ -122,14 +127,17 @@ function usageBar(usage, kind) {
 if (S.total.steps) {
   $("legend").append(...legend(present.map((name) => [name, MEANING[name]])));
   if (S.usages.length > 1) $("bars").append(usageBar(S.total, "total"));
-  S.usages.forEach((usage) => $("bars").append(usageBar(usage)));
+  const lateness = new Map(S.late.map((late) => [late.worker, late.seconds]));
+  const order = [...S.usages];
+  if (order.length > 12) order.sort((one, other) => (lateness.get(other.worker) || 0) - (lateness.get(one.worker) || 0));
+  fold($("bars"), order.map((usage) => usageBar(usage)), "workers; those that were waited for longest come first");
   const head = [{ name: "worker" }, { name: "steps", numeric: 1 }, { name: "per step", numeric: 1 }, ...present.map((name) => ({ name: MEANING[name], numeric: 1 }))];
   $("table").append(table(head, [...S.usages, S.total].map((usage) => [usage.worker, number(usage.steps), time(usage.steps ? usage.seconds / usage.steps : null),
     ...present.map((name) => percent(usage.seconds ? usage.phases[name] / usage.seconds : 0))])));
 } else gone("time");
 
 // The timeline. `view` is what is to be seen, in microseconds from the begin of the scene.
-const KIND = { wait: "waiting", bucket: "exposed" };
+const KIND = { wait: "waiting", communication: "exposed", bucket: "hidden" };
 const kindOf = (name) => { const word = name.split(" ")[0]; return KIND[word] || (PHASES.includes(word) ? word : "other"); };
 const TOP = 40, NAME = 19, MAIN = 24, COMM = 14, GAP = 12;
 const stage = $("stage");
@@ -286,13 +294,14 @@ if ($("trace").textContent.trim()) {
 
 // Who waited for whom.
 const REASON = { compute: "computing", data: "data", between: "between steps", "": "nothing on average" };
-if (S.late.length) {
-  const against = (late, what) => `${time(late.own_s[what])} (${time(late.typical_s[what])})`;
+const late = S.late.filter((one) => one.share >= 0.005);
+if (late.length) {
+  const against = (one, what) => `${time(one.own_s[what])} (${time(one.typical_s[what])})`;
   $("waits-body").append(
     el("p", { class: "lead" }, "In brackets: the median of the other workers. All figures are per step, but for the time waited."),
     el("div", { class: "wide" }, table(
       [{ name: "waited for" }, { name: "by the others", numeric: 1 }, { name: "of their time", numeric: 1 }, { name: "slower in" }, { name: "computing", numeric: 1 }, { name: "data", numeric: 1 }, { name: "between", numeric: 1 }],
-      S.late.slice(0, 12).map((late) => [late.worker, time(late.seconds), percent(late.share), REASON[late.reason], against(late, "compute"), against(late, "data"), against(late, "between")]), { class: "full" })));
+      late.slice(0, 12).map((one) => [one.worker, time(one.seconds), percent(one.share), REASON[one.reason], against(one, "compute"), against(one, "data"), against(one, "between")]), { class: "full" })));
   const names = S.usages.map((usage) => usage.worker);
   if (names.length > 1 && names.length <= 12) {
     const found = new Map(S.waits.map((wait) => [wait.waiter + "\n" + wait.waited_for, wait.seconds]));
@@ -306,7 +315,7 @@ if (S.late.length) {
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "waits ↓ for →"), ...names.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, ...names.map((waiter) => el("tr", {}, el("th", { scope: "row" }, waiter), ...names.map((other) => cell(waiter, other))))))));
   }
-} else if (S.usages.length > 1) $("waits-body").append(el("p", { class: "lead" }, "Nobody waited for anybody."));
+} else if (S.usages.length > 1) $("waits-body").append(el("p", { class: "lead" }, S.waits.length ? `Workers waited ${percent(S.total.seconds ? S.total.phases.waiting / S.total.seconds : 0)} of the time for each other, and for nobody much longer than for the rest.` : "Nobody waited for anybody."));
 else gone("waits");
 
 // Buckets.
@@ -327,9 +336,9 @@ if (S.buckets.length) {
 // Curves.
 function chart(curve, level) {
   const known = curve.points.filter(([, value]) => value !== null), holder = el("div", { class: "plot", tabindex: "0", role: "img" });
-  const note = curve.not_finite ? `${curve.not_finite} not a number, the first at step ${curve.first_not_finite}` : `last ${number(curve.last)} ${curve.unit}`;
+  const note = curve.not_finite ? `${curve.not_finite} not a number, first at step ${curve.first_not_finite}` : `last ${number(curve.last)} ${curve.unit}`;
   const box = el("div", { class: "chart" }, el("header", {}, el("h3", {}, curve.name[0].toUpperCase() + curve.name.slice(1)), el("span", curve.not_finite ? { class: "bad" } : {}, note)), holder);
-  const values = known.map(([, value]) => value).concat(level ? [level.value] : []);
+  const values = known.map(([, value]) => value).concat(level ? [level.value] : [], curve.name === "throughput" ? [0] : []);
   let low = Math.min(...values), high = Math.max(...values);
   const log = low > 0 && high / low > 200;
   const warp = log ? Math.log10 : (value) => value;
@@ -345,12 +354,12 @@ function chart(curve, level) {
     const canvas = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height });
     const marks = [];
     if (log) { const each = Math.max(1, Math.ceil((top - bottom) / 4)); for (let power = Math.ceil(bottom - room); power <= top + room; power += each) marks.push(10 ** power); }
-    else { const each = niceStep((high - low) / 3.5); for (let at = Math.ceil(low / each) * each; at <= high + each * 1e-6 && marks.length < 12; at += each) marks.push(Math.abs(at) < each * 1e-6 ? 0 : at); }
+    else { const each = niceStep((high - low) / 5); for (let at = Math.ceil(low / each) * each; at <= high + each * 1e-6 && marks.length < 12; at += each) marks.push(Math.abs(at) < each * 1e-6 ? 0 : at); }
     for (const mark of marks.filter(Number.isFinite)) {
       canvas.append(draw("line", { class: "rule", x1: left, x2: right, y1: y(mark), y2: y(mark) }), draw("text", { x: left - 7, y: y(mark) + 4, "text-anchor": "end" }, number(mark)));
     }
     canvas.append(draw("line", { class: "axis", x1: left, x2: right, y1: under, y2: under }));
-    const each = Math.max(1, niceStep((last - first) / Math.max(2, width / 110) || 1));
+    const each = Math.max(1, niceStep((last - first) / Math.max(2, width / 80) || 1));
     const ticks = [];
     for (let step = Math.ceil(first / each) * each; step <= last; step += each) ticks.push(step);
     (ticks.length ? ticks : [first]).forEach((step) => canvas.append(draw("text", { x: Math.min(x(step), right - 16), y: height - 8, "text-anchor": "middle" }, step.toLocaleString("en"))));
@@ -410,19 +419,27 @@ if (S.memory.length) {
   const names = [["weights", "weights"], ["gradients", "gradients"], ["optimizer", "optimizer"], ["rest", "activations and everything else"]];
   $("memory-lead").textContent = S.memory[0].where === "device" ? "The most that each worker had on its device at any time." : "The most that each worker's process had at any time; its libraries are part of it.";
   $("memory-body").append(el("div", { class: "legend" }, ...legend(names)));
-  for (const one of S.memory) {
-    $("memory-body").append(bar([one.worker], names.map(([name, text]) => ({ name, value: one.parts[name], text: bytes(one.parts[name]), tip: `${text}\n${bytes(one.parts[name])}` })), most, [bytes(one.total_bytes)]));
-  }
+  fold($("memory-body"), S.memory.map((one) => bar([one.worker], names.map(([name, text]) => ({ name, value: one.parts[name], text: bytes(one.parts[name]), tip: `${text}\n${bytes(one.parts[name])}` })), most, [bytes(one.total_bytes)])), "workers");
 } else gone("memory");
 
 // Events and environment.
 if (S.happenings.length) {
-  const head = [{ name: "after", numeric: 1 }, { name: "step", numeric: 1 }, { name: "what" }, { name: "took", numeric: 1 }, { name: "size", numeric: 1 }, { name: "workers", text: 1 }, { name: "", text: 1 }];
-  const rows = S.happenings.map((one) => [time(Math.max(0, one.at_s)), one.step === null ? "" : number(one.step), one.what === "error" ? el("span", { class: "bad" }, "error") : one.what,
-    one.took_s === null ? "" : time(one.took_s), one.bytes === null ? "" : bytes(one.bytes), one.workers.length === S.usages.length && one.workers.length > 1 ? "all" : one.workers.slice(0, 8).join(", ") + (one.workers.length > 8 ? " …" : ""), one.text]);
-  const used = head.map((_, column) => column < 3 || rows.some((row) => row[column] !== ""));
-  const keep = (row) => row.filter((_, column) => used[column]);
-  $("events-body").append(table(keep(head), rows.map(keep), { class: "full" }));
+  const head = [{ name: "after" }, { name: "step", numeric: 1 }, { name: "what" }, { name: "", text: 1 }, { name: "took", numeric: 1 }, { name: "size", numeric: 1 }, { name: "workers", text: 1 }];
+  const ROUTINE = ["checkpoint", "evaluate"], few = (what) => S.happenings.filter((one) => one.what === what).length <= 5;
+  const toRows = (happenings) => happenings.map((one) => [time(Math.max(0, one.at_s)), one.step === null ? "" : number(one.step), one.what === "error" ? el("span", { class: "bad" }, "error") : one.what, one.text,
+    one.took_s === null ? "" : time(one.took_s), one.bytes === null ? "" : bytes(one.bytes), one.workers.length === S.usages.length && one.workers.length > 1 ? "all" : one.workers.slice(0, 8).join(", ") + (one.workers.length > 8 ? " …" : "")]);
+  const listed = (happenings) => {
+    const rows = toRows(happenings), used = head.map((_, column) => column < 3 || rows.some((row) => row[column] !== ""));
+    const keep = (row) => row.filter((_, column) => used[column]);
+    return table(keep(head), rows.map(keep), { class: "full" });
+  };
+  const main = S.happenings.filter((one) => !ROUTINE.includes(one.what) || few(one.what));
+  if (main.length) $("events-body").append(listed(main));
+  for (const what of ROUTINE.filter((one) => !few(one))) {
+    const own = S.happenings.filter((one) => one.what === what), took = own.map((one) => one.took_s).filter((one) => one !== null);
+    const times = took.length ? `: ${time(took.reduce((a, b) => a + b, 0) / took.length)} each on average, ${time(Math.max(...took))} the longest` : "";
+    $("events-body").append(el("details", {}, el("summary", {}, `${own.length} × ${what}${times}`), listed(own)));
+  }
   if (D.happenings_left_out) $("events-body").append(el("p", { class: "note" }, `${D.happenings_left_out} more are left out here; \`lockstep report --json\` has all.`));
 } else gone("events");
 const facts = Object.entries(S.environment);
@@ -440,7 +457,7 @@ if (S.status === "goes on") foot.push("The run goes on: make the report again to
 if (S.left_out) foot.push(`${S.left_out} lines of the trace could not be read and are left out.`);
 $("foot").append(...foot.map((text) => el("p", {}, text)));
 
-const paintAll = () => { if (scene) drawTimeline(); charts.forEach((paint) => paint()); };
+const paintAll = () => { if (scene) drawTimeline(); charts.forEach((paint) => paint()); document.querySelectorAll(".stack i").forEach((piece) => piece.classList.toggle("tight", piece.scrollWidth > piece.clientWidth)); };
 paintAll();
 let wide = document.documentElement.clientWidth;
 window.addEventListener("resize", () => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; paintAll(); } });
