@@ -24,7 +24,7 @@ _OPTIONS = (
     "--disable-sync --disable-extensions --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 )
 # The pipe has to be at 3 and 4, where this process may have something else.
-_EXEC = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+_EXEC = "import os, sys; a, b, *c = sys.argv[1:]; os.dup2(int(a), 3); os.dup2(int(b), 4); os.execv(c[0], c)"
 
 
 class Page:
@@ -119,7 +119,8 @@ def browse(profile: Path) -> Iterator[Page]:
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
     theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_read, from_write)]
-    command = [sys.executable, "-c", _EXEC, *map(str, theirs), CHROMIUM, *_OPTIONS.split(), f"--user-data-dir={profile}"]
+    chromium = [CHROMIUM, *_OPTIONS.split(), f"--user-data-dir={profile}"]
+    command = [sys.executable, "-c", _EXEC, *map(str, theirs), *chromium]
     process = subprocess.Popen(command, pass_fds=theirs, start_new_session=True, stderr=subprocess.DEVNULL)
     for fd in (to_read, from_write, *theirs):
         os.close(fd)

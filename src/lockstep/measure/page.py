@@ -148,7 +148,7 @@ def compact(scene: Scene, eras: list[Era]) -> dict[str, Any]:
 
 
 def split_wait(closeup: Closeup, least_us: float) -> list[Span]:
-    """Who came last waited least, and that much was communication: of a longer wait, what came before was for others."""
+    """Who came last waited least, and that much was communication: what others waited longer was for that worker."""
     spans = []
     for span in closeup.spans:
         for_others_us = span.took_us - least_us

@@ -7,7 +7,6 @@ since 1970 is taken from the first of them, so that a wall clock that is set lat
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from lockstep.errors import LockstepError
 PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
 TRACKS: Final = ("main", "comm")
 FRESH_S: Final = 15.0  # who wrote a sign of life since then is still at work; clocks of hosts differ a little
+MOST: Final = 1e15  # of seconds, bytes or samples: beyond it, it is damage
 _ANOTHER_BOOT_S: Final = 2.0  # a host whose clock stands for something else by more than that was started again
 
 
@@ -311,9 +311,9 @@ def _window(line: Mapping[str, Any], offset: float) -> Window | None:
         samples=_number(line.get("samples")) or 0.0,
         phases={name: max(0.0, _number(phases.get(name)) or 0.0) for name in PHASES},
         waited_for={rank: s for rank, s in waited.items() if rank is not None and s is not None and s > 0},
-        loss=_number(line.get("loss"), finite=False),
-        lr=_number(line.get("lr"), finite=False),
-        grad_norm=_number(line.get("grad_norm"), finite=False),
+        loss=_any_number(line.get("loss")),
+        lr=_any_number(line.get("lr")),
+        grad_norm=_any_number(line.get("grad_norm")),
         rss_bytes=_number(line.get("rss")),
         peak_bytes=_number(line.get("peak")),
     )
@@ -381,15 +381,20 @@ def _list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _number(found: Any, *, finite: bool = True) -> float | None:
-    """None also for what no float can hold. A loss may be NaN or infinite: that is worth showing."""
+def _number(found: Any) -> float | None:
+    """Of what can be counted or timed. None for what is no number, or more than there can be."""
+    value = _any_number(found)
+    return value if value is not None and abs(value) <= MOST else None  # not for NaN either
+
+
+def _any_number(found: Any) -> float | None:
+    """A loss may be NaN, infinite or huge: that is worth showing. None also for what no float can hold."""
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None
     try:
-        value = float(found)
+        return float(found)
     except OverflowError:
         return None
-    return value if math.isfinite(value) or not finite else None
 
 
 def _whole(found: Any) -> int | None:

@@ -124,13 +124,12 @@ function usageBar(usage, kind) {
   const about = kind ? "" : [usage.worker === "rank" + usage.rank ? "" : "rank " + usage.rank, S.hosts > 1 ? usage.host : ""].filter(Boolean).join(", ");
   return bar([usage.worker, about ? el("small", {}, " " + about) : null], parts, usage.seconds, [time(step), el("small", {}, "per step")], kind);
 }
+const lateness = new Map(S.late.map((late) => [late.worker, late.seconds]));
+const latestFirst = (rows) => rows.length > 12 ? [...rows].sort((one, other) => (lateness.get(other.worker) || 0) - (lateness.get(one.worker) || 0)) : rows;
 if (S.total.steps) {
   $("legend").append(...legend(present.map((name) => [name, MEANING[name]])));
   if (S.usages.length > 1) $("bars").append(usageBar(S.total, "total"));
-  const lateness = new Map(S.late.map((late) => [late.worker, late.seconds]));
-  const order = [...S.usages];
-  if (order.length > 12) order.sort((one, other) => (lateness.get(other.worker) || 0) - (lateness.get(one.worker) || 0));
-  fold($("bars"), order.map((usage) => usageBar(usage)), "workers; those that were waited for longest come first");
+  fold($("bars"), latestFirst(S.usages).map((usage) => usageBar(usage)), "workers; those that were waited for longest come first");
   const head = [{ name: "worker" }, { name: "steps", numeric: 1 }, { name: "per step", numeric: 1 }, ...present.map((name) => ({ name: MEANING[name], numeric: 1 }))];
   $("table").append(table(head, [...S.usages, S.total].map((usage) => [usage.worker, number(usage.steps), time(usage.steps ? usage.seconds / usage.steps : null),
     ...present.map((name) => percent(usage.seconds ? usage.phases[name] / usage.seconds : 0))])));
@@ -199,6 +198,7 @@ const move = (part) => look(view[0] + part * (view[1] - view[0]), view[1] + part
 const describe = (row, span) => `${scene.names[span[0]]}\n${time(span[2] / 1e6)} on ${row.worker}, step ${span[3]}`;
 function chooseScene(index) {
   scene = D.scenes[index];
+  scene.rows = latestFirst(scene.rows);
   chosen = null;
   look(0, scene.length);
 }
@@ -338,8 +338,9 @@ function chart(curve, level) {
   const known = curve.points.filter(([, value]) => value !== null), holder = el("div", { class: "plot", tabindex: "0", role: "img" });
   const note = curve.not_finite ? `${curve.not_finite} not a number, first at step ${curve.first_not_finite}` : `last ${number(curve.last)} ${curve.unit}`;
   const box = el("div", { class: "chart" }, el("header", {}, el("h3", {}, curve.name[0].toUpperCase() + curve.name.slice(1)), el("span", curve.not_finite ? { class: "bad" } : {}, note)), holder);
-  const values = known.map(([, value]) => value).concat(level ? [level.value] : [], curve.name === "throughput" ? [0] : []);
-  let low = Math.min(...values), high = Math.max(...values);
+  const values = known.map(([, value]) => value).concat(level ? [level.value] : [], curve.name === "throughput" || !known.length ? [0] : []);
+  const bound = (value) => Math.max(-8e307, Math.min(8e307, value)); // so that a difference is still a number
+  let low = bound(Math.min(...values)), high = bound(Math.max(...values));
   const log = low > 0 && high / low > 200;
   const warp = log ? Math.log10 : (value) => value;
   if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= log ? 0 : room; high += room; }
@@ -350,7 +351,7 @@ function chart(curve, level) {
   function paint() {
     const width = Math.max(220, holder.clientWidth), height = 190, left = 58, right = width - 8, under = height - 24, over = 10;
     const x = (step) => last === first ? (left + right) / 2 : left + (step - first) / (last - first) * (right - left);
-    const y = (value) => under - (warp(value) - bottom + room) / (top - bottom + 2 * room) * (under - over);
+    const y = (value) => under - (warp(bound(value)) - bottom + room) / (top - bottom + 2 * room) * (under - over);
     const canvas = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height });
     const marks = [];
     if (log) { const each = Math.max(1, Math.ceil((top - bottom) / 4)); for (let power = Math.ceil(bottom - room); power <= top + room; power += each) marks.push(10 ** power); }
