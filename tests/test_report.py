@@ -392,6 +392,7 @@ def test_a_long_run_makes_a_small_page_and_a_trace_for_perfetto(tmp_path: Path) 
     page = (run / "report.html").read_text()
     assert len(page.encode()) < 1_000_000
     assert "<title>digits: Lockstep report</title>" in page
+    assert "all workers" in page.split("<noscript>")[1].split("</noscript>")[0]
     found = Scripts(page)
     assert found.kinds == ["application/json", "text/plain", ""]
     assert set(found.fetched) == {"data:,", "#timeline"}
