@@ -18,6 +18,7 @@ from lockstep.cli import main
 from lockstep.errors import LockstepError
 from lockstep.measure.buckets import split_buckets
 from lockstep.measure.curves import MOST_POINTS, advise_batch, draw, thin_out
+from lockstep.measure.eras import find_eras, find_scenes
 from lockstep.measure.shares import COMPUTE, Usage
 from lockstep.measure.story import Status, Story, tell
 from lockstep.measure.timeline import PHASES, Closeup, Span, read_trace
@@ -217,6 +218,14 @@ def test_clocks_of_hosts_are_aligned(tmp_path: Path) -> None:
     begins = [process.stays[0].windows[0].begin_s for process in trace.processes]
     assert begins == pytest.approx([UNIX_S + 0.2] * 4, abs=1e-3)
     assert tell(trace).hosts == 4
+
+
+def test_the_timeline_does_not_depend_on_wall_clocks_that_differ(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path, Plan(hosts=2, skew_s=0.3, slow={1: 1.5})), now_s=NOW_S)
+    for scene in find_scenes(find_eras(trace)):
+        for by_rank in scene.steps.values():
+            begins = [closeup.begin_s for closeup in by_rank.values()]
+            assert begins == pytest.approx([begins[0]] * 4, abs=1e-4)
 
 
 def test_a_wall_clock_that_was_set_moves_no_worker_of_the_same_host(tmp_path: Path) -> None:

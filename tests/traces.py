@@ -38,6 +38,7 @@ class Plan:
     begin_s: float = 0.0
     losses: dict[int, Any] = field(default_factory=dict)  # step -> what the trace has instead
     global_batch: int = 256
+    skew_s: float = 0.0  # how far the wall clock of each host is ahead of that of the one before
 
 
 @dataclass
@@ -130,7 +131,7 @@ def _opening(plan: Plan, rank: int, name: str) -> Iterator[dict[str, Any]]:
         "pid": 1000 + rank,
         "host": f"node{host}",
         "t": t,
-        "unix_s": UNIX_S + t - _shift(plan, rank),
+        "unix_s": UNIX_S + t - _shift(plan, rank) + plan.skew_s * host,
         "device": "cpu",
         "environment": {"torch": "2.13.0", "python": "3.11.7", "cores": "8", "threads": str(8 // plan.workers or 1)},
     }

@@ -46,6 +46,7 @@ class Facts:
     late: list[Late]
     events: Mapping[str, list[Event]]  # by worker
     elapsed_s: float
+    size: int  # the most workers that there were at a time
 
 
 def find_causes(facts: Facts) -> list[Cause]:
@@ -59,22 +60,23 @@ def find_causes(facts: Facts) -> list[Cause]:
 
 
 def _waiting(facts: Facts) -> Iterator[Cause]:
-    workers = len(facts.usages)
-    if not facts.late or workers < 2:
+    if not facts.late:
         return
     worst = facts.late[0]
-    # With as many workers, chance alone makes each of them the last one in so many steps.
-    if worst.part >= min(0.75, max(0.3, 1.5 / workers)):
+    # Chance alone makes each of the workers the last one now and then: 1 / size of all that is waited.
+    if worst.part >= min(0.75, max(0.3, 1.5 / facts.size)):
         own, typical = worst.own_s, worst.typical_s
         detail = ""
         if worst.reason:
             detail = f": {ms(own[worst.reason])} per step against {ms(typical[worst.reason])}"
-        others = "The other worker" if workers == 2 else "The other workers"
+        others = "The other worker" if facts.size == 2 else "The other workers"
         sentence = (
             f"{others} waited {percent(worst.share)} of the time for {_name(worst)}, {_SLOWER[worst.reason]}{detail}."
         )
         advice = _LATE_ADVICE[worst.reason].format(host=worst.host or "its host")
-        yield Cause("worker", worst.share, sentence, advice)
+        own_s = sum(one.seconds for one in facts.usages if one.worker == worst.worker)
+        # It may have been there for a part of the run only; the others were there without it, too.
+        yield Cause("worker", worst.seconds / max(facts.total.seconds - own_s, worst.seconds), sentence, advice)
         return
     share = facts.total.share("waiting")
     sentence = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 from lockstep.measure.timeline import Closeup, Process, Stay, Trace, Window
 
@@ -98,15 +99,41 @@ class Scene:
 
 
 def find_scenes(eras: list[Era]) -> list[Scene]:
-    return [Scene(era, steps) for era in eras for steps in _runs_of_steps(era)]
+    return [Scene(era, steps) for era in eras for steps in _runs_of_steps(align_hosts(era, _closeups(era)))]
 
 
-def _runs_of_steps(era: Era) -> Iterator[Mapping[int, Mapping[int, Closeup]]]:
+def align_hosts(era: Era, seen: Mapping[int, Mapping[int, Closeup]]) -> dict[int, dict[int, Closeup]]:
+    """Wall clocks of hosts may differ by more than a step takes. The waits of a step end at the same moment everywhere,
+    when all sums are there: every host is moved by the median of what it is off by then."""
+    ends: dict[tuple[int, str], float] = {}  # step, host
+    for step, by_rank in seen.items():
+        for rank, closeup in by_rank.items():
+            waits = [span.start_us + span.took_us for span in closeup.spans if span.name == "wait"]
+            if waits:
+                ends.setdefault((step, era.members[rank].process.head.host), closeup.begin_s + max(waits) / 1e6)
+    hosts = list(dict.fromkeys(host for _, host in ends))
+    first = hosts[0] if hosts else ""
+    shifts = {}
+    for host in hosts[1:]:
+        off = [ends[step, first] - ends[step, host] for step in seen if (step, first) in ends and (step, host) in ends]
+        shifts[host] = median(off) if off else 0.0
+
+    def moved(rank: int, closeup: Closeup) -> Closeup:
+        return replace(closeup, begin_s=closeup.begin_s + shifts.get(era.members[rank].process.head.host, 0.0))
+
+    return {step: {rank: moved(rank, one) for rank, one in by_rank.items()} for step, by_rank in seen.items()}
+
+
+def _closeups(era: Era) -> dict[int, dict[int, Closeup]]:
     seen: dict[int, dict[int, Closeup]] = defaultdict(dict)
     for rank, member in sorted(era.members.items()):
         for closeup in member.stay.closeups:
             if closeup.spans:
                 seen[closeup.step][rank] = closeup
+    return seen
+
+
+def _runs_of_steps(seen: Mapping[int, Mapping[int, Closeup]]) -> Iterator[Mapping[int, Mapping[int, Closeup]]]:
     row: dict[int, Mapping[int, Closeup]] = {}
     for step in sorted(seen):
         if row and step != max(row) + 1:

@@ -156,7 +156,7 @@ def split_wait(closeup: Closeup, least_us: float) -> list[Span]:
             spans.append(span)
             continue
         if for_others_us > 0:
-            spans.append(Span("wait", span.track, span.start_us, for_others_us))
+            spans.append(Span("wait for others", span.track, span.start_us, for_others_us))
         spans.append(Span("communication", span.track, span.start_us + for_others_us, least_us))
     return spans
 

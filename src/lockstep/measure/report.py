@@ -67,17 +67,15 @@ def _report(chosen: argparse.Namespace) -> int:
         page = page or chosen.run / "report.html"
         timeline = timeline or page.parent / "trace.json"
     text = as_text(story)
+    print(json.dumps(to_plain(story), allow_nan=False) if chosen.json else text)  # first: a disk may be full
     written = []
     if page is not None:
         written.append(_write(page, render(Shown(trace, story, text), written_s=now_s)))
     if timeline is not None:
         eras = find_eras(trace)
         written.append(_write(timeline, json.dumps(to_plain(to_chrome(trace, eras, find_scenes(eras))))))
-    if chosen.json:
-        print(json.dumps(to_plain(story), allow_nan=False))
-        return 0
-    print(text)
-    print("\n".join(written))
+    if not chosen.json:
+        print("\n".join(written))
     return 0
 
 

@@ -93,6 +93,7 @@ def tell(trace: Trace) -> Story:
     windows, usages, waits = tell_windows(eras), measure_usage(eras), measure_waits(eras)
     total, late = add_up(usages), find_late(eras, waits)
     elapsed_s = max(0.0, trace.end_s - trace.begin_s)
+    size = max((len(era.members) for era in eras), default=1)
     events: dict[str, list[Event]] = defaultdict(list)
     for process in trace.processes:
         events[process.head.worker] += process.events
@@ -112,7 +113,7 @@ def tell(trace: Trace) -> Story:
         samples_per_s=samples / seconds if seconds and samples else None,
         compute_share=total.share(*COMPUTE) if total.seconds else None,
         scaling=_scaling(eras),
-        causes=find_causes(Facts(usages, total, late, events, elapsed_s)),
+        causes=find_causes(Facts(usages, total, late, events, elapsed_s, size)),
         total=total,
         usages=usages,
         waits=waits,

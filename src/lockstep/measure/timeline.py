@@ -6,18 +6,17 @@ since 1970 is taken from the first of them, so that a wall clock that is set lat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
+from lockstep.measure.loosely import any_number, bytes_of, list_of, load, mapping_of, number, whole
 
 PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
 TRACKS: Final = ("main", "comm")
 FRESH_S: Final = 15.0  # who wrote a sign of life since then is still at work; clocks of hosts differ a little
-MOST: Final = 1e15  # of seconds, bytes or samples: beyond it, it is damage
 _ANOTHER_BOOT_S: Final = 2.0  # a host whose clock stands for something else by more than that was started again
 
 
@@ -179,7 +178,7 @@ def find_folders(run: Path) -> list[Path]:
             "`lockstep run` prints"
         )
     tried = [run / "trace", run]
-    directory = _mapping(_load(_bytes_of(run / "run.json"))).get("directory")
+    directory = mapping_of(load(bytes_of(run / "run.json"))).get("directory")
     if isinstance(directory, str) and directory:
         tried.append(run / directory / "trace")  # an absolute one stays as it is
     for folder in tried:
@@ -202,8 +201,8 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Pro
     stays: list[_Stay] = []
     events: list[Event] = []
     for raw in lines:
-        line = _mapping(_load(raw))
-        kind, t = line.get("kind"), _number(line.get("t"))
+        line = mapping_of(load(raw))
+        kind, t = line.get("kind"), number(line.get("t"))
         if head is None:
             head, offset = _head(line, offsets) if kind == "head" else (None, 0.0)
             left_out += head is None
@@ -255,10 +254,10 @@ class _Stay:
             closeup = _closeup(line, offset)
             self._closeups += [closeup] if closeup is not None else []
             return closeup
-        step, batch = _whole(line.get("step")), _number(line.get("big"))
+        step, batch = whole(line.get("step")), number(line.get("big"))
         if step is None:
             return None
-        noise = Noise(step, batch or 0.0, _number(line.get("scale")))
+        noise = Noise(step, batch or 0.0, number(line.get("scale")))
         self._noises.append(noise)
         return noise
 
@@ -267,7 +266,7 @@ class _Stay:
 
 
 def _head(line: Mapping[str, Any], offsets: dict[str, list[float]]) -> tuple[Head | None, float]:
-    t, unix_s = _number(line.get("t")), _number(line.get("unix_s"))
+    t, unix_s = number(line.get("t")), number(line.get("unix_s"))
     if t is None or unix_s is None:
         return None, 0.0
     host = str(line.get("host", ""))
@@ -275,60 +274,60 @@ def _head(line: Mapping[str, Any], offsets: dict[str, list[float]]) -> tuple[Hea
     offset = same_boot[0] if same_boot else unix_s - t
     if not same_boot:
         offsets.setdefault(host, []).append(offset)
-    environment = {str(name): str(value) for name, value in _mapping(line.get("environment")).items()}
-    worker, pid = str(line.get("worker", "worker")), _whole(line.get("pid")) or 0
+    environment = {str(name): str(value) for name, value in mapping_of(line.get("environment")).items()}
+    worker, pid = str(line.get("worker", "worker")), whole(line.get("pid")) or 0
     return Head(worker, pid, host, str(line.get("device", "")), t + offset, environment), offset
 
 
 def _world(line: Mapping[str, Any], at_s: float | None) -> World | None:
-    rank, size, generation = (_whole(line.get(name)) for name in ("rank", "size", "generation"))
+    rank, size, generation = (whole(line.get(name)) for name in ("rank", "size", "generation"))
     if at_s is None or rank is None or size is None or size < 1:
         return None
-    names = [_bucket_name(one) for one in _list(line.get("bucket_names"))]
-    memory = {str(name): _number(value) or 0.0 for name, value in _mapping(line.get("memory")).items()}
+    names = [_bucket_name(one) for one in list_of(line.get("bucket_names"))]
+    memory = {str(name): number(value) or 0.0 for name, value in mapping_of(line.get("memory")).items()}
     bare = World(at_s, generation or 0, rank, size, str(line.get("backend") or ""), memory_bytes=memory)
     return replace(
         bare,
-        shards=_whole(line.get("shards")) or 0,
-        global_batch=_whole(line.get("global_batch")) or 0,
-        steps=_whole(line.get("steps")),
-        bucket_bytes=tuple(_whole(one) or 0 for one in _list(line.get("buckets"))),
+        shards=whole(line.get("shards")) or 0,
+        global_batch=whole(line.get("global_batch")) or 0,
+        steps=whole(line.get("steps")),
+        bucket_bytes=tuple(whole(one) or 0 for one in list_of(line.get("buckets"))),
         bucket_names=tuple(names),
     )
 
 
 def _window(line: Mapping[str, Any], offset: float) -> Window | None:
-    begin, end, first, count = (_number(line.get(name)) for name in ("t0", "t1", "first", "count"))
+    begin, end, first, count = (number(line.get(name)) for name in ("t0", "t1", "first", "count"))
     if begin is None or end is None or first is None or count is None or count < 1 or end < begin:
         return None
-    phases = _mapping(line.get("phases"))
-    waited = {_whole(rank): _number(s) for rank, s in _mapping(line.get("waited_for")).items()}
+    phases = mapping_of(line.get("phases"))
+    waited = {whole(rank): number(s) for rank, s in mapping_of(line.get("waited_for")).items()}
     return Window(
         begin_s=begin + offset,
         end_s=end + offset,
         first=int(first),
         count=int(count),
-        samples=_number(line.get("samples")) or 0.0,
-        phases={name: max(0.0, _number(phases.get(name)) or 0.0) for name in PHASES},
+        samples=number(line.get("samples")) or 0.0,
+        phases={name: max(0.0, number(phases.get(name)) or 0.0) for name in PHASES},
         waited_for={rank: s for rank, s in waited.items() if rank is not None and s is not None and s > 0},
-        loss=_any_number(line.get("loss")),
-        lr=_any_number(line.get("lr")),
-        grad_norm=_any_number(line.get("grad_norm")),
-        rss_bytes=_number(line.get("rss")),
-        peak_bytes=_number(line.get("peak")),
+        loss=any_number(line.get("loss")),
+        lr=any_number(line.get("lr")),
+        grad_norm=any_number(line.get("grad_norm")),
+        rss_bytes=number(line.get("rss")),
+        peak_bytes=number(line.get("peak")),
     )
 
 
 def _closeup(line: Mapping[str, Any], offset: float) -> Closeup | None:
-    step, t = _whole(line.get("step")), _number(line.get("t"))
-    return None if step is None or t is None else Closeup(step, t + offset, tuple(_spans(_list(line.get("spans")))))
+    step, t = whole(line.get("step")), number(line.get("t"))
+    return None if step is None or t is None else Closeup(step, t + offset, tuple(_spans(list_of(line.get("spans")))))
 
 
 def _spans(found: Iterable[Any]) -> Iterator[Span]:
     for one in found:
         if not isinstance(one, list) or len(one) < 4:
             continue
-        start, took = _number(one[2]), _number(one[3])
+        start, took = number(one[2]), number(one[3])
         if start is not None and took is not None and took >= 0 and one[1] in TRACKS:
             yield Span(str(one[0]), one[1], start, took)
 
@@ -336,8 +335,8 @@ def _spans(found: Iterable[Any]) -> Iterator[Span]:
 def _event(line: Mapping[str, Any], at_s: float | None) -> Event | None:
     if at_s is None or not line.get("what"):
         return None
-    took_s, size = _number(line.get("took_s")), _number(line.get("bytes"))
-    return Event(at_s, _whole(line.get("step")), str(line["what"]), took_s, size, str(line.get("text") or ""))
+    took_s, size = number(line.get("took_s")), number(line.get("bytes"))
+    return Event(at_s, whole(line.get("step")), str(line["what"]), took_s, size, str(line.get("text") or ""))
 
 
 def _bucket_name(found: Any) -> str:
@@ -349,62 +348,15 @@ def _bucket_name(found: Any) -> str:
 
 def _has_trace(folder: Path) -> bool:
     """The directory of a Run holds other *.jsonl files, too; ours begin with a head, unless even that was cut off."""
-    return any(folder.name == "trace" or b'"head"' in _bytes_of(path, 4096) for path in folder.glob("*.jsonl"))
+    return any(folder.name == "trace" or b'"head"' in bytes_of(path, 4096) for path in folder.glob("*.jsonl"))
 
 
 def _is_alive(path: Path, now_s: float) -> bool:
-    now = _mapping(_load(_bytes_of(path)))
-    unix_s = _number(now.get("unix_s"))
+    now = mapping_of(load(bytes_of(path)))
+    unix_s = number(now.get("unix_s"))
     return unix_s is not None and abs(now_s - unix_s) < FRESH_S and now.get("state") != "ended"
-
-
-def _bytes_of(path: Path, most: int = -1) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(most)
-    except OSError:
-        return b""
-
-
-def _load(raw: bytes) -> Any:
-    try:
-        return json.loads(raw.decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _mapping(found: Any) -> Mapping[str, Any]:
-    return found if isinstance(found, dict) else {}
-
-
-def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
-
-
-def _number(found: Any) -> float | None:
-    """Of what can be counted or timed. None for what is no number, or more than there can be."""
-    value = _any_number(found)
-    return value if value is not None and abs(value) <= MOST else None  # not for NaN either
-
-
-def _any_number(found: Any) -> float | None:
-    """A loss may be NaN, infinite or huge: that is worth showing. None also for what no float can hold."""
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        return None
-    try:
-        return float(found)
-    except OverflowError:
-        return None
-
-
-def _whole(found: Any) -> int | None:
-    """Ranks are names in `waited_for`, and so are text there."""
-    if isinstance(found, str):
-        return int(found) if found.isascii() and found.isdigit() and len(found) < 10 else None
-    value = _number(found)
-    return None if value is None else int(value)
 
 
 def _rank_of(worker: str) -> int:
     digits = worker[len(worker.rstrip("0123456789")) :]
-    return _whole(digits) or 0
+    return whole(digits) or 0

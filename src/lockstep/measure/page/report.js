@@ -279,6 +279,7 @@ if ($("trace").textContent.trim()) {
   $("perfetto").addEventListener("click", async () => {
     const origin = "https://ui.perfetto.dev", other = window.open(origin);
     if (!other) { say("The browser did not let this page open a window. Download trace.json, and open it at ui.perfetto.dev."); return; }
+    if (location.protocol === "file:") say("If Perfetto does not take the trace from a page on your disk: download trace.json, and drop it there.");
     const buffer = await traceBuffer();
     const finish = () => { clearInterval(ping); clearTimeout(patience); window.removeEventListener("message", answer); };
     const answer = (event) => {
