@@ -154,6 +154,11 @@ def test_light_and_dark(page: Page) -> None:
     page.resize(1280, 900, dark=True)
     assert brightness("backgroundColor") < 0.15
     assert brightness("color") > 0.8
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    page.call("Emulation.setEmulatedMedia", media="print", features=dark)
+    assert brightness("backgroundColor") == 1
+    assert brightness("color") == 0
+    page.call("Emulation.setEmulatedMedia", media="", features=[])
 
 
 def test_all_text_has_enough_contrast(page: Page) -> None:
