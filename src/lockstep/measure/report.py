@@ -29,7 +29,7 @@ _MORE: Final = """\
 examples:
   lockstep report runs/digits                    the directory of a lockstep.Run
   lockstep report lockstep-logs/20260901-1200    the folder of logs that `lockstep run` prints
-  lockstep report runs/digits --out /tmp/r.html --trace /tmp/t.json
+  lockstep report runs/digits --out page.html --trace timeline.json
   lockstep report runs/digits --json | jq .causes[0]
 
 Efficiency is the share of a worker's time in which it computes: forward, backward and update, over all of the step.
