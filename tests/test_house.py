@@ -35,7 +35,7 @@ ALLOWED = {
     "elastic": {"errors", "plain_json"},
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
     "doctor": {"errors", "place"},
-    "demo": {"errors", "world", "comm", "replicate"},
+    "demo": {"errors", "elastic", "measure"},
     "cli": {"errors", "data", "doctor", "elastic", "measure", "cli_checkpoint"},
     "cli_checkpoint": {"errors", "checkpoint"},
     "__main__": {"cli"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import math
@@ -37,6 +38,7 @@ commands:
   doctor  look at this machine, start two workers as a trial, and say what to change
   watch   show how a run is doing, from anywhere, while it goes on
   demo    train on all cores, kill a worker, and show that the result is that of one worker (about a minute)
+  report  say where the time of a run went, as a page and in the terminal
   scale   change the number of workers of a run that goes on
   certify prove on your own program that any number of workers, and a killed one, give the same bits
   ledger  prove that a run has used every sample exactly once in every epoch
@@ -65,33 +67,23 @@ The exit status is 2, and nothing is started, if the command line makes no sense
 """
 
 
+# Commands that have their own options, --help among them, and are imported when they are called.
+_ELSEWHERE = {
+    "demo": "lockstep.demo.show",
+    "watch": "lockstep.measure.live",
+    "report": "lockstep.measure.report",
+    "doctor": "lockstep.doctor.command",
+    "certify": "lockstep.measure.certify",
+    "checkpoint": "lockstep.cli_checkpoint",
+    "bench": "lockstep.measure.bench",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["checkpoint"]:
-        from lockstep.cli_checkpoint import main as checkpoint
-
-        return checkpoint(arguments[1:])
-    if arguments[:1] == ["doctor"]:
-        from lockstep.doctor.command import main as doctor
-
-        return doctor(arguments[1:])
-    if arguments[:1] == ["demo"]:
-        from lockstep.demo.show import main as demo
-
-        return demo(arguments[1:])
-    if arguments[:1] == ["watch"]:
-        from lockstep.measure.live import main as watch
-
-        return watch(arguments[1:])
-    if arguments[:1] == ["certify"]:
-        from lockstep.measure.certify import main as certify
-
-        return certify(arguments[1:])
-    if arguments[:1] == ["bench"]:
-        # It has its own options, --help among them.
-        from lockstep.measure.bench import main as bench
-
-        return bench(arguments[1:]) or 0
+    if arguments[:1] and arguments[0] in _ELSEWHERE:
+        status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
+        return status or 0
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
         return _run(chosen)
@@ -107,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        usage="lockstep [-h] [--version] {run,watch,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
+        usage="lockstep [-h] [--version] COMMAND ...",
         description="Data-parallel training for PyTorch.",
         epilog=_TOP,
         formatter_class=raw,
@@ -198,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
     ledger.add_argument("--json", action="store_true", help="for programs")
-    for name in ("bench", "certify", "checkpoint", "demo", "watch"):
+    for name in _ELSEWHERE:
         commands.add_parser(name, add_help=False)
     return parser
 

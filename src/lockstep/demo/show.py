@@ -54,7 +54,7 @@ class Training:
     @property
     def samples_per_s(self) -> float:
         """The middle of all windows: neither the first steps count, nor those in which a worker was missing."""
-        return statistics.median(line["samples"] / (line["t1"] - line["t0"]) for line in self.lines("steps"))
+        return float(statistics.median(line["samples"] / (line["t1"] - line["t0"]) for line in self.lines("steps")))
 
     @property
     def recovered_s(self) -> float | None:
@@ -143,7 +143,7 @@ def play(stage: Stage, directory: Path, workers: int) -> int:
     stage.say(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
     verdict = "the same bits" if is_same else "NOT the same: please report it"
     stage.say(f"               {alone.digest[:16]}… on one: {verdict}")
-    stage.say(f"  killed       {'nobody in time' if took is None else f'who was left went on after {1000 * took:.0f} ms'}")
+    stage.say("  killed       " + (f"and the others went on after {1000 * took:.0f} ms" if took else "nobody in time"))
     stage.say(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
     stage.say(
         f"  speed        {many.samples_per_s:,.0f} samples/s, {alone.samples_per_s:,.0f} on one worker: "

@@ -75,7 +75,8 @@ class NoiseScale:
             return None
         # A batch is drawn without putting back: when it is the whole dataset there is no noise left.
         signal = big_sq - noise * (1 / big - (1 / self.population if self.population else 0.0))
-        return {"noise": noise, "signal": signal, "scale": noise / signal if noise > 0 and signal > 0 else None}
+        scale = noise / signal if noise > 0 and signal > 0 else None
+        return {"batch": big, "noise": noise, "signal": signal, "scale": scale}
 
 
 @dataclass(frozen=True)
