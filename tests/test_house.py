@@ -45,6 +45,7 @@ DOORS = {"__init__.py", "elastic/worker.py"}
 # Files that may do more than their room, because they are not of the supervisor: recovery forms process groups inside a
 # worker, and the template is a process of its own, which becomes one.
 MORE = {"elastic/recovery.py": {"comm", "place", "world", "torch"}, "elastic/template.py": {"train", "torch"}}
+OUTSIDE = {"demo/digits.py": {"sklearn"}, "measure/live.py": {"rich"}}  # which they do without, or say what to install
 STANDARD = set(sys.stdlib_module_names) | {"lockstep"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -92,8 +93,7 @@ def test_the_core_imports_torch_and_the_standard_library_only(path: Path) -> Non
     allowed = STANDARD | {"torch"}
     if room_of(path) == "elastic":
         allowed = STANDARD | MORE.get(name_of(path), set())  # a supervisor starts at once
-    if room_of(path) == "demo":
-        allowed = allowed | {"sklearn"}
+    allowed = allowed | OUTSIDE.get(name_of(path), set())
     outside = {name.split(".")[0] for name in imports_of(path)} - allowed
     assert not outside
 

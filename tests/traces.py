@@ -166,7 +166,7 @@ def _window(
         "kind": "steps",
         "t0": times[0],
         "t1": times[1],
-        "first": first,
+        "first": first - 1,  # a trace counts from 0
         "count": last - first + 1,
         "samples": plan.global_batch * (last - first + 1),
         "phases": worker.phases,
@@ -199,10 +199,10 @@ def _closeup(plan: Plan, rank: int, step: int, at: float, phases: dict[str, floa
         begin_s = arrived_s - backward_s * (3 - number) / 4
         end_s = done_s if number == 3 else begin_s + backward_s / 5
         spans.append([f"bucket {number}", "comm", round(1e6 * begin_s), round(1e6 * (end_s - begin_s))])
-    return {"kind": "spans", "step": step, "t": at + _shift(plan, rank), "spans": spans}
+    return {"kind": "spans", "step": step - 1, "t": at + _shift(plan, rank), "spans": spans}
 
 
 def _noise(plan: Plan, step: int, at: float) -> dict[str, Any]:
     scale = None if step < 30 else 800 + 4 * step
-    line = {"kind": "noise", "t": at, "step": step, "batch": plan.global_batch}
+    line = {"kind": "noise", "t": at, "step": step - 1, "batch": plan.global_batch}
     return line | {"noise": 900.0, "signal": 1.2, "scale": scale}

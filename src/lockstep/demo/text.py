@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
     args = parser.parse_args()
     text = "\n".join(topics[name] for name in sorted(topics))
-    alphabet, tokens = torch.tensor([ord(character) for character in text]).unique(return_inverse=True)
+    characters = torch.tensor([ord(character) for character in text])
+    alphabet, tokens = torch.unique(characters, return_inverse=True)
     train_text, test_text = tokens.tensor_split([len(tokens) * 9 // 10])
     train_set = train_text.unfold(0, LENGTH + 1, LENGTH // 2)  # [windows, length + 1]
     test_set = test_text.unfold(0, LENGTH + 1, LENGTH)[:256]

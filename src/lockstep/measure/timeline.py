@@ -257,7 +257,7 @@ class _Stay:
         step, batch = whole(line.get("step")), number(line.get("batch"))
         if step is None:
             return None
-        noise = Noise(step, batch or 0.0, number(line.get("scale")))
+        noise = Noise(step + 1, batch or 0.0, number(line.get("scale")))
         self._noises.append(noise)
         return noise
 
@@ -305,7 +305,7 @@ def _window(line: Mapping[str, Any], offset: float) -> Window | None:
     return Window(
         begin_s=begin + offset,
         end_s=end + offset,
-        first=int(first),
+        first=int(first) + 1,  # people count from 1
         count=int(count),
         samples=number(line.get("samples")) or 0.0,
         phases={name: max(0.0, number(phases.get(name)) or 0.0) for name in PHASES},
@@ -320,7 +320,9 @@ def _window(line: Mapping[str, Any], offset: float) -> Window | None:
 
 def _closeup(line: Mapping[str, Any], offset: float) -> Closeup | None:
     step, t = whole(line.get("step")), number(line.get("t"))
-    return None if step is None or t is None else Closeup(step, t + offset, tuple(_spans(list_of(line.get("spans")))))
+    if step is None or t is None:
+        return None
+    return Closeup(step + 1, t + offset, tuple(_spans(list_of(line.get("spans")))))
 
 
 def _spans(found: Iterable[Any]) -> Iterator[Span]:
