@@ -51,6 +51,8 @@ class Options:
     save_every    steps from one checkpoint to the next, or a time such as "5m"; None: after every epoch and at the end
     threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
     progress      show how far we are
+    backend       "shm", "gloo", "nccl" or "hierarchy"; None: what fits, as for `lockstep.init`
+    device        None: a GPU of this worker's own where there is one, else the CPU
     """
 
     precision: Precision = Precision.FP32
