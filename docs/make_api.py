@@ -1,7 +1,7 @@
-"""Writes docs/api.md from the docstrings: `python docs/make_api.py`; with `--check` it only says whether that is up to date.
+"""Writes docs/api.md from the docstrings: `python docs/make_api.py`. `--check` only says whether it is up to date.
 
-What is public is what `lockstep` hands on (`lockstep.__all__`), with the public methods of its classes; and beside them the results and
-settings that a program meets through `Run`.
+What is public is what `lockstep` hands on (`lockstep.__all__`), with the public methods of its classes; and beside them
+the results and settings that a program meets through `Run`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HEAD = """\
 
 <!-- made by docs/make_api.py: change the docstrings, and run it again -->
 
-Made from the docstrings by `docs/make_api.py`. What `Run` does, in words: [run.md](run.md). All of these are names of `lockstep`, but for those under
-[What `Run` hands out](#what-run-hands-out), which you meet and never make.
+Made from the docstrings by `docs/make_api.py`. What `Run` does, in words: [run.md](run.md). All of these are names of
+`lockstep`, but for those under [What `Run` hands out](#what-run-hands-out), which you meet and never make.
 """
 ROOMS = {
     "Train": ["Run", "Scaling", "LARS", "LAMB", "SyncBatchNorm"],

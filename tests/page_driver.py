@@ -1,13 +1,15 @@
 """Runs the Python of pages, and says what became of every block: `python page_driver.py RESULTS PAGE...`.
 
 Everything is forked from this process, which has torch imported and has not used it: a page costs what it does, and not
-the seconds of an import. The blocks of a page run in one process, one after the other, in one namespace. A block that is a
-complete program runs in a process of its own, or in several that find each other as workers do. All have the page's folder.
+the seconds of an import. The blocks of a page run in one process, one after the other, in one namespace. A block that
+is a complete program runs in a process of its own, or in several that find each other as workers do. All have the
+page's folder.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -25,7 +27,7 @@ from typing import Any
 
 from pages import ROOT, Block, blocks_of, expected_output, name_of
 
-DEADLINE_S = 40.0  # of a block
+DEADLINE_S = 60.0  # of a block
 GRACE_S = 3.0  # of other workers, when one has failed: they may have something to say, too
 FORK = multiprocessing.get_context("fork")
 
@@ -173,8 +175,8 @@ def write_to(output: Path) -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # for good
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def code_of(block: Block) -> str:
@@ -239,13 +241,9 @@ def be_page(line: Any, other_end: Any, folder: Path) -> None:
 
 
 def main(results: Path, pages: list[Path]) -> None:
-    import sklearn.datasets  # noqa: F401
-    import torch.nn.parallel
-    import torch.utils.data  # noqa: F401
-
-    import lockstep
-
-    assert lockstep.Run and lockstep.DistributedDataParallel and lockstep.LAMB and lockstep.SyncBatchNorm
+    for module in ("sklearn.datasets", "torch._dynamo", "torch.utils.data.distributed", "lockstep.train.run"):
+        importlib.import_module(module)  # torch._dynamo is what the first optimiser of a process loads, for seconds
+    importlib.import_module("lockstep.replicate.ddp")
     with results.open("w") as file:
         for page in pages:
             for outcome in run_page(page):

@@ -7,7 +7,7 @@ Comments directly before a block, which no reader sees, say how it is run (tests
     <!-- file: train.py -->            a complete program, kept in the folder of the page under this name
     <!-- raises: Error: its text -->   it must fail, with this error and a text that has this part
     <!-- before: code -->              run first: what the reader is not to be bothered with
-    <!-- output -->                    before a block of text: what the program above it has printed; ... stands for anything
+    <!-- output -->                    before a block of text: what the program above has printed; ... is anything
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHELLS = ("sh", "bash", "console", "")
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--\s*((?:(?!-->).)*?)\s*-->\s*\Z", re.DOTALL)
-_LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:docs|tests|src|examples|campaigns|chaos|conformance)/[\w./-]+)`")
 _JOINED = ("|", "||", "&&", ";", "&")
 
@@ -100,13 +100,12 @@ def commands_of(block: Block, program: str = "lockstep") -> Iterator[list[str]]:
 
 
 def links_of(text: str) -> list[str]:
-    """To other files of the project, `#heading` and all; and paths that the text names."""
-    prose = _FENCE.sub("", text)
-    links = [link for link in _LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
-    return links
+    """To other files of the project, `#heading` and all."""
+    return [link for link in _LINK.findall(_FENCE.sub("", text)) if not re.match(r"[a-z]+:", link)]
 
 
 def named_paths(text: str) -> list[str]:
+    """Paths that the text names without a link."""
     return _PATH.findall(_FENCE.sub("", text))
 
 

@@ -19,6 +19,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+import page_driver
+from lockstep import cli
 from pages import (
     ROOT,
     Block,
@@ -32,8 +35,6 @@ from pages import (
     named_paths,
     written_pages,
 )
-
-from lockstep import cli
 
 TESTS = Path(__file__).resolve().parent
 DEADLINE_S = 110
@@ -188,7 +189,7 @@ def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     """Every command line of it, in order, as a reader would type them."""
     files, lines = tutorial()
@@ -224,7 +225,8 @@ def test_blocks_are_found_with_their_marks() -> None:
 
 
 def test_commands_are_found_in_shell() -> None:
-    code = "$ lockstep run -n 2 \\\n  train.py --lr 1   # two\nA='[1, 2]' lockstep doctor && lockstep demo | tail\nls lockstep\n"
+    code = "$ lockstep run -n 2 \\\n  train.py --lr 1   # two\n"
+    code += "A='[1, 2]' lockstep doctor && lockstep demo | tail\nls lockstep\n"
     found = list(commands_of(Block("page.md", 1, "sh", code)))
     assert found == [["run", "-n", "2", "train.py", "--lr", "1"], ["doctor"], ["demo"]]
     assert list(commands_of(Block("page.md", 1, "python", code))) == []
@@ -253,9 +255,9 @@ def test_output_may_be_cut_anywhere_and_left_out_in_part() -> None:
         ("<!-- not run: no GPU -->\n```python\nboom\n```\n", ""),
     ],
 )
-def test_the_driver_finds_what_is_wrong(text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import page_driver
-
+def test_the_driver_finds_what_is_wrong(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_driver, "name_of", lambda path: path.name)
     (tmp_path / "page.md").write_text(text)
     found = [one.problem for one in page_driver.run_page(tmp_path / "page.md")]

@@ -69,8 +69,9 @@ def refuse_loader(dataset: Any) -> None:
     """It can be iterated over, so it would pass for a stream whose samples are whole batches."""
     if isinstance(dataset, DataLoader):
         raise ValueError(
-            "a DataLoader where a dataset belongs: give `loader.dataset`, without a sampler; Lockstep makes the batches, "
-            "shuffles and deals them out (the options of a loader are called loaders=, collate= and drop_last= here)"
+            "a DataLoader where a dataset belongs: give `loader.dataset`, without a sampler; Lockstep makes the "
+            "batches, shuffles and deals them out (the options of a loader are called loaders=, collate= and "
+            "drop_last= here)"
         )
 
 
