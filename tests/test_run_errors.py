@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from crew import Failure, try_crew
@@ -213,6 +213,14 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         )
         for value in (0, -3, 2.5)
     },
+    "a loader in place of a dataset": (
+        lambda here: here.train(dataset=DataLoader(data(96), batch_size=32)),
+        r"ValueError: a DataLoader where a dataset belongs: give `loader.dataset`",
+    ),
+    "evaluate a loader": (
+        lambda here: here.evaluate(many, DataLoader(data(96), batch_size=32)),
+        r"ValueError: a DataLoader where a dataset belongs: give `loader.dataset`",
+    ),
     "one batch size each": (
         lambda here: here.train(batches={"global_batch": here.last(16, 32)}),
         r"ReplicaMismatch: run.batches: global_batch is 32 on rank 0 and 16 on rank {last}; it must be the same",

@@ -34,16 +34,16 @@ LAST_TENSORS_S = 0.05
 
 @dataclass(frozen=True)
 class World:
-    """The facts about this worker. `source` says how they were found out."""
+    """The facts about this worker, which `lockstep.init` returns."""
 
-    rank: int
-    size: int
-    local_rank: int
+    rank: int  # from 0 to size - 1
+    size: int  # workers in all
+    local_rank: int  # among those of this host
     local_size: int
     host: str
     device: torch.device
-    backend: str
-    source: str
+    backend: str  # of the process group: shm, nccl, gloo, hierarchy
+    source: str  # how all this was found out
 
 
 # ---- choose: facts -> device, backend ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data.order import Division, Order, Position, Shuffled, count_steps, walk
 from lockstep.data.reader import DataError, Failure, Job
@@ -49,6 +49,7 @@ def ask(order: Order, position: Position, size: int) -> list[int]:
 def choose_order(dataset: Any, global_batch: int, drop_last: bool, *, seed: int, order: Order | None) -> Order | None:
     """The order of this dataset, after checking that the two fit. None: it is a stream, and comes as it comes."""
     kind = type(dataset).__name__
+    refuse_loader(dataset)
     # torch gives every dataset, iterable ones too, a __getitem__ that fails.
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         _check_stream(dataset, order)
@@ -62,6 +63,16 @@ def choose_order(dataset: Any, global_batch: int, drop_last: bool, *, seed: int,
         order = Shuffled(len(dataset), global_batch, seed, drop_last)
     _check_order(order, dataset, global_batch, drop_last)
     return order
+
+
+def refuse_loader(dataset: Any) -> None:
+    """It can be iterated over, so it would pass for a stream whose samples are whole batches."""
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            "a DataLoader where a dataset belongs: give `loader.dataset`, without a sampler; Lockstep makes the "
+            "batches, shuffles and deals them out (the options of a loader are called loaders=, collate= and "
+            "drop_last= here)"
+        )
 
 
 def _check_order(order: Order, dataset: Any, global_batch: int, drop_last: bool) -> None:

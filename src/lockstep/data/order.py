@@ -113,7 +113,7 @@ def count_all_steps(order: Order, epochs: int) -> int:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Every sample once per epoch, in an order that is another one in each epoch."""
+    """Every sample once per epoch, in an order that is another one in each epoch. `run.batches` uses it by itself."""
 
     size: int
     global_batch: int

@@ -60,7 +60,10 @@ _UNEQUAL_COPY = "They were just copied from rank 0, so the process group deliver
 
 
 class DistributedDataParallel(TorchDDP):
-    """Drop-in for `torch.nn.parallel.DistributedDataParallel`; the arguments have the meaning they have there."""
+    """Drop-in for `torch.nn.parallel.DistributedDataParallel`: its arguments, its methods, its state dict.
+
+    Results have the same bits as torch's on Gloo with up to three workers. Errors name the worker and the parameter.
+    """
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.data.ahead import put_on
 from lockstep.data.batches import batch_of
+from lockstep.data.jobs import refuse_loader
 from lockstep.data.loader import Loading, load
 from lockstep.data.order import Position
 from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
@@ -38,6 +39,7 @@ class Pieces:
     collate: Collate | None = None  # None: torch's default
 
     def __post_init__(self) -> None:
+        refuse_loader(self.dataset)
         if not isinstance(self.batch, int) or self.batch < 1:
             raise ValueError(f"batch={self.batch!r} must be a whole number, 1 or more")
         if not isinstance(self.loaders, int) or self.loaders < 0:

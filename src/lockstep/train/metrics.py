@@ -24,7 +24,7 @@ Pairs = dict[str, tuple[float, float]]
 
 
 class Mean(float):
-    """A mean that remembers what it is the mean of."""
+    """A mean, as a float; `.sum` and `.weight` are what it was made of."""
 
     sum: float
     weight: float

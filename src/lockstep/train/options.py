@@ -53,6 +53,8 @@ class Options:
     threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
     progress      show how far we are
     trace         keep times and figures of all steps, for `lockstep report` and `lockstep watch`
+    backend       "shm", "gloo", "nccl" or "hierarchy"; None: what fits, as for `lockstep.init`
+    device        None: a GPU of this worker's own where there is one, else the CPU
     """
 
     precision: Precision = Precision.FP32

@@ -76,7 +76,10 @@ class Run:
         directory  where checkpoints and metrics go, and where a run that was interrupted goes on; None: nowhere
         seed       of everything random: initial weights, order of samples, augmentation, dropout
         exact      the same bits on any number of workers; False: whatever is fastest here
-        options    see `lockstep.train.options.Options`
+        options    precision, clipping, checks, checkpoints: see `lockstep.train.options.Options`
+
+        Used in a `with` statement, which joins the other workers, and at its end waits for them and for the last
+        checkpoint. Inside it, random numbers follow from the seed; afterwards they go on where they were before.
         """
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed={seed!r} must be a whole number")
@@ -264,7 +267,10 @@ class Run:
     # -- what is trained ---------------------------------------------------------------------------------------------
 
     def replicate(self, model: Model) -> Model:
-        """The model, on this worker's device, with the weights and buffers of rank 0. Its names stay as they are."""
+        """The model itself, on this worker's device, with the weights and buffers of rank 0: no wrapper, no prefix.
+
+        Names, shapes and dtypes are compared over workers before, and values after. Once per Run.
+        """
         if self._model is not None:
             raise LockstepError("a Run trains one model: put both into one nn.Module, or make another Run after this")
         if not isinstance(model, nn.Module):
@@ -547,7 +553,10 @@ class Run:
     # -- together ----------------------------------------------------------------------------------------------------
 
     def once(self, call: Callable[[], Any], *, on: int = 0) -> Any:
-        """Run something on one worker, while the others wait as long as it takes; all get what it returned."""
+        """Run something on one worker, while the others wait as long as it takes; all get what it returned, as JSON.
+
+        An error there is an error on all workers.
+        """
         elastic = isinstance(self._calls, ElasticCalls)  # there may be fewer at any time; then another one does it
         if on < 0 or (on >= self.world.size and not elastic):
             raise ValueError(f"on={on}: there are ranks 0 to {self.world.size - 1}")
@@ -568,7 +577,7 @@ class Run:
         return self._observer.noise_scale
 
     def digest(self) -> str:
-        """SHA-256 of weights, buffers and what the optimiser remembers."""
+        """SHA-256 of weights, buffers and what the optimiser remembers. Of this worker: nobody is asked."""
         optimizer = self._plan.optimizer if self._plan is not None else None
         return sha256_of(named_state(self._replicated("run.digest"), optimizer))
 
