@@ -31,17 +31,32 @@ class _Job:
     copies: Copies
 
 
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is there. `took_s`: to write it, while training went on."""
+
+    step: int
+    took_s: float
+    size_bytes: int
+
+
 class Writer:
     """`submit` is called by one thread. Another one, of its own, writes, reads back and removes what is outdated."""
 
     def __init__(
-        self, store: Store, on_problem: Callable[[str], None], *, fence: Callable[[], bool] | None = None
+        self,
+        store: Store,
+        on_problem: Callable[[str], None],
+        *,
+        fence: Callable[[], bool] | None = None,
+        on_written: Callable[[Written], None] = lambda _: None,
     ) -> None:
         """
         on_problem  told in words, from either thread, what was not written and why; training goes on
         fence       asked right before a checkpoint would be seen; False: it is dropped, and nobody is told
+        on_written  told, from the thread that writes, of each that has its name
         """
-        self._store, self._on_problem, self._fence = store, on_problem, fence
+        self._store, self._on_problem, self._fence, self._on_written = store, on_problem, fence, on_written
         self._changed = threading.Condition()
         self._free = [Copies(), Copies()]
         self._pending: _Job | None = None
@@ -142,6 +157,8 @@ class Writer:
             if self._store.write(job.step, job.flat, fence=self._fence) is None:
                 return
             self.written = job.step
+            size_bytes = sum(tensor.nbytes for tensor in job.flat.tensors.values())
+            self._on_written(Written(job.step, time.monotonic() - self._began, size_bytes))
         except Exception as error:
             self._say(problems.describe(job.step, path, error, self._store.last()))
             return

@@ -52,12 +52,14 @@ def correct(model: Any, batch: list[Tensor]) -> tuple[Tensor, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, help="for checkpoints and the trace (default: none)")
-    directory = parser.parse_args().directory
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"default: {EPOCHS}")
+    args = parser.parse_args()
+    directory = args.directory
     train_set, test_set = load()
     with lockstep.Run(directory, seed=SEED) as run:
         model = run.replicate(make_model())
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS)
+        batches = run.batches(train_set, global_batch=BATCH, epochs=args.epochs)
         for batch in run.track(batches, optimizer):
             run.step(loss, batch)
         accuracy = float(run.evaluate(correct, test_set))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.demo.digits import report
 
-STEPS, BATCH, LENGTH, WIDTH, SEED = 150, 32, 64, 64, 7
+STEPS, BATCH, LENGTH, WIDTH, SEED = 100, 32, 64, 64, 7
 SAMPLE = 160  # characters to write at the end
 
 

@@ -112,14 +112,9 @@ def _communication(facts: Facts) -> Iterator[Cause]:
 
 def _between(facts: Facts) -> Iterator[Cause]:
     share = median(one.share("between") for one in facts.usages)
-    parts = []
-    for what, name in (("checkpoint", "checkpoints"), ("evaluate", "evaluation")):
-        of_it = max(
-            (_took_s(facts, one.worker, what) / one.phases["between"] for one in facts.usages if one.phases["between"]),
-            default=0.0,
-        )
-        parts += [f"{percent(min(1.0, of_it))} of that in {name}"] if of_it > 0.1 else []
-    detail = f", {' and '.join(parts)}" if parts else ""
+    busy = [one for one in facts.usages if one.phases["between"]]
+    of_it = max((_took_s(facts, one.worker, "evaluate") / one.phases["between"] for one in busy), default=0.0)
+    detail = f", {percent(min(1.0, of_it))} of that in evaluation" if of_it > 0.1 else ""
     sentence = f"The program itself took {percent(share)} of the time between two steps{detail}."
     advice = "Do less there, or less often: logging, evaluating, saving, moving figures from the device (`.item()`)."
     yield Cause("between", share, sentence, advice)

@@ -9,12 +9,14 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from lockstep.checkpoint.writer import Written
 from lockstep.trace import VERSION, TraceFile
 from lockstep.train.stopwatch import PHASES, Span, StepTimes
 
@@ -185,7 +187,19 @@ class Chronicle:
 
     def event(self, what: str, **facts: Any) -> None:
         if self._file is not None:
-            self._file.add("event", t=time.monotonic(), step=self._facts.get("step", 0), what=what, **facts)
+            line = {"t": time.monotonic(), "step": self._facts.get("step", 0), "what": what, **facts}
+            self._file.add("event", **line)
+
+    def checkpoint_written(self, one: Written) -> None:
+        self.event("checkpoint", step=one.step, took_s=one.took_s, bytes=one.size_bytes)
+
+    @contextmanager
+    def during(self, state: str) -> Iterator[None]:
+        before, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = before
 
     def noise(self, **facts: Any) -> None:
         """The last one of a window is written."""

@@ -120,9 +120,11 @@ class Run:
         self._ledger = Ledger(self.directory)
         if self.directory is not None:
             self._metrics = MetricsFile(self.directory)
-        self._saving = Saving(self.directory, every, fence=self._calls.may_commit)
         self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
         self._chronicle = self._observer.chronicle
+        self._saving = Saving(
+            self.directory, every, fence=self._calls.may_commit, on_written=self._chronicle.checkpoint_written
+        )
         chosen = replace(options, device=None)  # that may be another one on every worker
         self._agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._stack.enter_context(kept_random_state(self.device))
@@ -507,6 +509,8 @@ class Run:
         self._agree("run.evaluate", {"batch": batch, "len(dataset)": samples})
         cut = evaluation.Pieces(dataset, batch, **loading)
 
+        began_s = time.monotonic()
+
         def run() -> dict[str, list[float]]:
             faults.at("evaluating")
             with self.options.precision.autocast(self.device):
@@ -520,7 +524,9 @@ class Run:
             totals = {name: mean_of(pairs) for name, pairs in pieces.items()}
             return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
 
-        found = self._calls.make("run.evaluate: figures", run)
+        with self._chronicle.during("evaluating"):
+            found = self._calls.make("run.evaluate: figures", run)
+        self._chronicle.event("evaluate", took_s=time.monotonic() - began_s)
         means = {name: Mean(*pair) for name, pair in found.items()}
         return means[""] if list(means) == [""] else means
 
@@ -638,6 +644,7 @@ class Run:
             self._compare("resuming", {"step": str(step)})
             if found is not None:
                 restore(self._named(plan), found)
+                self._chronicle.event("resumed", text=f"from the checkpoint of step {step}")
             self._applied = plan.batches.position.number
             self._ledger.begin(self._applied, plan.batches.facts(), writes=self.world.rank == 0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.checkpoint.differences import differences
 from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.writer import Writer
+from lockstep.checkpoint.writer import Writer, Written
 from lockstep.errors import CheckpointError
 
 State = dict[str, Any]
@@ -36,9 +36,16 @@ def read_interval(text: str | int | None) -> int | float | None:
 class Saving:
     """The checkpoints of one run. One worker writes them, in the background; each finds the newest by itself."""
 
-    def __init__(self, directory: Path | None, every: str | int | None, *, fence: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        every: str | int | None,
+        *,
+        fence: Callable[[], bool],
+        on_written: Callable[[Written], None],
+    ) -> None:
         self._store = Store(directory) if directory is not None else None
-        self._every, self._fence = read_interval(every), fence
+        self._every, self._fence, self._on_written = read_interval(every), fence, on_written
         self._writer: Writer | None = None
         self._saved_at = -1
         self._saved_s = time.monotonic()
@@ -63,7 +70,7 @@ class Saving:
         if self._store is None or not writes:
             return
         if self._writer is None:
-            self._writer = Writer(self._store, _warn, fence=self._fence)
+            self._writer = Writer(self._store, _warn, fence=self._fence, on_written=self._on_written)
         self._writer.submit(step, state())
 
     def has_written(self, step: int) -> bool:
