@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.measure.models import OPTIMIZERS, Batch, Workload, digest_of, loss_of
-from lockstep.measure.run_arm import EXACT, FAST, RunArm
+from lockstep.measure.run_arm import KINDS, RunArm
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
 OURS_ON_SHM = "lockstep@shm"
@@ -85,6 +85,6 @@ class Arm:
 
 
 def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> Arm | RunArm:
-    if name.partition("@")[0] in (EXACT, FAST):
+    if name.partition("@")[0] in KINDS:
         return RunArm(name, workload, device, group=group)
     return Arm(name, workload, device, group=group)

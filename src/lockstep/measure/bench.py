@@ -2,6 +2,7 @@
 
     lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
     lockstep bench exact      step time with the same bits on any number of workers, beside the fastest there is
+    lockstep bench trace      what the trace of a run costs, and somebody who watches it
     lockstep bench wrapper    what the wrapper costs on one device, in time and memory
     lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
     lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import LockstepError
-from lockstep.measure import bench_comm, bench_exact, bench_hosts, bench_step, bench_wrapper, plot
+from lockstep.measure import bench_comm, bench_exact, bench_hosts, bench_step, bench_trace, bench_wrapper, plot
 from lockstep.measure.arms import DEFAULT_ARMS, NONE, STEP_ARMS, check_backend, load_wrapper
 from lockstep.measure.collectives import Op, parse_size
 from lockstep.measure.models import DEFAULT_MODELS, WORKLOADS
@@ -50,6 +51,10 @@ def run_step(arguments: argparse.Namespace) -> int:
 
 def run_exact(arguments: argparse.Namespace) -> int:
     return bench_exact.run(step_settings(arguments, arms=()), arguments.backends, arguments.json)
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    return bench_trace.run(step_settings(arguments, arms=bench_trace.ARMS), arguments.json)
 
 
 def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> bench_step.Settings:
@@ -108,15 +113,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="step | exact | wrapper | comm | hosts")
+    commands = parser.add_subparsers(required=True, metavar="step | exact | trace | wrapper | comm | hosts")
     step = commands.add_parser("step", help="step time on several workers: no communication, torch DDP, ours")
     step.set_defaults(run=run_step)
     exact = commands.add_parser("exact", help="step time of Run: exact, fast, and our DistributedDataParallel")
     exact.set_defaults(run=run_exact, plot=None)
+    trace = commands.add_parser("trace", help="step time of Run with its trace and a view of it, and without")
+    trace.set_defaults(run=run_trace, plot=None)
     exact.add_argument(
         "--backends", type=backend_names, default="shm,gloo", metavar="NAMES", help="with commas (default shm,gloo)"
     )
-    for command, models in ((step, DEFAULT_MODELS), (exact, ("mlp", "gpt"))):
+    for command, models in ((step, DEFAULT_MODELS), (exact, ("mlp", "gpt")), (trace, ("small", "gpt"))):
         command.add_argument("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
         command.add_argument("--threads", type=positive, default=1, metavar="N", help="of each worker (default 1)")
         command.add_argument(
@@ -146,13 +153,13 @@ def make_parser() -> argparse.ArgumentParser:
             "--arms", type=arm_names, default=",".join(arms), metavar="NAMES",
             help=f"with commas (default {','.join(arms)}); a class with its dotted name, class@backend for a backend",
         )  # fmt: skip
-    for command in (step, exact, wrapper):
+    for command in (step, exact, trace, wrapper):
         command.add_argument("--steps", type=positive, metavar="N", help="steps of each arm in a round")
-    for command in (step, exact, comm):
+    for command in (step, exact, trace, comm):
         command.add_argument(
             "--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)"
         )
-    for command in (step, exact, wrapper, comm):
+    for command in (step, exact, trace, wrapper, comm):
         command.add_argument("--device", choices=("cpu", "cuda"))
         command.add_argument("--rounds", type=positive, metavar="N", help="default 21, or 7 with --quick")
         command.add_argument("--quick", action="store_true", help="fewer rounds")

@@ -174,6 +174,12 @@ def draw_tokens(generator: torch.Generator, *, rows: int, length: int, vocabular
 
 
 WORKLOADS = {
+    "small": Workload(
+        build=lambda: mlp(width=192, layers=4),
+        batch=lambda generator: draw_rows(generator, rows=64, width=192),
+        optimizer="SGD with momentum",
+        about="4 square layers of 37 thousand parameters each, 64 rows: a step is a few milliseconds",
+    ),
     "mlp": Workload(
         build=lambda: mlp(width=2240, layers=5),
         batch=lambda generator: draw_rows(generator, rows=16, width=2240),

@@ -1,7 +1,13 @@
-"""The step of `lockstep.Run` as an arm of a benchmark: the exact one, or the fast one. One shard for each worker."""
+"""The step of `lockstep.Run` as an arm of a benchmark: the exact one, or the fast one; with a trace, or without.
+
+One shard for each worker.
+"""
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -17,12 +23,15 @@ from lockstep.replicate.replica import trained_leaves
 from lockstep.replicate.running import RunningState
 from lockstep.train.audit import Audit
 from lockstep.train.chronicle import Chronicle
-from lockstep.train.observer import Observer, Sight
+from lockstep.train.observer import Blind, Observer, Sight
 from lockstep.train.options import Options
+from lockstep.train.plan import facts_of
 from lockstep.train.precision import LossScale
 from lockstep.train.step import Training, take_step
 
-EXACT, FAST = "exact", "fast"
+EXACT, FAST, TRACED, UNTRACED = "exact", "fast", "traced", "untraced"
+KINDS = (EXACT, FAST, TRACED, UNTRACED)
+TRACES = "LOCKSTEP_BENCH_TRACES"  # the folder for those of the arm that is traced
 SEED = 7
 
 
@@ -33,6 +42,12 @@ def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 def _nothing_to_fetch(batch: GlobalBatch, number: int) -> Shard:
     raise AssertionError("benchmarks do not audit")
+
+
+def _observe(kind: str, rank: int, device: torch.device) -> Observer:
+    if kind != TRACED:
+        return Blind(device)
+    return Observer(Chronicle(Path(os.environ[TRACES]) / "trace", f"rank{rank}", device), device)
 
 
 @final
@@ -46,11 +61,12 @@ class RunArm:
         self.name, self.model = name, workload.build().to(device)
         leaves = trained_leaves(self.model, set())
         shares = [range(rank, rank + 1) for rank in range(group.size())]
-        sum_ = ShardSum(group, shares, device=device, exact=name.partition("@")[0] == EXACT)
+        sum_ = ShardSum(group, shares, device=device, exact=name.partition("@")[0] != FAST)
         self._rank, self._size = group.rank(), group.size()
         self._steps = 0
-        observer = self._observer = Observer(Chronicle(None, name, device), device)
-        observer.share_out(dict, sees=Sight(), first=0, size=self._size)
+        observer = self._observer = _observe(name.partition("@")[0], group.rank(), device)
+        world = {"rank": self._rank, "size": self._size, "backend": name, "generation": 1, "global_batch": 1}
+        observer.share_out(dict, sees=Sight(writes=self._rank == 0), first=0, **world)
         self._training = Training(
             model=self.model,
             leaves=leaves,
@@ -77,7 +93,9 @@ class RunArm:
             of_shards=self._size,
         )
         self._observer.top(self._steps)
-        take_step(self._training, loss, whole)
+        result = take_step(self._training, loss, whole)
+        facts = partial(facts_of, self._training, result)
+        self._observer.stepped(self._steps, result.loss, samples=whole.count, epoch=0, facts=facts)
         self._steps += 1
 
     def bucket_bytes(self) -> tuple[int, ...]:

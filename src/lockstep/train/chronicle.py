@@ -149,10 +149,12 @@ class Chronicle:
                 self._add(times)
 
     def _settle(self, newest: int) -> None:
-        for step in [step for step in self._untold if step < newest - PATIENCE]:
-            self._add(self._untold.pop(step))
-        for step in [step for step in self._heard if step < newest - PATIENCE]:
-            del self._heard[step]
+        if len(self._untold) > PATIENCE:
+            for step in [step for step in self._untold if step < newest - PATIENCE]:
+                self._add(self._untold.pop(step))
+        if len(self._heard) > PATIENCE:
+            for step in [step for step in self._heard if step < newest - PATIENCE]:
+                del self._heard[step]
 
     def _add(self, times: StepTimes) -> None:
         self._window.add(times)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 MEMORY: Final = 1000  # steps: older ones fade
 SHARE_OF_TIME: Final = 0.004  # what looking at shards may cost
+KEPT: Final = 1 - 1 / MEMORY  # of what was, from one step to the next
 RECENT: Final = 8  # steps, until nobody tells of their shards any more
 MOST: Final = 1000  # steps from one look to the next
 
@@ -34,7 +35,8 @@ class FadingMean:
         self._step: int | None = None
 
     def add(self, step: int, value: float) -> None:
-        faded = (1 - 1 / MEMORY) ** max(0, step - self._step) if self._step is not None else 0.0
+        steps = max(0, step - self._step) if self._step is not None else 0
+        faded = KEPT if steps == 1 else KEPT**steps
         self._sum, self._weight, self._step = faded * self._sum + value, faded * self._weight + 1.0, step
 
     @property
@@ -58,8 +60,8 @@ class NoiseScale:
             self._big_sq.add(step, norm**2)
             self._big.add(step, samples)
             self._recent[step] = (norm**2, samples)
-        for old in [old for old in self._recent if old < step - RECENT]:
-            del self._recent[old]
+        while self._recent and (oldest := next(iter(self._recent))) < step - RECENT:
+            del self._recent[oldest]
 
     def see_shards(self, norms: ShardNorms) -> None:
         if norms.step not in self._recent or not math.isfinite(norms.mean_sq):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lockstep.train.noise import NoiseScale, ShardLook, ShardNorms, Unread
 from lockstep.train.stopwatch import Stopwatch
 
 FIELDS: Final = 6  # a timed step, how long it waited; a step that was looked at, and the norms of its shards
+Facts = dict[str, Any]
 NOTHING: Final = (-1.0, 0.0, -1.0, 0.0, 0.0, 0.0)
 
 
@@ -74,6 +75,11 @@ class Observer:
             for bucket, (left_s, came_s) in enumerate(travels()):
                 self._watch.travelled(bucket, left_s, came_s)
 
+    def stepped(self, number: int, loss: float, *, samples: int, epoch: int, facts: Callable[[], Facts]) -> None:
+        """A step was taken. `facts`: its learning rate, the norm of its gradient."""
+        self.chronicle.step(number, loss, samples=samples, epoch=epoch, facts=facts())
+        self.lap("update")
+
     # -- noise -------------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> Callable[[Sequence[Tensor | None]], None] | None:
@@ -94,7 +100,7 @@ class Observer:
 
     # -- others ------------------------------------------------------------------------------------------------------
 
-    def tell(self) -> list[float]:
+    def tell(self) -> Sequence[float]:
         step, waited_s = self.chronicle.tell()
         mine, self._mine = self._mine, None
         if mine is None:
@@ -122,3 +128,40 @@ class Observer:
         """In samples: the batch size beyond which a larger one pays less and less. None: not known yet."""
         facts = self._noise.facts()
         return facts["scale"] if facts is not None else None
+
+
+@final
+class Blind(Observer):
+    """Sees nothing, and costs nothing: for `Run(trace=False)`, and beside the other one in a benchmark."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(Chronicle(None, "", device), device)
+
+    looks_closely = False
+
+    def top(self, number: int) -> None:
+        pass
+
+    def lap(self, name: str, shard: int = -1) -> None:
+        pass
+
+    def travelled(self, travels: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        pass
+
+    def begin(self, number: int) -> None:
+        pass
+
+    def end_shard(self, weight: float | Tensor, samples: int) -> None:
+        pass
+
+    def reduced(self, norm: float | Tensor | None, samples: int, loss_scale: float) -> None:
+        pass
+
+    def stepped(self, number: int, loss: float, *, samples: int, epoch: int, facts: Callable[[], Facts]) -> None:
+        pass
+
+    def tell(self) -> Sequence[float]:
+        return NOTHING
+
+    def hear(self, told: Sequence[Sequence[float]]) -> None:
+        pass

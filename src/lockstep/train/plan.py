@@ -21,7 +21,7 @@ from lockstep.train.observer import Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch, Scaling
-from lockstep.train.step import Plan, Training
+from lockstep.train.step import Plan, Result, Training
 from lockstep.world import World
 
 
@@ -101,12 +101,13 @@ def sight_of(plan: Plan, world: World) -> Sight:
     return Sight(writes=world.rank == 0, shards=dense, population=samples if samples > 0 else None)
 
 
-def rate_of(plan: Plan, step: int) -> float | None:
-    """The learning rate of this step, of the first group; None if only a GPU knows it."""
-    rate = plan.optimizer.param_groups[0]["lr"]
-    if isinstance(rate, Tensor) and rate.is_cuda:
-        return None
-    return float(rate) * (plan.large_batch.factor(step) if plan.large_batch is not None else 1.0)
+def facts_of(plan: Plan | Training, result: Result) -> dict[str, float | None]:
+    """The learning rate of this step, of the first group, and the norm of its gradient; None if only a GPU knows."""
+    rate, times = plan.optimizer.param_groups[0]["lr"], 1.0
+    if plan.large_batch is not None:
+        times = plan.large_batch.factor(result.number)
+    norm = None if isinstance(result.norm, Tensor) and result.norm.is_cuda else result.grad_norm
+    return {"lr": None if isinstance(rate, Tensor) and rate.is_cuda else float(rate) * times, "grad_norm": norm}
 
 
 def describe(plan: Plan, training: Training) -> dict[str, Any]:

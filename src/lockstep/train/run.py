@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -48,10 +49,10 @@ from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
 from lockstep.train.chronicle import Chronicle
 from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
-from lockstep.train.observer import Observer
+from lockstep.train.observer import Blind, Observer
 from lockstep.train.once import Once
 from lockstep.train.options import OptionNames, Options
-from lockstep.train.plan import Basis, describe, introduce, make_plan, rate_of, share_out, sight_of
+from lockstep.train.plan import Basis, describe, facts_of, introduce, make_plan, share_out, sight_of
 from lockstep.train.progress import Progress
 from lockstep.train.saving import Saving, named, restore
 from lockstep.train.schedule import Scaling
@@ -120,7 +121,9 @@ class Run:
         self._ledger = Ledger(self.directory)
         if self.directory is not None:
             self._metrics = MetricsFile(self.directory)
-        self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
+        self._observer: Observer = Blind(self.device)
+        if options.trace:
+            self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
         self._chronicle = self._observer.chronicle
         self._saving = Saving(
             self.directory, every, fence=self._calls.may_commit, on_written=self._chronicle.checkpoint_written
@@ -145,7 +148,7 @@ class Run:
         """See docs/trace.md."""
         logs = os.environ.get("LOCKSTEP_RUN_DIR")
         place = self.directory or (Path(logs) if logs else None)
-        return place / "trace" if place is not None and self.options.trace and self._witness is None else None
+        return place / "trace" if place is not None and self._witness is None else None
 
     def _name(self) -> str:
         """Of this worker, as people and programs know it."""
@@ -428,10 +431,8 @@ class Run:
         if self._witness is not None and self.world.rank == 0:
             self._witness.note(batch.number, result.loss, named_state(plan.model, plan.optimizer))
         self._progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
-        norm = result.norm if isinstance(result.norm, float) else None  # a GPU is not asked: it might not be as far
-        facts = {"lr": rate_of(plan, batch.number), "grad_norm": norm}
-        self._chronicle.step(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
-        self._observer.lap("update")
+        facts = partial(facts_of, plan, result)
+        self._observer.stepped(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
         return result
 
     def _take(self, loss: Loss, batch: Batch) -> Result:

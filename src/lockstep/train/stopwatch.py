@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -73,8 +73,7 @@ def is_looked_at(step: int) -> bool:
     return any(0 <= step - first * scale < 3 for first in (1, 2, 5))
 
 
-@dataclass(frozen=True)
-class _Mark:
+class _Mark(NamedTuple):  # made a dozen times in a step, so not a dataclass
     name: str
     shard: int
     at_s: float
@@ -98,7 +97,8 @@ class Stopwatch:
         """A step begins. Returns the last one that is known in full."""
         looks = is_looked_at(number)
         is_timed = not self._on_gpu or looks or number % GPU_EVERY == 0
-        now = self._mark("between", needed=is_timed or self._is_timed)
+        needed = self._on_gpu and (is_timed or self._is_timed)
+        now = _Mark("between", -1, time.monotonic(), self._record() if needed else None)
         done = self._finish(now)
         self._number, self._marks, self._travels = number, [now], []
         self.looks, self._is_timed = looks, is_timed
@@ -113,18 +113,18 @@ class Stopwatch:
         self._travels.append((bucket, left_s, came_s))
 
     def lap(self, name: str, shard: int = -1) -> None:
-        self._marks.append(self._mark(name, shard))
+        event = self._record() if self._on_gpu and self._is_timed else None
+        self._marks.append(_Mark(name, shard, time.monotonic(), event))
 
     def drop(self) -> None:
         """The step is begun anew: what was done until now is nobody's."""
-        self._marks = [self._mark("between")]
+        self._marks = []
+        self.lap("between")
 
-    def _mark(self, name: str, shard: int = -1, *, needed: bool | None = None) -> _Mark:
-        event = None
-        if self._on_gpu and (self._is_timed if needed is None else needed):
-            event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-        return _Mark(name, shard, time.monotonic(), event)
+    def _record(self) -> Any:
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _finish(self, last: _Mark) -> StepTimes | None:
         if not self._marks or self._number < 0:
@@ -155,18 +155,19 @@ class _Underway:
 
     def times(self) -> StepTimes:
         first = self.marks[0]
-        at = [_seconds_between(first, mark) for mark in self.marks]
         laps: dict[str, float] = {}
         spans = []
-        for n, mark in enumerate(self.marks[1:], 1):
-            took_s = max(0.0, at[n] - at[n - 1])
-            laps[mark.name] = laps.get(mark.name, 0.0) + took_s
+        before_s = 0.0
+        for mark in self.marks[1:]:
+            at_s = _seconds_between(first, mark)
+            laps[mark.name] = laps.get(mark.name, 0.0) + at_s - before_s
             if self.looks:
                 name = mark.name if mark.shard < 0 else f"{mark.name} {mark.shard}"
-                spans.append(Span(name, at[n - 1], took_s))
+                spans.append(Span(name, before_s, at_s - before_s))
+            before_s = at_s
         for bucket, left_s, came_s in self.travels:
             spans.append(Span(f"bucket {bucket}", left_s - first.at_s, max(0.0, came_s - left_s), "comm"))
-        return StepTimes(self.number, first.at_s, first.at_s + at[-1], laps, spans)
+        return StepTimes(self.number, first.at_s, first.at_s + before_s, laps, spans)
 
 
 def _seconds_between(first: _Mark, mark: _Mark) -> float:
