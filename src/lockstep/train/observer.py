@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.train.chronicle import Chronicle
 from lockstep.train.noise import NoiseScale, ShardLook, ShardNorms, Unread
-from lockstep.train.stopwatch import Stopwatch
+from lockstep.train.stopwatch import GPU_EVERY, Stopwatch
 
 FIELDS: Final = 6  # a timed step, how long it waited; a step that was looked at, and the norms of its shards
 Facts = dict[str, Any]
@@ -112,7 +112,9 @@ class Observer:
         self.chronicle.hear([(row[0], row[1]) for row in told])
         if self._batch is not None:
             step, norm, samples = self._batch
-            self._noise.see_batch(step, float(norm), samples)
+            # To ask a GPU takes a while, so that is done where shards were looked at, and now and then.
+            if not isinstance(norm, Tensor) or self._unread is not None or step % GPU_EVERY == 0:
+                self._noise.see_batch(step, float(norm), samples)
         if self._unread is not None:
             self._mine, self._unread = self._unread.read(), None
         looked = False
