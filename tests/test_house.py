@@ -32,7 +32,8 @@ ALLOWED = {
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
     "doctor": {"errors", "place"},
     "demo": {"errors", "world", "comm", "replicate"},
-    "cli": {"errors", "data", "doctor", "elastic", "measure", "cli_checkpoint"},
+    "submit": {"elastic"},
+    "cli": {"errors", "data", "doctor", "elastic", "measure", "submit", "cli_checkpoint"},
     "cli_checkpoint": {"errors", "checkpoint"},
     "__main__": {"cli"},
 }

@@ -35,6 +35,7 @@ from lockstep.errors import LockstepError
 _TOP = """\
 commands:
   run     start a training program on several workers of this machine, or of several
+  submit  write what SLURM, Kubernetes or Ray need to start a training program
   doctor  look at this machine, start two workers as a trial, and say what to change
   demo    train on two workers and show that the replicas stay identical (under a minute)
   scale   change the number of workers of a run that goes on
@@ -75,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lockstep.doctor.command import main as doctor
 
         return doctor(arguments[1:])
+    if arguments[:1] == ["submit"]:
+        from lockstep.submit.command import main as submit
+
+        return submit(arguments[1:])
     if arguments[:1] == ["certify"]:
         from lockstep.measure.certify import main as certify
 
@@ -101,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        usage="lockstep [-h] [--version] {run,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
+        usage="lockstep [-h] [--version] {run,submit,doctor,demo,scale,certify,ledger,checkpoint,bench} ...",
         description="Data-parallel training for PyTorch.",
         epilog=_TOP,
         formatter_class=raw,
@@ -193,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
     ledger.add_argument("--json", action="store_true", help="for programs")
-    for name in ("bench", "certify", "checkpoint"):
+    for name in ("bench", "certify", "checkpoint", "submit"):
         commands.add_parser(name, add_help=False)
     return parser
 
