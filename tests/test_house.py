@@ -33,6 +33,7 @@ ALLOWED = {
     "doctor": {"errors", "place"},
     "demo": {"errors", "world", "comm", "replicate"},
     "submit": {"elastic"},
+    "notebook": {"errors", "place", "elastic", "train"},
     "cli": {"errors", "data", "doctor", "elastic", "measure", "submit", "cli_checkpoint"},
     "cli_checkpoint": {"errors", "checkpoint"},
     "__main__": {"cli"},

@@ -123,7 +123,7 @@ class _Memory:
     place: Place | None = None
     generation: int = 0
     announced: str = ""  # the backend that was named last: a new generation is no news
-    leaves_at_exit: bool = False
+    leaves_at_exit: int = 0  # the process that does: a fork of it does not
 
 
 _memory = _Memory()
@@ -363,9 +363,9 @@ def _take_gpu(device: torch.device, host: str) -> str:
 
 def _leave_at_exit() -> None:
     """Release the group we formed last when the program ends."""
-    if _memory.leaves_at_exit:
+    if _memory.leaves_at_exit == os.getpid():
         return
-    _memory.leaves_at_exit, pid = True, os.getpid()
+    _memory.leaves_at_exit = pid = os.getpid()
 
     def leave() -> None:
         if os.getpid() != pid:
