@@ -19,9 +19,10 @@ ALLOWED = {
     "plain_json": set(),
     "arrival": {"comm"},  # which it imports once torch is there, not before
     "place": {"errors"},
+    "absent": {"errors", "place"},
     "vigil": {"errors", "place"},
     "meeting": {"errors", "vigil"},
-    "world": {"errors", "place", "vigil", "meeting"},
+    "world": {"errors", "absent", "place", "vigil", "meeting"},
     "comm": {"errors", "faults", "place", "vigil", "world"},
     "seed": set(),
     "data": {"errors", "files", "seed", "world"},
