@@ -86,14 +86,17 @@ class _Worker:
         self.rank, self.is_told, self.is_over = rank, False, False
         self.out, self.err = _Stream(ends[0][0], rank, to_stderr=False), _Stream(ends[1][0], rank, to_stderr=True)
         self.told = _Told(ends[2][0])
-        task = Task(call, rank, env, Pipes(*(end[1] for end in ends)))
+        self._theirs = Pipes(*(end[1] for end in ends))
+        task = Task(call, rank, env, self._theirs)
+        # It runs what multiprocessing wants to be run in a fork, so that the function may use it, too.
+        args = (task, guardian.enrol(), guardian.pipe)
+        self.process = multiprocessing.get_context("fork").Process(target=work, args=args)
+
+    def start(self) -> None:
         try:
-            # It runs what multiprocessing wants to be run in a fork, so that the function may use it, too.
-            args = (task, guardian.enrol(), guardian.pipe)
-            self.process = multiprocessing.get_context("fork").Process(target=work, args=args)
             self.process.start()
         finally:
-            for _, writing in ends:
+            for writing in (self._theirs.out, self._theirs.err, self._theirs.answer):
                 os.close(writing)
 
     @property
@@ -127,10 +130,10 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         """Whatever happened, nobody stays."""
         for worker in self._workers:
-            worker.signal_group(signal.SIGKILL)  # also what a worker that has ended has left behind
-            worker.process.join(GRACE_S)
-            assert worker.process.pid is not None
-            self._guardian.release(worker.process.pid)
+            if worker.process.pid is not None:  # if not, an error came between; the guardian kills whoever has begun
+                worker.signal_group(signal.SIGKILL)  # also what a worker that has ended has left behind
+                worker.process.join(GRACE_S)
+                self._guardian.release(worker.process.pid)
             for channel in worker.channels:
                 os.close(channel.pipe)
         self._selector.close()
@@ -140,6 +143,7 @@ class Crew:
         for rank, env in enumerate(environments):
             worker = _Worker(call, env, rank, self._guardian)
             self._workers.append(worker)
+            worker.start()
             for channel in worker.channels:
                 os.set_blocking(channel.pipe, False)
                 self._selector.register(channel.pipe, selectors.EVENT_READ, channel)
