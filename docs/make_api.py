@@ -32,10 +32,11 @@ Made from the docstrings by `docs/make_api.py`. What `Run` does, in words: [run.
 ROOMS = {
     "Train": ["Run", "Scaling", "LARS", "LAMB", "SyncBatchNorm"],
     "Order of samples": ["Shuffled", "InOrder", "ByLength"],
+    "Start": ["launch"],
     "Your own loop": ["init", "World", "DistributedDataParallel", "install"],
     "Errors": [
         *["LockstepError", "WorldError", "ReplicaMismatch", "Desync", "PeerLost", "NonFinite", "Divergence"],
-        *["UnevenData", "CheckpointError"],
+        *["UnevenData", "CheckpointError", "WorkerFailed"],
     ],
 }
 HANDED_OUT = [Result, Mean, Batches, Batch, Shard, Order]

@@ -19,9 +19,10 @@ ALLOWED = {
     "plain_json": set(),
     "arrival": {"comm"},  # which it imports once torch is there, not before
     "place": {"errors"},
+    "absent": {"errors", "place"},
     "vigil": {"errors", "place"},
     "meeting": {"errors", "vigil"},
-    "world": {"errors", "place", "vigil", "meeting"},
+    "world": {"errors", "absent", "place", "vigil", "meeting"},
     "comm": {"errors", "faults", "place", "vigil", "world"},
     "seed": set(),
     "data": {"errors", "files", "seed", "world"},
@@ -36,7 +37,9 @@ ALLOWED = {
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
     "doctor": {"errors", "place"},
     "demo": {"errors", "elastic", "measure"},
-    "cli": {"errors", "data", "doctor", "elastic", "measure", "cli_checkpoint"},
+    "submit": {"elastic"},
+    "notebook": {"errors", "place", "elastic", "train"},
+    "cli": {"errors", "data", "doctor", "elastic", "measure", "submit", "cli_checkpoint"},
     "cli_checkpoint": {"errors", "checkpoint"},
     "__main__": {"cli"},
 }

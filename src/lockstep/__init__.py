@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         PeerLost,
         ReplicaMismatch,
         UnevenData,
+        WorkerFailed,
         WorldError,
     )
+    from lockstep.notebook.launch import launch
     from lockstep.replicate.batchnorm import SyncBatchNorm
     from lockstep.replicate.ddp import DistributedDataParallel
     from lockstep.replicate.install import install
@@ -52,10 +54,12 @@ _HOME = {
     "Shuffled": "lockstep.data.order",
     "SyncBatchNorm": "lockstep.replicate.batchnorm",
     "UnevenData": "lockstep.errors",
+    "WorkerFailed": "lockstep.errors",
     "World": "lockstep.world",
     "WorldError": "lockstep.errors",
     "init": "lockstep.world",
     "install": "lockstep.replicate.install",
+    "launch": "lockstep.notebook.launch",
 }
 
 __all__ = [
@@ -76,10 +80,12 @@ __all__ = [
     "Shuffled",
     "SyncBatchNorm",
     "UnevenData",
+    "WorkerFailed",
     "World",
     "WorldError",
     "init",
     "install",
+    "launch",
 ]
 
 register_backends()

@@ -35,6 +35,7 @@ from lockstep.errors import LockstepError
 _TOP = """\
 commands:
   run     start a training program on several workers of this machine, or of several
+  submit  write what SLURM, Kubernetes or Ray need to start a training program
   doctor  look at this machine, start two workers as a trial, and say what to change
   watch   show how a run is doing, from anywhere, while it goes on
   demo    train on all cores, kill a worker, and show that the result is that of one worker (about a minute)
@@ -72,6 +73,7 @@ _ELSEWHERE = {
     "demo": "lockstep.demo.show",
     "watch": "lockstep.measure.live",
     "report": "lockstep.measure.report",
+    "submit": "lockstep.submit.command",
     "doctor": "lockstep.doctor.command",
     "certify": "lockstep.measure.certify",
     "checkpoint": "lockstep.cli_checkpoint",

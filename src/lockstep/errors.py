@@ -31,6 +31,17 @@ class PeerLost(LockstepError):
         self.rank, self.pid = rank, pid
 
 
+class WorkerFailed(LockstepError):
+    """A worker of `lockstep.launch` failed: the first one. The text has its traceback.
+
+    `status` as subprocess has it: below zero for a signal.
+    """
+
+    def __init__(self, message: str, *, rank: int, status: int) -> None:
+        super().__init__(message)
+        self.rank, self.status = rank, status
+
+
 class NonFinite(LockstepError):
     """A loss or a gradient is infinite or not a number."""
 

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from ipaddress import ip_address
@@ -23,6 +23,9 @@ from torch.distributed.distributed_c10d import Store
 from lockstep.errors import WorldError
 from lockstep.vigil import Process, Vigil
 
+# Asked now and then while somebody is awaited: raises if it is known that they will not come.
+Doubt = Callable[[Iterable[int]], None]
+
 # A store answers in milliseconds. Whoever accepts our connection and then says nothing for this long is no store.
 HANDSHAKE_S = 30.0
 
@@ -30,8 +33,11 @@ HANDSHAKE_S = 30.0
 class Meeting:
     """Everybody at one store, and the moment (of `time.monotonic`) after which we stop waiting for them."""
 
-    def __init__(self, store: Store, rank: int, size: int, where: str, deadline: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, where: str, deadline: float, doubt: Doubt | None = None
+    ) -> None:
         self.store, self.rank, self.size, self.where, self.deadline = store, rank, size, where, deadline
+        self._doubt = doubt
         self.processes: dict[int, Process] = {}
         self._vigil = Vigil(store, during=f"{size} workers met at {where}")
 
@@ -60,6 +66,8 @@ class Meeting:
                     self._vigil.look()
                     if time.monotonic() > self.deadline:
                         raise self._missing(topic)
+                    if self._doubt is not None:
+                        self._doubt(self._silent(topic))
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, 0.25)
                 yield self.store.get(f"{topic}/{rank}").decode()
@@ -70,8 +78,11 @@ class Meeting:
                 "(rank 0, or torchrun) went away; look at the first error in its output"
             ) from error
 
+    def _silent(self, topic: str) -> Iterator[int]:
+        return (rank for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"]))
+
     def _missing(self, topic: str) -> WorldError:
-        gone = [str(rank) for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"])]
+        gone = [str(rank) for rank in self._silent(topic)]
         names = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
         return WorldError(
             f"rank {self.rank} of {self.size} waited at {self.where} for rank{'s' * (len(gone) != 1)} {names}, "
@@ -117,7 +128,9 @@ def _listen(addr: str, port: int) -> tuple[socket.socket, str]:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both), "127.0.0.1"
 
 
-def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str) -> Store:
+def connect(
+    addr: str, port: int, *, deadline: float, who: str, keeper: str, doubt: Doubt | None = None
+) -> Store:
     """Knock until somebody listens, then shake hands.
 
     TCPStore would do both, but it logs a stack trace per attempt and does not keep to its own timeout.
@@ -134,6 +147,8 @@ def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str) -> 
                     "MASTER_ADDR and MASTER_PORT are the same on every worker, and that nothing between the hosts "
                     "blocks the port; LOCKSTEP_JOIN_TIMEOUT_S allows more time"
                 ) from error
+            if doubt is not None:
+                doubt([0])
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.5)
     store = _shake_hands(addr, port, wait_s=max(1.0, min(HANDSHAKE_S, deadline - time.monotonic())))

@@ -132,6 +132,17 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
     )
 
 
+def batch_note(env: Mapping[str, str]) -> str:
+    """For a program that a batch script has started without srun, though the job has several tasks; "" else."""
+    tasks = read_number(env, "SLURM_NTASKS")
+    if env.get("ENVIRONMENT") != "BATCH" or "SLURM_STEP_ID" in env or tasks is None or tasks < 2:
+        return ""
+    return (
+        f"SLURM_NTASKS={tasks}, but the batch script has started this program without srun: it trains on one worker; "
+        "`srun python ...` starts it on all of them"
+    )
+
+
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
     head = re.match(r"((?:[^\[\],]|\[[^\[\]]*\])+)(?:,|$)", nodes.strip())

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
 from lockstep import meeting
+from lockstep.absent import Absence
 from lockstep.errors import PeerLost, WorldError
 from lockstep.meeting import Meeting
-from lockstep.place import Place, detect, identify_host, read_number
+from lockstep.place import Place, batch_note, detect, identify_host, read_number
 from lockstep.vigil import Introduced
 
 JOIN_TIMEOUT_S = 300.0
@@ -123,7 +124,7 @@ class _Memory:
     place: Place | None = None
     generation: int = 0
     announced: str = ""  # the backend that was named last: a new generation is no news
-    leaves_at_exit: bool = False
+    leaves_at_exit: int = 0  # the process that does: a fork of it does not
 
 
 _memory = _Memory()
@@ -157,7 +158,10 @@ def init(
     if dist.is_initialized():
         world = _adopt(asked, deadline)
     else:
-        world = _join(detect(os.environ) or Place(0, 1, "alone"), asked, deadline)
+        place = detect(os.environ)
+        if place is None and (note := batch_note(os.environ)):
+            print(f"lockstep: {note}", file=sys.stderr)
+        world = _join(place or Place(0, 1, "alone"), asked, deadline)
     assert dist.group.WORLD is not None
     _memory.world, _memory.asked, _memory.group = world, asked, weakref.ref(dist.group.WORLD)
     return world
@@ -264,7 +268,7 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
         _memory.store, _memory.place, _memory.generation = _open_store(place, deadline), place, 0
     store = PrefixStore(f"lockstep/{place.attempt}/{_memory.generation}", _memory.store)
     try:
-        others = Meeting(store, place.rank, place.size, where, deadline)
+        others = Meeting(store, place.rank, place.size, where, deadline, _doubt(place))
         hosts = _introduce(others, place, host, asked.backend)
         counted = count_local(hosts, place.rank)
         local_rank = counted[0] if place.local_rank is None else place.local_rank
@@ -351,7 +355,13 @@ def _open_store(place: Place, deadline: float) -> Store:
     if place.rank == 0 and not place.agent_store:
         return meeting.serve(place.addr, place.port)
     who, keeper = f"rank {place.rank} of {place.size}", "torchrun" if place.agent_store else "rank 0"
-    return meeting.connect(place.addr, place.port, deadline=deadline, who=who, keeper=keeper)
+    doubt = _doubt(place)
+    return meeting.connect(place.addr, place.port, deadline=deadline, who=who, keeper=keeper, doubt=doubt)
+
+
+def _doubt(place: Place) -> meeting.Doubt | None:
+    """Only SLURM leaves variables where nobody was started."""
+    return Absence(os.environ).look if place.source == "SLURM" and place.size > 1 else None
 
 
 def _take_gpu(device: torch.device, host: str) -> str:
@@ -363,9 +373,9 @@ def _take_gpu(device: torch.device, host: str) -> str:
 
 def _leave_at_exit() -> None:
     """Release the group we formed last when the program ends."""
-    if _memory.leaves_at_exit:
+    if _memory.leaves_at_exit == os.getpid():
         return
-    _memory.leaves_at_exit, pid = True, os.getpid()
+    _memory.leaves_at_exit = pid = os.getpid()
 
     def leave() -> None:
         if os.getpid() != pid:

@@ -1,0 +1,1 @@
+"""`lockstep submit`: writes what a cluster needs to start a training program: SLURM, Kubernetes, Ray."""
