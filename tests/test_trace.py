@@ -17,6 +17,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from crew import crew
+from lockstep.errors import LockstepError
+from lockstep.train.board import Board
 from lockstep.train.chronicle import Chronicle, Window
 from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
 from lockstep.train.stopwatch import PHASES, StepTimes, Stopwatch, is_looked_at
@@ -195,7 +197,7 @@ class Slow(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return torch.full((8,), index / 400), torch.tensor(index % 2)
 
 
-def train(rank: int, size: int, folder: Path, planted: str) -> dict[str, float]:
+def train(rank: int, size: int, folder: Path, planted: str, options: Any = None) -> dict[str, float]:
     """Returns what this worker's loop took, measured from outside, by step."""
 
     def loss(model: nn.Module, part: Any) -> tuple[Tensor, int]:
@@ -204,7 +206,7 @@ def train(rank: int, size: int, folder: Path, planted: str) -> dict[str, float]:
         return F.cross_entropy(model(part[0]), part[1], reduction="sum"), len(part[1])
 
     dataset = Slow(0.002 if planted == "slow data" else 0.0)
-    with lockstep.Run(folder, seed=1, progress=False, device="cpu", backend="gloo") as run:
+    with lockstep.Run(folder, seed=1, progress=False, device="cpu", backend="gloo", **(options or {})) as run:
         model = run.replicate(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = run.batches(dataset, global_batch=16, shards=4, epochs=4)
@@ -267,6 +269,24 @@ def test_a_trace_says_who_wrote_it_and_how_things_are(tmp_path: Path) -> None:
     assert any(name == "bucket 0" for one in spans for name, *_ in one["spans"])
     now = json.loads((tmp_path / "trace" / "rank0.now").read_text())
     assert (now["state"], now["step"], now["steps"], now["figures"]) == ("ended", 100, 100, {"accuracy": 0.5})
+
+
+def test_tensorboard_gets_figures_once(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    crew(train, 2, tmp_path, "nothing", {"tensorboard": True})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = reader.EventAccumulator(str(file))
+    found.Reload()
+    assert {"loss", "learning rate", "samples per second", "accuracy"} <= set(found.Tags()["scalars"])
+    assert [(event.step, event.value) for event in found.Scalars("accuracy")] == [(100, 0.5)]
+
+
+def test_tensorboard_needs_a_place_and_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LockstepError, match="tensorboard=True: where shall its files go"):
+        Board(None, wanted=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LockstepError, match="pip install tensorboard"):
+        Board(tmp_path, wanted=True)
 
 
 def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -79,6 +79,7 @@ class Chronicle:
         self._facts: dict[str, Any] = {}
         self._figures: Mapping[str, float] = {}
         self.state = "training"
+        self.on_window: Callable[[int, Mapping[str, float | None]], None] = lambda _step, _figures: None
         self._last: dict[str, Any] = {}
         if folder is not None:
             self._file = TraceFile(folder, f"{time.time_ns() // 1_000_000}-{worker}-{os.getpid()}", worker)
@@ -180,8 +181,17 @@ class Chronicle:
                 self._file.add("steps", **self._last, **facts)
                 if self._noise is not None:
                     self._file.add("noise", **self._noise)
-                self._noise = None
+            self.on_window(self._facts["step"], self._figures_of_window())
+            self._noise = None
         self._window = Window(now_s)
+
+    def _figures_of_window(self) -> dict[str, float | None]:
+        """For people who look at curves."""
+        last, facts = self._last, self._facts
+        took_s = last["t1"] - last["t0"]
+        figures = {"loss": last["loss"], "learning rate": facts.get("lr"), "gradient norm": facts.get("grad_norm")}
+        noise = self._noise["scale"] if self._noise is not None else None
+        return {**figures, "samples per second": last["samples"] / took_s if took_s else None, "noise scale": noise}
 
     def _memory(self) -> dict[str, int | None]:
         peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None

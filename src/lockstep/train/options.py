@@ -36,6 +36,7 @@ class OptionNames(TypedDict, total=False):
     threads: int
     progress: bool
     trace: bool
+    tensorboard: bool
     backend: str | None
     device: str | torch.device | None
 
@@ -53,6 +54,7 @@ class Options:
     threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
     progress      show how far we are
     trace         keep times and figures of all steps, for `lockstep report` and `lockstep watch`
+    tensorboard   write loss, learning rate, speed and the figures of `run.log` for TensorBoard too; needs its package
     backend       "shm", "gloo", "nccl" or "hierarchy"; None: what fits, as for `lockstep.init`
     device        None: a GPU of this worker's own where there is one, else the CPU
     """
@@ -67,6 +69,7 @@ class Options:
     threads: int = 1
     progress: bool = True
     trace: bool = True
+    tensorboard: bool = False
     backend: str | None = None
     device: str | torch.device | None = None
 

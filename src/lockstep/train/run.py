@@ -45,6 +45,7 @@ from lockstep.replicate.digest import named_state, sha256_of
 from lockstep.replicate.replica import Leaf
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import evaluation, setting, verdict
+from lockstep.train.board import Board
 from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
 from lockstep.train.chronicle import Chronicle
@@ -125,6 +126,8 @@ class Run:
         if options.trace:
             self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
         self._chronicle = self._observer.chronicle
+        board = self._board = Board(self.directory, wanted=options.tensorboard and self._witness is None)
+        self._chronicle.on_window = lambda step, figures: board.show(step, figures, writes=self.world.rank == 0)
         self._saving = Saving(
             self.directory, every, fence=self._calls.may_commit, on_written=self._chronicle.checkpoint_written
         )
@@ -166,6 +169,7 @@ class Run:
         else:
             self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
         self._chronicle.close(in_peace=error is None)
+        self._board.close()
         if self._training is not None:
             self._training.sum.close()
         if error is None and self._group is not dist.group.WORLD:
@@ -551,6 +555,7 @@ class Run:
         if self.directory is not None and self._calls.is_member:
             step = self._plan.batches.position.number if self._plan is not None else 0
             self._metrics.note(step, reduced, writes=self.world.rank == 0)
+            self._board.show(step, reduced, writes=self.world.rank == 0)
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:
