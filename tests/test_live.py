@@ -92,6 +92,7 @@ def test_nobody_has_said_anything(run: Path) -> None:
 def test_the_picture_has_all_of_it(run: Path) -> None:
     console = pytest.importorskip("rich.console").Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     events = [
+        *({"time": 98.0, "event": "started", "worker": worker, "slot": 0} for worker in ("h0.5", "h0.0")),
         {"time": 99.0, "event": "lost", "worker": "h0.1", "code": -9},
         {"time": 99.1, "event": "recovered", "worker": "h0.0", "took_s": 0.123},
     ]
@@ -99,6 +100,7 @@ def test_the_picture_has_all_of_it(run: Path) -> None:
     write(run, said(0), said(1, loss=float("nan"), worker="[bold]h1.1"))
     console.print(live.draw(look(find(run), now_s=101.0)))
     text = console.export_text()
+    assert re.search(r"256 MiB +1 +7 ", text), text  # worker 0 came in the place of worker 5
     for part in ("step 40 of 100", "0:30 left", "70%", "worker 0", "[bold]h1.1", "256 MiB", "rank 1", "lost workers 1"):
         assert part in text, text
     assert "worker 1 was lost (status -9)" in text

@@ -114,6 +114,7 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("for")
     table.add_column("memory", justify="right")
+    table.add_column("restarts", justify="right")
     table.add_column("pid", justify="right")
     for worker in workers[:FIRST_WORKERS]:
         shares = worker.shares
@@ -123,7 +124,7 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
         whom = f"rank {worker.waited_for}" if worker.waited_for is not None and shown[3] > 0.02 else ""
         memory = in_bytes(worker.memory_bytes)
         about = [Text(str(worker.rank)), Text(worker.name), *(cells if shares else [Text()] * 4)]
-        table.add_row(*about, Text(whom), Text(memory), Text(str(worker.pid)))
+        table.add_row(*about, Text(whom), Text(memory), Text(str(worker.restarts or "")), Text(str(worker.pid)))
     if len(workers) > FIRST_WORKERS:
         table.add_row("", f"and {len(workers) - FIRST_WORKERS} more")
     return table

@@ -14,7 +14,8 @@ from lockstep.errors import LockstepError
 
 COMPUTE: Final = ("forward", "backward", "update")
 STALE_S: Final = 15.0  # nobody has heard of a worker for so long
-TAIL_BYTES: Final = 20_000  # of the files with events
+TAIL_BYTES: Final = 20_000  # of a trace, in which events are few
+EVENTS_BYTES: Final = 1_000_000  # of the launcher's events
 WORDS: Final = {"started": "started", "lost": "was lost", "ended": "ended", "recovered": "goes on"}
 
 
@@ -33,6 +34,7 @@ class Worker:
     shares: Mapping[str, float]  # of its time, by phase
     waited_for: int | None  # the rank that it has waited for most
     memory_bytes: int
+    restarts: int = 0  # workers that were lost in its place
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,12 @@ def look(place: Place, *, now_s: float | None = None) -> Snapshot | None:
         if one.get("generation") == newest.get("generation") and one.get("rank") is not None:
             by_rank[one["rank"]] = one
     leader = by_rank.get(0, newest)
-    events, lost = _events(place)
+    launched = list(_tail(place.logs / "events.jsonl", EVENTS_BYTES)) if place.logs is not None else []
+    restarts = _restarts(launched)
     is_silent = now_s - newest["unix_s"] > STALE_S
     state = "silent" if is_silent and newest.get("state") != "ended" else str(newest.get("state", ""))
     return Snapshot(
-        workers=[_worker(one) for _, one in sorted(by_rank.items())],
+        workers=[_worker(one, restarts.get(str(one.get("worker")), 0)) for _, one in sorted(by_rank.items())],
         state=state,
         step=int(newest.get("step") or 0),
         steps=newest.get("steps"),
@@ -123,12 +126,12 @@ def look(place: Place, *, now_s: float | None = None) -> Snapshot | None:
         global_batch=newest.get("global_batch"),
         samples_per_s=leader.get("samples_per_s"),
         figures=leader.get("figures") or {},
-        events=events,
-        lost=lost,
+        events=_events(launched, place.trace),
+        lost=sum(line.get("event") == "lost" for line in launched),
     )
 
 
-def _worker(said: Mapping[str, Any]) -> Worker:
+def _worker(said: Mapping[str, Any], restarts: int) -> Worker:
     phases: Mapping[str, float] = said.get("phases") or {}
     whole = sum(phases.values())
     waited: Mapping[str, float] = said.get("waited_for") or {}
@@ -144,24 +147,32 @@ def _worker(said: Mapping[str, Any]) -> Worker:
         shares={name: seconds / whole for name, seconds in phases.items()} if whole > 0 else {},
         waited_for=int(max(waited, key=lambda rank: waited[rank])) if waited else None,
         memory_bytes=int(said.get("peak") or said.get("rss") or 0),
+        restarts=restarts,
     )
 
 
-def _events(place: Place) -> tuple[list[Event], int]:
+def _restarts(launched: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """By worker: how many were started in its place before it."""
+    before: dict[Any, int] = {}
+    found: dict[str, int] = {}
+    for line in launched:
+        if line.get("event") == "started":
+            found[str(line.get("worker"))] = before.get(line.get("slot"), 0)
+            before[line.get("slot")] = before.get(line.get("slot"), 0) + 1
+    return found
+
+
+def _events(launched: Iterable[Mapping[str, Any]], trace: Path) -> list[Event]:
     """The newest last."""
-    found: list[Event] = []
-    lost = 0
-    if place.logs is not None:
-        for line in _tail(place.logs / "events.jsonl"):
-            lost += line.get("event") == "lost"
-            if (text := _tell(line)) is not None:
-                found.append(Event(float(line.get("time", 0.0)), in_words(text)))
-    for path in sorted(place.trace.glob("*.jsonl"))[-8:]:
-        for line in _tail(path):
+    found = [
+        Event(float(line.get("time", 0.0)), in_words(text)) for line in launched if (text := _tell(line)) is not None
+    ]
+    for path in sorted(trace.glob("*.jsonl"))[-8:]:
+        for line in _tail(path, TAIL_BYTES):
             if line.get("kind") == "event" and line.get("what") != "recovery":
                 what = f"{line['what']} at step {line.get('step')}"
                 found.append(Event(path.stat().st_mtime, f"{what}: {line['text']}" if "text" in line else what))
-    return sorted(found, key=lambda event: event.unix_s)[-50:], lost
+    return sorted(found, key=lambda event: event.unix_s)[-50:]
 
 
 def in_words(text: str) -> str:
@@ -181,10 +192,10 @@ def _tell(line: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _tail(path: Path) -> Iterable[dict[str, Any]]:
+def _tail(path: Path, size_bytes: int) -> Iterable[dict[str, Any]]:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            file.seek(max(0, path.stat().st_size - size_bytes))
             lines = file.read().splitlines()
     except OSError:
         return
