@@ -107,9 +107,9 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("rank", justify="right")
-    table.add_column("worker")
+    table.add_column("worker", no_wrap=True)
     for name in ("computes", "data", "exposed", "waits"):
         table.add_column(name, justify="right")
     table.add_column("for")
