@@ -75,6 +75,7 @@ def certify(folder: Path, mistake: str, *options: str, monkeypatch: pytest.Monke
     return cli.main(["certify", "--workers", "1,2", "--steps", "4", *options, "program.py"])
 
 
+@pytest.mark.slow
 def test_a_good_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     status = certify(tmp_path, "pass", "--json", "certificate.json", monkeypatch=monkeypatch)
     said = capfd.readouterr().out

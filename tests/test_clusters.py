@@ -130,11 +130,13 @@ def long_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ---- on one machine --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("-n", "2"), ("-n", "2", "--min", "1")], ids=["fixed", "elastic"])
 def test_lockstep_run(tmp_path: Path, alone: str, options: tuple[str, ...]) -> None:
     assert digest_of(run(tmp_path, sys.executable, "-m", "lockstep", "run", *options, DIGITS, *SHORT)) == alone
 
 
+@pytest.mark.slow
 def test_lockstep_launch(tmp_path: Path, alone: str) -> None:
     (tmp_path / "script.py").write_text(
         textwrap.dedent(f"""

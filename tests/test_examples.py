@@ -79,7 +79,9 @@ def test_help_says_what_it_does_and_how_it_is_started() -> None:
     ("name", "arguments", "differently"),
     [
         pytest.param("chargpt.py", ("--steps", "3", "--text", str(ROOT / "README.md")), (), marks=pytest.mark.slow),
-        ("cifar_like.py", ("--steps", "6", "--optimizer", "lars"), ("--loaders", "1")),
+        pytest.param(
+            *("cifar_like.py", ("--steps", "6", "--optimizer", "lars"), ("--loaders", "1")), marks=pytest.mark.slow
+        ),
     ],
     ids=["chargpt", "cifar_like"],
 )

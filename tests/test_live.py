@@ -159,6 +159,7 @@ def test_a_run_shows_itself_below_what_its_workers_print(tmp_path: Path) -> None
     assert "samples/s  waiting for data" not in seen  # that line is for those who have no picture
 
 
+@pytest.mark.slow
 def test_plain_is_plain(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     status, seen = in_terminal(["run", "-n", "2", "--plain", "--log-dir", "logs", "train.py"], tmp_path)
@@ -173,6 +174,7 @@ def test_plain_is_plain(tmp_path: Path) -> None:
     assert "accuracy 0.75  2 workers  ended" in watched.stdout
 
 
+@pytest.mark.slow
 def test_who_fails_has_the_last_word(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     (tmp_path / "train.py").write_text(PROGRAM.replace("run.log(accuracy=0.75)", "raise KeyError('of the program')"))

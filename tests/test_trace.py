@@ -24,6 +24,7 @@ from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
 from lockstep.train.stopwatch import PHASES, StepTimes, Stopwatch, is_looked_at
 
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("which", ["a line", pytest.param("blobs", marks=SLOW)])
 def test_the_noise_scale_is_what_all_samples_one_by_one_give(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_data, make_model, of, batch = MODELS[which]
     monkeypatch.setattr("lockstep.train.noise.SHARE_OF_TIME", 1.0)  # so that the machine does not decide how often
@@ -228,7 +229,9 @@ def lines_of(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
                 yield found | {"file": path.name}
 
 
-@pytest.mark.parametrize("planted", ["nothing", "slow worker", "slow data"])
+@pytest.mark.parametrize(
+    "planted", ["slow worker", pytest.param("nothing", marks=SLOW), pytest.param("slow data", marks=SLOW)]
+)
 def test_times_add_up_and_show_what_was_planted(planted: str, tmp_path: Path) -> None:
     outcome = crew(train, 2, tmp_path, planted)
     for rank in range(2):
@@ -271,6 +274,7 @@ def test_a_trace_says_who_wrote_it_and_how_things_are(tmp_path: Path) -> None:
     assert (now["state"], now["step"], now["steps"], now["figures"]) == ("ended", 100, 100, {"accuracy": 0.5})
 
 
+@SLOW
 def test_tensorboard_gets_figures_once(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     crew(train, 2, tmp_path, "nothing", {"tensorboard": True})
