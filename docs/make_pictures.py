@@ -44,7 +44,7 @@ SHOW = Path("/tmp/show")  # a name that tells nothing about who made the picture
 COLUMNS, ROWS = 100, 30
 PROMPT = "\x1b[32m$\x1b[0m lockstep demo\r\n"  # the recording begins after it was typed
 
-SPEED, HURRY = 2.0, 5.0  # times as fast as it was: what is new, and what was seen before
+SPEED, HURRY = 4.0, 12.0  # times as fast as it was: what is new, and what was seen before
 HURRY_FROM, HURRY_TO = "2. The same", "What came out"
 FRAME_S, FIRST_S, LAST_S, LONGEST_S = 0.25, 1.0, 8.0, 1.5  # as shown
 MOST_BYTES = {"demo.gif": 1_500_000} | {f"report-{name}.png": 250_000 for name in ("light", "dark", "phone")}
@@ -97,6 +97,7 @@ COLOURS = {
     "white": LIGHT,
 }
 FAINT = "#7f8899"
+DOTS = ("#e0605a", "#e0b04a", "#5cb85c")
 
 
 class Screen(pyte.Screen):
@@ -191,7 +192,7 @@ class Painter:
         image = Image.new("RGB", size, DARK)
         draw = ImageDraw.Draw(image)
         draw.rectangle((0, 0, size[0], self.BAR), fill="#1c222c")
-        for n, colour in enumerate(("#e0605a", "#e0b04a", "#5cb85c")):
+        for n, colour in enumerate(DOTS):
             x, y = self.PAD + 8 + 20 * n, self.BAR // 2
             draw.ellipse((x - 5, y - 5, x + 5, y + 5), fill=colour)
         for y, row in enumerate(shot):
@@ -231,6 +232,8 @@ def write_recording(folder: Path, path: Path, *, frames_to: Path | None) -> None
     sample = Image.new("RGB", (images[0].width, 3 * images[0].height))
     for n, image in enumerate((images[0], images[len(images) // 3], images[-1])):
         sample.paste(image, (0, n * image.height))
+    for n, colour in enumerate((*DOTS, *COLOURS.values())):  # however little there is of it
+        sample.paste(colour, (40 * n, 0, 40 * n + 40, 200))
     palette = sample.quantize(48, dither=Image.Dither.NONE)
     frames = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     durations = [max(20, 10 * round(100 * last_s)) for last_s in lasts]
@@ -259,7 +262,7 @@ def photograph(folder: Path, pictures: Path) -> None:
         _shoot(page, pictures / "report-phone.png", width=390, below="time", scale=2)
 
 
-# The recording ends on two workers, and so does this; a scene with one has nothing to show of communication.
+# What the page shows first may be the steps of one worker alone, in which there is no communication to be seen.
 TWO_WORKERS = """(() => {
   const scene = document.getElementById("scene");
   const fit = [...scene.options].filter(option => option.text.includes("2 workers"));
