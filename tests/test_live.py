@@ -107,6 +107,31 @@ def test_the_picture_has_all_of_it(run: Path) -> None:
     assert "worker 0 goes on after 123 ms" in text
 
 
+def test_events_of_a_trace_have_the_time_at_which_they_happened_and_are_told_once(run: Path) -> None:
+    write(run, said(0), said(1))
+    (run / "events.jsonl").write_text(json.dumps({"time": 97.5, "event": "lost", "worker": "h0.2"}) + "\n")
+    for rank, clock_s in ((0, 0.0), (1, 40.0)):  # a monotonic clock begins anywhere
+        lines: list[dict[str, Any]] = [{"kind": "head", "unix_s": 90.0, "t": clock_s}]
+        lines += [{"kind": "event", "what": "checkpoint", "step": 5, "t": clock_s + 7}] if rank == 0 else []
+        lines += [{"kind": "event", "what": "evaluate", "step": 9, "t": clock_s + 8}]
+        (run / "trace" / f"1-h0.{rank}-7.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    now = look(find(run), now_s=101.0)
+    assert now is not None
+    told = [(event.unix_s, event.text) for event in now.events]
+    assert told == [(97.0, "checkpoint at step 5"), (97.5, "worker 2 was lost"), (98.0, "evaluate at step 9")]
+
+
+@pytest.mark.parametrize("width", [60, 84, 100])
+def test_a_figure_stays_beside_its_name(run: Path, width: int) -> None:
+    console = pytest.importorskip("rich.console").Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    (run / "events.jsonl").write_text(json.dumps({"time": 99.0, "event": "lost", "worker": "h0.1"}) + "\n")
+    write(run, said(0, figures={"accuracy": 0.9944, "perplexity": 12.34}), said(1))
+    console.print(live.draw(look(find(run), now_s=101.0)))
+    text = console.export_text()
+    for part in ("epoch 2", "accuracy 0.9944", "perplexity 12.34", "samples/s 64", "computing 70%", "lost workers 1"):
+        assert part in text, text
+
+
 def test_where_there_is_no_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "watch", str(tmp_path)], capture_output=True, text=True, timeout=60

@@ -293,6 +293,17 @@ def test_tensorboard_needs_a_place_and_its_package(tmp_path: Path, monkeypatch: 
         Board(tmp_path, wanted=True)
 
 
+def test_what_follows_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:
+    with lockstep.Run(tmp_path, progress=False, device="cpu") as run:
+        model = run.replicate(nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in run.track(run.batches(Slow(0), global_batch=16), optimizer, steps=3):
+            run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
+        time.sleep(0.5)  # an evaluation
+    (end,) = lines_of(tmp_path, "end")
+    assert end["t"] - max(line["t1"] for line in lines_of(tmp_path, "steps")) >= 0.499
+
+
 def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:
     with lockstep.Run(tmp_path, progress=False, trace=False, device="cpu") as run:
         model = run.replicate(nn.Linear(8, 2))

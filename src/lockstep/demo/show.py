@@ -155,8 +155,8 @@ def play(stage: Stage, directory: Path, workers: int, *, quick: bool) -> int:
         f"x{speedup:.2f} of {workers}, efficiency {speedup / workers:.0%}"
     )
     if text is not None:
-        wrote = text.result["text"][-60:]
-        stage.say(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: {wrote!r}")
+        wrote = " ".join(text.result["text"][-42:].split())
+        stage.say(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: “{wrote}”")
     _report(many.folder)
     stage.say(f"  took         {time.monotonic() - began_s:.0f} s")
     print("\n" + NEXT.format(workers=workers))

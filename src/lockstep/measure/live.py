@@ -26,7 +26,8 @@ from lockstep.errors import LockstepError
 from lockstep.measure.now import COMPUTE, Place, Snapshot, Worker, find, look, require
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
 
 LOOK_EVERY_S: Final = 0.5
 PLAIN_EVERY_S: Final = 5.0
@@ -84,7 +85,8 @@ def draw(now: Snapshot | None) -> RenderableType:
     of = f" of {now.steps:,}" if now.steps is not None else ""
     left = f"{in_time(now.left_s)} left" if now.left_s is not None and now.state == "training" else now.state
     step = Text.assemble("step ", (f"{now.step:,}", "bold"), of)
-    head.add_row(step, ProgressBar(total=now.steps or 1, completed=now.step), left)
+    bar = ProgressBar(total=now.steps or 1, completed=now.step, complete_style="cyan", finished_style="green")
+    head.add_row(step, bar, left)
     figures = [
         ("epoch", str(now.epoch)),
         ("loss", "" if now.loss is None else f"{now.loss:.4g}"),
@@ -95,12 +97,29 @@ def draw(now: Snapshot | None) -> RenderableType:
         ("computing", f"{now.efficiency:.0%}" if now.efficiency is not None else ""),
         ("lost workers", str(now.lost) if now.lost else ""),
     ]
-    line = Text("  ").join(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value)
-    parts: list[Any] = [head, line, _table(now.workers)]
+    told = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value]
+    parts: list[Any] = [head, Row(told), _table(now.workers)]
     for event in now.events[-EVENTS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
         parts.append(Text.assemble((f"{at}  ", "dim"), event.text))
     return Panel(Group(*parts), title="lockstep", title_align="left", border_style="cyan")
+
+
+class Row:
+    """Texts beside each other; one that does not fit begins the next line, whole."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._texts = texts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = self._texts[0].copy()
+        for text in self._texts[1:]:
+            if line.cell_len + 2 + text.cell_len > options.max_width:
+                yield line
+                line = text.copy()
+            else:
+                line.append("  ").append_text(text)
+        yield line
 
 
 def _table(workers: Sequence[Worker]) -> RenderableType:

@@ -167,12 +167,26 @@ def _events(launched: Iterable[Mapping[str, Any]], trace: Path) -> list[Event]:
     found = [
         Event(float(line.get("time", 0.0)), in_words(text)) for line in launched if (text := _tell(line)) is not None
     ]
+    told: dict[str, float] = {}  # all workers evaluate, and each says so: once is enough
     for path in sorted(trace.glob("*.jsonl"))[-8:]:
+        since_s = _clock_of(path)
         for line in _tail(path, TAIL_BYTES):
             if line.get("kind") == "event" and line.get("what") != "recovery":
                 what = f"{line['what']} at step {line.get('step')}"
-                found.append(Event(path.stat().st_mtime, f"{what}: {line['text']}" if "text" in line else what))
+                text = f"{what}: {line['text']}" if "text" in line else what
+                told[text] = max(told.get(text, 0.0), since_s + float(line.get("t", 0.0)))
+    found += [Event(unix_s, text) for text, unix_s in told.items()]
     return sorted(found, key=lambda event: event.unix_s)[-50:]
+
+
+def _clock_of(path: Path) -> float:
+    """What makes a time of this file, which is monotonic, one of the calendar."""
+    try:
+        with path.open() as file:
+            head = json.loads(file.readline())
+        return float(head["unix_s"]) - float(head["t"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def in_words(text: str) -> str:

@@ -70,6 +70,7 @@ class Chronicle:
         self._file: TraceFile | None = None
         self._began_s = time.monotonic()
         self._window = Window(self._began_s)
+        self._stepped_s = self._began_s  # the end of the last step
         self._noise: dict[str, Any] | None = None
         self._untold: dict[int, StepTimes] = {}  # steps of which we do not know yet how long the others waited
         self._heard: dict[int, dict[int, float]] = {}  # step -> rank -> seconds
@@ -169,7 +170,7 @@ class Chronicle:
         window.first = number if window.first is None else window.first
         window.count, window.samples, window.loss = window.count + 1, window.samples + samples, window.loss + loss
         self._facts = {"epoch": epoch, "step": number + 1, **facts}
-        now = time.monotonic()
+        now = self._stepped_s = time.monotonic()
         if now - window.began_s >= max(WINDOW_S, (now - self._began_s) / WINDOWS):
             self._close_window(now)
 
@@ -226,7 +227,7 @@ class Chronicle:
         self.state = "ended"
         for step in sorted(self._untold):
             self._add(self._untold.pop(step))
-        self._close_window(time.monotonic())
+        self._close_window(self._stepped_s)  # an evaluation after the last step is no part of the steps
         if in_peace:
             self._file.add("end", t=time.monotonic(), step=self._facts.get("step", 0))
         self._file.close()

@@ -412,7 +412,7 @@ const charts = [];
 if (S.curves.length) $("curves-body").append(...S.curves.map((curve) => chart(curve))); else gone("curves");
 if (S.noise) {
   $("noise-lead").textContent = S.noise.advice;
-  $("noise-body").append(chart(S.noise.curve, S.noise.batch > 0 ? { value: S.noise.batch, name: "batch " + number(S.noise.batch) } : null));
+  $("noise-body").append(chart(S.noise.curve, S.noise.batch > 0 ? { value: S.noise.batch, name: "batch " + number(Math.round(S.noise.batch)) } : null));
 } else gone("noise");
 
 // Memory.
