@@ -26,6 +26,7 @@ from lockstep.elastic.hosts import (
     check_where,
     name_host,
 )
+from lockstep.elastic.inquest import could_not_start, show
 from lockstep.elastic.screen import say
 from lockstep.elastic.secret import VARIABLE, new_secret, read_secret
 from lockstep.elastic.supervisor import Elastic, Job, count_cores, count_gpus, supervise
@@ -234,11 +235,8 @@ def _run(chosen: argparse.Namespace) -> int:
             await_address(hosts, say)
         with nullcontext() if chosen.plain else _shown(log_dir):
             return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
-    except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"lockstep: could not start {workers} workers: {error}; try fewer with -n", file=sys.stderr)
+    except (LockstepError, OSError) as error:
+        show(could_not_start(error, workers))
         return 1
 
 

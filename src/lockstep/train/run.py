@@ -47,6 +47,8 @@ from lockstep.train import evaluation, setting, verdict
 from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
 from lockstep.train.chronicle import Chronicle
+from lockstep.train.claim import Claim
+from lockstep.train.farewell import Farewell
 from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.observer import Observer
 from lockstep.train.once import Once
@@ -101,12 +103,15 @@ class Run:
         self._in_hand = False  # the program has that batch, and may yet take it
         self._stop_asked = Stop.NO  # on this worker
         self._stop_agreed = Stop.NO
+        self._farewell = Farewell(os.environ, self._whereabouts)
+        self._claim = Claim(self.directory, os.environ) if self.directory is not None else None
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         faults.arm(os.environ)
         faults.at("start")
+        self._farewell.begin()
         seat, options = seats.take(), self.options
         if seat is None:
             self.gather(init(backend=options.backend, device=options.device))
@@ -158,15 +163,27 @@ class Run:
             if self._group is not dist.group.WORLD:
                 self._calls.make("the end of the run", self._part_in_peace)
             self._calls.end()
+            self._farewell.end()
         else:
             self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
         self._chronicle.close(in_peace=error is None)
+        if self._claim is not None:
+            self._claim.release()
         if self._training is not None:
             self._training.sum.close()
         if error is None and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
         if error is None and self._stop_agreed is Stop.SIGNAL:
             raise SystemExit(PREEMPTED)
+
+    def _whereabouts(self) -> dict[str, Any]:
+        """For the card of a run that failed."""
+        found: dict[str, Any] = {"call": self._calls.doing}
+        if hasattr(self, "world"):
+            found |= {"rank": self.world.rank, "size": self.world.size}
+        if self._plan is not None:
+            found |= {"step": self._here.number, "epoch": self._here.epoch}
+        return found
 
     def _part_in_peace(self) -> None:
         """Nobody leaves while another still talks."""
@@ -180,6 +197,8 @@ class Run:
 
     def gather(self, world: World) -> dist.ProcessGroup:
         self.world, self.device = world, world.device
+        if self._claim is not None:  # in another generation, somebody else may be rank 0
+            self._claim.take() if world.rank == 0 else self._claim.release()
         self._group = setting.private_group(world)
         self._watch = Watch(self._group, polls=self.device.type == "cpu")
         self._once = Once(_get_default_store(), self._group)
