@@ -52,7 +52,7 @@ _RULES: Final = (
         "end the other one, or give this one a directory of its own: Run(directory)",
     ),
     _rule(
-        r"SharedMemoryFull|unable to (?:write to|allocate shared memory|mmap|resize) .*(?:/torch_|shared|shm)"
+        r"SharedMemoryFull|of shared memory, and \S+ is full|unable to (?:write to|allocate shared memory|mmap|resize) .*(?:/torch_|shared|shm)"
         r"|No space left on device.*(?:/dev/shm|/torch_|shm_open)|(?:/dev/shm|/torch_\d).*No space left on device",
         "shared memory is full (/dev/shm is too small)",
         _SHM,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lockstep.elastic import failure, trouble
 from lockstep.elastic.card import ASCII, LINES, WIDTH, Box, Card, draw
@@ -19,6 +20,8 @@ from lockstep.elastic.failure import Facts
 from lockstep.elastic.screen import write_all
 from lockstep.elastic.trouble import Frame, Trouble
 from lockstep.elastic.verdict import describe
+
+_EARLY: Final = re.compile(r"^PeerLost: rank (?P<rank>\d+) \(pid (?P<pid>\d+) on (?P<host>\S+)\) left .*: its program ended")
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,23 @@ def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
     """Pure. `seen`: how far it was, if it wrote down nothing."""
     found = trouble.read(dead.words if facts is None else facts.trace.splitlines())
     if facts is not None:
-        found = Trouble(f"{facts.kind}: {facts.text}".rstrip(": "), found.cause, found.frame)
+        found = Trouble(trouble.shorten(f"{facts.kind}: {facts.text}".rstrip(": ")), found.cause, found.frame)
     evidence = Evidence(found.what, "\n".join(dead.words), dead.code, dead.out_of_memory, dead.told)
     cause = explain(evidence)
-    if found.cause and (cause is None or found.what == ""):
-        cause = explain(Evidence(found.cause, "", dead.code)) or cause
+    if found.cause and cause is None:
+        cause = explain(Evidence(found.cause, "", dead.code))
+    early = _EARLY.search(found.what)
     what = found.what or _ended(dead)
     if found.cause:
         what += f"\nbecause of {found.cause}"
+    host = facts.host if facts is not None else socket.gethostname()
+    title, who = f"lockstep: {dead.name} failed", f"{dead.name} of {dead.of}, pid {dead.pid} on {host}"
+    if early is not None:  # with status 0: those who waited for it failed, and are not to blame
+        title = f"lockstep: rank {early['rank']} ended before the others"
+        who = f"rank {early['rank']} of {dead.of}, pid {early['pid']} on {early['host']}; {dead.name} waited for it"
     return Card(
-        title=f"lockstep: {dead.name} failed",
-        who=f"{dead.name} of {dead.of}, pid {dead.pid} on {facts.host if facts is not None else socket.gethostname()}",
+        title=title,
+        who=who,
         what=what,
         place=_place(found.frame),
         where=describe_place(facts.where if facts is not None else seen, is_certain=facts is not None),

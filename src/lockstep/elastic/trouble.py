@@ -58,7 +58,9 @@ def read(words: Sequence[str]) -> Trouble:
     if frame is None:  # nothing of the user's in what was raised last; perhaps in what it was raised over
         frame = next((one for one in reversed(frames) if one is not None), None)
     what, cause = _exception(sections[last]), _exception(sections[first]) if first != last else ""
-    return Trouble(what, "" if not cause or cause in what else cause, frame)
+    if frames[first] is None or cause in what:  # what broke inside of torch or of us is said in other words by then
+        cause = ""
+    return Trouble(what, cause, frame)
 
 
 def find_frame(lines: Sequence[str]) -> Frame | None:
@@ -79,6 +81,13 @@ def is_users(file: str) -> bool:
     return "/site-packages/" not in file and "/dist-packages/" not in file
 
 
+def shorten(what: str) -> str:
+    """Torch puts the traceback of its loader process into the text of an exception: the first line and the last do."""
+    first, found, rest = what.partition("\nOriginal Traceback")
+    lines = [line for line in rest.splitlines() if line and not line[0].isspace()]
+    return f"{first}\n{lines[-1]}" if found and lines else what
+
+
 def _exception(section: Sequence[str]) -> str:
     """Its type and text: what is not indented, after the frames."""
     starts = [n for n, line in enumerate(section) if _BEGIN in line]
@@ -86,9 +95,10 @@ def _exception(section: Sequence[str]) -> str:
     begin = next((n for n, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
     kept: list[str] = []
     for line in lines[begin:]:
-        if _BEGIN in line or _NOT_THE_EXCEPTION.match(line):
+        if line.startswith(_BEGIN) or _NOT_THE_EXCEPTION.match(line):
             break
         kept.append(line.rstrip())
-    text = "\n".join(kept[:SHOWN_LINES]).strip()
+    text = shorten("\n".join(kept)).strip()
+    text = "\n".join(text.splitlines()[:SHOWN_LINES])
     # Python names the module of a class that is not built in. Nobody needs that of ours, or torch's.
     return re.sub(r"^(?:lockstep|torch)(?:\.\w+)+\.(?=\w+(?::|$))", "", text)
