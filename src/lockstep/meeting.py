@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from ipaddress import ip_address
@@ -25,6 +25,9 @@ from lockstep.vigil import Process, Vigil
 
 # A store answers in milliseconds. Whoever accepts our connection and then says nothing for this long is no store.
 HANDSHAKE_S = 30.0
+DOUBT_AFTER_S = 5.0
+
+Doubt = Callable[[Sequence[int]], None]  # asked about ranks that are awaited for long: raises if they cannot come
 
 
 class Meeting:
@@ -32,6 +35,7 @@ class Meeting:
 
     def __init__(self, store: Store, rank: int, size: int, where: str, deadline: float) -> None:
         self.store, self.rank, self.size, self.where, self.deadline = store, rank, size, where, deadline
+        self.doubt: Doubt = lambda ranks: None
         self.processes: dict[int, Process] = {}
         self._vigil = Vigil(store, during=f"{size} workers met at {where}")
 
@@ -52,7 +56,7 @@ class Meeting:
 
     def _hear(self, topic: str, mine: str) -> Iterator[str]:
         """Polls: a wait inside the store logs a page when it ends."""
-        pause_s = 0.002
+        pause_s, doubt_s = 0.002, time.monotonic() + DOUBT_AFTER_S
         try:
             self.store.set(f"{topic}/{self.rank}", mine)
             for rank in range(self.size):
@@ -60,6 +64,9 @@ class Meeting:
                     self._vigil.look()
                     if time.monotonic() > self.deadline:
                         raise self._missing(topic)
+                    if time.monotonic() > doubt_s:
+                        self.doubt(self._awaited(topic))
+                        doubt_s += DOUBT_AFTER_S
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, 0.25)
                 yield self.store.get(f"{topic}/{rank}").decode()
@@ -70,8 +77,11 @@ class Meeting:
                 "(rank 0, or torchrun) went away; look at the first error in its output"
             ) from error
 
+    def _awaited(self, topic: str) -> list[int]:
+        return [rank for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"])]
+
     def _missing(self, topic: str) -> WorldError:
-        gone = [str(rank) for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"])]
+        gone = [str(rank) for rank in self._awaited(topic)]
         names = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
         return WorldError(
             f"rank {self.rank} of {self.size} waited at {self.where} for rank{'s' * (len(gone) != 1)} {names}, "
@@ -117,12 +127,12 @@ def _listen(addr: str, port: int) -> tuple[socket.socket, str]:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both), "127.0.0.1"
 
 
-def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str) -> Store:
+def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str, doubt: Doubt) -> Store:
     """Knock until somebody listens, then shake hands.
 
     TCPStore would do both, but it logs a stack trace per attempt and does not keep to its own timeout.
     """
-    pause_s = 0.01
+    pause_s, doubt_s = 0.01, time.monotonic() + DOUBT_AFTER_S
     while True:
         try:
             socket.create_connection((addr, port), timeout=max(0.1, min(10.0, deadline - time.monotonic()))).close()
@@ -134,6 +144,9 @@ def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str) -> 
                     "MASTER_ADDR and MASTER_PORT are the same on every worker, and that nothing between the hosts "
                     "blocks the port; LOCKSTEP_JOIN_TIMEOUT_S allows more time"
                 ) from error
+            if time.monotonic() > doubt_s:
+                doubt([0])
+                doubt_s += DOUBT_AFTER_S
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.5)
     store = _shake_hands(addr, port, wait_s=max(1.0, min(HANDSHAKE_S, deadline - time.monotonic())))

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class Place:
     port: int | None = None
     agent_store: bool = False  # torchrun's agent keeps the store, rank 0 is a client like everybody
     attempt: int = 0  # torchrun's restarts may find the keys of the attempt before them
+    one_host: bool = False  # the launcher says that all are on this one
 
 
 def detect(env: Mapping[str, str]) -> Place | None:
@@ -129,7 +130,53 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
         local_rank=read_number(env, "SLURM_LOCALID"),
         addr=first_host(nodes) if nodes else None,
         port=_port_of(f"slurm {job} {step or 0}") if job else None,
+        one_host=_is_one_host(env, nodes),
     )
+
+
+def _is_one_host(env: Mapping[str, str], nodes: str | None) -> bool:
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+        if (count := read_number(env, name, low=1)) is not None:
+            return count == 1
+    return nodes is not None and not set(nodes) & set(",[")
+
+
+_FIRST_SPACE = "pid:[4026531836]"  # of processes: the one in which the machine started, where all others are seen
+
+
+def missing_tasks(env: Mapping[str, str], ranks: Sequence[int]) -> list[int]:
+    """Of a SLURM job on this host alone, the tasks of which there is certainly no process."""
+    job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
+    found: set[int] = set()
+    try:
+        if os.readlink("/proc/self/ns/pid") != _FIRST_SPACE:
+            return []  # in a container; others may be in other ones
+        processes = [entry for entry in os.listdir("/proc") if entry.isdigit()]
+    except OSError:
+        return []
+    for process in processes:
+        try:
+            words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone, or somebody else's: then it is not of our job
+        told = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
+        theirs = told.get("SLURM_PROCID", "")
+        if theirs.isdigit() and (told.get("SLURM_JOB_ID") or told.get("SLURM_JOBID")) == job:
+            found.add(int(theirs))
+    return [rank for rank in ranks if rank not in found]
+
+
+def refuse_missing_tasks(env: Mapping[str, str], place: Place, awaited: Sequence[int]) -> None:
+    """Raises if SLURM speaks of workers that nobody has started."""
+    if place.source != "SLURM" or not place.one_host:
+        return
+    gone = missing_tasks(env, awaited)
+    if gone:
+        raise WorldError(
+            f"rank {place.rank} of {place.size} waited for rank {', '.join(map(str, gone[:8]))}: SLURM_NTASKS or "
+            f"SLURM_STEP_NUM_TASKS says {place.size} tasks, all on this host, but no such process is here. Start all "
+            f"of them with `srun -n {place.size} python ...`; or, to train with one, unset SLURM_PROCID"
+        )
 
 
 def first_host(nodes: str) -> str:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from lockstep import meeting
 from lockstep.errors import PeerLost, WorldError
 from lockstep.meeting import Meeting
-from lockstep.place import Place, detect, identify_host, read_number
+from lockstep.place import Place, detect, identify_host, read_number, refuse_missing_tasks
 from lockstep.vigil import Introduced
 
 JOIN_TIMEOUT_S = 300.0
@@ -265,6 +266,7 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
     store = PrefixStore(f"lockstep/{place.attempt}/{_memory.generation}", _memory.store)
     try:
         others = Meeting(store, place.rank, place.size, where, deadline)
+        others.doubt = partial(refuse_missing_tasks, os.environ, place)
         hosts = _introduce(others, place, host, asked.backend)
         counted = count_local(hosts, place.rank)
         local_rank = counted[0] if place.local_rank is None else place.local_rank
@@ -351,7 +353,8 @@ def _open_store(place: Place, deadline: float) -> Store:
     if place.rank == 0 and not place.agent_store:
         return meeting.serve(place.addr, place.port)
     who, keeper = f"rank {place.rank} of {place.size}", "torchrun" if place.agent_store else "rank 0"
-    return meeting.connect(place.addr, place.port, deadline=deadline, who=who, keeper=keeper)
+    doubt = partial(refuse_missing_tasks, os.environ, place)
+    return meeting.connect(place.addr, place.port, deadline=deadline, who=who, keeper=keeper, doubt=doubt)
 
 
 def _take_gpu(device: torch.device, host: str) -> str:

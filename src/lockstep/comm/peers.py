@@ -118,7 +118,7 @@ class Reporter:
         self.size, self.rank = group.size(), group.rank()
         self.passes = 0
         self.depth = 0  # backward passes that are being reduced: there may be several wrappers
-        self.tell_call: Callable[[], tuple[tuple[int, int], str]] = lambda: ((0, 0), "")  # position, and what we do there
+        self.tell_call: Callable[[], tuple[tuple[int, int], str]] = lambda: ((0, 0), "")  # position, doing
         self._answers_at = stack.serve()
         self._said: Report | None = None
         self._lock = threading.Lock()

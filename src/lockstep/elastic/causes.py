@@ -28,7 +28,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The first that fits counts. `why` may name groups of the pattern."""
+    """The first that fits counts. `why` and `do` may name groups of the pattern."""
 
     pattern: re.Pattern[str]
     why: str
@@ -43,6 +43,9 @@ _SHM: Final = (
     "give the container more shared memory (docker: --shm-size=8g or --ipc=host), or free /dev/shm; "
     "loaders=0 needs none for batches"
 )
+_SAME_DATA: Final = (
+    "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out"
+)
 
 # Before those that need more words: what an exception says of itself.
 _RULES: Final = (
@@ -52,7 +55,8 @@ _RULES: Final = (
         "end the other one, or give this one a directory of its own: Run(directory)",
     ),
     _rule(
-        r"SharedMemoryFull|of shared memory, and \S+ is full|unable to (?:write to|allocate shared memory|mmap|resize) .*(?:/torch_|shared|shm)"
+        r"SharedMemoryFull|of shared memory, and \S+ is full"
+        r"|unable to (?:write to|allocate shared memory|mmap|resize) .*(?:/torch_|shared|shm)"
         r"|No space left on device.*(?:/dev/shm|/torch_|shm_open)|(?:/dev/shm|/torch_\d).*No space left on device",
         "shared memory is full (/dev/shm is too small)",
         _SHM,
@@ -66,12 +70,32 @@ _RULES: Final = (
     _rule(
         r"UnevenData.*the data of rank (?P<rank>[\d, ]+) ended before step (?P<step>\d+)",
         "rank {rank} has fewer batches than the others",
-        "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"UnevenData.*the end of an epoch: False on rank 0, True on rank (?P<rank>\d+)",
+        "rank {rank} has fewer batches than the others: its data ends here",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"UnevenData.*the end of an epoch: True on rank (?P<rank>\d+)",
+        "rank {rank} has fewer batches than the others: its data ends here",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"UnevenData.*samples: (?P<many>\d+) on rank 0, (?P<few>\d+) on rank (?P<rank>\d+)",
+        "rank {rank} has other data than rank 0: a batch of {few} samples where that one has {many}",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"(?P<workers>\d+) workers for (?P<shards>\d+) shards?: ",
+        "there are more workers than parts of a batch: {workers} for {shards}",
+        "start fewer workers: -n {shards} at most; or set shards={workers} or more in run.batches",
     ),
     _rule(
         r"UnevenData",
         "the workers do not see the same data",
-        "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out",
+        _SAME_DATA,
     ),
     _rule(
         r"Expected to have finished reduction in the prior iteration",
@@ -162,8 +186,14 @@ def explain(evidence: Evidence) -> Cause | None:
         for rule in _RULES:
             match = rule.pattern.search(text)
             if match is not None:
-                return Cause(rule.why.format(**match.groupdict()), rule.do)
+                return Cause(*(_fill(text, match.groupdict()) for text in (rule.why, rule.do)))
     return None
+
+
+def _fill(text: str, groups: dict[str, str]) -> str:
+    for name, value in groups.items():
+        text = text.replace("{" + name + "}", value or "?")
+    return text
 
 
 def _of_signal(evidence: Evidence) -> Cause | None:
@@ -174,7 +204,7 @@ def _of_signal(evidence: Evidence) -> Cause | None:
         if evidence.out_of_memory:
             why = f"out of memory: the kernel killed it ({evidence.out_of_memory})"
         else:
-            why = "somebody sent SIGKILL; most often that is the kernel, out of memory, though its counters do not say so"
+            why = "somebody sent SIGKILL; most often the kernel does, out of memory, though its counters do not say so"
         do = "use fewer workers (-n), fewer loaders or a smaller global_batch; `dmesg` names whom the kernel killed"
         return Cause(why, do)
     if number == signal.SIGBUS:

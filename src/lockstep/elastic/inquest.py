@@ -21,7 +21,9 @@ from lockstep.elastic.screen import write_all
 from lockstep.elastic.trouble import Frame, Trouble
 from lockstep.elastic.verdict import describe
 
-_EARLY: Final = re.compile(r"^PeerLost: rank (?P<rank>\d+) \(pid (?P<pid>\d+) on (?P<host>\S+)\) left .*: its program ended")
+_EARLY: Final = re.compile(
+    r"^PeerLost: rank (?P<rank>\d+) \(pid (?P<pid>\d+) on (?P<host>\S+)\) left .*: its program ended"
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ SHOWN_LINES: Final = 12  # of the text of an exception
 
 _BEGIN: Final = "Traceback (most recent call last):"
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
-_NOT_THE_EXCEPTION: Final = re.compile(r"^(\[[A-Z]\d{4} |lockstep: |Exception ignored|terminate called|in the loader proc)")
+_NOT_THE_EXCEPTION: Final = re.compile(
+    r"^(\[[A-Z]\d{4} |lockstep: |Exception ignored|terminate called|in the loader process)"
+)
 _OURS: Final = str(Path(__file__).parents[1])
 _STANDARD: Final = sysconfig.get_paths()["stdlib"]
 
@@ -76,7 +78,7 @@ def find_frame(lines: Sequence[str]) -> Frame | None:
 
 
 def is_users(file: str) -> bool:
-    if file.startswith("<frozen") or file.startswith((_OURS + "/", _STANDARD + "/")):
+    if file.startswith(("<frozen", _OURS + "/", _STANDARD + "/")):
         return False
     return "/site-packages/" not in file and "/dist-packages/" not in file
 
