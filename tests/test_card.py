@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from lockstep.elastic import failure, trouble
 from lockstep.elastic.card import ASCII, LINES, Card, draw
 from lockstep.elastic.causes import Evidence, explain
 from lockstep.elastic.failure import Facts
-from lockstep.elastic.inquest import Dead, describe_place, hold, last_seen, make_card
+from lockstep.elastic.inquest import Dead, describe_place, hold, last_seen, make_card, named_by_all
 from lockstep.elastic.oom import Killed, compare
 from lockstep.elastic.trouble import Frame, is_users
 
@@ -185,6 +186,25 @@ def test_of_one_that_was_killed_the_trace_says_how_far_it_was(tmp_path: Path) ->
     assert last_seen(dead(tmp_path)) == {}, "of an earlier one"
     card = make_card(dead(tmp_path, -9), None, {"step": 3, "epoch": 0})
     assert card.where == "after step 3, epoch 0 (both count from 0)"
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("NonFinite: step 2: the loss of shards 2, 3 is not a finite number, on rank 1; of the gradient", None),
+        ("NonFinite: step 2: the loss of shards 0, 1 is not a finite number, on rank 0; of the gradient", "rank 0"),
+        ("UnevenData: (the end of an epoch: True on rank 0, False on rank 1)", "rank 0"),
+        ("UnevenData: (samples: 8 on rank 0, 4 on rank 1)", None),
+        ("ValueError: about rank 0", None),
+        ("Divergence: rank 7 is unknown here", None),
+    ],
+)
+def test_an_error_of_all_workers_is_about_the_one_it_names(tmp_path: Path, what: str, named: str | None) -> None:
+    """We are rank 1."""
+    one = replace(dead(tmp_path), pids={"rank 0": 76, "rank 1": 77}, words=[*TRACE[:-2], what])
+    assert named_by_all(what, one) == named
+    card = make_card(one, None, {})
+    assert card.who.startswith("rank 0 of 2, pid 76" if named else "rank 1 of 2, pid 77")
 
 
 def test_places() -> None:

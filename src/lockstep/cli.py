@@ -63,7 +63,8 @@ examples:
   lockstep run --hosts 3 -n 8 --rendezvous node1:29400 train.py       on each of three hosts, node1 among them
 
 Ctrl-C and SIGTERM are passed on; a second Ctrl-C kills at once. If a worker fails, the others are stopped, the exit
-status is the one of the first that failed (128 + the signal if it died of one), and its last words are shown last.
+status is the one of the first that failed (128 + the signal if it died of one). Its last words are shown, and as the
+very last thing a card: who failed, where, why, and what to do.
 The exit status is 2, and nothing is started, if the command line makes no sense.
 """
 

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from lockstep.elastic.verdict import describe
 _EARLY: Final = re.compile(
     r"^PeerLost: rank (?P<rank>\d+) \(pid (?P<pid>\d+) on (?P<host>\S+)\) left .*: its program ended"
 )
+
+_RAISED_BY_ALL: Final = re.compile(r"(UnevenData|NonFinite|ReplicaMismatch|Divergence)\b")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Dead:
     told: bool = False
     out_of_memory: str = ""
     trace_name: str = ""  # of its files in the folder of traces
+    pids: dict[str, int] = field(default_factory=dict)  # of all workers, by name
 
 
 def hold(dead: Dead) -> Card:
@@ -65,6 +68,10 @@ def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
     if early is not None:  # with status 0: those who waited for it failed, and are not to blame
         title = f"lockstep: rank {early['rank']} ended before the others"
         who = f"rank {early['rank']} of {dead.of}, pid {early['pid']} on {early['host']}; {dead.name} waited for it"
+    elsewhere = named_by_all(found.what, dead)
+    if elsewhere is not None:
+        title = f"lockstep: {elsewhere} failed"
+        who = f"{elsewhere} of {dead.of}, pid {dead.pids[elsewhere]} on {host}; all workers say so"
     return Card(
         title=title,
         who=who,
@@ -75,6 +82,15 @@ def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
         do=cause.do if cause is not None else advise(evidence),
         logs=f"{dead.log_dir / dead.log}" + ("\nwith the whole traceback, which is above, too" if found.what else ""),
     )
+
+
+def named_by_all(what: str, dead: Dead) -> str | None:
+    """Some errors are raised on all workers alike, and name the one that they are about. None: that is us, or none."""
+    ranks = re.findall(r"\brank (\d+)", what) if _RAISED_BY_ALL.match(what) else []
+    if re.search(r"the end of an epoch: True on rank 0", what):  # it is always compared with that one
+        ranks = ["0"]
+    name = f"rank {ranks[-1]}" if ranks else dead.name
+    return name if name != dead.name and name in dead.pids else None
 
 
 def describe_place(where: dict[str, Any], *, is_certain: bool = True) -> str:

@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, Final
 
-from lockstep.elastic import trouble
 from lockstep.elastic.forked import Forked
 from lockstep.elastic.guardian import Guardian, adopt_orphans
 from lockstep.elastic.inquest import Dead, hold, show
@@ -465,7 +464,6 @@ class Crew:
             return status
         if culprit is None or (culprit.told and self._asked is not None):
             return status
-        culprit = self._named_by_all(culprit)
         who, words = self._workers[culprit.rank].name, self._workers[culprit.rank].words()
         say(f"{who} of {self._job.workers} failed first: {describe(culprit.code)}")
         say(f"the logs of all workers are in {self._job.log_dir}")
@@ -474,13 +472,6 @@ class Crew:
             write_all(2, "".join(f"[{who}] {line}\n" for line in words).encode(errors="replace"))
         show(hold(self._lay_out(culprit)))
         return status
-
-    def _named_by_all(self, culprit: Exit) -> Exit:
-        """Where all say the same, about a worker, it is that one's failure."""
-        said = {one: trouble.read(self._workers[one.rank].words()).what for one in self._exits if one.code > 0}
-        alike = [one for one, what in said.items() if what and what == said.get(culprit)]
-        named = re.findall(r"\brank (\d+)", said.get(culprit, "")) if len(alike) > 1 else []
-        return next((one for one in alike if named and self._workers[one.rank].name == f"rank {named[-1]}"), culprit)
 
     def _lay_out(self, exited: Exit) -> Dead:
         worker = self._workers[exited.rank]
@@ -495,6 +486,7 @@ class Crew:
             told=exited.told,
             out_of_memory=compare(self._before, Killed.count()),
             trace_name=self._trace_name(worker),
+            pids={one.name: one.process.pid for one in self._workers},
         )
 
     def _trace_name(self, worker: WorkerProcess) -> str:
