@@ -49,7 +49,7 @@ def read(words: Sequence[str]) -> Trouble:
             by_cause.append(line.strip() == BY_CAUSE)
         else:
             sections[-1].append(line)
-    if not any(_BEGIN in line for line in sections[-1]):
+    if not any(_BEGIN in line for line in words):
         return Trouble()
     first = last = len(sections) - 1
     while first > 0 and by_cause[first]:
