@@ -6,7 +6,9 @@ docs/mistakes.md shows these cards beside what torchrun says.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -297,9 +299,33 @@ def test_two_programs_on_one_run_directory(stage: Stage) -> None:  # noqa: F811
     assert "in use" not in watched.stderr
     _, card = split_card(done.stderr)
     text = " ".join(line.lstrip("| ") for line in card.splitlines())
-    for word in (f"process {pid} on {socket.gethostname()}, since 20", "DirectoryInUse", "a directory of its own"):
+    holder = f"the run of process {pid} on {socket.gethostname()}, since 20"
+    for word in (holder, "DirectoryInUse", "a directory of its own"):
         assert word in text, card
     assert took_s < CARD_WITHIN_S
+
+
+@pytest.mark.slow
+def test_two_elastic_programs_on_one_run_directory(stage: Stage) -> None:  # noqa: F811
+    """A worker that takes the place of rank 0 may have the directory; another run may not, also in between."""
+    script = stage.script(RUN.replace("rank == 0", "run.world.rank == 0"))
+    first = stage.start("--plain", "-n", "2", "--min", "1", script, "directory", OMP_NUM_THREADS="1")
+    try:
+        stage.wait_for_files("training")
+        pid = json.loads((stage.folder / "run" / "run.lock").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)  # the other one has not noticed, and still the directory is theirs
+        second = Stage(stage.folder)
+        second.logs = stage.folder / "logs of the second"
+        done = second.run("--plain", "-n", "2", "--min", "1", script, "directory", OMP_NUM_THREADS="1")
+    finally:
+        (stage.folder / "go on").touch()
+        ended = stage.end(first)
+    assert ended.returncode == 0, ended.stderr
+    assert done.returncode == 1
+    _, card = split_card(done.stderr)
+    text = " ".join(line.lstrip("| ") for line in card.splitlines())
+    for word in ("worker ", "DirectoryInUse", f"on {socket.gethostname()}, since 20", "a directory of its own"):
+        assert word in text, card
 
 
 # ---- beside the ten ------------------------------------------------------------------------------------------------
@@ -329,7 +355,8 @@ def test_who_looks_for_the_lock_of_a_dead_run(tmp_path: Path) -> None:
     """A later rank 0 of the same run may have it although an earlier one still lives; another run may not."""
     code = (
         "import os, sys; from pathlib import Path; from lockstep.train.claim import Claim\n"
-        "claim = Claim(Path(sys.argv[1]), {'LOCKSTEP_RUN_ID': sys.argv[2]}); claim.take(); print('taken', flush=True)\n"
+        "claim = Claim(Path(sys.argv[1]), {'LOCKSTEP_RUN_ID': sys.argv[2]})\n"
+        "claim.take(leads=True); print('taken', flush=True)\n"
         "sys.stdin.read()\n"
     )
 
@@ -344,7 +371,7 @@ def test_who_looks_for_the_lock_of_a_dead_run(tmp_path: Path) -> None:
         assert first.stdout is not None
         assert first.stdout.readline() == "taken\n"
         assert start("one").communicate(timeout=DEADLINE_S)[0] == "taken\n"
-        assert f"process {first.pid} on " in start("two").communicate(timeout=DEADLINE_S)[1]
+        assert "DirectoryInUse: the run directory" in start("two").communicate(timeout=DEADLINE_S)[1]
     finally:
         first.kill()
         first.communicate()

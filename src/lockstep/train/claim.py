@@ -1,8 +1,10 @@
-"""One run directory, one run: a lock that rank 0 holds, and that ends with its process.
+"""One run directory, one run: a lock that all its workers share, and that ends with their processes.
 
-The lock is of the kind that belongs to a process (fcntl), not to a descriptor: loader processes do not inherit it, so a
-run that is killed leaves none behind. Network disks know it as far as they know locks at all; where there are none, we
-go without. Whoever only reads a directory does not ask.
+Rank 0 asks for the whole lock first, which it gets if nobody else has any of it, writes down who it is, and from then
+on shares it with the others. So if rank 0 is lost and another takes its place, no stranger comes in between. The lock
+is of the kind that belongs to a process (fcntl), not to a descriptor: loader processes do not inherit it, and a run that is
+killed leaves none behind. Network disks know it as far as they know locks at all; where there are none, we go without.
+Whoever only reads a directory does not ask.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -35,33 +39,43 @@ class Claim:
         self._run = env.get("LOCKSTEP_RUN_ID", "")  # of all workers of a launcher; "": nobody else's
         self._file: int | None = None
 
-    def take(self) -> None:
-        """Raises DirectoryInUse if another run that lives has it. An earlier rank 0 of the same run may have it still:
-        that one is lost, or about to hand over, and what it may write is decided elsewhere (Saving's fence)."""
-        if self._file is not None:
-            return
-        files.prepare(self._directory)
-        path = self._directory / FILE
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:
-            return  # prepare has found the directory good; a disk that does not let us lock must not end the run
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+    def take(self, *, leads: bool) -> None:
+        """Raises DirectoryInUse if another run that lives has it. `leads`: as rank 0, which comes before the others."""
+        if leads:
+            files.prepare(self._directory)
+        if self._file is None:
             try:
-                if error.errno in _HELD:
-                    self._refuse(file)
-            finally:
-                os.close(file)
-            return
-        self._file = file
-        text = json.dumps(self._introduce()).encode()
-        try:
-            os.ftruncate(file, 0)
+                self._file = os.open(self._directory / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError:
+                return  # whether the directory is good is asked elsewhere; that we cannot lock must not end the run
+        if leads:
+            self._lead(self._file)
+        _lock(self._file, fcntl.LOCK_SH)
+
+    def _lead(self, file: int) -> None:
+        is_taken = _lock(file, fcntl.LOCK_EX) is Got.NOT
+        holder = _read(file) if is_taken else {}
+        if is_taken and not self._is_ours(holder):
+            self.release()
+            who = "another process"
+            if holder:
+                who = f"the run of process {holder['pid']} on {holder['host']}, since {holder['since']}"
+            raise DirectoryInUse(
+                f"the run directory {self._directory} is in use by {who}: two runs would spoil each other's "
+                "checkpoints; end that one, or choose another directory"
+            )
+        with suppress(OSError):  # a full disk: the lock itself holds
+            began = {"since": holder["since"]} if holder else {}  # the run did, before we led it
+            text = json.dumps(self._introduce() | began).encode()
             os.pwrite(file, text, 0)
-        except OSError:
-            pass  # a full disk: the lock itself holds
+            os.ftruncate(file, len(text))
+
+    def _is_ours(self, holder: dict[str, Any]) -> bool:
+        """An earlier rank 0 of the same run, or we ourselves: others of that run may still have their part."""
+        mine = self._introduce()
+        if self._run and holder.get("run") == self._run:
+            return True
+        return all(holder.get(name) == mine[name] for name in ("host", "pid"))
 
     def release(self) -> None:
         if self._file is not None:
@@ -72,15 +86,19 @@ class Claim:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "run": self._run}
 
-    def _refuse(self, file: int) -> None:
-        holder = _read(file)
-        if self._run and holder.get("run") == self._run:
-            return
-        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else "another process"
-        raise DirectoryInUse(
-            f"the run directory {self._directory} is in use by {who}: two runs would spoil each other's checkpoints; "
-            "end that one, or choose another directory"
-        )
+
+class Got(Enum):
+    IT = "it"
+    NOT = "not"  # somebody else has it
+    NONE = "none"  # there are no locks here
+
+
+def _lock(file: int, kind: int) -> Got:
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return Got.NOT if error.errno in _HELD else Got.NONE
+    return Got.IT
 
 
 def _read(file: int) -> dict[str, Any]:

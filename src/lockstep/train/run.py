@@ -200,9 +200,11 @@ class Run:
 
     def gather(self, world: World) -> dist.ProcessGroup:
         self.world, self.device = world, world.device
-        if self._claim is not None:  # in another generation, somebody else may be rank 0
-            self._claim.take() if world.rank == 0 else self._claim.release()
+        if self._claim is not None and world.rank == 0:
+            self._claim.take(leads=True)
         self._group = setting.private_group(world)
+        if self._claim is not None and world.rank != 0:  # rank 0 has come by, so the directory is ours
+            self._claim.take(leads=False)
         self._watch = Watch(self._group, polls=self.device.type == "cpu")
         self._once = Once(_get_default_store(), self._group)
         self._gate = self._build_gate()
