@@ -2,9 +2,9 @@
 
 Rank 0 asks for the whole lock first, which it gets if nobody else has any of it, writes down who it is, and from then
 on shares it with the others. So if rank 0 is lost and another takes its place, no stranger comes in between. The lock
-is of the kind that belongs to a process (fcntl), not to a descriptor: loader processes do not inherit it, and a run that is
-killed leaves none behind. Network disks know it as far as they know locks at all; where there are none, we go without.
-Whoever only reads a directory does not ask.
+is of the kind that belongs to a process (fcntl), not to a descriptor: loader processes do not inherit it, and a run
+that is killed leaves none behind. Network disks know it as far as they know locks at all; where there are none, we go
+without. Whoever only reads a directory does not ask.
 """
 
 from __future__ import annotations
