@@ -117,6 +117,15 @@ class Stage:
         wait_for(lambda: all((self.folder / name).exists() for name in names), f"files {names}")
 
 
+def split_card(said: str) -> tuple[list[str], str]:
+    """What was said before the card, and the card: the very last thing."""
+    above, found, card = said.partition("\n+-- lockstep: ")
+    assert found, said
+    assert said.endswith("-" * 20 + "\n")
+    assert "\n+-- lockstep: " not in card
+    return above.splitlines(), card
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
@@ -303,13 +312,16 @@ def test_the_first_to_fail_is_blamed_though_its_peer_was_seen_to_end_first(stage
     )
     done = stage.run("-n", "2", script)
     assert done.returncode == 7
-    lines = done.stderr.splitlines()
+    lines, card = split_card(done.stderr)
     report = lines.index("lockstep: rank 1 of 2 failed first: exit status 7")
     assert f"logs of all workers are in {stage.logs}" in lines[report + 1]
     assert lines[report + 3] == "[rank 1] Traceback (most recent call last):"
     assert "KeyError: 'missing'" in "\n".join(lines[report:])
     assert lines[-1] == "[rank 1] ValueError: the real one"
     assert any("Connection closed by peer" in line for line in lines[:report])
+    assert "| what   ValueError: the real one\n" in card
+    assert "script.py:5\n" in card, "the cause is in the user's own code"
+    assert "Connection closed" not in card
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
@@ -319,7 +331,9 @@ def test_a_worker_that_dies_of_a_signal(stage: Stage, sign: signal.Signals) -> N
     done = stage.run("-n", "2", script)
     assert done.returncode == 128 + sign
     assert f"rank 1 of 2 failed first: killed by {sign.name}" in done.stderr
-    assert done.stderr.endswith("[rank 1] last line\n")
+    lines, card = split_card(done.stderr)
+    assert lines[-1] == "[rank 1] last line"
+    assert f"| what   killed by {sign.name}; the last that it said: last line" in card
     assert time.monotonic() - begin_s < SOON_S
 
 
@@ -335,7 +349,9 @@ def test_peers_that_do_not_obey_are_killed_after_the_grace(stage: Stage) -> None
     done = stage.run("-n", "2", "--grace-s", "2", script)
     assert done.returncode == 3
     assert "[rank 0] no\n" in done.stdout
-    assert done.stderr.splitlines()[-1] == "lockstep: rank 1 said nothing"
+    lines, card = split_card(done.stderr)
+    assert lines[-1] == "lockstep: rank 1 said nothing"
+    assert "| what   exit status 3; it said nothing" in card
 
 
 def test_what_a_worker_started_ends_with_the_run(stage: Stage) -> None:
@@ -403,7 +419,9 @@ dist.all_reduce(torch.ones(1))
 def test_a_worker_that_raises_among_real_peers(stage: Stage) -> None:
     done = stage.run("-n", "2", stage.script(GLOO))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "[rank 1] ValueError: no such batch"
+    lines, card = split_card(done.stderr)
+    assert lines[-1] == "[rank 1] ValueError: no such batch"
+    assert "| what   ValueError: no such batch\n" in card
     assert "rank 1 of 2 failed first" in done.stderr
     assert "[rank1]:" not in done.stderr  # torch's own prefix, inside ours
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm import peers
+from lockstep.comm import patience, peers
 from lockstep.comm.peers import Report, judge
 from lockstep.errors import Desync, PeerLost
 
@@ -113,7 +113,7 @@ def test_whoever_waits_in_a_group_that_is_given_up_goes_on() -> None:
     """Also if its collective never ends."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
     watch, never = peers.Watch(group, polls=True), threading.Event()
-    threading.Timer(0.2, peers.give_up, [group]).start()
+    threading.Timer(0.2, patience.give_up, [group]).start()
     began_s = time.monotonic()
     with pytest.raises(PeerLost, match="its group was given up while this worker waited in a dream"):
         watch.wait_for(never.wait, "a dream")

@@ -26,6 +26,7 @@ from lockstep.elastic.hosts import (
     check_where,
     name_host,
 )
+from lockstep.elastic.inquest import could_not_start, show
 from lockstep.elastic.screen import say
 from lockstep.elastic.secret import VARIABLE, new_secret, read_secret
 from lockstep.elastic.supervisor import Elastic, Job, count_cores, count_gpus, supervise
@@ -63,7 +64,8 @@ examples:
   lockstep run --hosts 3 -n 8 --rendezvous node1:29400 train.py       on each of three hosts, node1 among them
 
 Ctrl-C and SIGTERM are passed on; a second Ctrl-C kills at once. If a worker fails, the others are stopped, the exit
-status is the one of the first that failed (128 + the signal if it died of one), and its last words are shown last.
+status is the one of the first that failed (128 + the signal if it died of one). Its last words are shown, and as the
+very last thing a card: who failed, where, why, and what to do.
 The exit status is 2, and nothing is started, if the command line makes no sense.
 """
 
@@ -236,11 +238,8 @@ def _run(chosen: argparse.Namespace) -> int:
             await_address(hosts, say)
         with nullcontext() if chosen.plain else _shown(log_dir):
             return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
-    except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"lockstep: could not start {workers} workers: {error}; try fewer with -n", file=sys.stderr)
+    except (LockstepError, OSError) as error:
+        show(could_not_start(error, workers))
         return 1
 
 

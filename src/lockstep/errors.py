@@ -56,3 +56,7 @@ class UnevenData(LockstepError):
 
 class CheckpointError(LockstepError):
     """What was saved cannot be read, or belongs to another run."""
+
+
+class DirectoryInUse(LockstepError):
+    """Another run that lives has the run directory."""

@@ -26,8 +26,10 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from lockstep.comm import stack
 from lockstep.comm.blame import Board, Note
 from lockstep.comm.patience import LOOK_EVERY_S, check_given_up, done_within
+from lockstep.comm.stack import ask
 from lockstep.errors import Desync, LockstepError, PeerLost
 from lockstep.vigil import read_stat
 
@@ -59,6 +61,9 @@ class Report:
     inside: bool = False  # in one right now
     calls: int = 0  # collectives started on this group
     left: str | None = None  # why it ended, if it has
+    answers_at: str = ""  # see stack.py
+    position: tuple[int, int] = (0, 0)  # of a call of the Run (train/calls.py)
+    doing: str = ""  # that call; "": none
 
 
 def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: str) -> LockstepError | None:
@@ -113,6 +118,8 @@ class Reporter:
         self.size, self.rank = group.size(), group.rank()
         self.passes = 0
         self.depth = 0  # backward passes that are being reduced: there may be several wrappers
+        self.tell_call: Callable[[], tuple[tuple[int, int], str]] = lambda: ((0, 0), "")  # position, doing
+        self._answers_at = stack.serve()
         self._said: Report | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -123,7 +130,7 @@ class Reporter:
         self._thread.start()
 
     def now(self, left: str | None = None) -> Report:
-        group = self._group()
+        group, (position, doing) = self._group(), self.tell_call()
         return Report(
             rank=self.rank,
             pid=os.getpid(),
@@ -132,6 +139,9 @@ class Reporter:
             inside=self.depth > 0,
             calls=_calls(group) if group is not None else 0,
             left=left,
+            answers_at=self._answers_at,
+            position=position,
+            doing=doing,
         )
 
     def _say(self, report: Report) -> None:
@@ -162,7 +172,8 @@ class Reporter:
             key = f"lockstep/{rank}"
             with suppress(Exception), self._lock:
                 if self._store.check([key]):
-                    self._known[rank] = Report(**json.loads(self._store.get(key)))
+                    told = json.loads(self._store.get(key))
+                    self._known[rank] = Report(**(told | {"position": tuple(told["position"])}))
         return list(self._known.values())
 
     def blame(self, where: str) -> LockstepError | None:
@@ -174,6 +185,27 @@ class Reporter:
         # Who lost a worker ends too, and is then missed by others: the first note counts.
         first = Board(self._store).leave(Note(error.rank, error.pid or 0, str(error)))
         return error if first.rank == error.rank else first.error()
+
+    def describe_stall(self, where: str, waited_s: float) -> str:
+        """Who has come, who is missing, and what those do who are missing."""
+        here, there, late = socket.gethostname(), [], []
+        for peer in self.hear():
+            asked = ask(peer.answers_at, peer.pid) if peer.answers_at and peer.host == here else None
+            if asked.waits if asked is not None else peer.inside:
+                there.append(f"rank {peer.rank}")
+            else:
+                late.append((peer, asked))
+        who = ", ".join(f"rank {p.rank} (pid {p.pid} on {p.host}, {p.passes} backward passes)" for p, _ in late)
+        lines = [
+            f"rank {self.rank} has waited {waited_s:.0f} s in {where}; there: {', '.join(['we', *there])}; "
+            f"not there yet: {who or '?'}"
+        ]
+        for peer, asked in late:
+            if asked is not None and asked.stack:
+                lines += [f"  rank {peer.rank} is here:", *(f"  {line}" for line in asked.stack.rstrip().splitlines())]
+            elif asked is not None:
+                lines.append(f"  rank {peer.rank}: {asked.silence}")
+        return "\n".join(lines)
 
     def dead(self, reports: Sequence[Report]) -> list[int]:
         """Workers of this host whose process is gone."""
@@ -209,14 +241,22 @@ class Watch:
 
     def wait_for(self, done_within: Callable[[float], bool], where: str) -> None:
         """Until `done_within(seconds)` says so; meanwhile look around, and raise if somebody is gone."""
-        waited_s = looked_s = 0.0
         look_every_s = min(LOOK_EVERY_S, self._stall_s)
-        while not done_within(look_every_s):
-            waited_s += look_every_s
-            check_given_up(self._group(), where)
-            if self._reporter is not None and waited_s - looked_s >= self._stall_s:
-                looked_s = waited_s
-                self._look_around(where, waited_s)
+        if done_within(look_every_s):
+            return
+        waited_s, looked_s = look_every_s, 0.0
+        stack.note_wait(where)  # for those who ask why we do not come
+        try:
+            while True:
+                check_given_up(self._group(), where)
+                if self._reporter is not None and waited_s - looked_s >= self._stall_s:
+                    looked_s = waited_s
+                    self._look_around(where, waited_s)
+                if done_within(look_every_s):
+                    return
+                waited_s += look_every_s
+        finally:
+            stack.note_wait("")
 
     def _look_around(self, where: str, waited_s: float) -> None:
         assert self._reporter is not None
@@ -225,14 +265,7 @@ class Watch:
             _do_not_linger()
             raise error
         self._suspicion = "" if error is None else str(error)  # raised if nothing has changed at the next look
-        late = ", ".join(
-            f"rank {p.rank} (pid {p.pid} on {p.host}, {p.passes} backward passes)"
-            for p in self._reporter.hear()
-            if not p.inside
-        )
-        logger.warning(
-            "rank %d has waited %.0f s in %s; not there yet: %s", self._reporter.rank, waited_s, where, late or "?"
-        )
+        logger.warning("%s", self._reporter.describe_stall(where, waited_s))
 
     @contextmanager
     def explains(self, where: str) -> Iterator[None]:

@@ -15,10 +15,12 @@ import time
 from contextlib import suppress
 from typing import Final
 
+from lockstep.elastic.card import Card
 from lockstep.elastic.events import Events
 from lockstep.elastic.forked import Request, Template
 from lockstep.elastic.guardian import Guardian
 from lockstep.elastic.hosts import HOST, Station, prefix_of, share_of
+from lockstep.elastic.inquest import show
 from lockstep.elastic.line import Line
 from lockstep.elastic.membership import Do, Standing, Want
 from lockstep.elastic.neighbours import End, Neighbours
@@ -439,13 +441,17 @@ class ElasticCrew(Crew):
         self._station.close()
         super().__exit__(*error)
 
+    def _trace_name(self, worker: WorkerProcess) -> str:
+        return self._persons[worker.rank].id
+
     def report(self) -> int:
         regain_patience()
         if self._gave_up is None and self._doubts:  # the others did without, and ended before we knew
             self._gave_up = self._doubts[0]
         if self._gave_up is None:
             if self._end is not None:
-                say(self._end.why)  # once more, as the last thing on the screen
+                # Once more, as the last thing on the screen.
+                show(Card("lockstep: the run has ended", what=self._end.why, logs=str(self._job.log_dir)))
                 return self._end.status
             if self._asked is not None and not self._exits:
                 return 128 + self._asked

@@ -11,6 +11,7 @@ group is asked to end, too, and killed when the run is over. Standard input is e
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import selectors
@@ -28,6 +29,8 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from lockstep.elastic.forked import Forked
 from lockstep.elastic.guardian import Guardian, adopt_orphans
+from lockstep.elastic.inquest import Dead, hold, show
+from lockstep.elastic.oom import Killed, compare
 from lockstep.elastic.screen import say, write_all
 from lockstep.elastic.verdict import (
     Act,
@@ -66,6 +69,13 @@ class Job:
     elastic: Elastic | None = None
     hosts: Hosts | None = None  # None: this one
 
+    @property
+    def id(self) -> str:
+        """The same for all workers that this run will ever have, on every host."""
+        if self.hosts is not None:
+            return hashlib.sha256(self.hosts.secret + self.hosts.where.encode()).hexdigest()[:16]
+        return f"{socket.gethostname()} {os.getpid()} {self.log_dir}"
+
 
 @dataclass(frozen=True)
 class Elastic:
@@ -98,7 +108,7 @@ def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores
         # Gradients and activations are freed and wanted again in every step. glibc would give their pages back to the
         # system and fault them in anew: a third of the step of a 25 M parameter MLP on a CPU.
         env.update(MALLOC_TRIM_THRESHOLD_=str(2**30), MALLOC_MMAP_THRESHOLD_=str(2**25))
-    env.update(LOCAL_RANK=str(rank), PYTHONUNBUFFERED="1", LOCKSTEP_RUN_DIR=str(job.log_dir))
+    env.update(LOCAL_RANK=str(rank), PYTHONUNBUFFERED="1", LOCKSTEP_RUN_DIR=str(job.log_dir), LOCKSTEP_RUN_ID=job.id)
     if job.hosts is not None:
         return _among_hosts(env, job.hosts)
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -212,6 +222,11 @@ class _Stream:
             self.screen = -1  # the terminal is gone, and nobody minded (nohup): the logs go on
 
 
+def log_of(name: str) -> str:
+    """The file of a worker. Each host has its own folder."""
+    return name.partition(" on ")[0].replace(" ", "") + ".log"
+
+
 class WorkerProcess:
     def __init__(self, rank: int, name: str, process: subprocess.Popen[bytes] | Forked, log: BinaryIO) -> None:
         self.rank, self.name = rank, name
@@ -256,6 +271,7 @@ class Crew:
         self._interrupts = 0
         self._told_at_s: float | None = None
         self._killed = False
+        self._before = Killed.count()
 
     def __enter__(self) -> Crew:
         self._selector = selectors.DefaultSelector()
@@ -320,9 +336,8 @@ class Crew:
         self._take_on(rank, name, process)
 
     def _take_on(self, rank: int, name: str, process: subprocess.Popen[bytes] | Forked) -> None:
-        file = name.partition(" on ")[0].replace(" ", "")  # each host has its own folder
         try:
-            log = (self._job.log_dir / f"{file}.log").open("wb", buffering=0)
+            log = (self._job.log_dir / log_of(name)).open("wb", buffering=0)
         except OSError as error:
             say(f"{name} has no log: {error}")
             log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115  (it is closed with the worker)
@@ -441,7 +456,7 @@ class Crew:
             self._signal_group(worker, signal.SIGTERM)
 
     def report(self) -> int:
-        """Who failed first, and its last words as the very last thing on the screen."""
+        """Who failed first, its last words, and a card as the very last thing on the screen."""
         status = exit_status(self._exits, self._asked)
         culprit = blame(self._exits)
         if culprit is not None and culprit.code == PREEMPTED:
@@ -455,4 +470,24 @@ class Crew:
         say(f"the last words of {who}:" if words else f"{who} said nothing")
         with suppress(OSError):
             write_all(2, "".join(f"[{who}] {line}\n" for line in words).encode(errors="replace"))
+        show(hold(self._lay_out(culprit)))
         return status
+
+    def _lay_out(self, exited: Exit) -> Dead:
+        worker = self._workers[exited.rank]
+        return Dead(
+            name=worker.name,
+            of=self._job.workers,
+            pid=worker.process.pid,
+            code=exited.code,
+            words=worker.words(),
+            log_dir=self._job.log_dir,
+            log=log_of(worker.name),
+            told=exited.told,
+            out_of_memory=compare(self._before, Killed.count()),
+            trace_name=self._trace_name(worker),
+            pids={one.name: one.process.pid for one in self._workers},
+        )
+
+    def _trace_name(self, worker: WorkerProcess) -> str:
+        return f"rank{worker.rank}"

@@ -34,13 +34,32 @@ from lockstep.comm import agree, graveyard
 from lockstep.comm.peers import tells_of_a_lost_peer
 from lockstep.elastic.recovery import Company
 from lockstep.elastic.seat import Joining, Left, Seat, Welcome
-from lockstep.errors import CheckpointError, Desync, Divergence, NonFinite, ReplicaMismatch, UnevenData, WorldError
+from lockstep.errors import (
+    CheckpointError,
+    Desync,
+    DirectoryInUse,
+    Divergence,
+    NonFinite,
+    ReplicaMismatch,
+    UnevenData,
+    WorldError,
+)
 from lockstep.world import World
 
 T = TypeVar("T")
 
 # Errors of the program itself, and never of a worker that was lost.
-OWN: Final = (NonFinite, Divergence, UnevenData, ReplicaMismatch, Desync, CheckpointError, ValueError, TypeError)
+OWN: Final = (
+    NonFinite,
+    Divergence,
+    UnevenData,
+    ReplicaMismatch,
+    Desync,
+    CheckpointError,
+    DirectoryInUse,
+    ValueError,
+    TypeError,
+)
 
 # How long an error may be older than the order to leave, which tells that the error was not the program's own. That a
 # connection broke, we know before the lease of the host ends that was lost (elastic/hosts.py, LONGEST_LEASE_S).
@@ -94,6 +113,15 @@ def _as_it_is(value: Any) -> Any:
 class Calls:
     """Made one after the other."""
 
+    def __init__(self) -> None:
+        self.doing = ""  # the call that we are in, or that failed
+        self._begun = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Of the call that we are in: workers at the same one make the same call."""
+        return 0, self._begun
+
     @property
     def is_member(self) -> bool:
         """We make calls, and do not only go through those that others have made."""
@@ -113,7 +141,11 @@ class Calls:
         encode, decode  its result as JSON, and back
         begins_loop     the last call before the loop: what it finds depends on when it is made
         """
-        return call()
+        self._begun += 1
+        self.doing = what
+        result = call()
+        self.doing = ""
+        return result
 
     @property
     def generation(self) -> int:
@@ -148,6 +180,7 @@ class ElasticCalls(Calls):
     """See Note [Positions] and Note [Newcomers]."""
 
     def __init__(self, seat: Seat, welcome: Welcome, crew: Crew, *, backend: str | None, device: Any) -> None:
+        super().__init__()
         self._seat, self._crew = seat, crew
         self._company = Company(seat, slot=welcome.slot, backend=backend, device=device)
         self._position = (-1, 0)
@@ -159,6 +192,10 @@ class ElasticCalls(Calls):
         self._is_member = False
         self._moves = 0
         self._recoveries, self._collecting_s = 0, 0.0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._position
 
     @property
     def is_member(self) -> bool:
@@ -177,6 +214,7 @@ class ElasticCalls(Calls):
     ) -> T:
         if begins_loop:
             self._journal_ends = self._position[1]
+        self.doing = what
         while True:
             told = self._find(what)
             if told is not None:
@@ -185,6 +223,7 @@ class ElasticCalls(Calls):
             if not self._is_member:
                 self._come_in()
                 if begins_loop and self._crew.applied >= 0:
+                    self.doing = ""
                     return decode(None)  # the others are in the loop, and so are we, with their state
                 continue
             try:
@@ -194,6 +233,7 @@ class ElasticCalls(Calls):
                 self._check_lost(error)
             self._recover()  # outside of `except`, which holds the frames of the old generation
         self._note(_Made(what, result, encode))
+        self.doing = ""
         return result
 
     def _find(self, what: str) -> list[Any] | None:

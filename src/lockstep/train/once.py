@@ -29,7 +29,7 @@ class Once:
         # Every worker counts one up, so this is the same number for all, and nobody finds the answers of another run.
         size = group.size()
         number = (store.add(f"lockstep/once/{size}", 1) - 1) // size
-        self._store = PrefixStore(f"lockstep/once/{size}/{number}", store)
+        self.store = self._store = PrefixStore(f"lockstep/once/{size}/{number}", store)
         self._reporter = Reporter.of(group)
         self._calls = 0
 

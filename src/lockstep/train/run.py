@@ -34,7 +34,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep import faults, files
 from lockstep.comm import agree, patience
-from lockstep.comm.peers import Watch
+from lockstep.comm.peers import Reporter, Watch
+from lockstep.comm.register import backend_name
 from lockstep.data.batches import Batch, Batches, Position, Settings
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
@@ -49,6 +50,9 @@ from lockstep.train.board import Board
 from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
 from lockstep.train.chronicle import Chronicle
+from lockstep.train.claim import Claim
+from lockstep.train.farewell import Farewell
+from lockstep.train.gate import Gate
 from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.observer import Blind, Observer
 from lockstep.train.once import Once
@@ -103,12 +107,15 @@ class Run:
         self._in_hand = False  # the program has that batch, and may yet take it
         self._stop_asked = Stop.NO  # on this worker
         self._stop_agreed = Stop.NO
+        self._farewell = Farewell(os.environ, self._whereabouts)
+        self._claim = Claim(self.directory, os.environ) if self.directory is not None else None
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         faults.arm(os.environ)
         faults.at("start")
+        self._farewell.begin()
         seat, options = seats.take(), self.options
         if seat is None:
             self.gather(init(backend=options.backend, device=options.device))
@@ -166,10 +173,13 @@ class Run:
             if self._group is not dist.group.WORLD:
                 self._calls.make("the end of the run", self._part_in_peace)
             self._calls.end()
+            self._farewell.end()
         else:
             self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
         self._chronicle.close(in_peace=error is None)
         self._board.close()
+        if self._claim is not None:
+            self._claim.release()
         if self._training is not None:
             self._training.sum.close()
         if error is None and self._group is not dist.group.WORLD:
@@ -177,9 +187,19 @@ class Run:
         if error is None and self._stop_agreed is Stop.SIGNAL:
             raise SystemExit(PREEMPTED)
 
+    def _whereabouts(self) -> dict[str, Any]:
+        """For the card of a run that failed."""
+        found: dict[str, Any] = {"call": self._calls.doing}
+        if hasattr(self, "world"):
+            found |= {"rank": self.world.rank, "size": self.world.size}
+        if self._plan is not None:
+            found |= {"step": self._here.number, "epoch": self._here.epoch}
+        return found
+
     def _part_in_peace(self) -> None:
         """Nobody leaves while another still talks."""
         faults.at("ending")
+        self._come_to("the end of the run")
         if self.directory is not None and self.world.rank == 0:
             self._metrics.write()
         with self._watch.explains("the end of the run"):
@@ -189,9 +209,14 @@ class Run:
 
     def gather(self, world: World) -> dist.ProcessGroup:
         self.world, self.device = world, world.device
+        if self._claim is not None and world.rank == 0:
+            self._claim.take(leads=True)
         self._group = setting.private_group(world)
+        if self._claim is not None and world.rank != 0:  # rank 0 has come by, so the directory is ours
+            self._claim.take(leads=False)
         self._watch = Watch(self._group, polls=self.device.type == "cpu")
         self._once = Once(_get_default_store(), self._group)
+        self._gate = self._build_gate()
         logs = os.environ.get("LOCKSTEP_RUN_DIR")
         if self.directory is not None and world.rank == 0 and logs:  # so that `lockstep scale` finds the launcher
             with suppress(OSError):
@@ -199,6 +224,18 @@ class Run:
                 (self.directory / "launch.json").write_text(json.dumps({"logs": logs}))
                 (Path(logs) / "run.json").write_text(json.dumps({"directory": str(self.directory)}))
         return self._group
+
+    def _build_gate(self) -> Gate | None:
+        """None: the backend compares calls itself, or there is nobody to compare with."""
+        reporter = Reporter.of(self._group)
+        if reporter is None or backend_name(self._group, self.device) not in ("gloo", "nccl"):
+            return None
+        reporter.tell_call = lambda: (self._calls.position, self._calls.doing)
+        return Gate(self._once.store, self._group, self._watch, lambda: self._calls.position)
+
+    def _come_to(self, what: str) -> None:
+        if self._gate is not None:
+            self._gate.come_to(what)
 
     def part(self) -> None:
         self._parted_s, self._chronicle.state = time.monotonic(), "recovering"
@@ -258,7 +295,12 @@ class Run:
 
     def _agree(self, what: str, facts: Mapping[str, Any]) -> None:
         """All workers together: the same arguments everywhere, or an error everywhere."""
-        self._calls.make(what, lambda: self._compare(what, {name: str(value) for name, value in facts.items()}))
+
+        def compare() -> None:
+            self._come_to(what)
+            self._compare(what, {name: str(value) for name, value in facts.items()})
+
+        self._calls.make(what, compare)
 
     def _compare(self, what: str, facts: dict[str, str]) -> None:
         with self._watch.explains(what):
@@ -290,6 +332,7 @@ class Run:
         rest = [Leaf(name, tensor, sparse=False) for name, tensor in state.items()]  # buffers, and what is frozen
 
         def copy() -> None:
+            self._come_to("run.replicate")
             with self._watch.explains("run.replicate"):
                 replica.check_same_shapes(self._group, leaves, self.device)
                 replica.check_same_shapes(self._group, rest, self.device)
@@ -544,6 +587,7 @@ class Run:
 
         def run() -> dict[str, float]:
             faults.at("logging")
+            self._come_to("run.log")
             pieces = self._gather({self.world.rank: as_pairs(pairs, "run.log")}, "run.log")
             return {
                 name: values[0][0] / values[0][1] if len(set(values)) == 1 and values[0][1] else float(mean_of(values))

@@ -165,7 +165,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
 
     faults.at("reduced")
     skips = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
-    look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips)
+    look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips, shares=t.sum.shares)
     t.last_norm.keep(batch.number, look.norm if not skips else None, t.options)
     see.reduced(look.norm if look.finite else None, batch.count, t.loss_scale.value)
     buffers = t.running.gather(outcome.changed, t.sum.as_run(batch.counts), t.sum) if look.finite else []

@@ -76,15 +76,19 @@ def refuse_bad_data(outcome: Outcome, number: int) -> None:
         )
 
 
-def look_at_gradients(leaves: Sequence[Leaf], outcome: Outcome, options: Options, *, wait: bool) -> Look:
-    """Is it finite, and how long is it? And clip it, if that was asked for.
+def look_at_gradients(
+    leaves: Sequence[Leaf], outcome: Outcome, options: Options, *, wait: bool, shares: Sequence[Sequence[int]]
+) -> Look:
+    """Is it finite, and how long is it? And clip it, if that was asked for. `shares`: the shards of every worker.
 
     Without `wait` a GPU that is still computing the norm is not waited for: see `LastNorm`.
     """
     if options.on_nonfinite is OnNonFinite.IGNORE and options.clip_norm is None:
         return Look(finite=True)
     if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
-        return Look(finite=False, why=f"the loss of {_shards(outcome.bad_shards)} is not a finite number")
+        ranks = [rank for rank, share in enumerate(shares) if set(share) & set(outcome.bad_shards)]
+        why = f"the loss of {_shards(outcome.bad_shards)} is not a finite number, on rank {_list(ranks)}"
+        return Look(finite=False, why=f"{why}; of the gradient, {_first_bad(leaves, 'gradient')}")
     gradients = [leaf.parameter.grad for leaf in leaves if leaf.parameter.grad is not None]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     norm = torch.nn.utils.get_total_norm(values)

@@ -1,0 +1,231 @@
+"""Why a worker failed, where that is known, and what to do about it. Pure.
+
+A rule looks at the exception (or the last lines, where there is none) and at how the process ended.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Evidence:
+    what: str  # the exception as in a traceback; "" if there was none
+    words: str  # the last lines of the worker
+    code: int  # exit status; below zero for a signal
+    out_of_memory: str = ""  # what the kernel says of processes that it killed meanwhile
+    told: bool = False  # we asked it to end
+
+
+@dataclass(frozen=True)
+class Cause:
+    why: str
+    do: str
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The first that fits counts. `why` and `do` may name groups of the pattern."""
+
+    pattern: re.Pattern[str]
+    why: str
+    do: str
+
+
+def _rule(pattern: str, why: str, do: str) -> _Rule:
+    return _Rule(re.compile(pattern, re.DOTALL), why, do)
+
+
+_SHM: Final = (
+    "give the container more shared memory (docker: --shm-size=8g or --ipc=host), or free /dev/shm; "
+    "loaders=0 needs none for batches"
+)
+_SAME_DATA: Final = (
+    "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out"
+)
+
+# Before those that need more words: what an exception says of itself.
+_RULES: Final = (
+    _rule(
+        r"DirectoryInUse",
+        "two programs would write into one run directory, and spoil each other's checkpoints",
+        "end the other one, or give this one a directory of its own: Run(directory)",
+    ),
+    _rule(
+        r"SharedMemoryFull|of shared memory, and \S+ is full"
+        r"|unable to (?:write to|allocate shared memory|mmap|resize) .*(?:/torch_|shared|shm)"
+        r"|No space left on device.*(?:/dev/shm|/torch_|shm_open)|(?:/dev/shm|/torch_\d).*No space left on device",
+        "shared memory is full (/dev/shm is too small)",
+        _SHM,
+    ),
+    _rule(
+        r"PeerLost.*rank (?P<rank>\d+) .*left after (?P<passes>\d+) backward passes: its program ended",
+        "rank {rank} had fewer batches than the others: it ended after {passes} backward passes",
+        "give every worker the same number of batches (a DistributedSampler, drop_last=True), or wrap the loop in "
+        "`with model.join():`",
+    ),
+    _rule(
+        r"UnevenData.*the data of rank (?P<rank>[\d, ]+) ended before step (?P<step>\d+)",
+        "rank {rank} has fewer batches than the others",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"UnevenData.*the end of an epoch: False on rank 0, True on rank (?P<rank>\d+)",
+        "rank {rank} has fewer batches than the others: its data ends here",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"UnevenData.*the end of an epoch: True on rank (?P<rank>\d+)",
+        "rank {rank} has fewer batches than the others: its data ends here",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"UnevenData.*samples: (?P<many>\d+) on rank 0, (?P<few>\d+) on rank (?P<rank>\d+)",
+        "rank {rank} has other data than rank 0: a batch of {few} samples where that one has {many}",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"(?P<workers>\d+) workers for (?P<shards>\d+) shards?: ",
+        "there are more workers than parts of a batch: {workers} for {shards}",
+        "start fewer workers: -n {shards} at most; or set shards={workers} or more in run.batches",
+    ),
+    _rule(
+        r"UnevenData",
+        "the workers do not see the same data",
+        _SAME_DATA,
+    ),
+    _rule(
+        r"Expected to have finished reduction in the prior iteration",
+        "a parameter got no gradient: the loss does not depend on it",
+        "use every parameter in the loss, freeze it (requires_grad_(False)), or pass find_unused_parameters=True",
+    ),
+    _rule(
+        r"NonFinite",
+        "the loss or the gradient became infinite or not a number",
+        'look at the data of that step and at log, sqrt and / in the loss; a lower learning rate, warm-up or '
+        'clip_norm= may help; Run(on_nonfinite="skip") leaves such batches out',
+    ),
+    _rule(
+        r"CUDA out of memory|OutOfMemoryError",
+        "the GPU is out of memory: the numbers are above",
+        "use more shards of the global batch (shards=), a smaller global_batch or model, or precision='bf16'; see who "
+        "else is on the GPU with nvidia-smi",
+    ),
+    _rule(
+        r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|not enough memory",
+        "the worker could not get more memory: the machine, or its limit (ulimit -v, the container's), is full",
+        "use fewer workers (-n), fewer loaders, more shards of a smaller global_batch, or allow more memory",
+    ),
+    _rule(
+        r"cannot listen on MASTER_PORT=(?P<port>\d+)|EADDRINUSE|[Aa]ddress already in use",
+        "another program has the port at which the workers meet",
+        "leave MASTER_PORT unset and let `lockstep run` choose one, or set it to a free port; `ss -ltnp` names who has "
+        "it",
+    ),
+    _rule(
+        r"exited unexpectedly|is killed by signal|a loader process (?:was lost|died)",
+        "a loader process was killed: most often the machine is short of memory, or /dev/shm is full",
+        "use fewer loaders or less ahead; look for 'Out of memory' in the kernel's log (dmesg)",
+    ),
+    _rule(
+        r"Desync|collective mismatch|EnforceNotMet|op\.preamble\.length|Detected mismatch between collectives",
+        "mismatching collectives: the workers did not make the same calls in the same order",
+        "look for `if rank == 0:` (or a condition that differs between workers) around run.evaluate, run.log, a "
+        "barrier or a reduction; all workers call them, run.once(...) runs something on one",
+    ),
+    _rule(
+        r"ReplicaMismatch",
+        "the workers do not run the same program: other models, arguments or data",
+        "start all workers with the same arguments and the same seed, and build the model without looking at the rank",
+    ),
+    _rule(
+        r"Divergence",
+        "replicas that must be equal are not",
+        "run `lockstep doctor`, and look for code that changes weights on one worker only",
+    ),
+    _rule(
+        r"WorldError.*(?:SLURM|srun)",
+        "the variables of SLURM do not fit to the processes that run",
+        "start one process for each task with `srun -n N python train.py`; or unset SLURM_PROCID and SLURM_NTASKS and "
+        "use `lockstep run -n N`",
+    ),
+    _rule(
+        r"WorldError",
+        "the workers did not find each other",
+        "see above: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must fit together; `lockstep run` sets them",
+    ),
+    _rule(
+        r"CheckpointError",
+        "what was saved does not fit to this program, or cannot be read",
+        "`lockstep checkpoint list DIRECTORY` shows what there is; a new directory begins anew",
+    ),
+    _rule(
+        r"DataError",
+        "the dataset, or its collate function, failed",
+        "try that sample alone in a Python prompt: dataset[i]",
+    ),
+    _rule(
+        r"SharedMemory|No space left on device",
+        "a disk is full",
+        "free some space; `df -h` shows which disk it is",
+    ),
+)
+
+
+def explain(evidence: Evidence) -> Cause | None:
+    """None: nothing is known beyond the exception itself."""
+    if evidence.code < 0 and not evidence.what:
+        found = _of_signal(evidence)
+        if found is not None:
+            return found
+    # The exception first: lines before it are of other times, or only warn.
+    for text in (evidence.what, evidence.words if not evidence.what else ""):
+        for rule in _RULES:
+            match = rule.pattern.search(text)
+            if match is not None:
+                return Cause(*(_fill(text, match.groupdict()) for text in (rule.why, rule.do)))
+    return None
+
+
+def _fill(text: str, groups: dict[str, str]) -> str:
+    for name, value in groups.items():
+        text = text.replace("{" + name + "}", value or "?")
+    return text
+
+
+def _of_signal(evidence: Evidence) -> Cause | None:
+    number = -evidence.code
+    if number == signal.SIGKILL and evidence.told:
+        return Cause("the launcher killed it: it had to end, and did not", "look at what it was doing, in its log")
+    if number == signal.SIGKILL:
+        if evidence.out_of_memory:
+            why = f"out of memory: the kernel killed it ({evidence.out_of_memory})"
+        else:
+            why = "somebody sent SIGKILL; most often the kernel does, out of memory, though its counters do not say so"
+        do = "use fewer workers (-n), fewer loaders or a smaller global_batch; `dmesg` names whom the kernel killed"
+        return Cause(why, do)
+    if number == signal.SIGBUS:
+        return Cause("SIGBUS: memory that was mapped is not there; most often /dev/shm is full", _SHM)
+    if number == signal.SIGABRT:
+        mismatch = next((rule for rule in _RULES if "EnforceNotMet" in rule.pattern.pattern), None)
+        if mismatch is not None and mismatch.pattern.search(evidence.words):
+            return Cause(mismatch.why, mismatch.do)
+    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        name = signal.Signals(number).name
+        return Cause(
+            f"{name}: native code crashed, not Python",
+            "set PYTHONFAULTHANDLER=1 and start it again: its log will show where; `lockstep doctor` tries the machine",
+        )
+    return None
+
+
+def advise(evidence: Evidence) -> str:
+    """Where no cause is known."""
+    if evidence.what:
+        return "correct the line above; the whole traceback is in the log"
+    if evidence.code > 0:
+        return "it ended itself without an exception (sys.exit, os._exit?): see the end of its log"
+    return "see the end of its log"

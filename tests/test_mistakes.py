@@ -1,0 +1,378 @@
+"""Ten mistakes that everybody makes once, through the real launcher: soon a card says who, what, why and what to do.
+
+docs/mistakes.md shows these cards beside what torchrun says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from test_launch import (  # noqa: F401  (fixtures)
+    DEADLINE_S,
+    LAUNCHER,
+    Stage,
+    nothing_left_behind,
+    outer_env,
+    split_card,
+    stage,
+)
+
+CARD_WITHIN_S = 15.0  # of the mistake
+
+# Every program says when it makes its mistake, so that importing torch does not count.
+HEAD = """
+import resource, torch, lockstep
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+def now(): print("mistake", time.time(), flush=True)
+
+class Samples(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        if i == 17 and "dataset" in sys.argv:
+            now(); raise ValueError(f"bad sample {i}")
+        return torch.full((8,), float(i)), i % 4
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        many = 48 if rank == 1 else 64
+        for i in range(many): yield torch.full((8,), float(i)), i % 4
+        if rank == 1: now()
+
+def loss(model, batch):
+    x, y = batch
+    at_third = rank == 1 and batches.position.number == 3
+    if at_third and "nan" in sys.argv:
+        now(); return F.cross_entropy(model(x), y, reduction="sum") * float("nan"), len(y)
+    if at_third and "memory" in sys.argv:
+        size = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))
+        now(); torch.ones(2**30)
+    if at_third and "kill" in sys.argv:
+        time.sleep(1.2); now(); os.kill(os.getpid(), signal.SIGKILL)
+    if at_third and "sleep" in sys.argv:
+        now(); time.sleep(7)
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+options = {word.split("=")[0]: int(word.split("=")[1]) for word in sys.argv if "=" in word}
+"""
+
+RUN = (
+    HEAD
+    + """
+with lockstep.Run("run" if "directory" in sys.argv else None, seed=1, progress=False) as run:
+    if "loader" in sys.argv:
+        now(); list(DataLoader(TensorDataset(torch.ones(8, 2**20)), num_workers=1, batch_size=4))
+    model = run.replicate(torch.nn.Linear(8, 4))
+    dataset = Stream() if "stream" in sys.argv else Samples()
+    if "wrong -n" in sys.argv: now()
+    batches = run.batches(dataset, global_batch=16, epochs=3, **({"shards": 4} | options))
+    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.01)):
+        run.step(loss, batch)
+        if batch.number == 2 and rank == 0 and "evaluate" in sys.argv:
+            now(); run.evaluate(lambda model, batch: (1.0, len(batch[1])), Samples())
+        if "directory" in sys.argv and batch.number == 2:
+            open("training", "w").close()
+            while not os.path.exists("go on"): time.sleep(0.02)
+"""
+)
+
+DDP = (
+    HEAD
+    + """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return self.used(x) if "unused" in sys.argv else self.used(x) + self.spare(x)
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(Net())
+if "unused" in sys.argv: now()
+for step in range(4 if rank == 1 and "fewer" in sys.argv else 5):
+    model(torch.ones(2, 8)).sum().backward()
+if rank == 1: now()
+"""
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    card: str
+    above: str
+    status: int
+    took_s: float  # from the mistake to the end of everything
+
+    def has(self, *words: str) -> None:
+        text = " ".join(line.lstrip("| ") for line in self.card.splitlines())
+        for word in words:
+            assert word in text, self.card
+
+    def line(self, name: str) -> str:
+        """An entry of the card."""
+        found = re.search(rf"^\| {name} +(.*(?:\n\|        .*)*)", self.card, re.MULTILINE)
+        assert found is not None, self.card
+        return " ".join(part.lstrip("| ") for part in found[1].splitlines())
+
+
+def fail(stage: Stage, program: str, *arguments: str, words: str = "", **env: str) -> Outcome:  # noqa: F811
+    script = stage.script(program)
+    done = stage.run("--plain", *(arguments or ("-n", "2")), script, *words.split(","), OMP_NUM_THREADS="1", **env)
+    ended_s = time.time()
+    assert done.returncode != 0, done.stdout + done.stderr
+    above, card = split_card(done.stderr)
+    at = re.findall(r"mistake ([\d.]+)", done.stdout)
+    assert at, done.stdout + done.stderr
+    outcome = Outcome(card, "\n".join(above), done.returncode, ended_s - float(at[0]))
+    assert outcome.took_s < CARD_WITHIN_S
+    return outcome
+
+
+def test_a_batch_fewer_on_one_worker(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words="stream")
+    seen.has("rank 1 failed", "UnevenData", "rank 1 has fewer batches than the others", "do not split it by rank")
+    assert seen.line("who").startswith("rank 1 of 2, pid ")
+    assert "for batch in run.track" in seen.card or "run.step(loss, batch)" in seen.card
+
+
+@pytest.mark.slow
+def test_a_batch_fewer_on_one_worker_of_a_torch_program(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, DDP, "-n", "2", "--drop-in", words="fewer")
+    seen.has("rank 1 ended before the others", "rank 1 had fewer batches", "after 4 backward passes", "model.join()")
+    assert seen.line("who").endswith("; rank 0 waited for it")
+    seen.has("backward pass 5, bucket 1 of 1 (spare.bias .. used.weight)")
+
+
+@pytest.mark.parametrize("loaders", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_exception_in_the_dataset(stage: Stage, loaders: int) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words=f"dataset,loaders={loaders}")
+    seen.has("DataError", "dataset[17] failed in epoch 0", "ValueError: bad sample 17", "try that sample alone")
+    assert re.search(r"script\.py:\d+, in __getitem__\n\| +now\(\); raise ValueError", seen.card)
+    who = seen.line("who")
+    assert re.search(rf"^{who.split(' of ')[0]}: dataset\[17\]", seen.line("what").removeprefix("DataError: "))
+    assert "step " in seen.line("where")
+
+
+def test_a_loss_that_is_not_a_number(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words="nan")
+    seen.has("rank 1 failed", "NonFinite", "the loss of shards 2, 3 is not a finite number, on rank 1")
+    seen.has("elements of weight are infinite or not a number", "learning rate")
+    assert seen.line("where") == "step 2, epoch 0 (both count from 0), in run.step"
+    assert "run.step(loss, batch)" in seen.card
+
+
+def test_a_parameter_that_is_not_used(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, DDP, "-n", "2", "--drop-in", words="unused")
+    seen.has("spare.weight, spare.bias", "got no gradient", "find_unused_parameters=True")
+    assert "model(torch.ones(2, 8)).sum().backward()" in seen.card
+
+
+def test_out_of_memory(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words="memory")
+    seen.has("rank 1 failed", "you tried to allocate 4294967296 bytes", "could not get more memory", "fewer workers")
+    seen.has("step 2, epoch 0 (both count from 0), shard 2, in run.step")
+    assert re.search(r"script\.py:\d+, in loss\n\| +now\(\); torch\.ones", seen.card)
+
+
+@pytest.mark.slow
+def test_killed_as_the_kernel_does_out_of_memory(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words="kill")
+    assert seen.status == 128 + 9
+    seen.has("rank 1 failed", "killed by SIGKILL", "out of memory", "dmesg", "after step 1, epoch 0")
+
+
+@pytest.mark.slow
+def test_an_elastic_run_that_gives_up_ends_with_a_card_too(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, RUN, "-n", "2", "--min", "1", words="dataset")
+    seen.has("DataError", "ValueError: bad sample 17", "in __getitem__")
+    assert re.match(r"worker \d of 2, pid \d+ on ", seen.line("who"))
+    assert "giving up: " in seen.above
+
+
+def test_more_workers_than_shards(stage: Stage) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words="wrong -n,shards=1")
+    seen.has("2 workers for 1 shard", "more workers than parts of a batch", "-n 1 at most", "shards=2 or more")
+    assert "run.batches(" in seen.card
+
+
+def test_no_workers_at_all(stage: Stage) -> None:  # noqa: F811
+    done = stage.run("-n", "0", stage.script(""))
+    assert done.returncode == 2
+    assert "'0' is not a number of workers" in done.stderr.splitlines()[-1]
+
+
+def test_a_port_that_is_taken(stage: Stage) -> None:  # noqa: F811
+    """The launcher itself chooses a free one, whatever MASTER_PORT says; a program may insist."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        program = HEAD + f"os.environ['MASTER_PORT'] = '{port}'\nnow(); lockstep.init()\n"
+        seen = fail(stage, program, MASTER_PORT=port)
+        seen.has(f"cannot listen on MASTER_PORT={port}", "another program has the port", "leave MASTER_PORT unset")
+        assert seen.line("who").startswith("rank 0 of 2")
+        quiet = stage.run("-n", "2", stage.script("print(os.environ['MASTER_PORT'])\n"), MASTER_PORT=port)
+    assert quiet.returncode == 0
+    assert port not in quiet.stdout
+
+
+def can_mount() -> bool:
+    tried = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"]
+    try:
+        return subprocess.run(tried, capture_output=True, timeout=10).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small /dev/shm")
+@pytest.mark.parametrize("words", ["loader", "loaders=1"])
+def test_a_tiny_dev_shm(stage: Stage, words: str) -> None:  # noqa: F811
+    """Ours needs none. Torch's DataLoader does."""
+    arguments = [*LAUNCHER, "run", "--plain", "--log-dir", str(stage.logs), "-n", "2", stage.script(RUN), words]
+    inside = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh", *arguments]
+    env = outer_env(OMP_NUM_THREADS="1")
+    done = subprocess.run(inside, cwd=stage.folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    if words == "loaders=1":
+        assert done.returncode == 0, done.stderr
+        return
+    _, card = split_card(done.stderr)
+    text = " ".join(line.lstrip("| ") for line in card.splitlines())
+    for word in ("shared memory is full", "No space left on device", "--shm-size", "list(DataLoader("):
+        assert word in text, card
+
+
+def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # noqa: F811
+    """Without a launcher of ours, so without a card; but the error says what one would."""
+    told = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0"}
+    told |= {"SLURM_NNODES": "1", "SLURM_NODELIST": socket.gethostname(), "SLURM_LOCALID": "0"}
+    script = stage.script(HEAD + "now(); lockstep.init()\n")
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=stage.folder,
+        env=outer_env(**told),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    took_s = time.time() - float(done.stdout.split()[1])
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    for word in ("rank 0 of 2 waited for rank 1", "no such process is here", "srun -n 2", "unset SLURM_PROCID"):
+        assert word in last
+    assert took_s < CARD_WITHIN_S
+
+
+def test_two_programs_on_one_run_directory(stage: Stage) -> None:  # noqa: F811
+    (stage.folder / "second.py").write_text(
+        "import time, lockstep\nprint('mistake', time.time(), flush=True)\n"
+        "with lockstep.Run('run', seed=1, progress=False): pass\n"
+    )
+    first = stage.start("--plain", "-n", "1", stage.script(RUN), "directory", OMP_NUM_THREADS="1")
+    try:
+        stage.wait_for_files("training")
+        pid = json.loads((stage.folder / "run" / "run.lock").read_text())["pid"]
+        second = Stage(stage.folder)
+        second.logs = stage.folder / "logs of the second"
+        done = second.run("--plain", "-n", "1", "second.py", OMP_NUM_THREADS="1")
+        took_s = time.time() - float(re.findall(r"mistake ([\d.]+)", done.stdout)[0])
+        watched = subprocess.run(
+            [*LAUNCHER, "ledger", "run"], cwd=stage.folder, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+    finally:
+        (stage.folder / "go on").touch()
+        assert stage.end(first).returncode == 0
+    assert "in use" not in watched.stderr
+    _, card = split_card(done.stderr)
+    text = " ".join(line.lstrip("| ") for line in card.splitlines())
+    holder = f"the run of process {pid} on {socket.gethostname()}, since 20"
+    for word in (holder, "DirectoryInUse", "a directory of its own"):
+        assert word in text, card
+    assert took_s < CARD_WITHIN_S
+
+
+@pytest.mark.slow
+def test_two_elastic_programs_on_one_run_directory(stage: Stage) -> None:  # noqa: F811
+    """A worker that takes the place of rank 0 may have the directory; another run may not, also in between."""
+    script = stage.script(RUN.replace("rank == 0", "run.world.rank == 0"))
+    first = stage.start("--plain", "-n", "2", "--min", "1", script, "directory", OMP_NUM_THREADS="1")
+    try:
+        stage.wait_for_files("training")
+        pid = json.loads((stage.folder / "run" / "run.lock").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)  # the other one has not noticed, and still the directory is theirs
+        second = Stage(stage.folder)
+        second.logs = stage.folder / "logs of the second"
+        done = second.run("--plain", "-n", "2", "--min", "1", script, "directory", OMP_NUM_THREADS="1")
+    finally:
+        (stage.folder / "go on").touch()
+        ended = stage.end(first)
+    assert ended.returncode == 0, ended.stderr
+    assert done.returncode == 1
+    _, card = split_card(done.stderr)
+    text = " ".join(line.lstrip("| ") for line in card.splitlines())
+    for word in ("worker ", "DirectoryInUse", f"on {socket.gethostname()}, since 20", "a directory of its own"):
+        assert word in text, card
+
+
+# ---- beside the ten ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_only_rank_0_evaluates(stage: Stage, backend: str) -> None:  # noqa: F811
+    seen = fail(stage, RUN, words="evaluate", LOCKSTEP_BACKEND=backend)
+    seen.has("Desync", "mismatching collectives", "if rank == 0:", "run.once(...)")
+    if backend == "gloo":
+        assert re.search(r"rank \d called run\.(evaluate|step), but rank \d called run\.(evaluate|step)", seen.card)
+
+
+@pytest.mark.slow
+def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noqa: F811
+    script = stage.script(RUN)
+    done = stage.run("--plain", "-n", "2", script, "sleep", OMP_NUM_THREADS="1", LOCKSTEP_STALL_S="2")
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.replace("[rank 0] ", "")
+    assert re.search(r"rank 0 has waited \d s in .*; there: we; not there yet: rank 1 \(pid \d+", said), said
+    assert "rank 1 is here:" in said
+    assert "now(); time.sleep(7)" in said
+
+
+def test_who_looks_for_the_lock_of_a_dead_run(tmp_path: Path) -> None:
+    """A later rank 0 of the same run may have it although an earlier one still lives; another run may not."""
+    code = (
+        "import os, sys; from pathlib import Path; from lockstep.train.claim import Claim\n"
+        "claim = Claim(Path(sys.argv[1]), {'LOCKSTEP_RUN_ID': sys.argv[2]})\n"
+        "claim.take(leads=True); print('taken', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+
+    def start(run: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), run], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+
+    first = start("one")
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "taken\n"
+        assert start("one").communicate(timeout=DEADLINE_S)[0] == "taken\n"
+        assert "DirectoryInUse: the run directory" in start("two").communicate(timeout=DEADLINE_S)[1]
+    finally:
+        first.kill()
+        first.communicate()
+    assert start("two").communicate(timeout=DEADLINE_S)[0] == "taken\n"
