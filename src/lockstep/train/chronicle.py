@@ -51,8 +51,8 @@ class Window:
         timed_s, whole_s = sum(self.phases.values()), ended_s - self.began_s
         times = whole_s / timed_s if timed_s > 0 else 0.0
         return {
-            "t0": round(self.began_s, 4),
-            "t1": round(ended_s, 4),
+            "t0": round(self.began_s, 6),
+            "t1": round(ended_s, 6),
             "first": self.first,
             "count": self.count,
             "samples": self.samples,
