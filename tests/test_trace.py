@@ -79,9 +79,11 @@ def test_few_steps_are_looked_at_closely_and_some_at_every_scale() -> None:
 def test_what_was_not_timed_counts_as_what_was() -> None:
     window = Window(began_s=10.0)
     window.add(times(0.5))
-    line = window.close(ended_s=14.0)  # of 4 s, 1 s was timed
+    window.count = 3  # of which one was timed: it took a second
+    line = window.close(ended_s=14.0)
     assert sum(line["phases"].values()) == pytest.approx(4.0)
-    assert line["phases"]["forward"] == pytest.approx(0.8)
+    assert line["phases"]["forward"] == pytest.approx(0.6)
+    assert line["phases"]["between"] == pytest.approx(3 * 0.2 + 1.0)  # an evaluation, say
 
 
 def test_who_is_slow_to_tell_is_waited_for_and_not_for_ever() -> None:

@@ -27,7 +27,7 @@ from lockstep.elastic.hosts import (
     name_host,
 )
 from lockstep.elastic.inquest import could_not_start, show
-from lockstep.elastic.screen import say
+from lockstep.elastic.screen import say, shown_by
 from lockstep.elastic.secret import VARIABLE, new_secret, read_secret
 from lockstep.elastic.supervisor import Elastic, Job, count_cores, count_gpus, supervise
 from lockstep.elastic.verdict import count_workers
@@ -245,9 +245,14 @@ def _run(chosen: argparse.Namespace) -> int:
 
 def _shown(log_dir: Path) -> AbstractContextManager[None]:
     """With a picture, where there is a terminal for it."""
-    from lockstep.measure.live import can_draw, shown
+    from lockstep.measure.live import VARIABLE as SHOWN
+    from lockstep.measure.live import can_draw
 
-    return shown(log_dir) if can_draw() else nullcontext()
+    os.environ.pop(SHOWN, None)  # of a launcher around this one
+    if not can_draw():
+        return nullcontext()
+    os.environ[SHOWN] = "1"
+    return shown_by([sys.executable, "-m", "lockstep.measure.live", str(log_dir)])
 
 
 def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:

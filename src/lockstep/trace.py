@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,11 +67,12 @@ class TraceFile:
                 self._is_there = True
             if lines:
                 files.append_lines(self._path, lines)
+        except OSError:
+            with self._lock:
+                self._lines = (lines + self._lines)[:WAITING_AT_MOST]
+        with suppress(OSError):
             if (now := self._now()) is not None:
                 fresh = self._now_path.with_suffix(f".{os.getpid()}")
                 fresh.write_text(json.dumps(now))
                 fresh.replace(self._now_path)
-        except OSError:
-            with self._lock:
-                self._lines = (lines + self._lines)[:WAITING_AT_MOST]
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +49,9 @@ class Training:
     def lines(self, kind: str) -> Iterator[dict[str, Any]]:
         for path in sorted(self.folder.glob("trace/*.jsonl")):
             for line in path.read_text().splitlines():
-                found = json.loads(line)
-                if found.get("kind") == kind:
-                    yield found
+                with suppress(ValueError):  # who was killed may have left half a line
+                    if (found := json.loads(line)).get("kind") == kind:
+                        yield found
 
     @property
     def samples_per_s(self) -> float:
@@ -99,8 +100,10 @@ class Stage:
         """The last worker, in the middle of the training."""
         while process.poll() is None:
             now = look(find(folder))
-            if now is not None and now.steps and now.step >= KILL_AT * now.steps and len(now.workers) > 1:
-                os.kill(now.workers[-1].pid, signal.SIGKILL)
+            is_time = now is not None and now.state == "training" and now.steps and now.step >= KILL_AT * now.steps
+            if now is not None and is_time and len(now.workers) > 1:
+                with suppress(ProcessLookupError):
+                    os.kill(now.workers[-1].pid, signal.SIGKILL)
                 return
             time.sleep(LOOK_EVERY_S)
 

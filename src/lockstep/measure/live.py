@@ -3,23 +3,21 @@
     lockstep watch runs/digits            from anywhere, while it runs
     lockstep run -n 4 train.py            shows the same, below what the workers print
 
-Note [A process of its own]
-The launcher has leases to keep, and must never wait for a terminal. So it does not draw: it hands its output to a
-process that does. That one ends when the output ends, and nothing is lost with it but the picture: logs are complete.
+The launcher itself does not draw: it hands its output to `accompany`, in a process of its own (elastic/screen.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from subprocess import Popen
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import LockstepError
@@ -33,7 +31,7 @@ LOOK_EVERY_S: Final = 0.5
 PLAIN_EVERY_S: Final = 5.0
 EVENTS_SHOWN: Final = 4
 FIRST_WORKERS: Final = 16  # more do not fit on a screen
-END_WITHIN_S: Final = 3.0
+OVER: Final = ("ended", "failed")
 VARIABLE: Final = "LOCKSTEP_VIEW"  # tells workers that somebody shows their progress
 
 
@@ -154,7 +152,7 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
 
 def can_draw() -> bool:
     """Whether there is a terminal that shows pictures, and rich to make them."""
-    if not (sys.stdout.isatty() and sys.stderr.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
+    if not (os.isatty(1) and os.isatty(2)) or os.environ.get("TERM", "dumb") == "dumb":
         return False
     try:
         import rich.live  # noqa: F401
@@ -174,7 +172,7 @@ def watch(place: Place, *, plain: bool) -> None:
         while True:
             now = look(place)
             live.update(draw(now), refresh=True)
-            if now is not None and now.state == "ended":
+            if now is not None and now.state in OVER:
                 return
             time.sleep(LOOK_EVERY_S)
 
@@ -183,13 +181,26 @@ def _watch_plain(place: Place) -> None:
     said_s, last = 0.0, ""
     while True:
         now = look(place)
-        if now is not None and (now.state == "ended" or time.monotonic() - said_s >= PLAIN_EVERY_S):
+        if now is not None and (now.state in OVER or time.monotonic() - said_s >= PLAIN_EVERY_S):
             if (line := describe(now)) != last:
                 print(line, flush=True)
             said_s, last = time.monotonic(), line
-            if now.state == "ended":
+            if now.state in OVER:
                 return
         time.sleep(LOOK_EVERY_S)
+
+
+def _last_of(line: bytes) -> bytes:
+    """Of a progress bar, which writes over itself, what was to be seen in the end."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _picture(place: Place, since_s: float) -> RenderableType | None:
+    """None: there is nothing to be seen yet, or nothing that can be drawn."""
+    with suppress(Exception):  # a picture is not worth an error
+        now = look(place, since_s=since_s)
+        return None if now is None else draw(now)
+    return None
 
 
 def accompany(logs: Path) -> None:
@@ -198,54 +209,29 @@ def accompany(logs: Path) -> None:
     from rich.live import Live
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; we end when it has said its last word
-    console = Console(highlight=False)
-    rest, looked_s = b"", 0.0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every sign
+    console = Console(highlight=False, emoji=False)
+    rest, looked_s, since_s = b"", 0.0, time.time()
     place = find(logs)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             ready = select.select([0], [], [], LOOK_EVERY_S)[0]
             if ready:
                 chunk = os.read(0, 1 << 16)
-                *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+                *lines, rest = (rest + chunk).split(b"\n")
                 if lines:
-                    text = b"\n".join(line for line in lines if line.strip()).decode(errors="replace")
-                    if text:
-                        console.print(text, markup=False, soft_wrap=True)
+                    text = b"\n".join(map(_last_of, lines)).decode(errors="replace")
+                    console.print(text, markup=False, soft_wrap=True)
                 if not chunk:
                     break
             if time.monotonic() - looked_s >= LOOK_EVERY_S:
                 looked_s = time.monotonic()
                 place = place if place.trace.is_dir() else find(logs)
-                now = look(place) if place.trace.is_dir() else None
-                live.update(draw(now) if now is not None else "", refresh=True)
-    now = look(place)
+                live.update(_picture(place, since_s) or "", refresh=True)
+    now = look(place, since_s=since_s)
     if now is not None and now.state == "ended":  # else the last words are those of who failed
         console.print(draw(now))
-
-
-@contextmanager
-def shown(logs: Path) -> Iterator[None]:
-    """Inside, what this process and its children print goes to a process that shows it. See Note [A process of its
-    own]."""
-    reader, writer = os.pipe()
-    process = Popen([sys.executable, "-m", "lockstep.measure.live", str(logs)], stdin=reader)
-    os.close(reader)
-    kept = [os.dup(1), os.dup(2)]
-    os.environ[VARIABLE] = "1"
-    try:
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        os.close(writer)
-        yield
-    finally:
-        for screen, copy in enumerate(kept, 1):
-            os.dup2(copy, screen)  # the last one that had the pipe: its end is seen
-            os.close(copy)
-        del os.environ[VARIABLE]
-        with suppress(Exception):
-            process.wait(END_WITHIN_S)
-        if process.poll() is None:
-            process.kill()
 
 
 def main(arguments: Sequence[str]) -> int:

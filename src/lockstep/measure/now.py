@@ -97,10 +97,11 @@ def find(run: Path) -> Place:
     return Place(trace, logs)
 
 
-def look(place: Place, *, now_s: float | None = None) -> Snapshot | None:
-    """None: nobody has said anything yet."""
+def look(place: Place, *, now_s: float | None = None, since_s: float = 0.0) -> Snapshot | None:
+    """None: nobody has said anything yet, or not since then."""
     now_s = time.time() if now_s is None else now_s
     told = [found for path in sorted(place.trace.glob("*.now")) if (found := _read(path)) is not None]
+    told = [one for one in told if one.get("unix_s", 0.0) >= since_s]
     if not told:
         return None
     newest = max(told, key=lambda one: one.get("unix_s", 0.0))
@@ -114,7 +115,7 @@ def look(place: Place, *, now_s: float | None = None) -> Snapshot | None:
     launched = list(_tail(place.logs / "events.jsonl", EVENTS_BYTES)) if place.logs is not None else []
     restarts = _restarts(launched)
     is_silent = now_s - newest["unix_s"] > STALE_S
-    state = "silent" if is_silent and newest.get("state") != "ended" else str(newest.get("state", ""))
+    state = "silent" if is_silent and newest.get("state") not in ("ended", "failed") else str(newest.get("state", ""))
     return Snapshot(
         workers=[_worker(one, restarts.get(str(one.get("worker")), 0)) for _, one in sorted(by_rank.items())],
         state=state,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,25 @@ class Board:
         """Whoever writes may be another worker each time: TensorBoard puts their files together."""
         if self._folder is None or not writes:
             return
-        if self._writer is None:
-            self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
-        for name, value in figures.items():
-            if value is not None and math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
+        try:
+            if self._writer is None:
+                self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+            for name, value in figures.items():
+                if value is not None and math.isfinite(value):
+                    self._writer.add_scalar(name, value, step)
+        except Exception as error:
+            self._give_up(error)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            self._give_up(error)
+        self._writer = None
+
+    def _give_up(self, error: Exception) -> None:
+        """A full disk, or anything else that is wrong with it, does not end the training."""
+        text = f"lockstep: TensorBoard gets no more figures, into {self._folder}: {error!r}"
+        print(text, file=sys.stderr, flush=True)
+        self._folder = self._writer = None

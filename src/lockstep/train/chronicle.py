@@ -21,6 +21,7 @@ from lockstep.trace import VERSION, TraceFile
 from lockstep.train.stopwatch import PHASES, Span, StepTimes
 
 WINDOW_S: Final = 0.5
+RECENT_S: Final = 1.0  # what those see who watch
 WINDOWS: Final = 1000  # a window is at least this part of the run so far
 PATIENCE: Final = 16  # steps, until what the others have not told counts as told
 
@@ -34,22 +35,30 @@ class Window:
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s
         self.first: int | None = None
-        self.count = self.samples = 0
+        self.count = self.timed = self.samples = 0
         self.loss = 0.0
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.waited_for: dict[int, float] = {}
 
     def add(self, times: StepTimes) -> None:
         phases = times.phases()
+        self.timed += 1
         for name, seconds in phases.items():
             self.phases[name] += seconds
         if times.waited_for is not None:
             self.waited_for[times.waited_for] = self.waited_for.get(times.waited_for, 0.0) + phases["waiting"]
 
+    def is_done(self, now_s: float, long_s: float) -> bool:
+        """On a GPU not every step is timed, and without one that is, a window says little."""
+        return now_s - self.began_s >= long_s and (self.timed > 0 or self.count > PATIENCE)
+
     def close(self, ended_s: float) -> dict[str, Any]:
-        """The phases of the steps that were timed, as if all had been."""
+        """The phases of the steps that were timed, as if all had been; what is left was between steps."""
         timed_s, whole_s = sum(self.phases.values()), ended_s - self.began_s
-        times = whole_s / timed_s if timed_s > 0 else 0.0
+        times = self.count / self.timed if self.timed else 0.0
+        if timed_s * times > whole_s:
+            times = whole_s / timed_s
+        self.phases["between"] += (whole_s - timed_s * times) / times if times else 0.0
         return {
             "t0": round(self.began_s, 6),
             "t1": round(ended_s, 6),
@@ -70,6 +79,7 @@ class Chronicle:
         self._file: TraceFile | None = None
         self._began_s = time.monotonic()
         self._window = Window(self._began_s)
+        self._recent = Window(self._began_s)  # for those who watch
         self._stepped_s = self._began_s  # the end of the last step
         self._noise: dict[str, Any] | None = None
         self._untold: dict[int, StepTimes] = {}  # steps of which we do not know yet how long the others waited
@@ -79,7 +89,7 @@ class Chronicle:
         self._said_world = True
         self._facts: dict[str, Any] = {}
         self._figures: Mapping[str, float] = {}
-        self.state = "training"
+        self.state = "starting"
         self.on_window: Callable[[int, Mapping[str, float | None]], None] = lambda _step, _figures: None
         self._last: dict[str, Any] = {}
         if folder is not None:
@@ -119,7 +129,8 @@ class Chronicle:
     def begin(self) -> None:
         """The first step. What was done before it belongs to no window."""
         self._began_s = time.monotonic()
-        self._window = Window(self._began_s)
+        self._window, self._recent = Window(self._began_s), Window(self._began_s)
+        self.state = "training"
 
     def note(self, times: StepTimes, *, describe: Any) -> None:
         """A step of ours is over. `describe()`: buckets and memory, which are known by now."""
@@ -160,48 +171,52 @@ class Chronicle:
 
     def _add(self, times: StepTimes) -> None:
         self._window.add(times)
+        self._recent.add(times)
         if times.spans and self._file is not None:
             rows = [_row(span) for span in times.spans]
             self._file.add("spans", step=times.number, t=round(times.began_s, 6), spans=rows)
 
     def step(self, number: int, loss: float, *, samples: int, epoch: int, facts: Mapping[str, Any]) -> None:
         """Its figures, at its end. `facts`: lr, grad_norm."""
-        window = self._window
-        window.first = number if window.first is None else window.first
-        window.count, window.samples, window.loss = window.count + 1, window.samples + samples, window.loss + loss
+        for window in (self._window, self._recent):
+            window.first = number if window.first is None else window.first
+            window.count, window.samples, window.loss = window.count + 1, window.samples + samples, window.loss + loss
         self._facts = {"epoch": epoch, "step": number + 1, **facts}
         now = self._stepped_s = time.monotonic()
-        if now - window.began_s >= max(WINDOW_S, (now - self._began_s) / WINDOWS):
+        if self._recent.is_done(now, RECENT_S):
+            self._last, self._recent = self._recent.close(now) | self._memory(), Window(now)
+        if self._window.is_done(now, max(WINDOW_S, (now - self._began_s) / WINDOWS)):
             self._close_window(now)
 
     def _close_window(self, now_s: float) -> None:
         if self._window.count:
-            self._last = self._window.close(now_s) | self._memory()
+            window = self._window.close(now_s) | self._memory()
+            self._last = self._last or window
             if self._file is not None:
                 facts = {name: value for name, value in self._facts.items() if name != "step"}
-                self._file.add("steps", **self._last, **facts)
+                self._file.add("steps", **window, **facts)
                 if self._noise is not None:
                     self._file.add("noise", **self._noise)
-            self.on_window(self._facts["step"], self._figures_of_window())
+            self.on_window(self._facts["step"], self._figures_of(window))
             self._noise = None
         self._window = Window(now_s)
 
-    def _figures_of_window(self) -> dict[str, float | None]:
+    def _figures_of(self, window: Mapping[str, Any]) -> dict[str, float | None]:
         """For people who look at curves."""
-        last, facts = self._last, self._facts
-        took_s = last["t1"] - last["t0"]
-        figures = {"loss": last["loss"], "learning rate": facts.get("lr"), "gradient norm": facts.get("grad_norm")}
+        facts, took_s = self._facts, window["t1"] - window["t0"]
+        figures = {"loss": window["loss"], "learning rate": facts.get("lr"), "gradient norm": facts.get("grad_norm")}
         noise = self._noise["scale"] if self._noise is not None else None
-        return {**figures, "samples per second": last["samples"] / took_s if took_s else None, "noise scale": noise}
+        return {**figures, "samples per second": window["samples"] / took_s if took_s else None, "noise scale": noise}
 
     def _memory(self) -> dict[str, int | None]:
         peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
         return {"rss": _resident_bytes(), "peak": peak}
 
     def event(self, what: str, **facts: Any) -> None:
-        if self._file is not None:
+        file = self._file  # another thread may close it
+        if file is not None:
             line = {"t": time.monotonic(), "step": self._facts.get("step", 0), "what": what, **facts}
-            self._file.add("event", **line)
+            file.add("event", **line)
 
     def checkpoint_written(self, one: Written) -> None:
         self.event("checkpoint", step=one.step, took_s=one.took_s, bytes=one.size_bytes)
@@ -224,7 +239,7 @@ class Chronicle:
     def close(self, *, in_peace: bool) -> None:
         if self._file is None:
             return
-        self.state = "ended"
+        self.state = "ended" if in_peace else "failed"
         for step in sorted(self._untold):
             self._add(self._untold.pop(step))
         self._close_window(self._stepped_s)  # an evaluation after the last step is no part of the steps
@@ -237,8 +252,6 @@ class Chronicle:
 
     def _now(self) -> dict[str, Any] | None:
         """By the thread of the file."""
-        if not self._facts:
-            return None
         last, world = self._last, self._world
         took_s = last["t1"] - last["t0"] if last else 0.0
         return {

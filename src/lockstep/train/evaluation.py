@@ -5,6 +5,7 @@ The pieces do not depend on the number of workers, so neither does what the mode
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.data.ahead import put_on
-from lockstep.data.batches import batch_of
+from lockstep.data.batches import TRIES, batch_of
 from lockstep.data.jobs import refuse_loader
-from lockstep.data.loader import Loading, load
+from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Position
 from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
 from lockstep.seed import kept_random_state, mix, sow
@@ -105,12 +106,21 @@ def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tu
         hide_worker_info=False,
     )
     jobs = [_cut_out(number, pieces.batch, seen.samples) for number in mine]
-    with closing(load(Reader(pieces.dataset, recipe), jobs, how)) as parcels:
-        for number, parcel in zip(mine, parcels, strict=True):
-            batch = batch_of(parcel.open())
-            assert batch is not None
-            sow(mix(seed, "evaluate", number), world.device)
-            yield number, batch.shards[0].data
+    done = lost = 0
+    while done < len(jobs):
+        try:
+            with closing(load(Reader(pieces.dataset, recipe), jobs[done:], how)) as parcels:
+                for parcel in parcels:
+                    batch = batch_of(parcel.open())
+                    assert batch is not None
+                    sow(mix(seed, "evaluate", mine[done]), world.device)
+                    done += 1
+                    yield mine[done - 1], batch.shards[0].data
+        except LoaderLost as error:
+            lost += 1
+            if lost == TRIES:
+                raise
+            print(f"lockstep: {error}; another one is started", file=sys.stderr, flush=True)
 
 
 def _read_stream(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:

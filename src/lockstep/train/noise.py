@@ -123,8 +123,8 @@ class ShardLook:
         self._values: list[Tensor] = []
         self.looks = False
 
-    def begin(self, step: int) -> None:
-        self.looks = step >= self._next
+    def begin(self, step: int, *, wanted: bool) -> None:
+        self.looks = wanted and step >= self._next
         self._norms, self._values, self._cost_s = [], [], 0.0
 
     def see(self, gradients: Sequence[Tensor | None]) -> None:

@@ -85,8 +85,8 @@ class Observer:
     def begin(self, number: int) -> Callable[[Sequence[Tensor | None]], None] | None:
         """A step. Returns who wants to see the gradients of its shards, if anybody does."""
         self._number, self._began_s = number, time.monotonic()
-        self._shards.begin(number)
-        return self._shards.see if self._shards.looks and self._looks_at_shards else None
+        self._shards.begin(number, wanted=self._looks_at_shards)
+        return self._shards.see if self._shards.looks else None
 
     def end_shard(self, weight: float | Tensor, samples: int) -> None:
         if self._shards.looks:

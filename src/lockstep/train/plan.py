@@ -103,16 +103,17 @@ def sight_of(plan: Plan, world: World) -> Sight:
 
 def facts_of(plan: Plan | Training, result: Result) -> dict[str, float | None]:
     """The learning rate of this step, of the first group, and the norm of its gradient; None if only a GPU knows."""
-    rate, times = plan.optimizer.param_groups[0]["lr"], 1.0
-    if plan.large_batch is not None:
-        times = plan.large_batch.factor(result.number)
+    rate = plan.optimizer.param_groups[0].get("lr")
+    times = plan.large_batch.factor(result.number) if plan.large_batch is not None else 1.0
+    is_known = isinstance(rate, (int, float)) or (isinstance(rate, Tensor) and not rate.is_cuda)
     norm = None if isinstance(result.norm, Tensor) and result.norm.is_cuda else result.grad_norm
-    return {"lr": None if isinstance(rate, Tensor) and rate.is_cuda else float(rate) * times, "grad_norm": norm}
+    return {"lr": float(rate or 0.0) * times if is_known else None, "grad_norm": norm}
 
 
 def describe(plan: Plan, training: Training) -> dict[str, Any]:
     """What the work of a step looks like, for the trace: known when the first step was taken."""
-    states = [value for state in plan.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    by_parameter = [state for state in plan.optimizer.state.values() if isinstance(state, dict)]
+    states = [value for state in by_parameter for value in state.values() if isinstance(value, Tensor)]
     weights = sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers()))
     return {
         "buckets": list(training.gradients.bucket_bytes),

@@ -424,7 +424,7 @@ class Run:
             self._share_out(plan)
         if self.world.rank == 0 and self.options.progress:
             print(f"lockstep: {introduce(plan, basis, self.world)}", file=sys.stderr, flush=True)
-        is_shown = "LOCKSTEP_VIEW" in os.environ  # by the launcher, in a picture (measure/live.py)
+        is_shown = "LOCKSTEP_VIEW" in os.environ and self.options.trace  # in the launcher's picture (measure/live.py)
         self._progress = Progress(
             steps=steps or batches.steps_in_all, shown=self.world.rank == 0 and self.options.progress and not is_shown
         )
@@ -629,7 +629,10 @@ class Run:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples: the batch size beyond which a larger one pays less and less (train/noise.py). None: not known."""
+        """In samples: the batch size beyond which a larger one pays less and less (train/noise.py). None: not known.
+
+        It is what this worker has seen, so not for control flow: others may know another value.
+        """
         return self._observer.noise_scale
 
     def digest(self) -> str:

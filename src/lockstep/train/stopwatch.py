@@ -118,7 +118,7 @@ class Stopwatch:
 
     def drop(self) -> None:
         """The step is begun anew: what was done until now is nobody's."""
-        self._marks = []
+        self._marks, self._travels = [], []
         self.lap("between")
 
     def _record(self) -> Any:
@@ -150,8 +150,8 @@ class _Underway:
     looks: bool
 
     def has_ended(self) -> bool:
-        event = self.marks[-1].event
-        return event is None or bool(event.query())
+        """All of them: the program may take its steps in another stream than the one it goes round its loop in."""
+        return all(mark.event is None or mark.event.query() for mark in self.marks)
 
     def times(self) -> StepTimes:
         first = self.marks[0]
