@@ -208,6 +208,15 @@ def test_who_fails_has_the_last_word(tmp_path: Path) -> None:
     assert "KeyError: 'of the program'" in seen[-300:], seen[-2000:]
 
 
+def test_the_death_of_the_picture_ends_nothing_but_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    kill = "subprocess.run(['pkill', '-9', '-f', 'lockstep.measure.live.*logs']); time.sleep(1)"
+    (tmp_path / "train.py").write_text("import subprocess\n" + PROGRAM.replace("run.log(accuracy=0.75)", kill))
+    status, seen = in_terminal(["run", "-n", "2", "--log-dir", str(tmp_path / "logs"), "train.py"], tmp_path)
+    assert status == 0, seen[-3000:]
+    assert "[rank 0] the program itself speaks" in seen
+
+
 def test_ctrl_c_reaches_the_workers_and_ends_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     (tmp_path / "train.py").write_text(PROGRAM.replace("epochs=6", "epochs=6000"))

@@ -487,6 +487,25 @@ def test_every_sample_counts_once_and_figures_are_those_of_one_process(size: int
     assert found["many: accuracy"] == found["stream"]
 
 
+class DiesOnce(Augmented):
+    def __init__(self, died: Path) -> None:
+        self.died = died
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 60 and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_loader_that_is_lost_while_evaluating_is_replaced(tmp_path: Path) -> None:
+    with quiet() as run:
+        run.replicate(mlp())
+        lost = run.evaluate(noisy, DiesOnce(tmp_path / "died"), batch=50, loaders=1)
+        assert lost == run.evaluate(noisy, Augmented(), batch=50)
+    assert (tmp_path / "died").exists()
+
+
 def test_it_does_not_matter_who_loads_what_is_evaluated() -> None:
     with quiet() as run:
         run.replicate(mlp())

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from crew import crew
 from lockstep.errors import LockstepError
+from lockstep.trace import TraceFile
 from lockstep.train.board import Board
 from lockstep.train.chronicle import Chronicle, Window
 from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
@@ -304,6 +305,36 @@ def test_what_follows_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:
         time.sleep(0.5)  # an evaluation
     (end,) = lines_of(tmp_path, "end")
     assert end["t"] - max(line["t1"] for line in lines_of(tmp_path, "steps")) >= 0.499
+
+
+class Named(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = torch.tensor([1])  # type: ignore[index]
+        self.param_groups[0]["rate"] = self.param_groups[0]["lr"]
+        return super().step(closure)
+
+
+def test_an_optimiser_may_keep_what_it_likes(tmp_path: Path) -> None:
+    with lockstep.Run(tmp_path, progress=False, device="cpu", save_every="1h") as run:
+        model = run.replicate(nn.Linear(8, 2))
+        for part in run.track(run.batches(Slow(0), global_batch=16), Named(model.parameters(), lr=0.1), steps=4):
+            run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
+        run.directory = None  # no checkpoint can hold such a state
+        run._saving._store = None
+    assert [world["memory"]["weights"] for world in lines_of(tmp_path, "world")] == [72]
+
+
+def test_lines_are_written_once_though_the_other_file_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "rank0.now").mkdir()  # so it cannot be replaced
+    file = TraceFile(tmp_path, "name", "rank0")
+    file.begin(lambda: {"state": "training"})
+    for number in range(3):
+        file.add("event", number=number)
+    time.sleep(1.2)
+    file.close()
+    assert [json.loads(line)["number"] for line in (tmp_path / "name.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 
 def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Note [A process that shows it]
 The launcher has leases to keep, and must never wait for a terminal. So where there is a picture to be drawn, it does
 not draw: it hands its output to a process that does (measure/live.py). Nothing is lost with that one but the picture:
-if it dies, we write to the terminal ourselves again.
+if it dies, we write to the terminal ourselves again. What was on its way to it then is in the logs only.
 """
 
 from __future__ import annotations
