@@ -37,6 +37,7 @@ from lockstep.elastic.hosts import (
 from lockstep.elastic.supervisor import Job, worker_env
 from lockstep.errors import LockstepError
 from lockstep.measure import rig
+from test_launch import split_card
 
 CHAOS = Path(__file__).resolve().parent.parent / "chaos"
 sys.path.append(str(CHAOS))
@@ -225,8 +226,10 @@ def test_when_the_store_is_lost_for_good_the_others_end(stage: Stage) -> None:
     assert fleet.await_end("bob") == {"bob": 1}
     said = fleet.output("bob")
     assert "our lease at the control store has ended" in said
-    assert said.splitlines()[-1].startswith("lockstep: gave up without the control store")
-    assert f"{fleet.where}" in said.splitlines()[-1]
+    lines, card = split_card(said)
+    assert lines[-1].startswith("lockstep: gave up without the control store")
+    assert f"{fleet.where}" in lines[-1]
+    assert "| what   gave up without the control store" in card
 
 
 @pytest.mark.slow
@@ -285,9 +288,11 @@ def test_a_program_that_is_given_up_on_one_host_ends_on_all_and_they_know_why(st
     fleet.start()
     statuses = fleet.await_end()
     assert statuses == {"ada": 1, "bob": 1, "cyd": 1}, fleet.outputs()
-    assert "KeyError: 'no such thing'" in fleet.output("bob").splitlines()[-1]
+    lines, card = split_card(fleet.output("bob"))
+    assert "KeyError: 'no such thing'" in lines[-1]
+    assert "raise KeyError('no such thing')" in card
     for name in ("ada", "cyd"):
-        last = fleet.output(name).splitlines()[-1]
+        last = split_card(fleet.output(name))[0][-1]
         assert re.search(r"worker \d on bob failed, exit status 1: KeyError: 'no such thing'; given up there", last)
 
 

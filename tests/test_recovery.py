@@ -23,7 +23,7 @@ import pytest
 
 from lockstep.checkpoint.store import Store
 from lockstep.train.run import PREEMPTED
-from test_launch import outer_env, processes_of, wait_for
+from test_launch import outer_env, processes_of, split_card, wait_for
 
 DEADLINE_S = 90.0
 AT_ONCE = 2
@@ -577,7 +577,8 @@ def test_a_worker_that_fails_once_is_replaced(show: Show) -> None:
 def test_a_program_that_always_fails_ends_soon_and_says_why(show: Show) -> None:
     assert show.status == 1, show.text
     assert "giving up: 2 workers failed with the same error, and no step was made in between" in show.err
-    last = show.err.rstrip().splitlines()
+    last, card = split_card(show.err)
+    assert "| what   ArithmeticError: always\n" in card
     assert re.fullmatch(r"\[worker \d\] ArithmeticError: always", last[-1]), show.text
     assert any(re.fullmatch(r"\[worker \d\] Traceback \(most recent call last\):", line) for line in last[-10:])
     assert show.digests == []
@@ -628,13 +629,15 @@ def test_a_program_without_a_run_has_failed_if_one_was_killed(show: Show) -> Non
 def test_a_second_run_is_refused(show: Show) -> None:
     assert show.status == 1, show.text
     assert sorted(show.out.splitlines()) == ["[worker 0] hello 0", "[worker 1] hello 0"]
-    assert "LockstepError: a program has one Run if it is started with --min or --max" in show.err.splitlines()[-1]
+    lines, _ = split_card(show.err)
+    assert "LockstepError: a program has one Run if it is started with --min or --max" in lines[-1]
 
 
 @of("SyncBatchNorm")
 def test_what_depends_on_the_number_of_workers_is_refused(show: Show) -> None:
     assert show.status == 1, show.text
-    assert "1 is a SyncBatchNorm: what it computes depends on the number of workers" in show.err.splitlines()[-1]
+    lines, _ = split_card(show.err)
+    assert "1 is a SyncBatchNorm: what it computes depends on the number of workers" in lines[-1]
 
 
 @of("in the last checkpoint", "in a checkpoint")

@@ -450,7 +450,7 @@ class ElasticCrew(Crew):
             self._gave_up = self._doubts[0]
         if self._gave_up is None:
             if self._end is not None:
-                # Once more, as the last thing on the screen.
+                say(self._end.why)  # once more, at the end
                 show(Card("lockstep: the run has ended", what=self._end.why, logs=str(self._job.log_dir)))
                 return self._end.status
             if self._asked is not None and not self._exits:
