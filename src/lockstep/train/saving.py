@@ -42,7 +42,7 @@ class Saving:
         every: str | int | None,
         *,
         fence: Callable[[], bool],
-        on_written: Callable[[Written], None],
+        on_written: Callable[[Written], None] = lambda _: None,
     ) -> None:
         self._store = Store(directory) if directory is not None else None
         self._every, self._fence, self._on_written = read_interval(every), fence, on_written
