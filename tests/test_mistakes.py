@@ -144,6 +144,7 @@ def fail(stage: Stage, program: str, *arguments: str, words: str = "", **env: st
     return outcome
 
 
+@pytest.mark.slow
 def test_a_batch_fewer_on_one_worker(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="stream")
     seen.has("rank 1 failed", "UnevenData", "rank 1 has fewer batches than the others", "do not split it by rank")
@@ -177,12 +178,14 @@ def test_a_loss_that_is_not_a_number(stage: Stage) -> None:  # noqa: F811
     assert "run.step(loss, batch)" in seen.card
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_not_used(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, DDP, "-n", "2", "--drop-in", words="unused")
     seen.has("spare.weight, spare.bias", "got no gradient", "find_unused_parameters=True")
     assert "model(torch.ones(2, 8)).sum().backward()" in seen.card
 
 
+@pytest.mark.slow
 def test_out_of_memory(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="memory")
     seen.has("rank 1 failed", "you tried to allocate 4294967296 bytes", "could not get more memory", "fewer workers")
@@ -205,6 +208,7 @@ def test_an_elastic_run_that_gives_up_ends_with_a_card_too(stage: Stage) -> None
     assert "giving up: " in seen.above
 
 
+@pytest.mark.slow
 def test_more_workers_than_shards(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="wrong -n,shards=1")
     seen.has("2 workers for 1 shard", "more workers than parts of a batch", "-n 1 at most", "shards=2 or more")
@@ -217,6 +221,7 @@ def test_no_workers_at_all(stage: Stage) -> None:  # noqa: F811
     assert "'0' is not a number of workers" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(stage: Stage) -> None:  # noqa: F811
     """The launcher itself chooses a free one, whatever MASTER_PORT says; a program may insist."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -256,6 +261,7 @@ def test_a_tiny_dev_shm(stage: Stage, words: str) -> None:  # noqa: F811
         assert word in text, card
 
 
+@pytest.mark.slow
 def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # noqa: F811
     """Without a launcher of ours, so without a card; but the error says what one would."""
     told = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0"}
