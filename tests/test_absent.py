@@ -126,7 +126,7 @@ def test_a_program_of_a_batch_script_is_told_that_it_is_alone() -> None:
 
 
 @pytest.mark.skipif(not absent._sees_all(Path("/proc")), reason="in a container other tasks cannot be seen")
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_one_task_of_two(rank: str) -> None:
     """For real: it must not wait for five minutes."""
     told = {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_JOB_ID": f"9{os.getpid()}", "SLURM_NODELIST": "localhost"}

@@ -231,7 +231,7 @@ def vandalise(folder: Path, count: int, *, seed: int) -> dict[str, int]:
     return noticed
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_damage_is_noticed_and_the_newest_that_is_whole_counts(fast_path: Path, seed: int) -> None:  # noqa: F811
     noticed = vandalise(fast_path, 2500, seed=seed)
     assert len(noticed) == 9

@@ -157,6 +157,7 @@ def torchrun(*options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, DIGITS, *SHORT]
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path, alone: str) -> None:
     assert digest_of(run(tmp_path, *torchrun("--standalone", "--nproc-per-node", "2"))) == alone
 

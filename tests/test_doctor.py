@@ -171,6 +171,7 @@ def test_this_machine_can_train() -> None:
     assert "2 workers on " in trial["found"]
 
 
+@pytest.mark.slow
 def test_trouble_in_the_environment_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with socket.create_server(("", 0)) as taken:

@@ -113,7 +113,8 @@ def check(fleet: Fleet, undisturbed: str, *names: str) -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize(("count", "workers"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "workers"), [(2, 2), (3, 1)])
 def test_any_number_of_hosts_computes_what_one_worker_does(
     stage: Stage, undisturbed: str, count: int, workers: int
 ) -> None:

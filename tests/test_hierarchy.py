@@ -115,12 +115,12 @@ def near(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=rough, atol=rough)
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abcd", "aaaa"])
+@pytest.mark.parametrize("hosts", ["aabb", *(pytest.param(one, marks=pytest.mark.slow) for one in ("abcd", "aaaa"))])
 def test_an_exact_reduction_has_the_bits_of_one_tree_over_all_workers(hosts):
     crew(reduce_everything, len(hosts), hosts, True)
 
 
-@pytest.mark.parametrize("hosts", [EVEN, UNEVEN, MIXED])
+@pytest.mark.parametrize("hosts", [UNEVEN, *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in (EVEN, MIXED))])
 def test_every_reduction_and_dtype_with_the_same_bits_everywhere(hosts):
     digests = crew(reduce_everything, len(hosts), hosts, False)
     assert all(other == digests[0] for other in digests)

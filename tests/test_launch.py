@@ -235,7 +235,8 @@ def test_drop_in_puts_our_class_in_torchs_place(stage: Stage) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quick", [True, False])
 def test_the_demo(tmp_path: Path, quick: bool) -> None:
     command = [*LAUNCHER, "demo", "--directory", str(tmp_path / "demo"), *(["--quick"] if quick else [])]
     done = subprocess.run(command, env=outer_env(), capture_output=True, text=True, timeout=4 * DEADLINE_S)

@@ -217,6 +217,7 @@ def test_the_death_of_the_picture_ends_nothing_but_the_picture(tmp_path: Path) -
     assert "[rank 0] the program itself speaks" in seen
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_workers_and_ends_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     (tmp_path / "train.py").write_text(PROGRAM.replace("epochs=6", "epochs=6000"))

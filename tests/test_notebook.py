@@ -115,6 +115,7 @@ def test_the_result_of_rank_0_and_the_output_of_all(tmp_path: Path) -> None:
         assert f"[rank {rank}] from below" in lines
 
 
+@pytest.mark.slow
 def test_the_state_of_the_caller_does_no_harm(tmp_path: Path) -> None:
     """It has used torch's threads, has made a Run, has threads of its own, and handlers for the end."""
     out = run(
@@ -255,6 +256,7 @@ def test_ctrl_c_ends_them_all(tmp_path: Path) -> None:
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_those_who_do_not_listen(tmp_path: Path) -> None:
     process = start(tmp_path, LASTING.format(first="", interrupted="print('no', flush=True)"))
     wait_for(lambda: is_up(tmp_path), "the workers")
@@ -278,6 +280,7 @@ def test_nobody_outlives_the_caller(tmp_path: Path, sign: signal.Signals) -> Non
     wait_for(lambda: not processes_of(tmp_path), "all processes to be gone")
 
 
+@pytest.mark.slow
 def test_what_a_worker_leaves_behind_ends_with_the_call(tmp_path: Path) -> None:
     run(
         tmp_path,

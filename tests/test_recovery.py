@@ -423,6 +423,7 @@ SLOW = (
     "while they gather, shm", "the source, shm", "the source, gloo", "killed before its Run", "in a checkpoint",
     "between steps", "raises once", "raises after its Run", "two Runs", "a step behind", "all in backward, shm",
     "all in backward, gloo", "in the midst of a step", "a step behind, and the source is lost, shm",
+    "a step behind, and the source is lost, gloo", "only the newcomer has the state",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 

@@ -90,7 +90,8 @@ def check_that_times_add_up(story: Story, folder: Path, steps: int) -> None:
         assert sum(usage.phases.values()) == pytest.approx(took_s, rel=0.03, abs=0.03)
 
 
-@pytest.mark.parametrize("planted", ["worker", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", ["worker", "data"])
 def test_what_was_planted_is_on_top(planted: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     here(tmp_path, [planted, "100", "32"])

@@ -684,7 +684,7 @@ with lockstep.Run("run", seed=7, progress=False) as run:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, number: int) -> None:  # noqa: F811
     script = stage.script(STOPPABLE.format(tests=str(Path(__file__).parent)))
     launcher = stage.start("-n", "2", script, PAUSE_AT="2")
@@ -794,7 +794,7 @@ def test_synced_batch_norm_is_that_of_the_whole_batch(size: int, way: str) -> No
             assert values == pytest.approx(learned_by_torch()[name], rel=1e-12, abs=1e-12), name
 
 
-@pytest.mark.parametrize("size", WORLDS[1:])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_synced_batch_norm_says_what_it_cannot_do(size: int) -> None:
     for rank, by_rank in enumerate(world(size)):
         found = by_rank["sync_batch_norm"]

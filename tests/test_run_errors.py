@@ -508,7 +508,7 @@ def outcomes(size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_workers_say_what_is_wrong(size: int, name: str) -> None:
     for rank, found in enumerate(outcomes(size)):
         assert not isinstance(found, Failure), found
@@ -545,7 +545,7 @@ def skip_some(rank: int, size: int, backend: str, store: str) -> Any:
         return results, run.digest()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_skip_together_and_go_on_with_the_same_bits(size: int) -> None:
     found = skipped(size)
     assert not any(isinstance(one, Failure) for one in found), found

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.comm.peers import Reporter, Watch
-from lockstep.errors import Desync
+from lockstep.errors import Desync, PeerLost
 
 FIRST_PAUSE_S: Final = 0.0005
 LONGEST_PAUSE_S: Final = 0.05
@@ -73,6 +73,8 @@ class Gate:
                 place, theirs = json.loads(self._store.get(f"at {rank}"))
                 if tuple(place) > number or (tuple(place) == number and theirs != what):
                     raise self._desync(what, rank, theirs)
+        if self._reporter is not None and isinstance(gone := self._reporter.blame(what), PeerLost):
+            raise gone
         for peer in self._reporter.hear() if self._reporter is not None else ():
             if peer.position == number and peer.doing not in ("", what):
                 raise self._desync(what, peer.rank, peer.doing)
