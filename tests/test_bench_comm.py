@@ -52,6 +52,7 @@ def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
+@pytest.mark.slow
 def test_every_collective_is_measured_on_two_workers(tmp_path):
     found = tmp_path / "found.json"
     process = run_comm("--workers", "2", "--sizes", "4,12KiB", "--rounds", "2", "--json", str(found))

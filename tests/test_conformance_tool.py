@@ -96,6 +96,7 @@ def finish(tool: subprocess.Popen[str], *, status: int) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_torch_class_passes_and_a_test_without_an_object_does_not_count(start, tmp_path):
     found = tmp_path / "found.json"
     tests = f"{NO_SYNC}$|test_ddp_namedtuple|test_dump_DDP"

@@ -115,6 +115,7 @@ def train(folder: Path, *, full_from: int = -1, full_to: int = -1) -> tuple[str,
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_its_ledger_and_figures_are_whole(tmp_path: Path) -> None:
     folder = tmp_path / "full"
     digest, _ = train(tmp_path / "undisturbed")

@@ -208,6 +208,7 @@ def test_who_fails_has_the_last_word(tmp_path: Path) -> None:
     assert "KeyError: 'of the program'" in seen[-300:], seen[-2000:]
 
 
+@pytest.mark.slow
 def test_the_death_of_the_picture_ends_nothing_but_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     kill = "subprocess.run(['pkill', '-9', '-f', 'lockstep.measure.live.*logs']); time.sleep(1)"

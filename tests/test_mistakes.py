@@ -283,6 +283,7 @@ def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # n
     assert took_s < CARD_WITHIN_S
 
 
+@pytest.mark.slow
 def test_two_programs_on_one_run_directory(stage: Stage) -> None:  # noqa: F811
     (stage.folder / "second.py").write_text(
         "import time, lockstep\nprint('mistake', time.time(), flush=True)\n"
