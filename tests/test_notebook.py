@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,40 +15,11 @@ import torch
 
 import lockstep
 from lockstep.errors import LockstepError
+from test_launch import nothing_left_behind, processes_of, wait_for  # noqa: F401  (a fixture)
 
 DEADLINE_S = 100.0
 SOON_S = 30.0
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_BACKEND")
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Everybody who has the folder on the command line: a fork has that of whom it was forked from."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if os.fsencode(folder) in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end_s, f"waited {SOON_S} s for {what}"
-        time.sleep(0.02)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
-    yield
-    try:
-        wait_for(lambda: not processes_of(tmp_path), "all processes of the test to be gone")
-    finally:
-        for pid in processes_of(tmp_path):
-            os.kill(pid, signal.SIGKILL)
 
 
 def start(folder: Path, text: str) -> subprocess.Popen[str]:

@@ -6,26 +6,19 @@ trace all the while, as the one below a launcher does. Processes and rounds are 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from lockstep.measure import bench_step
-from lockstep.measure.bench_step import Settings, WorkerTimes, found_by, name_of, times_of
+from lockstep.measure.bench_run import compare, in_words
+from lockstep.measure.bench_step import Settings, WorkerTimes, times_of
 from lockstep.measure.rounds import estimate, paired_ratio
 from lockstep.measure.run_arm import TRACED, TRACES, UNTRACED
-from lockstep.measure.table import Column, render
-from lockstep.measure.workers import Workers
+from lockstep.measure.table import Column
 
 WANTED = 1.01
 ARMS = (f"{UNTRACED}@shm", f"{TRACED}@shm")
@@ -40,9 +33,8 @@ COLUMNS = (
 def row_of(found: list[WorkerTimes]) -> tuple[str, ...]:
     times = times_of(found)
     without, traced = (times[arm] for arm in ARMS)
-    ratio = paired_ratio(traced, without)
     medians = [f"{estimate(values).median:.3f}" for values in (without, traced)]
-    return found[0].model, *medians, f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return found[0].model, *medians, in_words(paired_ratio(traced, without))
 
 
 @contextmanager
@@ -61,21 +53,7 @@ def watched() -> Iterator[None]:
 
 
 def run(settings: Settings, json_path: Path | None) -> int:
-    rows: list[tuple[str, ...]] = []
-    record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
-    wait = {"wait_s": settings.wait_s, "name": partial(name_of, settings=settings)}
-    with watched(), Workers(settings.processes, bench_step.work, settings, **wait) as workers:  # type: ignore[arg-type]
-        for found in found_by(workers, settings):
-            rows.append(row_of(found))
-            record["models"][found[0].model] = times_of(found)
-    plan = settings.plan
-    print(
-        f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers and as many shards, "
-        f"{settings.threads} thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, "
-        "each round as long as its slowest worker\n"
-    )
-    print(render(COLUMNS, rows))
-    print(f"\nratios: median of the ratios within each round, and its 95 % interval. It may be {WANTED}.")
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+    with watched():
+        return compare(
+            settings, COLUMNS, lambda found: [row_of(found)], wanted=f"It may be {WANTED}.", json_path=json_path
+        )
