@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -131,5 +132,6 @@ def ending_cleanly() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch's barrier would take one, and keep what it has opened
     with ending_cleanly():
         sys.exit(main(sys.argv[1:]))

@@ -140,6 +140,7 @@ class Worker:
 
     def listen(self) -> None:
         torch.ones(2).sum()
+        torch.cuda.is_available()  # which torch's barrier asks too: a driver starts a thread then, and keeps it
         self._before = holdings()
         while True:
             command = self._pipe.recv()

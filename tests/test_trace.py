@@ -20,9 +20,9 @@ from crew import crew
 from lockstep.errors import LockstepError
 from lockstep.trace import TraceFile
 from lockstep.train.board import Board
-from lockstep.train.chronicle import Chronicle, Window
+from lockstep.train.chronicle import Chronicle, Window, merge
 from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
-from lockstep.train.stopwatch import PHASES, StepTimes, Stopwatch, is_looked_at
+from lockstep.train.stopwatch import AFTER, APART_S, PHASES, StepTimes, Stopwatch, next_looked_at
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -71,20 +71,79 @@ def test_a_stopwatch_gives_all_time_to_somebody() -> None:
 
 
 def test_few_steps_are_looked_at_closely_and_some_at_every_scale() -> None:
-    looked = [step for step in range(1_000_000) if is_looked_at(step)]
+    looked, step = [], 0
+    while (step := next_looked_at(step)) < 1_000_000:
+        looked.append(step)
+        step += 1
     assert len(looked) < 60
     assert {1, 2, 5, 10, 12, 200, 50_001, 500_002} <= set(looked)
     assert 0 not in looked  # it is like no other
+    assert all(next_looked_at(step) == min(one for one in looked if one >= step) for step in range(1, 6000))
+
+
+def timed(watch: Stopwatch, steps: range) -> list[int]:
+    found = []
+    for number in steps:
+        watch.cut(number)
+        found += [number] if watch.is_timed else []
+    return found
+
+
+def test_long_steps_are_timed_and_of_short_ones_a_few_without_a_rhythm() -> None:
+    watch = Stopwatch(CPU)
+    assert timed(watch, range(50)) == list(range(50))  # nobody knows how long they take
+    watch.set_pace({0: APART_S / 10, 1: APART_S / 16})
+    found = timed(watch, range(600, 5000))
+    assert len(found) == pytest.approx(440, rel=0.2)
+    for period in range(2, 40):
+        in_turn = [sum(number % period == turn for number in found) for turn in range(period)]
+        assert max(in_turn) < 3 * len(found) / period, period  # a period of a program sees every part of itself timed
+        assert min(in_turn) > 0.3 * len(found) / period - 1, period
+    watch.set_pace({0: 2 * APART_S})
+    assert timed(watch, range(7000, 7100)) == list(range(7000, 7100))
+
+
+def test_all_workers_time_the_same_steps() -> None:
+    one, other = Stopwatch(CPU), Stopwatch(CPU)
+    other.drop()  # it has come later, when there were other workers
+    for watch in (one, other):
+        watch.set_pace({0: APART_S / 7})
+    assert timed(one, range(30, 900)) == timed(other, range(30, 900))
 
 
 def test_what_was_not_timed_counts_as_what_was() -> None:
-    window = Window(began_s=10.0)
+    window = Window(began_s=10.0, known=None)
     window.add(times(0.5))
     window.count = 3  # of which one was timed: it took a second
-    line = window.close(ended_s=14.0)
+    line = window.close(ended_s=14.0, known=None)
     assert sum(line["phases"].values()) == pytest.approx(4.0)
     assert line["phases"]["forward"] == pytest.approx(0.6)
     assert line["phases"]["between"] == pytest.approx(3 * 0.2 + 1.0)  # an evaluation, say
+
+
+def test_what_is_known_of_all_steps_is_not_guessed() -> None:
+    """Of ten steps one was timed, and it was not one that waited for data, or before an evaluation."""
+    window = Window(began_s=10.0, known=(1.0, 2.0))
+    window.add(StepTimes(3, 0.0, 1.0, {"data": 0.01, "forward": 0.3, "backward": 0.6, AFTER: 0.09}))
+    window.count = 10
+    line = window.close(ended_s=20.0, known=(4.0, 3.5))
+    assert line["phases"]["data"] == pytest.approx(3.0)
+    assert line["phases"]["between"] == pytest.approx(1.5)
+    assert (line["phases"]["forward"], line["phases"]["backward"]) == (pytest.approx(5.5 / 3), pytest.approx(11 / 3))
+
+
+def test_windows_that_follow_each_other_make_one() -> None:
+    lines = []
+    for first, loss in ((0, 4.0), (3, 1.0)):
+        window = Window(began_s=10.0 + first, known=(0.0, 0.0))
+        window.first, window.count, window.samples, window.loss = first, 3 - first // 3, 30, loss * (3 - first // 3)
+        window.add(StepTimes(first, 0.0, 1.0, {"forward": 0.4, "wait": 0.6}, exposed_s=0.1, waited_for=first))
+        lines.append(window.close(ended_s=13.0 + first // 3 * 2, known=(0.0, 0.0)) | {"rss": first})
+    one = merge(merge(None, lines[0]), lines[1])
+    assert (one["t0"], one["t1"], one["first"], one["count"], one["samples"], one["rss"]) == (10.0, 15.0, 0, 5, 60, 3)
+    assert one["loss"] == pytest.approx((3 * 4 + 2 * 1) / 5)
+    assert one["waited_for"] == {"0": pytest.approx(1.5), "3": pytest.approx(1.0)}
+    assert sum(one["phases"].values()) == pytest.approx(5.0)
 
 
 def test_who_is_slow_to_tell_is_waited_for_and_not_for_ever() -> None:
@@ -93,7 +152,7 @@ def test_who_is_slow_to_tell_is_waited_for_and_not_for_ever() -> None:
     for number in range(40):
         chronicle.note(StepTimes(number, 0.0, 1.0, {"wait": 0.5}), describe=dict)
         if number % 2 == 0:
-            chronicle.hear([(number, 0.5), (number - 1, 0.2)])  # rank 1 is a step behind, and skips some
+            chronicle.hear([(number, 0.5, 1.0), (number - 1, 0.2, 1.0)])  # rank 1 is a step behind, and skips some
     heard = chronicle._window.waited_for
     assert heard == {}  # no step was told of by both
     assert chronicle._window.phases["exposed"] > 0  # those that are old enough count all the same

@@ -16,7 +16,7 @@ from typing import Any, Final
 from lockstep import files
 
 VERSION: Final = 1
-WRITE_EVERY_S: Final = 0.5
+WRITE_EVERY_S: Final = 1.0
 WAITING_AT_MOST: Final = 5_000  # lines, while the disk takes none
 END_WITHIN_S: Final = 2.0
 
@@ -24,7 +24,7 @@ Line = Mapping[str, Any]
 
 
 class TraceFile:
-    """Twice a second writes the new lines, and how things are now."""
+    """Once a second writes the new lines, and how things are now."""
 
     def __init__(self, folder: Path, name: str, worker: str) -> None:
         self._path, self._now_path = folder / f"{name}.jsonl", folder / f"{worker}.now"

@@ -108,7 +108,7 @@ def describe_place(where: dict[str, Any], *, is_certain: bool = True) -> str:
 
 
 def last_seen(dead: Dead) -> dict[str, Any]:
-    """Of a worker that died without a word: what its trace last said, at most half a second before."""
+    """Of a worker that died without a word: what its trace last said, at most a second before."""
     folder = dead.log_dir
     with suppress(OSError, ValueError, KeyError, TypeError):
         folder = Path(json.loads((folder / "run.json").read_bytes())["directory"])

@@ -54,7 +54,8 @@ def run_exact(arguments: argparse.Namespace) -> int:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    return bench_trace.run(step_settings(arguments, arms=bench_trace.ARMS), arguments.json)
+    asked = {"rounds": arguments.rounds, "steps": arguments.steps, "quick": arguments.quick}
+    return bench_trace.run(step_settings(arguments, arms=(bench_trace.ARM,)), **asked, json_path=arguments.json)
 
 
 def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> bench_step.Settings:
@@ -161,7 +162,8 @@ def make_parser() -> argparse.ArgumentParser:
         )
     for command in (step, exact, trace, wrapper, comm):
         command.add_argument("--device", choices=("cpu", "cuda"))
-        command.add_argument("--rounds", type=positive, metavar="N", help="default 21, or 7 with --quick")
+        rounds = "what takes 90 s, or 20 s" if command is trace else "21, or 7"
+        command.add_argument("--rounds", type=positive, metavar="N", help=f"default {rounds} with --quick")
         command.add_argument("--quick", action="store_true", help="fewer rounds")
         command.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
     add_hosts(commands.add_parser("hosts", help="collectives over several hosts: hierarchy, Gloo; needs root"))

@@ -6,14 +6,20 @@ shm and over Gloo. Processes and rounds are those of `lockstep bench step`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lockstep.measure.bench_run import compare, in_words
-from lockstep.measure.bench_step import Settings, WorkerTimes, times_of
+import torch
+
+from lockstep.measure import bench_step
+from lockstep.measure.bench_step import Settings, WorkerTimes, found_by, name_of, times_of
 from lockstep.measure.rounds import estimate, paired_ratio
 from lockstep.measure.run_arm import EXACT, FAST
-from lockstep.measure.table import Column
+from lockstep.measure.table import Column, render
+from lockstep.measure.workers import Workers
 
 WANTED = {"shm": 1.05, "gloo": 1.15}
 DDP = "lockstep"
@@ -39,17 +45,29 @@ def row_of(found: list[WorkerTimes], backend: str) -> tuple[str, ...]:
         found[0].model,
         backend,
         *(f"{estimate(values).median:.2f}" for values in (ddp, fast, exact)),
-        in_words(paired_ratio(exact, fast)),
-        in_words(paired_ratio(fast, ddp)),
+        str(paired_ratio(exact, fast)),
+        str(paired_ratio(fast, ddp)),
     )
 
 
 def run(settings: Settings, backends: tuple[str, ...], json_path: Path | None) -> int:
-    wanted = ", ".join(f"{limit} on {backend}" for backend, limit in WANTED.items())
-    return compare(
-        replace(settings, arms=arms_for(backends)),
-        COLUMNS,
-        lambda found: [row_of(found, backend) for backend in backends],
-        wanted=f"Exact over fast may be {wanted}.",
-        json_path=json_path,
+    settings = replace(settings, arms=arms_for(backends))
+    rows: list[tuple[str, ...]] = []
+    record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
+    name = partial(name_of, settings=settings)
+    with Workers(settings.processes, bench_step.work, settings, wait_s=settings.wait_s, name=name) as workers:
+        for found in found_by(workers, settings):
+            rows += [row_of(found, backend) for backend in backends]
+            record["models"][found[0].model] = times_of(found)
+    plan = settings.plan
+    print(
+        f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers and as many shards, "
+        f"{settings.threads} thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, "
+        "each round as long as its slowest worker\n"
     )
+    print(render(COLUMNS, rows))
+    wanted = ", ".join(f"{limit} on {backend}" for backend, limit in WANTED.items())
+    print(f"\nratios: median of the ratios within each round, and its 95 % interval. Exact over fast may be {wanted}.")
+    if json_path:
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    return 0

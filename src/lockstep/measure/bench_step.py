@@ -220,7 +220,7 @@ def rows_of(model: str, parameters: int, found: dict[str, ArmFigures]) -> Iterat
             "" if number else f"{parameters / 1e6:.2f} M",
             arm,
             f"{figure.step_ms.median:.2f}",
-            f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" if ratio and arm != TORCH else "",
+            str(ratio) if ratio and arm != TORCH else "",
             f"{exposed.median:.2f}" if exposed else "",
             f"{alone.median:.2f}" if alone else "",
             percent(figure.hidden) if figure.hidden is not None else "",

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-LOOK_EVERY_S: Final = 0.5
+LOOK_EVERY_S: Final = 0.5  # or as seldom as it takes to leave the machine to the run
+MOST_S: Final = 5.0
+SHARE: Final = 0.002  # of all its cores that a view may take
 PLAIN_EVERY_S: Final = 5.0
 EVENTS_SHOWN: Final = 4
 FIRST_WORKERS: Final = 16  # more do not fit on a screen
@@ -161,6 +163,27 @@ def can_draw() -> bool:
     return True
 
 
+class Pace:
+    """When to look next: where all cores are busy, whoever watches takes their time from the run."""
+
+    def __init__(self) -> None:
+        self._cores = os.cpu_count() or 1
+        self._due_s = 0.0
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        began_s = time.process_time()
+        try:
+            yield
+        finally:
+            cost_s = time.process_time() - began_s
+            self._due_s = time.monotonic() + min(MOST_S, max(LOOK_EVERY_S, cost_s / (SHARE * self._cores)))
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._due_s - time.monotonic())
+
+
 def watch(place: Place, *, plain: bool) -> None:
     """Until the run has ended."""
     if plain:
@@ -168,26 +191,29 @@ def watch(place: Place, *, plain: bool) -> None:
         return
     from rich.live import Live
 
+    pace = Pace()
     with Live(draw(look(place)), auto_refresh=False) as live:
         while True:
-            now = look(place)
-            live.update(draw(now), refresh=True)
+            with pace.looking():
+                now = look(place)
+                live.update(draw(now), refresh=True)
             if now is not None and now.state in OVER:
                 return
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(pace.left_s)
 
 
 def _watch_plain(place: Place) -> None:
-    said_s, last = 0.0, ""
+    said_s, last, pace = 0.0, "", Pace()
     while True:
-        now = look(place)
+        with pace.looking():
+            now = look(place)
         if now is not None and (now.state in OVER or time.monotonic() - said_s >= PLAIN_EVERY_S):
             if (line := describe(now)) != last:
                 print(line, flush=True)
             said_s, last = time.monotonic(), line
             if now.state in OVER:
                 return
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(pace.left_s)
 
 
 def _last_of(line: bytes) -> bytes:
@@ -212,11 +238,11 @@ def accompany(logs: Path) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every sign
     console = Console(highlight=False, emoji=False)
-    rest, looked_s, since_s = b"", 0.0, time.time()
+    rest, pace, since_s = b"", Pace(), time.time()
     place = find(logs)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            ready = select.select([0], [], [], LOOK_EVERY_S)[0]
+            ready = select.select([0], [], [], pace.left_s)[0]
             if ready:
                 chunk = os.read(0, 1 << 16)
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -225,10 +251,10 @@ def accompany(logs: Path) -> None:
                     console.print(text, markup=False, soft_wrap=True)
                 if not chunk:
                     break
-            if time.monotonic() - looked_s >= LOOK_EVERY_S:
-                looked_s = time.monotonic()
-                place = place if place.trace.is_dir() else find(logs)
-                live.update(_picture(place, since_s) or "", refresh=True)
+            if pace.left_s == 0:
+                with pace.looking():
+                    place = place if place.trace.is_dir() else find(logs)
+                    live.update(_picture(place, since_s) or "", refresh=True)
     now = look(place, since_s=since_s)
     if now is not None and now.state == "ended":  # else the last words are those of who failed
         console.print(draw(now))

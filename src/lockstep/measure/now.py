@@ -1,4 +1,4 @@
-"""How a run is doing right now, read from the files that its workers write anew twice a second (docs/trace.md)."""
+"""How a run is doing right now, read from the files that its workers write anew once a second (docs/trace.md)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def look(place: Place, *, now_s: float | None = None, since_s: float = 0.0) -> S
         if one.get("generation") == newest.get("generation") and one.get("rank") is not None:
             by_rank[one["rank"]] = one
     leader = by_rank.get(0, newest)
-    launched = list(_tail(place.logs / "events.jsonl", EVENTS_BYTES)) if place.logs is not None else []
+    launched = list(_tail(place.logs / "events.jsonl", EVENTS_BYTES, b"")) if place.logs is not None else []
     restarts = _restarts(launched)
     is_silent = now_s - newest["unix_s"] > STALE_S
     state = "silent" if is_silent and newest.get("state") not in ("ended", "failed") else str(newest.get("state", ""))
@@ -171,7 +171,7 @@ def _events(launched: Iterable[Mapping[str, Any]], trace: Path) -> list[Event]:
     told: dict[str, float] = {}  # all workers evaluate, and each says so: once is enough
     for path in sorted(trace.glob("*.jsonl"))[-8:]:
         since_s = _clock_of(path)
-        for line in _tail(path, TAIL_BYTES):
+        for line in _tail(path, TAIL_BYTES, b'"event"'):
             if line.get("kind") == "event" and line.get("what") != "recovery":
                 what = f"{line['what']} at step {line.get('step')}"
                 text = f"{what}: {line['text']}" if "text" in line else what
@@ -207,7 +207,8 @@ def _tell(line: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _tail(path: Path, size_bytes: int) -> Iterable[dict[str, Any]]:
+def _tail(path: Path, size_bytes: int, about: bytes) -> Iterable[dict[str, Any]]:
+    """Of the last lines those that have `about` in them: to parse all of them takes a while."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - size_bytes))
@@ -215,6 +216,8 @@ def _tail(path: Path, size_bytes: int) -> Iterable[dict[str, Any]]:
     except OSError:
         return
     for line in lines:
+        if about not in line:
+            continue
         try:
             found = json.loads(line)
         except ValueError:

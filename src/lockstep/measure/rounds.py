@@ -74,6 +74,9 @@ class Estimate:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The interval between two order statistics: it assumes nothing about how the values are spread."""

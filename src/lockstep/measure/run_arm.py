@@ -1,13 +1,11 @@
-"""The step of `lockstep.Run` as an arm of a benchmark: the exact one, or the fast one; with a trace, or without.
+"""The step of `lockstep.Run` as an arm of a benchmark: the exact one, or the fast one; observed, or not.
 
 One shard for each worker.
 """
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -22,16 +20,14 @@ from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import trained_leaves
 from lockstep.replicate.running import RunningState
 from lockstep.train.audit import Audit
-from lockstep.train.chronicle import Chronicle
 from lockstep.train.observer import Blind, Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.plan import facts_of
 from lockstep.train.precision import LossScale
 from lockstep.train.step import Training, take_step
 
-EXACT, FAST, TRACED, UNTRACED = "exact", "fast", "traced", "untraced"
-KINDS = (EXACT, FAST, TRACED, UNTRACED)
-TRACES = "LOCKSTEP_BENCH_TRACES"  # the folder for those of the arm that is traced
+EXACT, FAST = "exact", "fast"
+KINDS = (EXACT, FAST)
 SEED = 7
 
 
@@ -42,12 +38,6 @@ def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 def _nothing_to_fetch(batch: GlobalBatch, number: int) -> Shard:
     raise AssertionError("benchmarks do not audit")
-
-
-def _observe(kind: str, rank: int, device: torch.device) -> Observer:
-    if kind != TRACED:
-        return Blind(device)
-    return Observer(Chronicle(Path(os.environ[TRACES]) / "trace", f"rank{rank}", device), device)
 
 
 @final
@@ -63,10 +53,8 @@ class RunArm:
         shares = [range(rank, rank + 1) for rank in range(group.size())]
         sum_ = ShardSum(group, shares, device=device, exact=name.partition("@")[0] != FAST)
         self._rank, self._size = group.rank(), group.size()
-        self._steps = 0
-        observer = self._observer = _observe(name.partition("@")[0], group.rank(), device)
-        world = {"rank": self._rank, "size": self._size, "backend": name, "generation": 1, "global_batch": 1}
-        observer.share_out(dict, sees=Sight(writes=self._rank == 0), first=0, **world)
+        self._steps: dict[Observer, int] = {}
+        self._observer: Observer = Blind(device)
         self._training = Training(
             model=self.model,
             leaves=leaves,
@@ -76,27 +64,35 @@ class RunArm:
             running=RunningState(self.model, self._size),
             loss_scale=LossScale(),
             audit=Audit(self.model, leaves, every=0, fetch=_nothing_to_fetch),
-            observer=observer,
+            observer=self._observer,
             options=Options.of({"precision": precision}),
             seed=SEED,
         )
 
+    def let_see(self, observer: Observer) -> None:
+        """The steps from now on. Each observer counts its own."""
+        if observer not in self._steps:
+            world = {"rank": self._rank, "size": self._size, "backend": self.name, "generation": 1, "global_batch": 1}
+            observer.share_out(dict, sees=Sight(writes=self._rank == 0), first=0, **world)
+        self._observer = self._training.observer = observer
+
     def step(self, batch: Batch) -> None:
-        rows = len(batch.inputs)
+        rows, number, see = len(batch.inputs), self._steps.get(self._observer, 0), self._observer
+        self._steps[see] = number + 1
         whole = GlobalBatch(
             epoch=0,
-            step=self._steps,
-            number=self._steps,
+            step=number,
+            number=number,
             count=rows * self._size,
             ends_epoch=False,
             shards=(Shard(self._rank, rows, batch),),
             of_shards=self._size,
         )
-        self._observer.top(self._steps)
+        see.top(number)
+        see.data_came()
         result = take_step(self._training, loss, whole)
         facts = partial(facts_of, self._training, result)
-        self._observer.stepped(self._steps, result.loss, samples=whole.count, epoch=0, facts=facts)
-        self._steps += 1
+        see.stepped(number, result.loss, samples=whole.count, epoch=0, facts=facts)
 
     def bucket_bytes(self) -> tuple[int, ...]:
         return self._training.gradients.bucket_bytes

@@ -1,6 +1,7 @@
 """Writes down what a run does: the times of its steps, its figures, what happened (docs/trace.md).
 
 The training thread adds numbers up and hands a line over twice a second; the thread of the trace file writes it.
+What `step` does, every step costs: all else waits until it is time to catch up.
 """
 
 from __future__ import annotations
@@ -18,57 +19,92 @@ import torch
 
 from lockstep.checkpoint.writer import Written
 from lockstep.trace import VERSION, TraceFile
-from lockstep.train.stopwatch import PHASES, Span, StepTimes
+from lockstep.train.stopwatch import APART_S, PHASES, Span, StepTimes
 
 WINDOW_S: Final = 0.5
-RECENT_S: Final = 1.0  # what those see who watch
-WINDOWS: Final = 1000  # a window is at least this part of the run so far
+WINDOWS: Final = 1000  # a line covers at least this part of the run so far
 PATIENCE: Final = 16  # steps, until what the others have not told counts as told
 
-Told = tuple[float, float]  # a step, and how long a worker waited in it
-NOTHING_TOLD: Final[Told] = (-1.0, 0.0)
+Told = tuple[float, float, float]  # a step, how long a worker waited in it, and how long it took
+NOTHING_TOLD: Final[Told] = (-1.0, 0.0, 0.0)
+Known = tuple[float, float] | None  # see `Stopwatch.know`
 
 
 class Window:
     """Some steps, added up."""
 
-    def __init__(self, began_s: float) -> None:
-        self.began_s = began_s
+    def __init__(self, began_s: float, known: Known) -> None:
+        self.began_s, self._known = began_s, known
         self.first: int | None = None
         self.count = self.timed = self.samples = 0
-        self.loss = 0.0
-        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.loss = self._after_s = 0.0
+        self.phases = dict.fromkeys(PHASES, 0.0)  # of steps that were timed
         self.waited_for: dict[int, float] = {}
 
     def add(self, times: StepTimes) -> None:
         phases = times.phases()
         self.timed += 1
+        self._after_s += times.after_s
         for name, seconds in phases.items():
             self.phases[name] += seconds
         if times.waited_for is not None:
             self.waited_for[times.waited_for] = self.waited_for.get(times.waited_for, 0.0) + phases["waiting"]
 
-    def is_done(self, now_s: float, long_s: float) -> bool:
-        """On a GPU not every step is timed, and without one that is, a window says little."""
-        return now_s - self.began_s >= long_s and (self.timed > 0 or self.count > PATIENCE)
+    def is_done(self, now_s: float) -> bool:
+        """Not every step is timed, and without one that is, a window says little."""
+        return now_s - self.began_s >= (WINDOW_S if self.timed else 10 * WINDOW_S)
 
-    def close(self, ended_s: float) -> dict[str, Any]:
-        """The phases of the steps that were timed, as if all had been; what is left was between steps."""
-        timed_s, whole_s = sum(self.phases.values()), ended_s - self.began_s
-        times = self.count / self.timed if self.timed else 0.0
-        if timed_s * times > whole_s:
-            times = whole_s / timed_s
-        self.phases["between"] += (whole_s - timed_s * times) / times if times else 0.0
+    def close(self, ended_s: float, known: Known) -> dict[str, Any]:
+        whole_s = ended_s - self.began_s
+        phases, times = self._of_all_steps(whole_s, known)
+        phases["between"] += whole_s - sum(phases.values())
         return {
             "t0": round(self.began_s, 6),
             "t1": round(ended_s, 6),
             "first": self.first,
             "count": self.count,
             "samples": self.samples,
-            "phases": {name: round(seconds * times, 6) for name, seconds in self.phases.items()},
+            "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
             "waited_for": {str(rank): round(seconds * times, 6) for rank, seconds in self.waited_for.items()},
             "loss": self.loss / self.count if self.count else None,
         }
+
+    def _of_all_steps(self, whole_s: float, known: Known) -> tuple[dict[str, float], float]:
+        """The steps that were timed stand for the others. Also returns for how many each of them stands."""
+        phases = dict(self.phases)
+        if known is None or self._known is None:
+            times = self.count / self.timed if self.timed else 0.0
+            timed_s = sum(phases.values())
+            times = min(times, whole_s / timed_s) if timed_s else 0.0
+            return {name: seconds * times for name, seconds in phases.items()}, times
+        (data_s, outside_s), (data_before_s, outside_before_s) = known, self._known
+        data_s, outside_s = data_s - data_before_s, outside_s - outside_before_s
+        phases["data"] = 0.0
+        phases["between"] -= self._after_s
+        timed_s = sum(phases.values())
+        times = max(0.0, whole_s - data_s - outside_s) / timed_s if timed_s else 0.0
+        return {name: seconds * times for name, seconds in phases.items()} | {"data": data_s}, times
+
+
+def merge(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two windows, the second of which followed the first, as one."""
+    if one is None:
+        return dict(other)
+    count = one["count"] + other["count"]
+    losses = [part["loss"] * part["count"] for part in (one, other) if part["count"]]
+    return {
+        **other,
+        **{name: one[name] for name in ("t0", "first")},
+        "count": count,
+        "samples": one["samples"] + other["samples"],
+        "phases": _added(one["phases"], other["phases"]),
+        "waited_for": _added(one["waited_for"], other["waited_for"]),
+        "loss": sum(losses) / count if count else None,
+    }
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(one.get(name, 0.0) + other.get(name, 0.0), 6) for name in {**one, **other}}
 
 
 class Chronicle:
@@ -78,9 +114,12 @@ class Chronicle:
         self._worker, self._device = worker, device
         self._file: TraceFile | None = None
         self._began_s = time.monotonic()
-        self._window = Window(self._began_s)
-        self._recent = Window(self._began_s)  # for those who watch
-        self._stepped_s = self._began_s  # the end of the last step
+        self._window = Window(self._began_s, None)
+        self._line: dict[str, Any] | None = None  # of windows that are over
+        self._last: dict[str, Any] = {}  # the last one of them, for those who watch
+        self._due_s = 0.0  # to catch up
+        self._done = 0  # steps
+        self._stepped_s = self._began_s  # the end of the last one
         self._noise: dict[str, Any] | None = None
         self._untold: dict[int, StepTimes] = {}  # steps of which we do not know yet how long the others waited
         self._heard: dict[int, dict[int, float]] = {}  # step -> rank -> seconds
@@ -91,7 +130,6 @@ class Chronicle:
         self._figures: Mapping[str, float] = {}
         self.state = "starting"
         self.on_window: Callable[[int, Mapping[str, float | None]], None] = lambda _step, _figures: None
-        self._last: dict[str, Any] = {}
         if folder is not None:
             self._file = TraceFile(folder, f"{time.time_ns() // 1_000_000}-{worker}-{os.getpid()}", worker)
             self._file.add("head", **self._introduce())
@@ -126,19 +164,19 @@ class Chronicle:
         self._tells = NOTHING_TOLD
         self._world, self._said_world = {"t": time.monotonic(), **world}, False
 
-    def begin(self) -> None:
+    def begin(self, known: Known) -> None:
         """The first step. What was done before it belongs to no window."""
         self._began_s = time.monotonic()
-        self._window, self._recent = Window(self._began_s), Window(self._began_s)
+        self._window = Window(self._began_s, known)
         self.state = "training"
 
     def note(self, times: StepTimes, *, describe: Any) -> None:
         """A step of ours is over. `describe()`: buckets and memory, which are known by now."""
+        self._tells = (float(times.number), times.waited_s, times.took_s)
         if self._world["size"] == 1:
             times.hear([times.waited_s])
             self._add(times)
         else:
-            self._tells = (float(times.number), times.waited_s)
             self._untold[times.number] = times
             self._settle(times.number)
         if not self._said_world and times.number > self._world["first"]:
@@ -148,11 +186,12 @@ class Chronicle:
 
     def tell(self) -> Told:
         """To the others, with the next step."""
-        return self._tells
+        told, self._tells = self._tells, NOTHING_TOLD
+        return told
 
     def hear(self, told: Sequence[Told]) -> None:
         """From all, us among them, by rank."""
-        for rank, (step, waited_s) in enumerate(told):
+        for rank, (step, waited_s, _) in enumerate(told):
             if step >= 0:
                 self._heard.setdefault(int(step), {})[rank] = waited_s
         for step in [step for step, waits in self._heard.items() if len(waits) == len(told)]:
@@ -171,35 +210,49 @@ class Chronicle:
 
     def _add(self, times: StepTimes) -> None:
         self._window.add(times)
-        self._recent.add(times)
         if times.spans and self._file is not None:
             rows = [_row(span) for span in times.spans]
             self._file.add("spans", step=times.number, t=round(times.began_s, 6), spans=rows)
 
-    def step(self, number: int, loss: float, *, samples: int, epoch: int, facts: Mapping[str, Any]) -> None:
-        """Its figures, at its end. `facts`: lr, grad_norm."""
-        for window in (self._window, self._recent):
-            window.first = number if window.first is None else window.first
-            window.count, window.samples, window.loss = window.count + 1, window.samples + samples, window.loss + loss
-        self._facts = {"epoch": epoch, "step": number + 1, **facts}
-        now = self._stepped_s = time.monotonic()
-        if self._recent.is_done(now, RECENT_S):
-            self._last, self._recent = self._recent.close(now) | self._memory(), Window(now)
-        if self._window.is_done(now, max(WINDOW_S, (now - self._began_s) / WINDOWS)):
-            self._close_window(now)
+    def step(self, number: int, loss: float, samples: int, at_s: float) -> bool:
+        """It was taken. Returns whether it is time to catch up."""
+        window = self._window
+        if window.first is None:
+            window.first = number
+        window.count += 1
+        window.samples += samples
+        window.loss += loss
+        self._done, self._stepped_s = number + 1, at_s
+        return at_s >= self._due_s
 
-    def _close_window(self, now_s: float) -> None:
+    def catch_up(self, known: Known, *, epoch: int, facts: Mapping[str, Any]) -> None:
+        """`facts`: lr and grad_norm of the last step."""
+        at_s = self._stepped_s
+        self._due_s = at_s + APART_S
+        self._facts = {"epoch": epoch, **facts}
+        if self._window.is_done(at_s):
+            self._close_window(known)
+            assert self._line is not None
+            if at_s - self._line["t0"] >= (at_s - self._began_s) / WINDOWS:
+                self._write_line()
+
+    def _close_window(self, known: Known) -> None:
+        at_s = self._stepped_s
         if self._window.count:
-            window = self._window.close(now_s) | self._memory()
-            self._last = self._last or window
-            if self._file is not None:
-                facts = {name: value for name, value in self._facts.items() if name != "step"}
-                self._file.add("steps", **window, **facts)
-                if self._noise is not None:
-                    self._file.add("noise", **self._noise)
-            self.on_window(self._facts["step"], self._figures_of(window))
-            self._noise = None
-        self._window = Window(now_s)
+            self._last = self._window.close(at_s, known) | self._memory()
+            self._line = merge(self._line, self._last)
+        self._window = Window(at_s, known)
+
+    def _write_line(self) -> None:
+        line, self._line = self._line, None
+        if line is None:
+            return
+        if self._file is not None:
+            self._file.add("steps", **line, **self._facts)
+            if self._noise is not None:
+                self._file.add("noise", **self._noise)
+        self.on_window(self._done, self._figures_of(line))
+        self._noise = None
 
     def _figures_of(self, window: Mapping[str, Any]) -> dict[str, float | None]:
         """For people who look at curves."""
@@ -215,7 +268,7 @@ class Chronicle:
     def event(self, what: str, **facts: Any) -> None:
         file = self._file  # another thread may close it
         if file is not None:
-            line = {"t": time.monotonic(), "step": self._facts.get("step", 0), "what": what, **facts}
+            line = {"t": time.monotonic(), "step": self._done, "what": what, **facts}
             file.add("event", **line)
 
     def checkpoint_written(self, one: Written) -> None:
@@ -236,15 +289,17 @@ class Chronicle:
     def figures(self, figures: Mapping[str, float]) -> None:
         self._figures = dict(figures)
 
-    def close(self, *, in_peace: bool) -> None:
+    def close(self, known: Known, *, in_peace: bool) -> None:
+        """An evaluation after the last step is no part of the steps."""
         if self._file is None:
             return
         self.state = "ended" if in_peace else "failed"
         for step in sorted(self._untold):
             self._add(self._untold.pop(step))
-        self._close_window(self._stepped_s)  # an evaluation after the last step is no part of the steps
+        self._close_window(known)
+        self._write_line()
         if in_peace:
-            self._file.add("end", t=time.monotonic(), step=self._facts.get("step", 0))
+            self._file.add("end", t=time.monotonic(), step=self._done)
         self._file.close()
         self._file = None
 
@@ -262,6 +317,7 @@ class Chronicle:
             "host": socket.gethostname(),
             **{name: world.get(name) for name in ("rank", "size", "generation", "steps", "global_batch", "backend")},
             **self._facts,
+            "step": self._done,
             "loss": last.get("loss"),
             "samples_per_s": last["samples"] / took_s if took_s else None,
             **{name: last.get(name) for name in ("phases", "waited_for", "rss", "peak")},

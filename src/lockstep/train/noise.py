@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 MEMORY: Final = 1000  # steps: older ones fade
-SHARE_OF_TIME: Final = 0.004  # what looking at shards may cost
+SHARE_OF_TIME: Final = 0.001  # what looking at shards may cost
 KEPT: Final = 1 - 1 / MEMORY  # of what was, from one step to the next
 RECENT: Final = 8  # steps, until nobody tells of their shards any more
+TALK_S: Final = 0.0001  # what it takes to tell the others of a look, and to make something of it
 MOST: Final = 1000  # steps from one look to the next
 
 
@@ -89,6 +90,7 @@ class ShardNorms:
     mean_sq: float  # of the shards' mean gradients
     shards: int
     samples: int  # of all of them
+    next: int = 0  # the step in which it would look again
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Unread:
     norms: list[tuple[list[Tensor], float | Tensor, int]]  # of each shard: of all parameters; weight; samples
     loss_scale: float
 
-    def read(self) -> ShardNorms | None:
+    def read(self) -> ShardNorms:
         found = []
         whole = torch.stack([value for values, _, _ in self.norms for value in values]).tolist() if self.norms else []
         for values, weight, samples in self.norms:
@@ -107,25 +109,31 @@ class Unread:
             divisor = float(weight) * self.loss_scale
             if samples and divisor > 0:
                 found.append((math.fsum((value / divisor) ** 2 for value in mine), samples))
-        if not found:
-            return None
-        mean_sq = sum(value for value, _ in found) / len(found)
+        mean_sq = sum(value for value, _ in found) / max(1, len(found))
         return ShardNorms(self.step, mean_sq, len(found), sum(samples for _, samples in found))
 
 
 class ShardLook:
-    """Takes the norms of single shards' gradients in steps that are so far apart that it costs little."""
+    """Takes the norms of single shards' gradients in steps that are so far apart that it costs little.
 
-    def __init__(self) -> None:
-        self._next = 1  # not in step 0, which is like no other
-        self._cost_s = 0.0
+    In the same ones on all workers, or else everybody would wait for everybody's looks.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self.next = 1  # step in which we look; not 0, which is like no other
+        self._cost_s = self._took_s = 0.0
         self._norms: list[tuple[list[Tensor], float | Tensor, int]] = []
         self._values: list[Tensor] = []
         self.looks = False
 
-    def begin(self, step: int, *, wanted: bool) -> None:
-        self.looks = wanted and step >= self._next
-        self._norms, self._values, self._cost_s = [], [], 0.0
+    def is_due(self, step: int) -> bool:
+        return self._wanted and step >= self.next
+
+    def begin(self, step: int) -> None:
+        self.looks = self.is_due(step)
+        if self.looks:
+            self._norms, self._values, self._cost_s = [], [], 0.0
 
     def see(self, gradients: Sequence[Tensor | None]) -> None:
         """Some more of the shard that is under way."""
@@ -141,8 +149,14 @@ class ShardLook:
         self._values = []
 
     def end(self, step: int, loss_scale: float, *, took_s: float) -> Unread:
-        """The step in which we looked is over. The next look comes when it is affordable."""
-        if took_s > 0:
-            self._next = step + min(MOST, max(1, math.ceil(self._cost_s / (SHARE_OF_TIME * took_s))))
+        """The step in which we looked is over. Whoever has not heard anything by then looks again after MOST steps."""
+        self._took_s, self.next = took_s, step + MOST
         return Unread(step, self._norms, loss_scale)
 
+    def read(self, unread: Unread) -> ShardNorms:
+        """A step later, which lets a GPU go on. The next look is to come when it is affordable."""
+        began_s = time.monotonic()
+        found = unread.read()
+        cost_s = TALK_S + self._cost_s + time.monotonic() - began_s
+        steps = math.ceil(cost_s / (SHARE_OF_TIME * self._took_s)) if self._took_s > 0 else MOST
+        return replace(found, next=unread.step + min(MOST, steps))

@@ -176,7 +176,7 @@ class Run:
             self._farewell.end()
         else:
             self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
-        self._chronicle.close(in_peace=error is None)
+        self._observer.close(in_peace=error is None)
         self._board.close()
         if self._claim is not None:
             self._claim.release()
@@ -434,7 +434,7 @@ class Run:
                 self._handed_out, self._here = self._generation, batches.position
                 self._observer.top(batches.position.number)
                 batch = next(self._coming, None)
-                self._observer.lap("data")
+                self._observer.data_came()
                 if batch is None:
                     self._calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
@@ -443,7 +443,7 @@ class Run:
                 self._in_hand = False
                 if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
                     self.save()
-        self._observer.top(batches.position.number)
+        self._observer.end_loop()
         self._progress.end(batches.position.number)
         if self._witness is not None:
             raise SystemExit(0)  # the rest of the program is not asked for

@@ -119,7 +119,7 @@ class Result:
 
 def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) -> Result:  # noqa: B008  (frozen)
     """All workers together: everybody takes the step, or nobody does."""
-    see = t.observer
+    see = t.observer.of_step
     see.lap("between")
     tally = Tally(t.sum, buffers=len(t.running), loss_scale=t.loss_scale.value)
     t.gradients.begin()
