@@ -55,6 +55,7 @@ COLUMNS: Final = (
 
 @dataclass(frozen=True)
 class Job:
+    model: str
     settings: Settings
     traces: Path
     lasts_s: float  # the rounds of a model
@@ -85,14 +86,13 @@ def work(seat: Seat, job: Job) -> None:
         torch.cuda.set_device(device)
     seat.join()
     group = dist.new_group(timeout=seat.patience, backend="shm")
-    for model in settings.models:
-        seat.tell(f"{model}: warming up")
-        seat.tell(measure_model(model, seat, job, device, group))
+    seat.tell(f"{job.model}: warming up")
+    seat.tell(measure(seat, job, device, group))
     seat.leave()
 
 
-def measure_model(model: str, seat: Seat, job: Job, device: torch.device, group: Any) -> Found:
-    workload, plan = WORKLOADS[model], job.settings.plan
+def measure(seat: Seat, job: Job, device: torch.device, group: Any) -> Found:
+    workload, plan = WORKLOADS[job.model], job.settings.plan
     batch = workload.batch(torch.Generator().manual_seed(seat.rank)).to(device)
     arm = RunArm(ARM, workload, device, group=group)
     chronicle = Chronicle(job.traces, f"rank{seat.rank}", device)
@@ -106,11 +106,11 @@ def measure_model(model: str, seat: Seat, job: Job, device: torch.device, group:
     steps = job.steps or max(1, round(TURN_S / step_s))
     rounds = job.rounds or max(FEWEST, round(job.lasts_s / (2 * steps * step_s)))
     turns = {name: partial(turn, arm, observer, batch, steps) for name, observer in observers.items()}
-    conduct = Conduct(line_up=dist.barrier, finish=finish, report=lambda text: seat.tell(f"{model}: {text}"))
+    conduct = Conduct(line_up=dist.barrier, finish=finish, report=lambda text: seat.tell(f"{job.model}: {text}"))
     began_s, wrote_s = time.monotonic(), writer_s()
     times = time_rounds(list(turns), turns, Plan(plan.warmup, rounds, 1), conduct)
     found = Found(
-        model,
+        job.model,
         {name: [ms / steps for ms in values] for name, values in times.items()},
         writer_s() - wrote_s,
         began_s,
@@ -204,15 +204,13 @@ def row_of(found: list[Found], view: View) -> tuple[str, ...]:
 def run(settings: Settings, *, rounds: int | None, steps: int | None, quick: bool, json_path: Path | None) -> int:
     rows: list[tuple[str, ...]] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
-    with tempfile.TemporaryDirectory() as folder, watched(Path(folder)) as view:
-        job = Job(settings, Path(folder) / "trace", QUICK_S if quick else LASTS_S, rounds, steps)
-        with Workers(settings.workers, work, job, wait_s=settings.wait_s) as workers:
-            said: dict[str, list[Found]] = {model: [] for model in settings.models}
-            for _, found in workers.results():
-                said[found.model].append(found)
-                if len(said[found.model]) == settings.workers:
-                    rows.append(row_of(said[found.model], view))
-                    record["models"][found.model] = [asdict(one) for one in said[found.model]]
+    for model in settings.models:
+        with tempfile.TemporaryDirectory() as folder, watched(Path(folder)) as view:
+            job = Job(model, settings, Path(folder) / "trace", QUICK_S if quick else LASTS_S, rounds, steps)
+            with Workers(settings.workers, work, job, wait_s=settings.wait_s) as workers:
+                found = [one for _, one in workers.results()]
+        rows.append(row_of(found, view))
+        record["models"][model] = [asdict(one) for one in found]
     print(
         f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers and as many shards, "
         f"{settings.threads} thread(s) each;\ninterleaved rounds, each turn as long as its slowest worker\n"
