@@ -20,7 +20,7 @@ from lockstep.train.noise import NoiseScale, ShardLook, ShardNorms, Unread
 from lockstep.train.stopwatch import GPU_EVERY, Stopwatch
 
 FIELDS: Final = 8  # a timed step, how long it waited and took; a step that was looked at, the norms of its shards
-TALK: Final = 2  # steps, until all have heard what was seen in one
+TALK, GPU_TALK = 2, 6  # steps, until all have heard what was seen in one; a GPU may be some behind
 Facts = dict[str, Any]
 NOTHING: Final = (-1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -42,6 +42,7 @@ class Observer:
         self._noise = NoiseScale()
         self._norm: tuple[int, float | Tensor, int] | None = None  # of the last step's gradient: step, norm, samples
         self._on_gpu = device.type == "cuda"
+        self._talk = GPU_TALK if self._on_gpu else TALK
         self._talks_until = 0  # a step
         self._unread: Unread | None = None
         self._mine: ShardNorms | None = None
@@ -73,9 +74,8 @@ class Observer:
             self.chronicle.begin(self._watch.know())
             self._has_begun = True
         if self._watch.is_timed or self._shards.is_due(number):
-            self._talks_until = number + TALK
-        # A GPU has its own pace: nobody knows when it will be known how long a step took.
-        self.of_step = self if number <= self._talks_until or self._on_gpu else _ASLEEP
+            self._talks_until = number + self._talk
+        self.of_step = self if number <= self._talks_until else _ASLEEP
 
     def end_loop(self) -> None:
         if (times := self._watch.finish()) is not None:
@@ -109,7 +109,7 @@ class Observer:
         self._number, self._began_s = number, time.monotonic()
         self._shards.begin(number)
         if self._shards.looks:
-            self._talks_until = number + TALK  # also where the step is begun anew, with other workers
+            self._talks_until = number + self._talk  # also where the step is begun anew, with other workers
         return self._shards.see if self._shards.looks else None
 
     def end_shard(self, weight: float | Tensor, samples: int) -> None:
