@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.card import ASCII, LINES, Card, draw
 from lockstep.elastic import failure, trouble
-from lockstep.elastic.card import ASCII, LINES, Card, draw
 from lockstep.elastic.causes import Evidence, explain
 from lockstep.elastic.failure import Facts
 from lockstep.elastic.inquest import Dead, describe_place, hold, last_seen, make_card, named_by_all

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
 # room -> the rooms it may import from; a file at the top of the package is a room of its own
 ALLOWED = {
     "errors": set(),
+    "card": set(),
     "files": {"errors"},
     "faults": set(),
     "plain_json": set(),
@@ -22,7 +23,7 @@ ALLOWED = {
     "absent": {"errors", "place"},
     "vigil": {"errors", "place"},
     "meeting": {"errors", "vigil"},
-    "world": {"errors", "absent", "place", "vigil", "meeting"},
+    "world": {"errors", "card", "absent", "place", "vigil", "meeting"},
     "comm": {"errors", "faults", "place", "vigil", "world"},
     "seed": set(),
     "data": {"errors", "files", "seed", "world"},
@@ -33,7 +34,7 @@ ALLOWED = {
         *{"errors", "files", "faults", "seed", "trace", "world"},
         *{"comm", "data", "replicate", "checkpoint", "elastic"},
     },
-    "elastic": {"errors", "plain_json"},
+    "elastic": {"errors", "card", "plain_json"},
     "measure": {"errors", "world", "comm", "data", "replicate", "train"},
     "doctor": {"errors", "place"},
     "demo": {"errors", "elastic", "measure"},

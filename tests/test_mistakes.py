@@ -263,7 +263,7 @@ def test_a_tiny_dev_shm(stage: Stage, words: str) -> None:  # noqa: F811
 
 @pytest.mark.slow
 def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # noqa: F811
-    """Without a launcher of ours, so without a card; but the error says what one would."""
+    """Without a launcher of ours: the worker draws its card itself."""
     told = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0"}
     told |= {"SLURM_NNODES": "1", "SLURM_NODELIST": socket.gethostname(), "SLURM_LOCALID": "0"}
     script = stage.script(HEAD + "now(); lockstep.init()\n")
@@ -277,9 +277,11 @@ def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # n
     )
     took_s = time.time() - float(done.stdout.split()[1])
     assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    for word in ("SLURM_NTASKS=2", "1", "srun"):
-        assert word in last
+    above, card = split_card(done.stderr)
+    assert "WorldError" in above[-1]  # and the traceback, for whoever wants it
+    text = " ".join(line.lstrip("| ") for line in card.splitlines())
+    for word in ("who rank 0 of 2 (SLURM)", f"on {socket.gethostname()}", "SLURM_NTASKS=2", "PROCID=1", "do", "srun"):
+        assert word in " ".join(text.split()), card
     assert took_s < CARD_WITHIN_S
 
 

@@ -14,7 +14,8 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from lockstep import meeting
 from lockstep.absent import Absence
+from lockstep.card import Card, draw
 from lockstep.errors import PeerLost, WorldError
 from lockstep.meeting import Meeting
 from lockstep.place import Place, batch_note, detect, identify_host, read_number
@@ -151,6 +153,37 @@ def init(
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value} must be a positive number of seconds")
     asked = _Asked(backend, torch.device(device) if device is not None else None, timeout_s)
+    with _shown_on_a_card():
+        return _find_or_join(asked, join_timeout_s)
+
+
+@contextmanager
+def _shown_on_a_card() -> Iterator[None]:
+    """Our launcher makes one of what its workers say; without it, nobody else would."""
+    try:
+        yield
+    except WorldError as error:
+        if "LOCKSTEP_RUN_DIR" not in os.environ:
+            error.add_note("\n" + draw(_card_of(error)).rstrip())
+        raise
+
+
+def _card_of(error: WorldError) -> Card:
+    what, _, do = str(error).rpartition("; ")
+    try:
+        place = detect(os.environ)
+    except WorldError:  # that is what it is about
+        place = None
+    who = f"rank {place.rank} of {place.size} ({place.source}), " if place is not None else ""
+    return Card(
+        title="lockstep: a worker could not join the others",
+        who=f"{who}pid {os.getpid()} on {socket.gethostname()}",
+        what=what or do,
+        do=do if what else "",
+    )
+
+
+def _find_or_join(asked: _Asked, join_timeout_s: float | None) -> World:
     if _memory.world is not None and _is_current(_memory.group):
         _refuse_other_wishes(_memory.world, asked)
         return _memory.world

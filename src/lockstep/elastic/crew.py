@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from lockstep.elastic.card import Card
+from lockstep.card import Card
 from lockstep.elastic.events import Events
 from lockstep.elastic.forked import Request, Template
 from lockstep.elastic.guardian import Guardian

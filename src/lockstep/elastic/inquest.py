@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.card import ASCII, LINES, WIDTH, Box, Card, draw
 from lockstep.elastic import failure, trouble
-from lockstep.elastic.card import ASCII, LINES, WIDTH, Box, Card, draw
 from lockstep.elastic.causes import Evidence, advise, explain
 from lockstep.elastic.failure import Facts
 from lockstep.elastic.screen import write_all
