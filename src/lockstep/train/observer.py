@@ -1,8 +1,8 @@
 """What a worker sees of its own steps, and hears of those of the others: times, and how noisy the gradient is.
 
 Nothing of it changes a bit of what is computed. Everybody's figures travel with the table of a later step (tally.py).
-Most short steps are not looked at (see Note [Steps that are timed]): in those, and until the others have told what they
-have seen in the last one that was, an observer sleeps.
+Most short steps are not looked at (see Note [Steps that are timed]). In those an observer sleeps, once all have told
+each other what they saw in the last one that was; so all of them are awake in the same steps.
 """
 
 from __future__ import annotations
