@@ -374,9 +374,9 @@ def memory(rank: int, size: int) -> int:
     return len({t.untyped_storage().data_ptr() for t in tensors} - {ddp.module.weight.data_ptr()})
 
 
-def test_there_are_no_gradients_beside_the_bucket_and_the_parked_ones() -> None:
-    """On a CPU; see Note [Parked gradients] in bucket.py. On a GPU there is only the bucket (test_cuda.py)."""
-    assert crew(memory, 2) == [2, 2]
+def test_there_are_no_gradients_beside_the_bucket() -> None:
+    """On a GPU too: test_cuda.py."""
+    assert crew(memory, 2) == [1, 1]
 
 
 # -- buckets, order and overlap --------------------------------------------------------------------------------------

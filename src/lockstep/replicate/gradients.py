@@ -89,7 +89,6 @@ class Gradients:
         self._dense = [i for i, leaf in enumerate(leaves) if not leaf.sparse]
         self._sparse = [i for i, leaf in enumerate(leaves) if leaf.sparse]
         self._ears = Ears(self._parameters)
-        self._parked: list[Tensor | None] = [None] * len(leaves)
         self.seen_by: Callable[[Sequence[Tensor | None]], None] | None = None  # who wants to see those of a shard
         self._armed = False
         self._has_order = False  # Note [First step]
@@ -232,8 +231,6 @@ class Gradients:
         self._parameters[index].grad = None
         if self.seen_by is not None:
             self.seen_by([gradient])
-        if self._on_cpu:
-            self._parked[index] = gradient  # until its successor comes: Note [Parked gradients] in bucket.py
         if gradient is not None:
             self._is_used[index] = True
         if not self._chain:
