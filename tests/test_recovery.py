@@ -185,6 +185,25 @@ with lockstep.Run(seed=1, progress=False) as run:
         raise AssertionError("not reached")
 """
 
+WATCHED = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import torch
+import lockstep
+from runs import classify, data
+
+with lockstep.Run(seed=7, progress=False) as run:
+    model = run.replicate(torch.nn.Linear(16, 10))
+    batches = run.batches(data(96), global_batch=32, epochs=None)
+    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.01), steps=300):
+        end_s = time.monotonic() + 30
+        while run.world.size < 2 and not run._calls.wants_to_move and time.monotonic() < end_s:
+            time.sleep(0.005)
+        run.step(classify, batch)
+        awake = run._observer.of_step is run._observer
+        print("step", batch.number, "awake" if awake else "asleep", flush=True)
+"""
+
 
 def kill(at: str, worker: int, step: int | None = None, **more: Any) -> dict[str, Any]:
     return {"at": at, "worker": f"h0.{worker}", **({} if step is None else {"step": step}), **more}
@@ -410,13 +429,14 @@ PLAYS = {
         f"all in backward, {backend}": Play(workers=2, backend=backend, env={"SCENE": "backward"})
         for backend in ("shm", "gloo")
     },
+    "watched": Play(workers=2, program=WATCHED, faults=(kill("applied", 1, 60),)),
     "in the midst of a step": Play(env={"SCENE": "midst", "CHECK": "1000", "WHOLE": "1 2 3"}),
 }  # fmt: skip
 
 
 OTHERS = (
     "undisturbed", "raises always", "raises after its Run", "terminated", "launcher killed", "no Run", "two Runs",
-    "no Run, and one is killed", "SyncBatchNorm",
+    "no Run, and one is killed", "SyncBatchNorm", "watched",
 )  # fmt: skip
 ENDS_WELL = [name for name in PLAYS if name not in OTHERS]
 SLOW = (
@@ -505,6 +525,17 @@ def test_all_who_should_die_did_and_were_replaced(show: Show, request: pytest.Fi
     assert len(show.events("started")) >= play.workers + len(play.victims)
     if "WHOLE" not in play.env:  # those who are left wait for the new ones
         assert play.workers in show.sizes[-2:], show.text  # the very last one may have lost a worker at the end
+
+
+@of("watched")
+def test_a_newcomer_looks_at_the_steps_that_the_others_look_at(show: Show) -> None:
+    """Or they would not hear how long each of them waited: `Note [Steps that are timed]`."""
+    assert show.status == 0, show.text
+    said = re.findall(r"^\[worker (\d+)\] step (\d+) (awake|asleep)$", show.out, re.MULTILINE)
+    old, new = ({int(step): how for worker, step, how in said if worker == one} for one in "02")
+    assert max(new) == 299
+    assert {step: old[step] for step in new} == new
+    assert set(new.values()) == {"awake", "asleep"}
 
 
 @of("two at once, and then all")
