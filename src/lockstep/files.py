@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +47,17 @@ def prepare(directory: Path) -> None:
     except OSError as error:
         problem, advice = describe(error)
         raise LockstepError(f"the directory of the run, {directory}, cannot be used: {problem}; {advice}") from None
+
+
+def point_at_each_other(directory: Path, logs: Path) -> None:
+    """Whoever knows the directory of a run finds what its launcher writes (`lockstep scale`), and the other way round.
+
+    If that cannot be written, they are not found: the run goes on.
+    """
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "launch.json").write_text(json.dumps({"logs": str(logs)}))
+        (logs / "run.json").write_text(json.dumps({"directory": str(directory)}))
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> int:

@@ -113,6 +113,8 @@ def _as_it_is(value: Any) -> Any:
 class Calls:
     """Made one after the other."""
 
+    is_elastic = False  # workers may come and go
+
     def __init__(self) -> None:
         self.doing = ""  # the call that we are in, or that failed
         self._begun = 0
@@ -160,6 +162,9 @@ class Calls:
         """The generation that is to end at the next top of the loop; 0: none is."""
         return 0
 
+    def move_at_next_step(self, generation: int) -> None:
+        """All workers have agreed to."""
+
     def check_commit(self) -> None:
         """Before a step is applied. Raises if we must not."""
 
@@ -178,6 +183,8 @@ class Calls:
 
 class ElasticCalls(Calls):
     """See Note [Positions] and Note [Newcomers]."""
+
+    is_elastic = True
 
     def __init__(self, seat: Seat, welcome: Welcome, crew: Crew, *, backend: str | None, device: Any) -> None:
         super().__init__()
@@ -294,7 +301,6 @@ class ElasticCalls(Calls):
         return self._seat.generation if self._seat.is_closing else 0
 
     def move_at_next_step(self, generation: int) -> None:
-        """All workers have agreed to."""
         self._moves = generation
 
     def check_commit(self) -> None:

@@ -13,18 +13,15 @@ The same program runs on one worker or many, and computes the same bits.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import torch
@@ -33,26 +30,24 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep import faults, files
-from lockstep.comm import agree, patience
-from lockstep.comm.peers import Reporter, Watch
-from lockstep.comm.register import backend_name
+from lockstep.comm import patience
 from lockstep.data.batches import Batch, Batches, Position, Settings
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
 from lockstep.elastic import seat as seats
-from lockstep.errors import Divergence, LockstepError, ReplicaMismatch
+from lockstep.errors import Divergence, LockstepError
 from lockstep.replicate import replica
 from lockstep.replicate.digest import named_state, sha256_of
 from lockstep.replicate.replica import Leaf
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import evaluation, setting, verdict
+from lockstep.train.accord import Accord
 from lockstep.train.board import Board
 from lockstep.train.calls import Calls, ElasticCalls
 from lockstep.train.check import ReplicaCheck
 from lockstep.train.chronicle import Chronicle
 from lockstep.train.claim import Claim
 from lockstep.train.farewell import Farewell
-from lockstep.train.gate import Gate
 from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.observer import Blind, Observer
 from lockstep.train.once import Once
@@ -61,6 +56,7 @@ from lockstep.train.plan import Basis, describe, facts_of, introduce, make_plan,
 from lockstep.train.progress import Progress
 from lockstep.train.saving import Saving, named, restore
 from lockstep.train.schedule import Scaling
+from lockstep.train.signals import told_to_end
 from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
 from lockstep.train.tally import Tally
 from lockstep.train.transfer import hand_over
@@ -142,7 +138,7 @@ class Run:
         self._agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._stack.enter_context(kept_random_state(self.device))
         self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
-        self._stack.enter_context(self._signals())
+        self._stack.enter_context(told_to_end(self._end_soon))
         sow(mix(self.seed, "start"), self.device)
         return self
 
@@ -162,7 +158,7 @@ class Run:
 
     def _name(self) -> str:
         """Of this worker, as people and programs know it."""
-        return str(faults.here["worker"]) if isinstance(self._calls, ElasticCalls) else f"rank{self.world.rank}"
+        return str(faults.here["worker"]) if self._calls.is_elastic else f"rank{self.world.rank}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -199,10 +195,10 @@ class Run:
     def _part_in_peace(self) -> None:
         """Nobody leaves while another still talks."""
         faults.at("ending")
-        self._come_to("the end of the run")
+        self._accord.come_to("the end of the run")
         if self.directory is not None and self.world.rank == 0:
             self._metrics.write()
-        with self._watch.explains("the end of the run"):
+        with self._accord.explains("the end of the run"):
             patience.wait(self._group, self._group.barrier(dist.BarrierOptions()), self.device, "the end of the run")
 
     # -- another generation of workers (train/calls.py) --------------------------------------------------------------
@@ -214,28 +210,12 @@ class Run:
         self._group = setting.private_group(world)
         if self._claim is not None and world.rank != 0:  # rank 0 has come by, so the directory is ours
             self._claim.take(leads=False)
-        self._watch = Watch(self._group, polls=self.device.type == "cpu")
         self._once = Once(_get_default_store(), self._group)
-        self._gate = self._build_gate()
+        self._accord = Accord(self._group, self.device, self._once.store, self._calls)
         logs = os.environ.get("LOCKSTEP_RUN_DIR")
-        if self.directory is not None and world.rank == 0 and logs:  # so that `lockstep scale` finds the launcher
-            with suppress(OSError):
-                self.directory.mkdir(parents=True, exist_ok=True)
-                (self.directory / "launch.json").write_text(json.dumps({"logs": logs}))
-                (Path(logs) / "run.json").write_text(json.dumps({"directory": str(self.directory)}))
+        if self.directory is not None and world.rank == 0 and logs:
+            files.point_at_each_other(self.directory, Path(logs))
         return self._group
-
-    def _build_gate(self) -> Gate | None:
-        """None: the backend compares calls itself, or there is nobody to compare with."""
-        reporter = Reporter.of(self._group)
-        if reporter is None or backend_name(self._group, self.device) not in ("gloo", "nccl"):
-            return None
-        reporter.tell_call = lambda: (self._calls.position, self._calls.doing)
-        return Gate(self._once.store, self._group, self._watch, lambda: self._calls.position)
-
-    def _come_to(self, what: str) -> None:
-        if self._gate is not None:
-            self._gate.come_to(what)
 
     def part(self) -> None:
         self._parted_s, self._chronicle.state = time.monotonic(), "recovering"
@@ -275,45 +255,18 @@ class Run:
         check = ReplicaCheck(self._group, self.device, every=1)
         check.compare(self._applied, named_state(plan.model, plan.optimizer))
 
-    def _signals(self) -> ExitStack:
-        """SIGTERM, SIGUSR1: save and end after the step that is running, all workers together."""
-        undo = ExitStack()
-        if threading.current_thread() is threading.main_thread():
-            pid = os.getpid()
-
-            def ask(number: int, _frame: FrameType | None) -> None:
-                if os.getpid() == pid:
-                    self._stop_asked = Stop.SIGNAL
-                else:  # a child of the program: nobody there would end it
-                    signal.signal(number, signal.SIG_DFL)
-                    os.kill(os.getpid(), number)
-
-            for one in (signal.SIGTERM, signal.SIGUSR1):
-                before = signal.signal(one, ask)
-                undo.callback(signal.signal, one, signal.SIG_DFL if before is None else before)
-        return undo
+    def _end_soon(self) -> None:
+        """Save, and end after the step that is running, all workers together."""
+        self._stop_asked = Stop.SIGNAL
 
     def _agree(self, what: str, facts: Mapping[str, Any]) -> None:
         """All workers together: the same arguments everywhere, or an error everywhere."""
 
         def compare() -> None:
-            self._come_to(what)
-            self._compare(what, {name: str(value) for name, value in facts.items()})
+            self._accord.come_to(what)
+            self._accord.compare(what, {name: str(value) for name, value in facts.items()})
 
         self._calls.make(what, compare)
-
-    def _compare(self, what: str, facts: dict[str, str]) -> None:
-        with self._watch.explains(what):
-            if agree.is_same(self._group, agree.fingerprint(facts), device=self.device):
-                return
-            told = agree.tell_all(self._group, facts, device=self.device)
-        for rank, theirs in enumerate(told):
-            for name, value in theirs.items():
-                if value != told[0].get(name):
-                    raise ReplicaMismatch(
-                        f"{what}: {name} is {told[0].get(name)} on rank 0 and {value} on rank {rank}; "
-                        "it must be the same on all workers"
-                    )
 
     # -- what is trained ---------------------------------------------------------------------------------------------
 
@@ -332,8 +285,8 @@ class Run:
         rest = [Leaf(name, tensor, sparse=False) for name, tensor in state.items()]  # buffers, and what is frozen
 
         def copy() -> None:
-            self._come_to("run.replicate")
-            with self._watch.explains("run.replicate"):
+            self._accord.come_to("run.replicate")
+            with self._accord.explains("run.replicate"):
                 replica.check_same_shapes(self._group, leaves, self.device)
                 replica.check_same_shapes(self._group, rest, self.device)
             if not leaves:
@@ -417,7 +370,7 @@ class Run:
         plan.schedule, plan.per = schedule, per
         self._steps = steps
         self._calls.limit(batches.settings.shards)
-        if plan.synced and self.exact and isinstance(self._calls, ElasticCalls):
+        if plan.synced and self.exact and self._calls.is_elastic:
             raise LockstepError(setting.describe_synced(plan.synced[0]))
         self._resume(plan)
         if self._training is None:
@@ -465,7 +418,7 @@ class Run:
             raise TypeError(f"run.step takes a batch from run.track, not a {type(batch).__name__}")
         result = self._calls.make("run.step", lambda: self._take(loss, batch), encode=Result.plain, decode=Result.of)
         self._stop_agreed = max(self._stop_agreed, result.stop)
-        if isinstance(self._calls, ElasticCalls) and result.move:
+        if result.move:
             self._calls.move_at_next_step(result.move)
         self._ledger.note(
             batch.number,
@@ -493,7 +446,7 @@ class Run:
             batch = again
         if plan.synced and self.world.size > 1:
             setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=self.exact)
-        if batch.number < self._applied and isinstance(self._calls, ElasticCalls):
+        if batch.number < self._applied and self._calls.is_elastic:
             raise Divergence(f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this")
         wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._calls.check_commit, self._calls.check_left)
         result = take_step(training, loss, batch, wishes)
@@ -507,7 +460,7 @@ class Run:
         training = self._training
         assert training is not None
         faults.at("compared")
-        with self._watch.explains("the comparison of replicas"):
+        with self._accord.explains("the comparison of replicas"):
             self._check.after_step(
                 number, lambda: named_state(training.model, training.optimizer) | training.running.past()
             )
@@ -565,7 +518,7 @@ class Run:
                 go_on = self._calls.check_left
                 mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed, go_on=go_on)
             if samples is None:
-                self._compare("run.evaluate", {"samples in the dataset": str(mine.samples)})
+                self._accord.compare("run.evaluate", {"samples in the dataset": str(mine.samples)})
             if mine.samples == 0:
                 raise ValueError("run.evaluate: the dataset has no samples, so there is no mean")
             pieces = self._gather(mine.pieces, "run.evaluate")
@@ -587,7 +540,7 @@ class Run:
 
         def run() -> dict[str, float]:
             faults.at("logging")
-            self._come_to("run.log")
+            self._accord.come_to("run.log")
             pieces = self._gather({self.world.rank: as_pairs(pairs, "run.log")}, "run.log")
             return {
                 name: values[0][0] / values[0][1] if len(set(values)) == 1 and values[0][1] else float(mean_of(values))
@@ -603,7 +556,7 @@ class Run:
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:
-        with self._watch.explains(what):
+        with self._accord.explains(what):
             return gather_pieces(self._group, self.device, mine, what=what)
 
     # -- together ----------------------------------------------------------------------------------------------------
@@ -613,8 +566,8 @@ class Run:
 
         An error there is an error on all workers.
         """
-        elastic = isinstance(self._calls, ElasticCalls)  # there may be fewer at any time; then another one does it
-        if on < 0 or (on >= self.world.size and not elastic):
+        may_shrink = self._calls.is_elastic  # then another one does it
+        if on < 0 or (on >= self.world.size and not may_shrink):
             raise ValueError(f"on={on}: there are ranks 0 to {self.world.size - 1}")
         return self._calls.make("run.once", lambda: self._once.run(call, on=on % self.world.size))
 
@@ -694,7 +647,7 @@ class Run:
                 files.prepare(self.directory)
             found = self._saving.find(self._state(plan), tells=self.world.rank == 0)
             step = found["batches"]["number"] if found is not None else None
-            self._compare("resuming", {"step": str(step)})
+            self._accord.compare("resuming", {"step": str(step)})
             if found is not None:
                 restore(self._named(plan), found)
                 self._chronicle.event("resumed", text=f"from the checkpoint of step {step}")

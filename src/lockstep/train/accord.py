@@ -1,0 +1,57 @@
+"""That all workers do the same: the same call, with the same arguments."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Final, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from lockstep.comm import agree
+from lockstep.comm.peers import Reporter, Watch
+from lockstep.comm.register import backend_name
+from lockstep.errors import ReplicaMismatch
+from lockstep.train.calls import Calls
+from lockstep.train.gate import Gate
+
+BLIND: Final = ("gloo", "nccl")  # the other backends compare calls themselves
+
+
+@final
+class Accord:
+    """Of one generation of workers."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Store, calls: Calls) -> None:
+        """`store`: of this generation only. `calls`: where we are in the program."""
+        self._group, self._device = group, device
+        self._watch = Watch(group, polls=device.type == "cpu")
+        self._gate: Gate | None = None
+        reporter = Reporter.of(group)
+        if reporter is not None and backend_name(group, device) in BLIND:
+            reporter.tell_call = lambda: (calls.position, calls.doing)
+            self._gate = Gate(store, group, self._watch, lambda: calls.position)
+
+    def explains(self, what: str) -> AbstractContextManager[None]:
+        """Around a collective: an error in it says who was lost, and in what."""
+        return self._watch.explains(what)
+
+    def come_to(self, what: str) -> None:
+        """Returns when all workers are at this call. Raises Desync if one is at another."""
+        if self._gate is not None:
+            self._gate.come_to(what)
+
+    def compare(self, what: str, facts: dict[str, str]) -> None:
+        """Raises ReplicaMismatch, on all workers, where they are not the same."""
+        with self.explains(what):
+            if agree.is_same(self._group, agree.fingerprint(facts), device=self._device):
+                return
+            told = agree.tell_all(self._group, facts, device=self._device)
+        for rank, theirs in enumerate(told):
+            for name, value in theirs.items():
+                if value != told[0].get(name):
+                    raise ReplicaMismatch(
+                        f"{what}: {name} is {told[0].get(name)} on rank 0 and {value} on rank {rank}; "
+                        "it must be the same on all workers"
+                    )
