@@ -8,8 +8,6 @@ import importlib.util
 import json
 import math
 import os
-import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep import __version__
+from lockstep.elastic import scaling
 from lockstep.elastic.hosts import (
     LONGEST_LEASE_S,
     SHORTEST_LEASE_S,
@@ -109,11 +108,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(prog="lockstep", dest="command", metavar="command", help=argparse.SUPPRESS)
 
     run = commands.add_parser(
         "run",
-        prog="lockstep run",
         usage="lockstep run [-n N] [--min N] [--max N] [options] (script.py | -m module) [args ...]",
         description="Start a training program on several workers of this machine, and watch them.",
         epilog=_RUN,
@@ -281,22 +279,11 @@ def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:
 
 
 def _scale(chosen: argparse.Namespace) -> int:
-    folder: Path = chosen.run
     try:
-        if (folder / "launch.json").exists():  # a Run says where its launcher is
-            folder = Path(json.loads((folder / "launch.json").read_text())["logs"])
-        facts = json.loads((folder / "supervisor.json").read_text())
-        if facts.get("host", socket.gethostname()) != socket.gethostname():
-            raise ValueError(f"its supervisor is on {facts['host']}; ask there, or the one of this host")
-        if not facts["least"] <= chosen.workers <= facts["most"]:
-            print(
-                f"lockstep: {chosen.workers} workers: this run can have {facts['least']} to {facts['most']} "
-                "(--min and --max, and the shards of its batches)",
-                file=sys.stderr,
-            )
-            return 2
-        (folder / "want").write_text(str(chosen.workers))
-        os.kill(facts["pid"], signal.SIGUSR2)
+        scaling.ask(chosen.run, chosen.workers)
+    except scaling.OutOfBounds as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
     except (OSError, KeyError, TypeError, ValueError) as error:
         print(
             f"lockstep: {chosen.run} is not a run that goes on and was started with --min or --max ({error}); give the "

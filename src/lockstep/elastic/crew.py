@@ -6,7 +6,6 @@ be other hosts, with a supervisor each (`neighbours`): what they have in common 
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -16,6 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from lockstep.card import Card
+from lockstep.elastic import scaling
 from lockstep.elastic.events import Events
 from lockstep.elastic.forked import Request, Template
 from lockstep.elastic.guardian import Guardian
@@ -104,12 +104,8 @@ class ElasticCrew(Crew):
         most = self._most()
         if most != self._told_most:
             self._told_most = most
-            facts = {"pid": os.getpid(), "host": socket.gethostname(), "workers": self._job.workers}
-            facts |= {"least": self._elastic.least, "most": most}
-            file = self._job.log_dir / "supervisor.json"
             with suppress(OSError):
-                file.with_suffix(".new").write_text(json.dumps(facts))
-                file.with_suffix(".new").rename(file)
+                scaling.introduce(self._job.log_dir, least=self._elastic.least, most=most)
 
     def _most(self) -> int:
         """Workers that may be asked for: the run may be cut into fewer shards than --max."""
@@ -265,7 +261,7 @@ class ElasticCrew(Crew):
                 self._signal_group(worker, signal.SIGKILL)
 
     def _obey(self, number: int) -> None:
-        if number == signal.SIGUSR2:
+        if number == scaling.ASKS:
             self._rescale()
         else:
             super()._obey(number)
@@ -273,9 +269,9 @@ class ElasticCrew(Crew):
     def _rescale(self) -> None:
         """`lockstep scale` has written how many workers are wanted."""
         try:
-            wanted = int((self._job.log_dir / "want").read_text())
+            wanted = scaling.read_wanted(self._job.log_dir)
         except (OSError, ValueError) as error:
-            say(f"SIGUSR2: no number of workers in {self._job.log_dir / 'want'} ({error}); use `lockstep scale`")
+            say(f"SIGUSR2: nobody has said how many workers are wanted ({error}); use `lockstep scale`")
             return
         least, most = self._elastic.least, self._most()
         if not least <= wanted <= most:

@@ -1,0 +1,112 @@
+"""`lockstep scale` reaches the launcher that it means, and nobody else. That the run changes: tests/test_recovery.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.elastic import scaling
+from lockstep.elastic.scaling import NOTE, WANTED
+
+LAUNCHER = """
+import signal, sys
+from pathlib import Path
+from lockstep.elastic import scaling
+folder = Path(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, [scaling.ASKS])
+scaling.introduce(folder, least=2, most=3)
+print("ready", flush=True)
+signal.sigwait([scaling.ASKS])
+print(scaling.read_wanted(folder), flush=True)
+"""
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Process]:
+    """One that can have 2 or 3 workers, and says how many it was asked for."""
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Process]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], text=True) as process:
+        yield process
+        process.kill()
+
+
+def change(folder: Path, **facts: object) -> None:
+    note = json.loads((folder / NOTE).read_text())
+    (folder / NOTE).write_text(json.dumps(note | facts))
+
+
+def test_the_launcher_is_asked(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "launch.json").write_text(json.dumps({"logs": str(tmp_path)}))
+    assert main(["scale", str(run), "2"]) == 0
+    assert launcher.communicate(timeout=10)[0] == "2\n"
+    assert "asked for 2 workers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["1", "4"])
+def test_too_few_and_too_many_are_refused(
+    workers: str, launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", str(tmp_path), workers]) == 2
+    assert "this run can have 2 to 3" in capsys.readouterr().err
+    assert not (tmp_path / WANTED).exists()
+    assert launcher.poll() is None
+
+
+def test_whoever_has_the_number_of_a_launcher_that_was_killed_is_left_alone(
+    launcher: Process, stranger: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher.kill()
+    launcher.wait(timeout=10)
+    change(tmp_path, pid=stranger.pid)
+    assert main(["scale", str(tmp_path), "2"]) == 2
+    error = capsys.readouterr().err
+    assert f"process {stranger.pid}, has ended" in error
+    assert "give the folder of its logs" in error
+    assert not (tmp_path / WANTED).exists()
+    with pytest.raises(subprocess.TimeoutExpired):
+        stranger.wait(timeout=0.5)
+
+
+def test_a_launcher_that_is_gone(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait(timeout=10)
+    assert main(["scale", str(tmp_path), "2"]) == 2
+    assert "is not a run that goes on" in capsys.readouterr().err
+
+
+def test_a_launcher_elsewhere(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(tmp_path, host="elsewhere")
+    assert main(["scale", str(tmp_path), "2"]) == 2
+    assert "its supervisor is on elsewhere; ask there" in capsys.readouterr().err
+    assert launcher.poll() is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "null"])
+def test_a_note_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / NOTE).write_text(text)
+    assert main(["scale", str(tmp_path), "2"]) == 2
+    assert "is not a run that goes on" in capsys.readouterr().err
+
+
+def test_no_note(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=NOTE):
+        scaling.ask(tmp_path, 2)
