@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -353,6 +354,17 @@ def test_tensorboard_needs_a_place_and_its_package(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LockstepError, match="pip install tensorboard"):
         Board(tmp_path, wanted=True)
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path))  # as a launcher does, so there is a trace
+    before = set(threading.enumerate())
+    with pytest.raises(LockstepError, match="tensorboard=True: where"), lockstep.Run(tensorboard=True, device="cpu"):
+        raise AssertionError("not reached")
+    assert set(threading.enumerate()) == before
+    (event,) = lines_of(tmp_path, "event")
+    assert event["what"] == "error"
+    assert "where shall its files go" in event["text"]
 
 
 def test_what_follows_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:

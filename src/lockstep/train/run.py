@@ -105,10 +105,20 @@ class Run:
         self._stop_agreed = Stop.NO
         self._farewell = Farewell(os.environ, self._whereabouts)
         self._claim = Claim(self.directory, os.environ) if self.directory is not None else None
+        self._observer: Observer = Blind(torch.device("cpu"))
+        self._board = Board(None, wanted=False)
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException as error:
+            self._put_away(error)
+            raise
+        return self
+
+    def _begin(self) -> None:
         faults.arm(os.environ)
         faults.at("start")
         self._farewell.begin()
@@ -125,10 +135,10 @@ class Run:
         self._ledger = Ledger(self.directory)
         if self.directory is not None:
             self._metrics = MetricsFile(self.directory)
-        self._observer: Observer = Blind(self.device)
         if options.trace:
             self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
-        self._chronicle = self._observer.chronicle
+        else:
+            self._observer = Blind(self.device)
         board = self._board = Board(self.directory, wanted=options.tensorboard and self._witness is None)
         self._chronicle.on_window = lambda step, figures: board.show(step, figures, writes=self.world.rank == 0)
         self._saving = Saving(
@@ -140,7 +150,6 @@ class Run:
         self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
         self._stack.enter_context(told_to_end(self._end_soon))
         sow(mix(self.seed, "start"), self.device)
-        return self
 
     def _foresee(self, welcome: seats.Welcome) -> World:
         """What we know of a world that we are not yet in."""
@@ -163,14 +172,31 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            if error is None:
+                self._end_together()
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            self._put_away(error)
+        if error is None and self._group is not dist.group.WORLD:
+            dist.destroy_process_group(self._group)
+        if error is None and self._stop_agreed is Stop.SIGNAL:
+            raise SystemExit(PREEMPTED)
+
+    def _end_together(self) -> None:
         self._stack.close()
-        if error is None:
-            self._saving.close()
-            if self._group is not dist.group.WORLD:
-                self._calls.make("the end of the run", self._part_in_peace)
-            self._calls.end()
-            self._farewell.end()
-        else:
+        self._saving.close()
+        if self._group is not dist.group.WORLD:
+            self._calls.make("the end of the run", self._part_in_peace)
+        self._calls.end()
+        self._farewell.end()
+
+    def _put_away(self, error: BaseException | None) -> None:
+        """What is ours alone: the others may be gone."""
+        self._stack.close()
+        if error is not None:
             self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
         self._observer.close(in_peace=error is None)
         self._board.close()
@@ -178,10 +204,10 @@ class Run:
             self._claim.release()
         if self._training is not None:
             self._training.sum.close()
-        if error is None and self._group is not dist.group.WORLD:
-            dist.destroy_process_group(self._group)
-        if error is None and self._stop_agreed is Stop.SIGNAL:
-            raise SystemExit(PREEMPTED)
+
+    @property
+    def _chronicle(self) -> Chronicle:
+        return self._observer.chronicle
 
     def _whereabouts(self) -> dict[str, Any]:
         """For the card of a run that failed."""
