@@ -1,4 +1,4 @@
-"""`lockstep scale` reaches the launcher that it means, and nobody else. That the run changes: tests/test_recovery.py."""
+"""`lockstep scale` reaches the launcher that it means, and nobody else. That the run changes: test_recovery.py."""
 
 from __future__ import annotations
 
