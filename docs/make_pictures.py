@@ -44,7 +44,7 @@ SHOW = Path("/tmp/show")  # a name that tells nothing about who made the picture
 COLUMNS, ROWS = 100, 30
 PROMPT = "\x1b[32m$\x1b[0m lockstep demo\r\n"  # the recording begins after it was typed
 
-SPEED, HURRY = 4.0, 12.0  # times as fast as it was: what is new, and what was seen before
+SPEED, HURRY = 2.0, 5.0  # times as fast as it was: what is new, and what was seen before
 HURRY_FROM, HURRY_TO = "2. The same", "What came out"
 FRAME_S, FIRST_S, LAST_S, LONGEST_S = 0.25, 1.0, 8.0, 1.5  # as shown
 MOST_BYTES = {"demo.gif": 1_500_000} | {f"report-{name}.png": 250_000 for name in ("light", "dark", "phone")}
