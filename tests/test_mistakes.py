@@ -335,6 +335,9 @@ def test_two_elastic_programs_on_one_run_directory(stage: Stage) -> None:  # noq
     text = " ".join(line.lstrip("| ") for line in card.splitlines())
     for word in ("worker ", "DirectoryInUse", f"on {socket.gethostname()}, since 20", "a directory of its own"):
         assert word in text, card
+    for file in (stage.folder / "run" / "trace").glob("*.jsonl"):
+        events = [json.loads(line) for line in file.read_text().splitlines() if '"event"' in line]
+        assert "error" not in {event.get("what") for event in events}, events  # the second wrote nothing there
 
 
 # ---- beside the ten ------------------------------------------------------------------------------------------------

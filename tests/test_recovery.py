@@ -533,9 +533,9 @@ def test_a_newcomer_looks_at_the_steps_that_the_others_look_at(show: Show) -> No
     assert show.status == 0, show.text
     said = re.findall(r"^\[worker (\d+)\] step (\d+) (awake|asleep)$", show.out, re.MULTILINE)
     old, new = ({int(step): how for worker, step, how in said if worker == one} for one in "02")
-    assert max(new) == 299
-    assert {step: old[step] for step in new} == new
-    assert set(new.values()) == {"awake", "asleep"}
+    assert max(new, default=0) == 299, show.text
+    assert {step: old[step] for step in new} == new, show.text
+    assert set(new.values()) == {"awake", "asleep"}, show.text
 
 
 @of("two at once, and then all")

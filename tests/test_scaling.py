@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.elastic import scaling
 from lockstep.elastic.scaling import NOTE, WANTED
+from lockstep.process import read_stat
+from test_launch import wait_for
 
 LAUNCHER = """
 import signal, sys
@@ -26,6 +30,7 @@ print("ready", flush=True)
 signal.sigwait([scaling.ASKS])
 print(scaling.read_wanted(folder), flush=True)
 """
+WIDE = json.dumps({"pid": 2**70, "started": "1", "host": socket.gethostname(), "least": 1, "most": 3})
 Process = subprocess.Popen[str]
 
 
@@ -86,6 +91,24 @@ def test_whoever_has_the_number_of_a_launcher_that_was_killed_is_left_alone(
         stranger.wait(timeout=0.5)
 
 
+def test_without_handles_of_processes_it_is_asked_all_the_same(
+    launcher: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some builds of Python have none, and some containers forbid them."""
+    monkeypatch.delattr(os, "pidfd_open")
+    assert main(["scale", str(tmp_path), "3"]) == 0
+    assert launcher.communicate(timeout=10)[0] == "3\n"
+
+
+def test_a_launcher_that_was_not_collected_yet(
+    launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher.kill()
+    wait_for(lambda: read_stat(launcher.pid).state == "Z", "the launcher to die")
+    assert main(["scale", str(tmp_path), "2"]) == 2
+    assert "has ended" in capsys.readouterr().err
+
+
 def test_a_launcher_that_is_gone(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launcher.send_signal(signal.SIGKILL)
     launcher.wait(timeout=10)
@@ -100,7 +123,7 @@ def test_a_launcher_elsewhere(launcher: Process, tmp_path: Path, capsys: pytest.
     assert launcher.poll() is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "null", WIDE])
 def test_a_note_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / NOTE).write_text(text)
     assert main(["scale", str(tmp_path), "2"]) == 2
@@ -108,5 +131,5 @@ def test_a_note_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_no_note(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=NOTE):
+    with pytest.raises(scaling.NotRunning, match=NOTE):
         scaling.ask(tmp_path, 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from lockstep.trace import TraceFile
 from lockstep.train.board import Board
 from lockstep.train.chronicle import Chronicle, Window, merge
 from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
+from lockstep.train.step import Stop
 from lockstep.train.stopwatch import AFTER, APART_S, PHASES, StepTimes, Stopwatch, next_looked_at
 
 CPU = torch.device("cpu")
@@ -358,13 +361,31 @@ def test_tensorboard_needs_a_place_and_its_package(tmp_path: Path, monkeypatch: 
 
 def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path))  # as a launcher does, so there is a trace
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the Run has one of its own until its error is at the top
     before = set(threading.enumerate())
     with pytest.raises(LockstepError, match="tensorboard=True: where"), lockstep.Run(tensorboard=True, device="cpu"):
         raise AssertionError("not reached")
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     (event,) = lines_of(tmp_path, "event")
     assert event["what"] == "error"
     assert "where shall its files go" in event["text"]
+
+
+def test_a_run_that_cannot_end_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="the disk is gone"), lockstep.Run(tmp_path, progress=False, device="cpu") as run:
+        run._stop_agreed = Stop.SIGNAL  # the error is what the user must see, not that it was told to end
+        run._saving.close = lambda: fail(OSError("the disk is gone"))  # type: ignore[method-assign]
+    assert set(threading.enumerate()) <= before
+    assert [event["what"] for event in lines_of(tmp_path, "event")] == ["error"]
+    assert list(lines_of(tmp_path, "end")) == []
+    stranger = "import sys, lockstep\nwith lockstep.Run(sys.argv[1], progress=False, device='cpu'): print('mine')"
+    done = subprocess.run([sys.executable, "-c", stranger, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "mine\n", done.stderr
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def test_what_follows_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from torch.distributed import HashStore
 from lockstep.comm.roll import Roll
 from lockstep.errors import PeerLost, WorldError
 from lockstep.meeting import Meeting
-from lockstep.vigil import Process, Vigil, read_stat, this_process
+from lockstep.process import Process, read_stat, this_process
+from lockstep.vigil import Vigil
 
 NEW_PIDS = 0x20000000  # CLONE_NEWPID
-TELL = "import json; from lockstep.vigil import this_process; print(json.dumps(vars(this_process())))"
+TELL = "import json; from lockstep.process import this_process; print(json.dumps(vars(this_process())))"
 
 
 def process_of(pid: int) -> Process:

@@ -284,7 +284,7 @@ def _scale(chosen: argparse.Namespace) -> int:
     except scaling.OutOfBounds as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except scaling.NotRunning as error:
         print(
             f"lockstep: {chosen.run} is not a run that goes on and was started with --min or --max ({error}); give the "
             "folder of its logs, which `lockstep run` prints or takes as --log-dir",

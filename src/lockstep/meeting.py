@@ -21,7 +21,8 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import WorldError
-from lockstep.vigil import Process, Vigil
+from lockstep.process import Process
+from lockstep.vigil import Vigil
 
 # Asked now and then while somebody is awaited: raises if it is known that they will not come.
 Doubt = Callable[[Iterable[int]], None]

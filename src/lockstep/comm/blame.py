@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from lockstep.errors import PeerLost
-from lockstep.vigil import read_stat
+from lockstep.process import read_stat
 
 PATIENCE_S = 0.3
 LOOK_S = 0.01

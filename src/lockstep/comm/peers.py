@@ -31,7 +31,7 @@ from lockstep.comm.blame import Board, Note
 from lockstep.comm.patience import LOOK_EVERY_S, check_given_up, done_within
 from lockstep.comm.stack import ask
 from lockstep.errors import Desync, LockstepError, PeerLost
-from lockstep.vigil import read_stat
+from lockstep.process import read_stat
 
 logger = logging.getLogger(__name__)
 

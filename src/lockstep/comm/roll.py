@@ -19,7 +19,8 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import PeerLost, WorldError
-from lockstep.vigil import LOOK_S, Process, Vigil
+from lockstep.process import Process
+from lockstep.vigil import LOOK_S, Vigil
 
 READ_AT_ONCE: Final = 8  # signatures looked for in one look: many workers ask one store
 NOBODY: Final[Mapping[int, Process]] = {}

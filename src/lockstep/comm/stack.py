@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.vigil import read_stat
+from lockstep.process import read_stat
 
 ANSWER_WITHIN_S: Final = 1.0
 FRAMES: Final = 12

@@ -271,7 +271,8 @@ class ElasticCrew(Crew):
         try:
             wanted = scaling.read_wanted(self._job.log_dir)
         except (OSError, ValueError) as error:
-            say(f"SIGUSR2: nobody has said how many workers are wanted ({error}); use `lockstep scale`")
+            file = self._job.log_dir / scaling.WANTED
+            say(f"SIGUSR2: no number of workers in {file} ({error}); use `lockstep scale`")
             return
         least, most = self._elastic.least, self._most()
         if not least <= wanted <= most:

@@ -11,19 +11,31 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
+
+from lockstep.process import read_stat, this_process
 
 NOTE: Final = "supervisor.json"
 WANTED: Final = "want"
 ASKS: Final = signal.SIGUSR2
 
 
+class NotRunning(Exception):
+    """There is no launcher here that could be asked."""
+
+
+class OutOfBounds(Exception):
+    """There cannot be so many workers."""
+
+
 @dataclass(frozen=True)
 class Launcher:
     pid: int
-    started: str  # in ticks since the machine started; "": not known
+    started: str  # as in `Process`
     host: str
     least: int  # workers
     most: int
@@ -31,9 +43,9 @@ class Launcher:
 
 def introduce(folder: Path, *, least: int, most: int) -> None:
     """By the launcher. Raises OSError."""
-    us = Launcher(os.getpid(), _started(os.getpid()), socket.gethostname(), least, most)
+    us = this_process()
     new = folder / f"{NOTE}.new"
-    new.write_text(json.dumps(asdict(us)))
+    new.write_text(json.dumps(asdict(Launcher(us.pid, us.started, socket.gethostname(), least, most))))
     new.rename(folder / NOTE)
 
 
@@ -43,34 +55,57 @@ def read_wanted(folder: Path) -> int:
 
 
 def ask(run: Path, workers: int) -> None:
-    """Of a run that goes on here. Raises OutOfBounds; OSError, KeyError, TypeError or ValueError if it does not."""
-    folder = run
-    if (run / "launch.json").exists():  # a Run says where its launcher is
-        folder = Path(json.loads((run / "launch.json").read_text())["logs"])
-    launcher = Launcher(**json.loads((folder / NOTE).read_text()))
-    if launcher.host != socket.gethostname():
-        raise ValueError(f"its supervisor is on {launcher.host}; ask there, or the one of this host")
-    process = os.pidfd_open(launcher.pid)  # from here on the number cannot become another's
+    """The launcher of this run. Raises NotRunning, OutOfBounds."""
     try:
-        if _started(launcher.pid) != launcher.started:
-            raise ProcessLookupError(f"its launcher, process {launcher.pid}, has ended")
-        if not launcher.least <= workers <= launcher.most:
-            raise OutOfBounds(
-                f"{workers} workers: this run can have {launcher.least} to {launcher.most} "
-                "(--min and --max, and the shards of its batches)"
-            )
-        (folder / WANTED).write_text(str(workers))
-        signal.pidfd_send_signal(process, ASKS)
+        folder = _logs_of(run)
+        launcher = Launcher(**json.loads((folder / NOTE).read_text()))
+        if launcher.host != socket.gethostname():
+            raise NotRunning(f"its supervisor is on {launcher.host}; ask there, or the one of this host")
+        with _held(launcher.pid) as handle:
+            if not _is(launcher):
+                raise NotRunning(f"its launcher, process {launcher.pid}, has ended, or is in another container")
+            if not launcher.least <= workers <= launcher.most:
+                raise OutOfBounds(
+                    f"{workers} workers: this run can have {launcher.least} to {launcher.most} "
+                    "(--min and --max, and the shards of its batches)"
+                )
+            (folder / WANTED).write_text(str(workers))
+            if handle is None:
+                os.kill(launcher.pid, ASKS)
+            else:
+                signal.pidfd_send_signal(handle, ASKS)
+    except (OSError, OverflowError, KeyError, TypeError, ValueError) as error:
+        raise NotRunning(f"{type(error).__name__}: {error}") from error
+
+
+def _logs_of(run: Path) -> Path:
+    pointer = run / "launch.json"  # a Run says where its launcher is
+    return Path(json.loads(pointer.read_text())["logs"]) if pointer.exists() else run
+
+
+@contextmanager
+def _held(pid: int) -> Iterator[int | None]:
+    """Meanwhile its number does not become another's. None: this Python, or this system, cannot hold a process."""
+    handle = None
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):
+        pass
+    try:
+        yield handle
     finally:
-        os.close(process)
+        if handle is not None:
+            os.close(handle)
 
 
-class OutOfBounds(Exception):
-    """There cannot be so many workers."""
-
-
-def _started(pid: int) -> str:
+def _is(launcher: Launcher) -> bool:
+    """Whether the process with that number is the launcher. If nothing can be seen of it, we take it for that."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        stat = read_stat(launcher.pid)
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()
     except OSError:
-        return ""  # it is gone, or /proc is hidden
+        return True
+    return stat.state not in "ZX" and launcher.started in ("", stat.started)

@@ -55,7 +55,6 @@ class Observer:
         self._describe, self._writes = describe, sees.writes
         self._noise.population = sees.population
         self._norm = self._unread = self._mine = None
-        self._talks_until = 0
         self._shards, self.of_step = ShardLook(wanted=sees.shards), self
         self._watch.drop()
         self.chronicle.share_out(**world)

@@ -105,8 +105,9 @@ class Run:
         self._stop_agreed = Stop.NO
         self._farewell = Farewell(os.environ, self._whereabouts)
         self._claim = Claim(self.directory, os.environ) if self.directory is not None else None
-        self._observer: Observer = Blind(torch.device("cpu"))
+        self._observer: Observer = Blind(torch.device("cpu"))  # these see, show and save nothing
         self._board = Board(None, wanted=False)
+        self._saving = Saving(None, None)
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
@@ -131,25 +132,27 @@ class Run:
             self._calls = ElasticCalls(seat, welcome, self, backend=options.backend, device=options.device)
             self.world = self._foresee(welcome)
             self.device = self.world.device
-        every = options.save_every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY")
+        chosen = replace(options, device=None)  # that may be another one on every worker
+        self._agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
+        self._open_files()  # not before: by now the directory is ours
+        self._stack.enter_context(kept_random_state(self.device))
+        self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
+        self._stack.enter_context(told_to_end(self._end_soon))
+        sow(mix(self.seed, "start"), self.device)
+
+    def _open_files(self) -> None:
+        options = self.options
         self._ledger = Ledger(self.directory)
         if self.directory is not None:
             self._metrics = MetricsFile(self.directory)
         if options.trace:
             self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
-        else:
-            self._observer = Blind(self.device)
         board = self._board = Board(self.directory, wanted=options.tensorboard and self._witness is None)
         self._chronicle.on_window = lambda step, figures: board.show(step, figures, writes=self.world.rank == 0)
+        every = options.save_every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY")
         self._saving = Saving(
             self.directory, every, fence=self._calls.may_commit, on_written=self._chronicle.checkpoint_written
         )
-        chosen = replace(options, device=None)  # that may be another one on every worker
-        self._agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
-        self._stack.enter_context(kept_random_state(self.device))
-        self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
-        self._stack.enter_context(told_to_end(self._end_soon))
-        sow(mix(self.seed, "start"), self.device)
 
     def _foresee(self, welcome: seats.Welcome) -> World:
         """What we know of a world that we are not yet in."""
@@ -172,14 +175,13 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
+        if error is None:
+            try:
                 self._end_together()
-        except BaseException as late:
-            error = late
-            raise
-        finally:
-            self._put_away(error)
+            except BaseException as late:
+                self._put_away(late)
+                raise
+        self._put_away(error)
         if error is None and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
         if error is None and self._stop_agreed is Stop.SIGNAL:
@@ -194,16 +196,18 @@ class Run:
         self._farewell.end()
 
     def _put_away(self, error: BaseException | None) -> None:
-        """What is ours alone: the others may be gone."""
-        self._stack.close()
-        if error is not None:
-            self._chronicle.event("error", text=f"{type(error).__name__}: {error}"[:2000])
-        self._observer.close(in_peace=error is None)
-        self._board.close()
-        if self._claim is not None:
-            self._claim.release()
-        if self._training is not None:
-            self._training.sum.close()
+        """What is ours alone: the others may be gone. Each of it, whatever happens with the rest."""
+        with ExitStack() as last_first:
+            if self._training is not None:
+                last_first.callback(self._training.sum.close)
+            if self._claim is not None and self._saving.is_idle:  # else it ends with the process, which still writes
+                last_first.callback(self._claim.release)
+            last_first.callback(self._board.close)
+            last_first.callback(self._observer.close, in_peace=error is None)
+            if error is not None:
+                text = f"{type(error).__name__}: {error}"[:2000]
+                last_first.callback(self._chronicle.event, "error", text=text)
+            last_first.callback(self._stack.close)
 
     @property
     def _chronicle(self) -> Chronicle:

@@ -41,7 +41,7 @@ class Saving:
         directory: Path | None,
         every: str | int | None,
         *,
-        fence: Callable[[], bool],
+        fence: Callable[[], bool] = lambda: True,
         on_written: Callable[[Written], None] = lambda _: None,
     ) -> None:
         self._store = Store(directory) if directory is not None else None
@@ -85,6 +85,11 @@ class Saving:
             if time.monotonic() - said_s > SAY_EVERY_S:
                 said_s = time.monotonic()
                 _warn(f"waiting for the last checkpoint to be written, for {said_s - began_s:.0f} s")
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being written."""
+        return self._writer is None or self._writer.drain(0.0)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -23,7 +23,7 @@ from typing import Any, Final
 from lockstep.comm.roll import Roll
 from lockstep.comm.shm.memory import Segment
 from lockstep.errors import WorldError
-from lockstep.vigil import Process
+from lockstep.process import Process
 
 LOOK_S: Final = 0.05
 ASK_S: Final = 0.002

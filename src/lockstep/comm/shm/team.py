@@ -26,7 +26,7 @@ from lockstep.comm.shm import signal
 from lockstep.comm.shm.meet import Peer
 from lockstep.comm.shm.memory import PAGE, Segment
 from lockstep.errors import Desync, LockstepError, PeerLost
-from lockstep.vigil import read_stat
+from lockstep.process import read_stat
 
 LOOK_S: Final = 0.05
 HEADERS: Final = 4  # nobody is more than one collective ahead of anybody
