@@ -64,7 +64,6 @@ def outcomes() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
-@pytest.mark.slow
 def test_the_python_of_a_page_runs(page: str) -> None:
     for outcome in outcomes()[page]:
         assert not outcome["problem"], f"{outcome['where']}: {outcome['problem']}"

@@ -43,7 +43,7 @@ def test_a_worker_hands_on_what_it_cannot_add() -> None:
 
 
 def test_few_subtrees_are_left() -> None:
-    for size in range(1, 65):
+    for size in (*range(1, 18), 24, 31, 32, 33, 64):
         for first in range(size):
             for stop in range(first + 1, size + 1):
                 assert len(subtrees(first, stop, size)) <= 2 * size.bit_length()
