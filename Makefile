@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-all lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts clean
 
 help:
-	@echo "make demo         set up, train on two workers, show the result"
+	@echo "make demo         set up, train, kill a worker, prove that the bits are those of one, write a report"
 	@echo "make test         set up, lint, type-check, run the tests"
 	@echo "make test-all     the slow tests too: half an hour on two cores"
 	@echo "make lint         ruff and mypy"

@@ -85,6 +85,21 @@ def test_few_steps_are_looked_at_closely_and_some_at_every_scale() -> None:
     assert all(next_looked_at(step) == min(one for one in looked if one >= step) for step in range(1, 6000))
 
 
+def test_the_first_step_is_not_looked_at_closely() -> None:
+    watch = Stopwatch(CPU)
+
+    def looked(steps: range) -> list[int]:
+        found = []
+        for number in steps:
+            watch.cut(number)
+            found += [number] if watch.looks else []
+        return found
+
+    assert looked(range(15)) == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]
+    watch.drop()  # other workers
+    assert looked(range(15, 30)) == [20, 21, 22]
+
+
 def timed(watch: Stopwatch, steps: range) -> list[int]:
     found = []
     for number in steps:

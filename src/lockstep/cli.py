@@ -38,7 +38,7 @@ commands:
   submit  write what SLURM, Kubernetes or Ray need to start a training program
   doctor  look at this machine, start two workers as a trial, and say what to change
   watch   show how a run is doing, from anywhere, while it goes on
-  demo    train on all cores, kill a worker, and show that the result is that of one worker (about a minute)
+  demo    train on two to four workers, kill one, and show that the result is that of one worker (about a minute)
   report  say where the time of a run went, as a page and in the terminal
   scale   change the number of workers of a run that goes on
   certify prove on your own program that any number of workers, and a killed one, give the same bits

@@ -111,10 +111,11 @@ class Stage:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lockstep demo",
-        description="Train two small models on all cores of this machine (or its GPUs), kill a worker on the way, and "
+        description="Train two small models on several workers of this machine, kill one of them on the way, and "
         "show that the result is what one worker alone computes, to the last bit. Takes about a minute.",
     )
-    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers (default: one per core)")
+    default = "one per visible GPU; without a GPU one per core, two to four"
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help=f"how many workers (default: {default})")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="for what it writes (default: runs/demo-TIME)")
     parser.add_argument("--plain", action="store_true", help="lines instead of a picture (so it is without a terminal)")
     parser.add_argument("--quick", action="store_true", help="the digits only, and fewer epochs")

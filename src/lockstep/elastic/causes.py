@@ -41,7 +41,7 @@ def _rule(pattern: str, why: str, do: str) -> _Rule:
 
 _SHM: Final = (
     "give the container more shared memory (docker: --shm-size=8g or --ipc=host), or free /dev/shm; "
-    "loaders=0 needs none for batches"
+    "a DataLoader with num_workers=0 needs none, nor do run.batches(loaders=...)"
 )
 _SAME_DATA: Final = (
     "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out"
@@ -160,7 +160,7 @@ _RULES: Final = (
     _rule(
         r"CheckpointError",
         "what was saved does not fit to this program, or cannot be read",
-        "`lockstep checkpoint list DIRECTORY` shows what there is; a new directory begins anew",
+        "`lockstep checkpoint ls DIRECTORY` shows what there is; a new directory begins anew",
     ),
     _rule(
         r"DataError",

@@ -119,7 +119,7 @@ class Stopwatch:
         self._number = -1
         self._underway: list[_Underway] = []  # steps of a GPU that may not have come to their last event
         self._pool: list[Any] = []
-        self._looks_next = 0
+        self._looks_next = -1
         self._took_s: dict[int, float] = {}  # rank -> its last step that was timed
         self._at_s = time.monotonic()  # the last moment that every step looks at
         self._data_s = self._outside_s = 0.0  # of all steps
@@ -194,7 +194,7 @@ class Stopwatch:
     def drop(self) -> None:
         """The step is begun anew, with other workers: what was done until now is nobody's."""
         self._look_outside()
-        self._marks, self._travels, self._took_s, self._looks_next = [], [], {}, 0
+        self._marks, self._travels, self._took_s, self._looks_next = [], [], {}, -1
         self.is_timed = self.looks = False
         self.set_pace({})
 
