@@ -621,7 +621,9 @@ def test_a_program_that_always_fails_ends_soon_and_says_why(show: Show) -> None:
 def test_a_program_that_fails_after_its_run_has_failed(show: Show, undisturbed: str) -> None:
     assert show.status == 1, show.text
     assert show.digests == [undisturbed] * 2
-    assert show.err.rstrip().endswith("OSError: disk full"), show.text
+    lines, card = split_card(show.err)
+    assert lines[-1].endswith("OSError: disk full"), show.text
+    assert "what   OSError: disk full" in card, show.text
     assert len(show.events("started")) == 2  # nobody does it again
 
 
