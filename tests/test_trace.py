@@ -377,21 +377,19 @@ def test_tensorboard_needs_a_place_and_its_package(tmp_path: Path, monkeypatch: 
 def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path))  # as a launcher does, so there is a trace
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the Run has one of its own until its error is at the top
-    before = set(threading.enumerate())
     with pytest.raises(LockstepError, match="tensorboard=True: where"), lockstep.Run(tensorboard=True, device="cpu"):
         raise AssertionError("not reached")
-    assert set(threading.enumerate()) <= before
+    assert "lockstep-trace" not in {thread.name for thread in threading.enumerate()}
     (event,) = lines_of(tmp_path, "event")
     assert event["what"] == "error"
     assert "where shall its files go" in event["text"]
 
 
 def test_a_run_that_cannot_end_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
     with pytest.raises(OSError, match="the disk is gone"), lockstep.Run(tmp_path, progress=False, device="cpu") as run:
         run._stop_agreed = Stop.SIGNAL  # the error is what the user must see, not that it was told to end
         run._saving.close = lambda: fail(OSError("the disk is gone"))  # type: ignore[method-assign]
-    assert set(threading.enumerate()) <= before
+    assert "lockstep-trace" not in {thread.name for thread in threading.enumerate()}
     assert [event["what"] for event in lines_of(tmp_path, "event")] == ["error"]
     assert list(lines_of(tmp_path, "end")) == []
     stranger = "import sys, lockstep\nwith lockstep.Run(sys.argv[1], progress=False, device='cpu'): print('mine')"
