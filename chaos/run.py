@@ -1,8 +1,9 @@
 """Kills workers at random moments, in every collective, and checks that the others are told, and that nothing is left.
 
 Two to four real workers form a group and run collectives. One is killed (or two, or all; while the group is formed;
-with a child that lives on) or stopped. Every survivor must get `PeerLost` with the rank and the pid of the dead within
-one second, or at the deadline if the worker was merely stopped; must leave the group, hold no descriptor, thread or
+with a child that lives on) or stopped. Every survivor must get `PeerLostError` with the rank and the pid of the dead
+within one second, or at the deadline if the worker was merely stopped; must leave the group, hold no descriptor, thread
+or
 shared memory more than before, and form a new group with the other survivors. One that dies in init_process_group
 before it has told the others that it is there (its first act) cannot be known to be dead: it must be named at the
 deadline. Those are counted apart, as "missed".

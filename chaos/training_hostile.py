@@ -56,10 +56,10 @@ def train(folder: Path | None, steps: int | None) -> None:
         layers = nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
         model = run.replicate(nn.Sequential(*layers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        batches = run.batches(data, global_batch=64, shards=8, epochs=None)
+        batches = run.batches(data, global_batch_size=64, shards=8, epochs=None)
         ends = None if folder is None or run.world.rank else (folder / "steps").open("w")
         count = 0
-        for batch in run.track(batches, optimizer, steps=steps):
+        for batch in run.train(batches, optimizer, steps=steps):
             run.step(loss, batch)
             count += 1
             if ends is not None:

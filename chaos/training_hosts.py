@@ -83,8 +83,8 @@ def train(folder: Path | None, steps: int) -> None:
     with lockstep.Run(directory, seed=5, progress=False, save_every=20, check_every=3) as run:
         model = run.replicate(nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        batches = run.batches(data, global_batch=24, shards=8, epochs=None)
-        for batch in run.track(batches, optimizer, steps=steps):
+        batches = run.batches(data, global_batch_size=24, shards=8, epochs=None)
+        for batch in run.train(batches, optimizer, steps=steps):
             run.step(loss, batch)
             if folder is not None:
                 time.sleep(float((folder / "pace").read_text()))

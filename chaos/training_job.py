@@ -54,7 +54,14 @@ class Job:
         command = [sys.executable, "-m", "lockstep", "run", "-n", str(case.workers), "--min", "1", "--max", "6"]
         command += ["--stall-s", str(case.stall_s), "--log-dir", str(self.logs), str(PROGRAM)]
         command += ["--folder", str(folder), "--variant", case.variant, "--seed", str(case.run_seed)]
-        command += ["--backend", case.backend, "--save-every", str(case.save_every), "--loaders", str(case.loaders)]
+        command += [
+            "--backend",
+            case.backend,
+            "--save-every",
+            str(case.save_every),
+            "--num-workers",
+            str(case.num_workers),
+        ]
         command += ["--epochs", str(case.epochs)]
         self._events_read, self.events = 0, list[dict[str, Any]]()
         self._looked_s, self._grew_s, self._size = 0.0, time.monotonic(), -1
@@ -247,9 +254,7 @@ def _await_members(job: Job, strike: Strike) -> bool:
     while not job.is_over:
         job.look()
         members, since_s = job.members()
-        if strike.members == 0 or (
-            len(members) >= strike.members and time.monotonic() - since_s >= strike.pause_s
-        ):
+        if strike.members == 0 or (len(members) >= strike.members and time.monotonic() - since_s >= strike.pause_s):
             return True
         time.sleep(LOOK_EVERY_S)
     return False

@@ -69,7 +69,7 @@ class Case:
     backend: str
     workers: int
     save_every: int
-    loaders: int
+    num_workers: int
     strikes: tuple[Strike, ...]
     stall_s: float = 10.0
     epochs: int = EPOCHS
@@ -107,7 +107,7 @@ def _setting(dice: Random, seed: int, number: int) -> Case:
         backend=("shm", "gloo")[(number + seed) % 2],
         workers=2 + (number + seed // 2) % 5,
         save_every=dice.choice((2, 3, 5, 7, 11)),
-        loaders=1 if dice.random() < 0.2 else 0,
+        num_workers=1 if dice.random() < 0.2 else 0,
         strikes=(),
     )
 
@@ -159,7 +159,7 @@ STALL_S = 1.0
 def plan_stops(seed: int, number: int) -> Case:
     """Workers that are stopped for longer than they may give no sign of life, and sometimes not quite as long."""
     dice = Random(f"stops {seed} {number}")
-    case = replace(_setting(dice, seed, number), stall_s=STALL_S, loaders=0)
+    case = replace(_setting(dice, seed, number), stall_s=STALL_S, num_workers=0)
     places = [STOPPED_AT[(number * STOPS + n) % len(STOPPED_AT)] for n in range(STOPS)]
     return replace(case, strikes=tuple(_stop(dice, place, case.workers) for place in places))
 

@@ -153,20 +153,20 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         model = run.replicate(variant.model())
         average = Average(model)
         if variant.averages:
-            run.remember(average=average)
+            run.register_state(average=average)
         optimizer = variant.optimizer(model)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS_PER_EPOCH * EPOCHS)
         batches = run.batches(
-            data, global_batch=BATCH, shards=SHARDS, epochs=chosen.epochs or EPOCHS, loaders=chosen.loaders
+            data, global_batch_size=BATCH, shards=SHARDS, epochs=chosen.epochs or EPOCHS, num_workers=chosen.num_workers
         )
-        for batch in run.track(batches, optimizer, schedule=schedule, steps=chosen.steps):
+        for batch in run.train(batches, optimizer, scheduler=schedule, steps=chosen.steps):
             if ear is not None:
                 ear.begins(batch.number, run)
             losses[batch.number] = run.step(loss, batch).loss.hex()
             if variant.averages:
                 average.update(model)
             if batch.ends_epoch:
-                mean = run.evaluate(correct, data, batch=50)
+                mean = run.evaluate(correct, data, batch_size=50)
                 assert isinstance(mean, Mean)
                 figures[batch.number] = run.log(accuracy=float(mean))["accuracy"].hex()
         found: dict[str, Any] = {"digest": run.digest(), "average": average.digest() if variant.averages else ""}
@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend")
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--loaders", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--reference", nargs="*", metavar="VARIANT:SEED")

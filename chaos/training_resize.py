@@ -55,7 +55,7 @@ def await_size(job: Job, workers: int) -> None:
 
 def resize(backend: str, sizes: Sequence[int], references: References) -> int:
     """How many things are wrong."""
-    case = Case(0, 0, "mlp", 0, backend, sizes[0], save_every=10, loaders=0, strikes=())
+    case = Case(0, 0, "mlp", 0, backend, sizes[0], save_every=10, num_workers=0, strikes=())
 
     def drive(job: Job, seen: Seen) -> None:
         await_size(job, sizes[0])

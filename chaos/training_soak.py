@@ -134,7 +134,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--backend", choices=["shm", "gloo"], default="shm")
-    parser.add_argument("--loaders", type=int, default=0, metavar="N", help="loader processes of each worker")
+    parser.add_argument("--num-workers", type=int, default=0, metavar="N", help="loader processes of each worker")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to this file")
     arguments = parser.parse_args(argv)
     arguments.recoveries = arguments.recoveries or (QUICK if arguments.quick else RECOVERIES)
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
         backend=arguments.backend,
         workers=WORKERS,
         save_every=10,
-        loaders=arguments.loaders,
+        num_workers=arguments.num_workers,
         strikes=(),
         epochs=EPOCHS,
     )

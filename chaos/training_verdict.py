@@ -365,5 +365,3 @@ def failures(result: Result, *, again: str) -> str:
     for finding in result.findings:
         lines += [f"    {finding.fault}: {finding.text.strip()}".replace("\n", "\n        ")]
     return "\n".join([*lines, f"    again: {again} --seed {case.seed} --only-case {case.number}"])
-
-

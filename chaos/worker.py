@@ -30,7 +30,7 @@ import torch.distributed as dist
 import collectives
 from board import Board, Note
 from leftovers import Holdings, holdings, settle
-from lockstep.errors import LockstepError, PeerLost
+from lockstep.errors import LockstepError, PeerLostError
 from plan import COLLECTIVES, MIXED, Case, Event
 
 SLOW_S = 0.2  # how long the slow one sleeps
@@ -169,7 +169,7 @@ class Worker:
             raised_s = time.monotonic()
             told = Told(
                 error=type(error).__name__,
-                peer_lost=isinstance(error, PeerLost),
+                peer_lost=isinstance(error, PeerLostError),
                 ours=isinstance(error, LockstepError),
                 text=str(error),
                 rank=getattr(error, "rank", None),
@@ -177,7 +177,7 @@ class Worker:
                 where=self._where,
                 entered_s=self._entered_s,
                 raised_s=raised_s,
-                trace="" if isinstance(error, PeerLost) else traceback.format_exc(),
+                trace="" if isinstance(error, PeerLostError) else traceback.format_exc(),
             )
         self._pipe.send(told)
 

@@ -81,14 +81,14 @@ def last_line(reason: str) -> str:
     """The line that says what went wrong. Of the ranks that failed, the first that did not merely lose another one."""
     _, *ranks = re.split(r"^Process \d+ exited with error code \d+ and exception:$", reason, flags=re.MULTILINE)
     said = [_exception_line(trace) for trace in ranks or [reason]]
-    lost_a_peer = re.compile(r"Connection (closed|reset) by peer|Broken pipe|PeerLost")
+    lost_a_peer = re.compile(r"Connection (closed|reset) by peer|Broken pipe|PeerLostError")
     return next((line for line in said if not lost_a_peer.search(line)), said[0])
 
 
 def _exception_line(trace: str) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     # What follows the exception (frames of C++, advice) is not it; of a rank that was killed only the status is known.
-    says = re.compile(r"[\w.]*(Error|Exception|Failure|Warning|Interrupt|Exit|Lost|Desync)\b|Expected exit code")
+    says = re.compile(r"[\w.]*(Error|Exception|Failure|Warning|Interrupt|Exit|Lost|DesyncError)\b|Expected exit code")
     return ([line for line in lines if says.match(line)] or lines or [""])[-1]
 
 

@@ -34,7 +34,7 @@ def put_in_place(name: str, cls: type) -> None:
     if name == "lockstep":
         import lockstep
 
-        lockstep.install()  # what a user's program calls: the tests go through the same door
+        lockstep.install_ddp()  # what a user's program calls: the tests go through the same door
     elif cls is not TORCH_CLASS:
         _rebind(TORCH_CLASS, cls)
     seen = importlib.import_module("torch.nn.parallel").DistributedDataParallel

@@ -30,13 +30,21 @@ Made from the docstrings by `docs/make_api.py`. What `Run` does, in words: [run.
 `lockstep`, but for those under [What `Run` hands out](#what-run-hands-out), which you meet and never make.
 """
 ROOMS = {
-    "Train": ["Run", "Scaling", "LARS", "LAMB", "SyncBatchNorm"],
-    "Order of samples": ["Shuffled", "InOrder", "ByLength"],
+    "Train": ["Run", "LRScaling", "LARS", "LAMB", "SyncBatchNorm"],
+    "Order of samples": ["Shuffled", "Sequential", "ByLength"],
     "Start": ["launch"],
-    "Your own loop": ["init", "World", "DistributedDataParallel", "install"],
+    "Your own loop": ["init", "World", "DistributedDataParallel", "install_ddp"],
     "Errors": [
-        *["LockstepError", "WorldError", "ReplicaMismatch", "Desync", "PeerLost", "NonFinite", "Divergence"],
-        *["UnevenData", "CheckpointError", "WorkerFailed"],
+        *[
+            "LockstepError",
+            "WorldError",
+            "ReplicaMismatchError",
+            "DesyncError",
+            "PeerLostError",
+            "NonFiniteError",
+            "DivergenceError",
+        ],
+        *["UnevenDataError", "CheckpointError", "WorkerFailedError"],
     ],
 }
 HANDED_OUT = [Result, Mean, Batches, Batch, Shard, Order]

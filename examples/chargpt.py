@@ -65,14 +65,14 @@ if __name__ == "__main__":
     train_text, test_text = tokens.tensor_split([len(tokens) * 9 // 10])
     train_set = train_text.unfold(0, LENGTH + 1, LENGTH // 2)  # [windows, length + 1]
     test_set = test_text.unfold(0, LENGTH + 1, LENGTH)
-    with lockstep.Run(args.directory, seed=args.seed, precision=args.precision, clip_norm=1.0) as run:
+    with lockstep.Run(args.directory, seed=args.seed, precision=args.precision, max_grad_norm=1.0) as run:
         model = run.replicate(Gpt(len(alphabet)))
         matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1}
         others = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
         optimizer = torch.optim.AdamW([matrices, others], lr=3e-3)
-        batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS)
+        batches = run.batches(train_set, global_batch_size=BATCH, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
-        for batch in run.track(batches, optimizer, schedule=schedule, steps=args.steps):
+        for batch in run.train(batches, optimizer, scheduler=schedule, steps=args.steps):
             run.step(loss, batch)
         nats, digest = run.evaluate(loss, test_set), run.digest()
-        run.once(lambda: print(f"{nats:.3f} nats per character  digest {digest}"))
+        run.on_main(lambda: print(f"{nats:.3f} nats per character  digest {digest}"))

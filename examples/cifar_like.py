@@ -1,7 +1,7 @@
 """A small ResNet with batch norm learns images of ten kinds, which are made at the start, to about 97 %.
 
-    python examples/cifar_like.py                                            one worker
-    lockstep run -n 2 examples/cifar_like.py --loaders 1 --optimizer lars    two, each with a process that loads ahead
+python examples/cifar_like.py                                            one worker
+lockstep run -n 2 examples/cifar_like.py --num-workers 1 --optimizer lars    two, each with a process that loads ahead
 """
 
 import argparse
@@ -59,7 +59,7 @@ def correct(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
-    parser.add_argument("--loaders", type=int, default=0, help="processes of each worker that load (default: none)")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes of each worker that load (default: none)")
     parser.add_argument("--steps", type=int, help=f"end after so many (default: {EPOCHS} epochs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="for checkpoints, from which the next run goes on (default: none)")
@@ -70,9 +70,9 @@ if __name__ == "__main__":
         stem, blocks = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), [Residual() for _ in range(BLOCKS)]
         model = run.replicate(nn.Sequential(stem, *blocks, nn.AvgPool2d(SIZE // 2), nn.Flatten(), nn.Linear(WIDTH, 10)))
         optimizer = OPTIMIZERS[args.optimizer](model.parameters())
-        batches = run.batches(train_set, global_batch=BATCH, epochs=EPOCHS, loaders=args.loaders)
+        batches = run.batches(train_set, global_batch_size=BATCH, epochs=EPOCHS, num_workers=args.num_workers)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
-        for batch in run.track(batches, optimizer, schedule=schedule, steps=args.steps):
+        for batch in run.train(batches, optimizer, scheduler=schedule, steps=args.steps):
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()
-        run.once(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))
+        run.on_main(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))

@@ -61,11 +61,11 @@ if __name__ == "__main__":
     with lockstep.Run(args.directory, seed=args.seed) as run:
         model = run.replicate(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        batches = run.batches(train_set, global_batch=args.batch, epochs=EPOCHS)
+        batches = run.batches(train_set, global_batch_size=args.batch, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         warmup_steps = WARMUP_EPOCHS * batches.steps_in_all // EPOCHS
-        scaling = lockstep.Scaling(base_batch=args.base_batch, rule="linear", warmup_steps=warmup_steps)
-        for batch in run.track(batches, optimizer, schedule=schedule, scaling=scaling, steps=args.steps):
+        scaling = lockstep.LRScaling(base_batch=args.base_batch, rule="linear", warmup_steps=warmup_steps)
+        for batch in run.train(batches, optimizer, scheduler=schedule, scaling=scaling, steps=args.steps):
             run.step(loss, batch)
         accuracy, digest = run.evaluate(correct, test_set), run.digest()
-        run.once(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))
+        run.on_main(lambda: print(f"accuracy {accuracy:.2%}  digest {digest}"))

@@ -19,7 +19,7 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.optim", "lockstep.replicate.ddp"])
 
 
-class WorkerFailed(AssertionError):
+class WorkerFailedError(AssertionError):
     """Carries every worker's outcome: a result, or the text of its error."""
 
     def __init__(self, outcomes: list[Any]) -> None:
@@ -28,10 +28,10 @@ class WorkerFailed(AssertionError):
 
 
 def crew(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 60) -> list[Any]:
-    """`[function(rank, size, *args) for every rank]`, each in its own process. Raises WorkerFailed if any fails."""
+    """`[function(rank, size, *args) for every rank]`, each in a process. Raises WorkerFailedError if any fails."""
     outcomes = try_crew(function, workers, *args, timeout_s=timeout_s)
     if any(isinstance(o, Failure) for o in outcomes):
-        raise WorkerFailed(outcomes)
+        raise WorkerFailedError(outcomes)
     return outcomes
 
 

@@ -167,8 +167,8 @@ PROGRAMS = {
     "embedding bag, sparse": Program(Bags, lambda p: torch.optim.SGD(p, lr=0.1)),
     "bf16": Program(Gpt, adamw, predict_tokens, options={"precision": "bf16"}),
     "fp16 with loss scale": Program(mlp, adamw, options={"precision": "fp16"}),
-    "gradients travel as bf16": Program(mlp, sgd, options={"wire": "bf16"}),
-    "clipped": Program(mlp, adamw, options={"clip_norm": 0.1}),
+    "gradients travel as bf16": Program(mlp, sgd, options={"grad_comm_dtype": "bf16"}),
+    "clipped": Program(mlp, adamw, options={"max_grad_norm": 0.1}),
     "accumulation": Program(mlp, sgd, shards=16),
     "12 shards": Program(mlp, sgd, shards=12),
     "unused branches": Program(Branches, adamw),
@@ -192,9 +192,9 @@ def train(
     with lockstep.Run(directory, seed=7, **chosen) as run:
         model = run.replicate(program.build())
         optimizer = program.optimizer(model.parameters())
-        batches = run.batches(data(program.samples), global_batch=32, shards=program.shards, epochs=epochs)
+        batches = run.batches(data(program.samples), global_batch_size=32, shards=program.shards, epochs=epochs)
         loss = float("nan")
-        for batch in run.track(batches, optimizer):
+        for batch in run.train(batches, optimizer):
             if batch.number + 1 == steps:
                 run.stop()
             loss = run.step(program.loss, batch).loss

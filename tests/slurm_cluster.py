@@ -58,7 +58,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """"" if it can be used here."""
+    """ "" if it can be used here."""
     missing = [name for name in PROGRAMS if find(name) is None]
     if missing:
         return f"needs a SLURM: there is no {', '.join(missing)} (Debian: slurm-wlm, munge)"

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batches import Batches, DataError, Position, Settings
-from lockstep.data.order import ByLength, InOrder, Order, Shuffled, cut, share
+from lockstep.data.order import ByLength, Order, Sequential, Shuffled, cut, share
 from lockstep.data.reader import draws_random_numbers, gather
 from samples import (
     Augmented,
@@ -131,7 +131,7 @@ def test_augmentation_does_not_depend_on_workers_or_loaders_or_what_else_is_draw
     alone = union(lambda rank, of: batches(Augmented(20), settings), 1)
     for loaders, workers in ((0, 3), (1, 1), (2, 2)):
         torch.rand(5), random.random(), np.random.rand()
-        other = Settings(8, 4, epochs=2, loaders=loaders)
+        other = Settings(8, 4, epochs=2, num_workers=loaders)
         assert union(lambda rank, of, s=other: batches(Augmented(20), s, rank=rank, size=of), workers) == alone
     draws = [repr(shards) for *_, shards in alone]
     assert len(set(draws)) == len(draws)
@@ -164,11 +164,11 @@ def test_numpy_is_sown_even_if_the_dataset_is_the_first_to_use_it() -> None:
 
 
 def test_a_random_collate_is_keyed_by_the_shard() -> None:
-    settings = Settings(8, 4, epochs=2, collate=masked)
+    settings = Settings(8, 4, epochs=2, collate_fn=masked)
     alone = union(lambda rank, of: batches(Plain(20), settings), 1)
     assert len({repr(one) for *_, shards in alone for one in shards.values()}) == 6 * 4
     assert union(lambda rank, of: batches(Plain(20), settings, rank=rank, size=of), 3) == alone
-    with_loaders = Settings(8, 4, epochs=2, collate=masked, loaders=1)
+    with_loaders = Settings(8, 4, epochs=2, collate_fn=masked, num_workers=1)
     assert union(lambda rank, of: batches(Plain(20), with_loaders), 1) == alone
 
 
@@ -184,7 +184,7 @@ def test_the_random_numbers_of_the_training_process_go_on_undisturbed(dataset: A
     sow()
     undisturbed = [draw() for _ in range(3)]
     sow()
-    given = batches(dataset, Settings(8, 4, loaders=loaders, collate=masked))
+    given = batches(dataset, Settings(8, 4, num_workers=loaders, collate_fn=masked))
     assert [draw() for _ in given] == undisturbed
     if not isinstance(dataset, Stream):
         sow()
@@ -206,7 +206,7 @@ def test_datasets_that_plainly_draw_nothing_are_known() -> None:
 
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_the_position_is_that_of_the_next_batch_however_much_is_loaded_ahead(loaders: int) -> None:
-    given = batches(Plain(20), Settings(8, 4, epochs=2, loaders=loaders, ahead=4))
+    given = batches(Plain(20), Settings(8, 4, epochs=2, num_workers=loaders, prefetch_factor=4))
     assert given.position == Position(0, 0, 0)
     places = [(given.position, given.ended) for _ in given]
     assert [place for place, _ in places] == [
@@ -234,7 +234,7 @@ def test_any_world_goes_on_from_the_state(dataset: Any) -> None:
         assert all(type(value) is int for value in state.values())
 
         def resumed(rank: int, of: int, state: Any = state, loaders: int = loaders) -> Batches:
-            rest = batches(dataset, Settings(6, 6, epochs=3, loaders=loaders), rank=rank, size=of)
+            rest = batches(dataset, Settings(6, 6, epochs=3, num_workers=loaders), rank=rank, size=of)
             rest.restore(state)
             return rest
 
@@ -252,7 +252,7 @@ def test_a_million_samples_are_resumed_at_once() -> None:
 
 
 def test_seeking_while_iterating_changes_what_comes_next() -> None:
-    given = batches(Plain(64), Settings(8, 4, loaders=1))
+    given = batches(Plain(64), Settings(8, 4, num_workers=1))
     seen = []
     for batch in given:
         seen.append(batch.number)
@@ -290,7 +290,9 @@ def test_the_end_of_an_epoch_by_another_name() -> None:
 def test_a_state_of_other_batches_is_refused_inside_an_epoch_only() -> None:
     state = batches(Plain(64), Settings(8, 4)).state() | {"step": 3, "number": 3}
     other = batches(Plain(64), Settings(16, 4), seed=9)
-    with pytest.raises(ValueError, match=r"at step 3 of epoch 0.*global_batch was 8 and is 16; seed was 7 and is 9"):
+    with pytest.raises(
+        ValueError, match=r"at step 3 of epoch 0.*global_batch_size was 8 and is 16; seed was 7 and is 9"
+    ):
         other.restore(state)
     with pytest.raises(ValueError, match="samples was 64 and is 65"):
         batches(Plain(65), Settings(8, 4)).restore(state)
@@ -309,7 +311,7 @@ def test_endless_batches_have_no_end() -> None:
 
 
 def test_any_shard_can_be_fetched_as_its_owner_got_it() -> None:
-    settings = Settings(8, 4, epochs=2, collate=None)
+    settings = Settings(8, 4, epochs=2, collate_fn=None)
     given = batches(Augmented(20), settings, rank=0, size=2)
     theirs = {batch.position: batch for batch in batches(Augmented(20), settings, rank=1, size=2)}
     for batch in given:
@@ -341,19 +343,21 @@ class Evens:
 
 
 def test_any_order_can_be_given() -> None:
-    def given(order: Order, rank: int, of: int, epochs: int = 1, loaders: int = 0) -> Batches:
-        return batches(Plain(20), Settings(4, 3, epochs=epochs, loaders=loaders), order=order, rank=rank, size=of)
+    def given(order: Order, rank: int, of: int, epochs: int = 1, num_workers: int = 0) -> Batches:
+        return batches(
+            Plain(20), Settings(4, 3, epochs=epochs, num_workers=num_workers), order=order, rank=rank, size=of
+        )
 
     expected = [[0], [0, 2], [0], [0, 2], [0, 2, 4]]
     for workers, loaders in ((1, 0), (3, 0), (2, 1)):
-        found = union(lambda rank, of, n=loaders: given(Evens(), rank, of, epochs=2, loaders=n), workers)
+        found = union(lambda rank, of, n=loaders: given(Evens(), rank, of, epochs=2, num_workers=n), workers)
         assert samples_of(found) == expected
     assert given(Evens(), 0, 1, epochs=2).steps_in_all == 5
     by_length = ByLength(list(range(20)), 4, 3)
     assert samples_of(union(lambda rank, of: given(by_length, rank, of), 2)) == [
         by_length.batch(0, s) for s in range(5)
     ]
-    few = InOrder(3, 4)
+    few = Sequential(3, 4)
     assert samples_of(union(lambda rank, of: given(few, rank, of), 3)) == [[0, 1, 2]]
 
 
@@ -388,7 +392,7 @@ def no_samples() -> Any:
 def test_an_order_that_goes_wrong_costs_only_that_batch(wrong: Any, kind: Any, words: str, loaders: int) -> None:
     seen = []
     with pytest.raises(kind, match=words) as caught:
-        for batch in batches(Plain(20), Settings(4, 1, loaders=loaders, ahead=4), order=Late(wrong)):
+        for batch in batches(Plain(20), Settings(4, 1, num_workers=loaders, prefetch_factor=4), order=Late(wrong)):
             seen.append(batch.number)
     assert seen == [0, 1]
     assert caught.value.__cause__ is not None

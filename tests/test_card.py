@@ -28,7 +28,7 @@ The above exception was the direct cause of the following exception:
 
 Traceback (most recent call last):
   File "train.py", line 20, in <module>
-    for batch in run.track(batches, optimizer):
+    for batch in run.train(batches, optimizer):
   File "{OURS}", line 419, in track
     batch = next(self._coming)
             ^^^^^^^^^^^^^^^^^^
@@ -48,7 +48,7 @@ def test_what_was_raised_while_handling_something_else_is_not_its_fault() -> Non
     text = "\n".join(TRACE).replace(trouble.BY_CAUSE, trouble.MEANWHILE)
     found = trouble.read(text.splitlines())
     assert found.cause == ""
-    assert found.frame == Frame("train.py", 20, "<module>", "for batch in run.track(batches, optimizer):")
+    assert found.frame == Frame("train.py", 20, "<module>", "for batch in run.train(batches, optimizer):")
 
 
 def test_a_cause_inside_of_torch_is_not_shown() -> None:
@@ -90,10 +90,13 @@ def test_without_a_traceback_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("UnevenData: the data of rank 1 ended before step 3, and that of others goes on", "rank 1 has fewer batches"),
-        ("UnevenData: (the end of an epoch: False on rank 0, True on rank 2)", "rank 2 has fewer batches"),
-        ("UnevenData: (the end of an epoch: True on rank 0, False on rank 2)", "rank 0 has fewer batches"),
-        ("UnevenData: (samples: 8 on rank 0, 4 on rank 1)", "a batch of 4 samples where that one has 8"),
+        (
+            "UnevenDataError: the data of rank 1 ended before step 3, and that of others goes on",
+            "rank 1 has fewer batches",
+        ),
+        ("UnevenDataError: (the end of an epoch: False on rank 0, True on rank 2)", "rank 2 has fewer batches"),
+        ("UnevenDataError: (the end of an epoch: True on rank 0, False on rank 2)", "rank 0 has fewer batches"),
+        ("UnevenDataError: (samples: 8 on rank 0, 4 on rank 1)", "a batch of 4 samples where that one has 8"),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...", "the GPU is out of memory"),
         ("MemoryError: ", "could not get more memory"),
         ("OSError: [Errno 98] Address already in use", "has the port"),
@@ -101,7 +104,7 @@ def test_without_a_traceback_nothing_is_known() -> None:
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "a loader process was killed"),
         ("RuntimeError: unable to write to file </torch_1_2>: No space left on device (28)", "/dev/shm is too small"),
         ("OSError: [Errno 28] No space left on device: 'x'", "a disk is full"),
-        ("Desync: rank 0 called a, but rank 1 is in b", "mismatching collectives"),
+        ("DesyncError: rank 0 called a, but rank 1 is in b", "mismatching collectives"),
         ("WorldError: SLURM_PROCID=3 is not below SLURM_NTASKS=2", "the variables of SLURM"),
         ("ValueError: 4 workers for 2 shards: 2 would have nothing to do", "4 for 2"),
     ],
@@ -191,12 +194,15 @@ def test_of_one_that_was_killed_the_trace_says_how_far_it_was(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("NonFinite: step 2: the loss of shards 2, 3 is not a finite number, on rank 1; of the gradient", None),
-        ("NonFinite: step 2: the loss of shards 0, 1 is not a finite number, on rank 0; of the gradient", "rank 0"),
-        ("UnevenData: (the end of an epoch: True on rank 0, False on rank 1)", "rank 0"),
-        ("UnevenData: (samples: 8 on rank 0, 4 on rank 1)", None),
+        ("NonFiniteError: step 2: the loss of shards 2, 3 is not a finite number, on rank 1; of the gradient", None),
+        (
+            "NonFiniteError: step 2: the loss of shards 0, 1 is not a finite number, on rank 0; of the gradient",
+            "rank 0",
+        ),
+        ("UnevenDataError: (the end of an epoch: True on rank 0, False on rank 1)", "rank 0"),
+        ("UnevenDataError: (samples: 8 on rank 0, 4 on rank 1)", None),
         ("ValueError: about rank 0", None),
-        ("Divergence: rank 7 is unknown here", None),
+        ("DivergenceError: rank 7 is unknown here", None),
     ],
 )
 def test_an_error_of_all_workers_is_about_the_one_it_names(tmp_path: Path, what: str, named: str | None) -> None:

@@ -25,7 +25,7 @@ data = TensorDataset(torch.randn(64, 4, generator=g), torch.randn(64, 2, generat
 with lockstep.Run("run", seed=1, progress=False, check_every=1000) as run:
     model = run.replicate(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for batch in run.track(run.batches(data, global_batch=16, shards=4, epochs=5), optimizer):
+    for batch in run.train(run.batches(data, global_batch_size=16, shards=4, epochs=5), optimizer):
         run.step(loss, batch)
     raise AssertionError("certify ends the program before this")
 """

@@ -53,7 +53,7 @@ PIDS = {0: 40, 1: 41, 2: 42}
 def told(**changes: object) -> Told:
     """Rank 0 is told in time that rank 1 died."""
     text = "rank 1 (pid 41) died in all_reduce #7"
-    said = {"error": "PeerLost", "peer_lost": True, "ours": True, "text": text, "rank": 1, "pid": 41, "trace": ""}
+    said = {"error": "PeerLostError", "peer_lost": True, "ours": True, "text": text, "rank": 1, "pid": 41, "trace": ""}
     times = {"where": "all_reduce_small", "entered_s": KILLED_S - 0.001, "raised_s": KILLED_S + 0.02}
     return Told(**(said | times | changes))  # type: ignore[arg-type]
 

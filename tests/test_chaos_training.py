@@ -271,7 +271,7 @@ def test_one_real_case(tmp_path: Path) -> None:
         backend="shm",
         workers=3,
         save_every=3,
-        loaders=0,
+        num_workers=0,
         strikes=strikes,
         epochs=8,
     )

@@ -45,8 +45,10 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return bits(a) == bits(b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(type(p) is type(q) for p, q in zip(a, b, strict=True)) and all(
-            same(a[key], b[key]) for key in a
+        return (
+            list(a) == list(b)
+            and all(type(p) is type(q) for p, q in zip(a, b, strict=True))
+            and all(same(a[key], b[key]) for key in a)
         )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))

@@ -115,9 +115,7 @@ class Vandal:
 
     def __init__(self, store: Store, seed: int) -> None:
         self.store, self.random = store, random.Random(seed)
-        self.files = {
-            path: path.read_bytes() for step in STEPS for path in sorted(store.path_of(step).iterdir())
-        }
+        self.files = {path: path.read_bytes() for step in STEPS for path in sorted(store.path_of(step).iterdir())}
         self.touched: set[Path] = set()
         self.kinds = [self.cut, self.grow, self.splice, self.blank, self.shift, self.swap_files, self.swap_directories,
                       self.remove, self.add]  # fmt: skip

@@ -330,9 +330,7 @@ def test_a_job_whose_time_is_up_is_queued_again_and_goes_on(slurm: SlurmCluster,
 
 @pytest.mark.slow
 @needs_slurm
-def test_a_job_that_is_cancelled_has_saved_and_stays_away(
-    slurm: SlurmCluster, tmp_path: Path, long_alone: str
-) -> None:
+def test_a_job_that_is_cancelled_has_saved_and_stays_away(slurm: SlurmCluster, tmp_path: Path, long_alone: str) -> None:
     program = (*LONG, "--directory", str(tmp_path / "kept"))
     first = Batch(slurm, tmp_path, ("-n", "2"), program)
     first.wait_until_it_trains(tmp_path / "kept")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import WorkerFailed, crew, try_crew
+from crew import WorkerFailedError, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
 from lockstep.replicate.listen import Listening
 from programs import Mlp, digest
@@ -620,7 +620,7 @@ def start_different(rank: int, size: int) -> None:
 
 def test_replicas_that_start_different_are_detected_and_named() -> None:
     for outcome in try_crew(start_different, 3):
-        assert "ReplicaMismatch" in outcome
+        assert "ReplicaMismatchError" in outcome
         assert "2.weight differs between rank 0 and rank 2" in outcome
 
 
@@ -644,7 +644,7 @@ def other_model(rank: int, size: int, what: str) -> None:
 )
 def test_different_models_are_refused_by_everybody_with_rank_and_parameter(what: str, words: list[str]) -> None:
     for outcome in try_crew(other_model, 2, what, timeout_s=30):
-        assert "ReplicaMismatch" in outcome
+        assert "ReplicaMismatchError" in outcome
         for word in words:
             assert word in outcome
 
@@ -821,8 +821,8 @@ def install_everywhere(rank: int, size: int) -> None:
     import lockstep
 
     early = home.DistributedDataParallel
-    lockstep.install()
-    lockstep.install()
+    lockstep.install_ddp()
+    lockstep.install_ddp()
     assert home.DistributedDataParallel is torch.nn.parallel.DistributedDataParallel is OurDDP
     ddp = torch.nn.parallel.DistributedDataParallel(seeded(Mlp))
     assert isinstance(ddp, OurDDP)
@@ -854,13 +854,13 @@ def test_the_process_group_can_be_changed() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(WorkerFailed, match="doesn't have any parameter that requires a gradient"):
+    with pytest.raises(WorkerFailedError, match="doesn't have any parameter that requires a gradient"):
         crew(wrong, 1, "nothing to train")
-    with pytest.raises(WorkerFailed, match="single element"):
+    with pytest.raises(WorkerFailedError, match="single element"):
         crew(wrong, 1, "two devices")
-    with pytest.raises(WorkerFailed, match="only work with"):
+    with pytest.raises(WorkerFailedError, match="only work with"):
         crew(wrong, 1, "device of a cpu module")
-    with pytest.raises(WorkerFailed, match="same type of devices"):
+    with pytest.raises(WorkerFailedError, match="same type of devices"):
         crew(wrong, 1, "mixed devices")
 
 

@@ -75,7 +75,7 @@ def install_late(rank: int, size: int) -> list[str]:
     exec("from torch.nn.parallel import DistributedDataParallel as DDP", vars(user))
     sys.modules["a_users_module"] = user
     assert user.DDP is TorchDDP
-    lockstep.install()
+    lockstep.install_ddp()
     return [user.DDP.__module__, type(user.DDP(seeded(Mlp))).__module__]
 
 

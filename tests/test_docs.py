@@ -183,9 +183,7 @@ def tutorial() -> tuple[dict[str, str], list[str]]:
 def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     env = environment() | {"PATH": path}
-    return subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 @pytest.mark.slow

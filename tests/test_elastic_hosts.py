@@ -281,8 +281,8 @@ def test_a_program_that_is_given_up_on_one_host_ends_on_all_and_they_know_why(st
         "    return model(batch[0]).sum(), len(batch[0])\n"
         "with lockstep.Run(seed=1, progress=False) as run:\n"
         "    model = run.replicate(nn.Linear(2, 1))\n"
-        "    batches = run.batches(data, global_batch=4, shards=4, epochs=None)\n"
-        "    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.1), steps=10**6):\n"
+        "    batches = run.batches(data, global_batch_size=4, shards=4, epochs=None)\n"
+        "    for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1), steps=10**6):\n"
         "        run.step(loss, batch)\n"
     )
     fleet.program = (str(script),)

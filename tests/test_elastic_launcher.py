@@ -32,7 +32,7 @@ with lockstep.Run(seed=1, progress=False) as run:
     if run.world.rank == 0:
         while os.environ.get("DIES") and not Path("go").exists():
             time.sleep(0.01)
-    run.once(lambda: None)
+    run.on_main(lambda: None)
     Path(f"done {run.world.rank}").touch()
 """
 

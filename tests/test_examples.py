@@ -80,7 +80,7 @@ def test_help_says_what_it_does_and_how_it_is_started() -> None:
     [
         pytest.param("chargpt.py", ("--steps", "3", "--text", str(ROOT / "README.md")), (), marks=pytest.mark.slow),
         pytest.param(
-            *("cifar_like.py", ("--steps", "6", "--optimizer", "lars"), ("--loaders", "1")), marks=pytest.mark.slow
+            *("cifar_like.py", ("--steps", "6", "--optimizer", "lars"), ("--num-workers", "1")), marks=pytest.mark.slow
         ),
     ],
     ids=["chargpt", "cifar_like"],

@@ -93,7 +93,7 @@ most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 with lockstep.Run(folder, seed=1, save_every=10, progress=False) as run:
     model = run.replicate(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    for batch in run.track(run.batches(data, global_batch=4, shards=2, epochs=10), optimizer):
+    for batch in run.train(run.batches(data, global_batch_size=4, shards=2, epochs=10), optimizer):
         if batch.number == full_from:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
         if batch.number == full_to:

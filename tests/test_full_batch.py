@@ -43,7 +43,7 @@ CASES = {
     "gpt": Program(double(lambda: Gpt(dropout=0.0)), sgd, of_doubles(predict_tokens)),
     "lstm": Program(double(PROGRAMS["lstm"].build), PROGRAMS["lstm"].optimizer),
     "embedding bag, sparse": Program(double(Bags), PROGRAMS["embedding bag, sparse"].optimizer),
-    "clipped": Program(double(mlp), sgd, options={"clip_norm": 0.1}),
+    "clipped": Program(double(mlp), sgd, options={"max_grad_norm": 0.1}),
     "accumulation": Program(double(mlp), sgd, shards=16),
     "uneven weights": Program(double(mlp), sgd, of_doubles(heavy_first)),
     "uneven weights of two shards": Program(double(mlp), sgd, of_doubles(heavy_first), shards=3),
@@ -93,8 +93,8 @@ def in_one_go(program: Program, initial: dict[str, Tensor]) -> dict[str, Tensor]
             optimizer.zero_grad()
             total, weight = program.loss(model, samples[order.batch(epoch, step)])
             (total / weight).backward()
-            if "clip_norm" in program.options:
-                nn.utils.clip_grad_norm_(model.parameters(), program.options["clip_norm"])
+            if "max_grad_norm" in program.options:
+                nn.utils.clip_grad_norm_(model.parameters(), program.options["max_grad_norm"])
             optimizer.step()
     state = dict(model.state_dict())
     for prefix in [name for name, module in model.named_modules() if isinstance(module, InShards)]:
@@ -109,8 +109,8 @@ def on_workers(rank: int, size: int, backend: str, store: str) -> dict[str, Any]
         with lockstep.Run(seed=SEED, progress=False, **program.options) as run:
             model = run.replicate(program.build())
             initial = {n: v.clone() for n, v in model.state_dict().items()}
-            batches = run.batches(data(program.samples), global_batch=BATCH, shards=program.shards, epochs=EPOCHS)
-            for batch in run.track(batches, program.optimizer(model.parameters())):
+            batches = run.batches(data(program.samples), global_batch_size=BATCH, shards=program.shards, epochs=EPOCHS)
+            for batch in run.train(batches, program.optimizer(model.parameters())):
                 run.step(program.loss, batch)
             found[name] = tuple({n: v.numpy() for n, v in state.items()} for state in (initial, model.state_dict()))
     return found

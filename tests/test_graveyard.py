@@ -49,9 +49,7 @@ def test_a_group_that_cannot_end(tmp_path, way: str) -> None:  # type: ignore[no
         began_s = time.monotonic()
         waits_s = 40.0 if way == "keep" else 12.0
         try:
-            done = subprocess.run(
-                [*command, "0", way], capture_output=True, text=True, timeout=waits_s, check=False
-            )
+            done = subprocess.run([*command, "0", way], capture_output=True, text=True, timeout=waits_s, check=False)
         except subprocess.TimeoutExpired:
             assert way == "let go"
             return

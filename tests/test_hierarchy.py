@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lockstep
-from crew import WorkerFailed, crew
+from crew import WorkerFailedError, crew
 from lockstep.comm.columns import SMALL_BYTES
 from lockstep.comm.hierarchy import HierarchicalGroup, Options
 from lockstep.comm.hosts import LEAST_PIECE_BYTES, MOST_CHUNK_BYTES, chunk_bytes, cut, lay_out
@@ -266,7 +266,7 @@ def disagree(rank: int, size: int) -> None:
 
 
 def test_workers_must_agree_on_exactness():
-    with pytest.raises(WorkerFailed, match=r"exact=True.*exact=False.*LOCKSTEP_EXACT"):
+    with pytest.raises(WorkerFailedError, match=r"exact=True.*exact=False.*LOCKSTEP_EXACT"):
         crew(disagree, 2)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import crew  # noqa: F401  (its fork server has torch loaded already)
 from lockstep.comm.hierarchy import HierarchicalGroup, Options
-from lockstep.errors import Desync, LockstepError, PeerLost
+from lockstep.errors import DesyncError, LockstepError, PeerLostError
 
 _context = mp.get_context("forkserver")
 LARGE, SMALL = 600_000, 100  # elements: in chunks, and in one go
@@ -97,7 +97,7 @@ def strike(rank: int, hosts: str, folder: Path, victim: int, number: int, numel:
 )
 def test_a_worker_that_dies_is_named_on_every_host(hosts, victim, numel, tmp_path):
     for sort, named, text, after_s in run(strike, hosts, tmp_path, victim, signal.SIGKILL, numel, 15.0, gone=[victim]):
-        assert sort is PeerLost
+        assert sort is PeerLostError
         assert named == victim, text
         assert f"rank {victim} (pid" in text
         assert after_s < SOON_S
@@ -106,7 +106,7 @@ def test_a_worker_that_dies_is_named_on_every_host(hosts, victim, numel, tmp_pat
 @pytest.mark.parametrize(("hosts", "victim"), [("aabb", 3), ("ab", 1)])
 def test_a_worker_that_is_stopped_is_named_at_the_deadline(hosts, victim, tmp_path):
     for sort, named, text, after_s in run(strike, hosts, tmp_path, victim, signal.SIGSTOP, SMALL, 2.0, gone=[victim]):
-        assert sort is PeerLost
+        assert sort is PeerLostError
         assert named == victim, text
         assert 1.5 < after_s < 2.0 + SOON_S
 
@@ -155,7 +155,7 @@ def differ(rank: int, hosts: str, folder: Path) -> tuple[type, str]:
 
 def test_workers_that_call_different_collectives_are_told_so(tmp_path):
     answers = run(differ, "aabb", tmp_path)
-    assert Desync in [sort for sort, _ in answers]
+    assert DesyncError in [sort for sort, _ in answers]
     for _, text in answers:
         assert "look for control flow that depends on the rank" in text
 

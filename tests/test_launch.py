@@ -667,7 +667,7 @@ def test_last_words_without_a_traceback_are_the_last_lines() -> None:
     ("words", "expected"),
     [
         ("RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:28909.", True),
-        ("lockstep.errors.PeerLost: rank 1 went away", True),
+        ("lockstep.errors.PeerLostError: rank 1 went away", True),
         ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
         ("torch.distributed.DistBackendError: NCCL error ... ncclRemoteError: A call failed possibly", True),
         ("lockstep.errors.WorldError: rank 1 of 2 lost the store at 127.0.0.1:1 while joining", True),

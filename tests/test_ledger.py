@@ -41,7 +41,7 @@ def test_all_samples_at_once_are_all_samples() -> None:
 
 
 SIZE, BATCH = 50, 8
-FACTS = {"global_batch": BATCH, "samples": SIZE, "seed": 3, "order": "Shuffled", "drop_last": False}
+FACTS = {"global_batch_size": BATCH, "samples": SIZE, "seed": 3, "order": "Shuffled", "drop_last": False}
 ORDER = Shuffled(SIZE, BATCH, 3)
 STEPS = ORDER.steps(0)
 
@@ -166,7 +166,6 @@ def test_what_is_no_ledger(tmp_path: Path) -> None:
 # ---- through the front door ------------------------------------------------------------------------------------------
 
 
-
 def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
     return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
 
@@ -176,8 +175,8 @@ def train(folder: Path, *, order: Any = None, drop_last: bool = False, steps: in
     with lockstep.Run(folder, seed=3, progress=False, save_every=5) as run:
         model = run.replicate(nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        batches = run.batches(data, global_batch=BATCH, shards=4, epochs=3, order=order, drop_last=drop_last)
-        for batch in run.track(batches, optimizer, steps=steps):
+        batches = run.batches(data, global_batch_size=BATCH, shards=4, epochs=3, order=order, drop_last=drop_last)
+        for batch in run.train(batches, optimizer, steps=steps):
             run.step(loss, batch)
 
 

@@ -33,16 +33,16 @@ with lockstep.Run("run", seed=1, device="cpu") as run:
     model = run.replicate(nn.Linear(4, 1))
     data = TensorDataset(torch.ones(640, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for part in run.track(run.batches(data, global_batch=16, shards=4, epochs=6), optimizer):
+    for part in run.train(run.batches(data, global_batch_size=16, shards=4, epochs=6), optimizer):
         run.step(loss, part)
     run.log(accuracy=0.75)
-    run.once(lambda: print("the program itself speaks"))
+    run.on_main(lambda: print("the program itself speaks"))
 """
 
 
 def said(rank: int, **more: Any) -> dict[str, Any]:
     who = {"worker": f"h0.{rank}", "pid": 7, "host": "here", "rank": rank, "size": 2, "generation": 1}
-    where = {"unix_s": 100.0, "state": "training", "steps": 100, "step": 40, "epoch": 2, "global_batch": 32}
+    where = {"unix_s": 100.0, "state": "training", "steps": 100, "step": 40, "epoch": 2, "global_batch_size": 32}
     figures = {"loss": 0.5, "lr": 0.1, "samples_per_s": 64.0, "figures": {}, "rss": 2**28, "peak": None}
     work = {"forward": 0.3, "backward": 0.3, "update": 0.1}
     phases = work | {"data": 0.1, "exposed": 0.1, "waiting": 0.1, "between": 0.0}

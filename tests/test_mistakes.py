@@ -78,8 +78,8 @@ with lockstep.Run("run" if "directory" in sys.argv else None, seed=1, progress=F
     model = run.replicate(torch.nn.Linear(8, 4))
     dataset = Stream() if "stream" in sys.argv else Samples()
     if "wrong -n" in sys.argv: now()
-    batches = run.batches(dataset, global_batch=16, epochs=3, **({"shards": 4} | options))
-    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.01)):
+    batches = run.batches(dataset, global_batch_size=16, epochs=3, **({"shards": 4} | options))
+    for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01)):
         run.step(loss, batch)
         if batch.number == 2 and rank == 0 and "evaluate" in sys.argv:
             now(); run.evaluate(lambda model, batch: (1.0, len(batch[1])), Samples())
@@ -147,9 +147,9 @@ def fail(stage: Stage, program: str, *arguments: str, words: str = "", **env: st
 @pytest.mark.slow
 def test_a_batch_fewer_on_one_worker(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="stream")
-    seen.has("rank 1 failed", "UnevenData", "rank 1 has fewer batches than the others", "do not split it by rank")
+    seen.has("rank 1 failed", "UnevenDataError", "rank 1 has fewer batches than the others", "do not split it by rank")
     assert seen.line("who").startswith("rank 1 of 2, pid ")
-    assert "for batch in run.track" in seen.card or "run.step(loss, batch)" in seen.card
+    assert "for batch in run.train" in seen.card or "run.step(loss, batch)" in seen.card
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_a_batch_fewer_on_one_worker_of_a_torch_program(stage: Stage) -> None:  
 
 @pytest.mark.parametrize("loaders", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_exception_in_the_dataset(stage: Stage, loaders: int) -> None:  # noqa: F811
-    seen = fail(stage, RUN, words=f"dataset,loaders={loaders}")
+    seen = fail(stage, RUN, words=f"dataset,num_workers={loaders}")
     seen.has("DataError", "dataset[17] failed in epoch 0", "ValueError: bad sample 17", "try that sample alone")
     assert re.search(r"script\.py:\d+, in __getitem__\n\| +now\(\); raise ValueError", seen.card)
     who = seen.line("who")
@@ -172,7 +172,7 @@ def test_an_exception_in_the_dataset(stage: Stage, loaders: int) -> None:  # noq
 
 def test_a_loss_that_is_not_a_number(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="nan")
-    seen.has("rank 1 failed", "NonFinite", "the loss of shards 2, 3 is not a finite number, on rank 1")
+    seen.has("rank 1 failed", "NonFiniteError", "the loss of shards 2, 3 is not a finite number, on rank 1")
     seen.has("elements of weight are infinite or not a number", "learning rate")
     assert seen.line("where") == "step 2, epoch 0 (both count from 0), in run.step"
     assert "run.step(loss, batch)" in seen.card
@@ -245,14 +245,14 @@ def can_mount() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount a small /dev/shm")
-@pytest.mark.parametrize("words", ["loader", "loaders=1"])
+@pytest.mark.parametrize("words", ["loader", "num_workers=1"])
 def test_a_tiny_dev_shm(stage: Stage, words: str) -> None:  # noqa: F811
     """Ours needs none. Torch's DataLoader does."""
     arguments = [*LAUNCHER, "run", "--plain", "--log-dir", str(stage.logs), "-n", "2", stage.script(RUN), words]
     inside = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh", *arguments]
     env = outer_env(OMP_NUM_THREADS="1")
     done = subprocess.run(inside, cwd=stage.folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
-    if words == "loaders=1":
+    if words == "num_workers=1":
         assert done.returncode == 0, done.stderr
         return
     _, card = split_card(done.stderr)
@@ -309,7 +309,7 @@ def test_two_programs_on_one_run_directory(stage: Stage) -> None:  # noqa: F811
     _, card = split_card(done.stderr)
     text = " ".join(line.lstrip("| ") for line in card.splitlines())
     holder = f"the run of process {pid} on {socket.gethostname()}, since 20"
-    for word in (holder, "DirectoryInUse", "a directory of its own"):
+    for word in (holder, "DirectoryInUseError", "a directory of its own"):
         assert word in text, card
     assert took_s < CARD_WITHIN_S
 
@@ -333,7 +333,7 @@ def test_two_elastic_programs_on_one_run_directory(stage: Stage) -> None:  # noq
     assert done.returncode == 1
     _, card = split_card(done.stderr)
     text = " ".join(line.lstrip("| ") for line in card.splitlines())
-    for word in ("worker ", "DirectoryInUse", f"on {socket.gethostname()}, since 20", "a directory of its own"):
+    for word in ("worker ", "DirectoryInUseError", f"on {socket.gethostname()}, since 20", "a directory of its own"):
         assert word in text, card
     for file in (stage.folder / "run" / "trace").glob("*.jsonl"):
         events = [json.loads(line) for line in file.read_text().splitlines() if '"event"' in line]
@@ -347,7 +347,7 @@ def test_two_elastic_programs_on_one_run_directory(stage: Stage) -> None:  # noq
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_only_rank_0_evaluates(stage: Stage, backend: str) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="evaluate", LOCKSTEP_BACKEND=backend)
-    seen.has("Desync", "mismatching collectives", "if rank == 0:", "run.once(...)")
+    seen.has("DesyncError", "mismatching collectives", "if rank == 0:", "run.on_main(...)")
     if backend == "gloo":
         assert re.search(r"rank \d called run\.(evaluate|step), but rank \d called run\.(evaluate|step)", seen.card)
 
@@ -383,7 +383,7 @@ def test_who_looks_for_the_lock_of_a_dead_run(tmp_path: Path) -> None:
         assert first.stdout is not None
         assert first.stdout.readline() == "taken\n"
         assert start("one").communicate(timeout=DEADLINE_S)[0] == "taken\n"
-        assert "DirectoryInUse: the run directory" in start("two").communicate(timeout=DEADLINE_S)[1]
+        assert "DirectoryInUseError: the run directory" in start("two").communicate(timeout=DEADLINE_S)[1]
     finally:
         first.kill()
         first.communicate()

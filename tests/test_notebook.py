@@ -106,7 +106,7 @@ def test_the_state_of_the_caller_does_no_harm(tmp_path: Path) -> None:
                 model = run.replicate(torch.nn.Linear(600, 600))
                 data = torch.utils.data.TensorDataset(torch.randn(64, 600))
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                for batch in run.track(run.batches(data, global_batch=16, loaders=1), optimizer):
+                for batch in run.train(run.batches(data, global_batch_size=16, num_workers=1), optimizer):
                     run.step(lambda net, x: (net(x[0]).pow(2).sum(), len(x[0])), batch)
                 return run.digest(), run.world.size
         first, second = lockstep.launch(learn, workers=1), lockstep.launch(learn, workers=2)
@@ -125,7 +125,7 @@ def test_what_cannot_come_back(tmp_path: Path) -> None:
         """
         try:
             lockstep.launch(lambda: (x for x in "ab"), workers=1)
-        except lockstep.WorkerFailed as error:
+        except lockstep.WorkerFailedError as error:
             print(error)
         """,
     )
@@ -149,7 +149,7 @@ def test_the_traceback_of_the_first_that_failed(tmp_path: Path) -> None:
         began = time.monotonic()
         try:
             lockstep.launch(fail, workers=3)
-        except lockstep.WorkerFailed as error:
+        except lockstep.WorkerFailedError as error:
             print(error.rank, error.status, isinstance(error, lockstep.LockstepError))
             print(error)
         print("soon", time.monotonic() - began < 30)
@@ -184,7 +184,7 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path, deed: str, words: str
 
         try:
             lockstep.launch(fail, workers=2)
-        except lockstep.WorkerFailed as error:
+        except lockstep.WorkerFailedError as error:
             print(error)
         """,
     )
@@ -303,7 +303,7 @@ def test_a_launch_inside_of_a_launch(tmp_path: Path) -> None:
         """
         try:
             lockstep.launch(lambda: lockstep.launch(print, workers=2), workers=1)
-        except lockstep.WorkerFailed as error:
+        except lockstep.WorkerFailedError as error:
             print(error)
         """,
     )
@@ -341,7 +341,7 @@ CELLS = (
     "    return total\n"
     "lockstep.launch(add, 4, workers=2)",
     "def fail():\n    raise KeyError('lost in a cell')\ntry:\n    lockstep.launch(fail, workers=2)\n"
-    "except lockstep.WorkerFailed as error:\n    print(error)",
+    "except lockstep.WorkerFailedError as error:\n    print(error)",
     "lockstep.launch(add, 5, workers=2)",
 )
 

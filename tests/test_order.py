@@ -11,9 +11,9 @@ import torch
 from lockstep.data.order import (
     ByLength,
     Division,
-    InOrder,
     Order,
     Position,
+    Sequential,
     Shuffled,
     count_all_steps,
     cut,
@@ -33,7 +33,7 @@ def orders(size: int, batch: int, *, drop_last: bool = False) -> list[Order]:
     lengths = [(7 * i) % 5 for i in range(size)]
     return [
         Shuffled(size, batch, 1, drop_last),
-        InOrder(size, batch, drop_last),
+        Sequential(size, batch, drop_last),
         ByLength(lengths, batch, 1, drop_last, pool=2),
     ]
 
@@ -111,7 +111,7 @@ def test_epochs_differ_and_seeds_differ_and_the_same_is_the_same() -> None:
         assert epoch_of(make(1), 0) == epoch_of(make(1), 0)
         assert epoch_of(make(1), 0) != epoch_of(make(1), 1)
         assert epoch_of(make(1), 0) != epoch_of(make(2), 0)
-    assert epoch_of(InOrder(5, 2), 0) == epoch_of(InOrder(5, 2), 7) == [[0, 1], [2, 3], [4]]
+    assert epoch_of(Sequential(5, 2), 0) == epoch_of(Sequential(5, 2), 7) == [[0, 1], [2, 3], [4]]
 
 
 def test_it_does_not_matter_what_was_asked_before() -> None:
@@ -143,7 +143,7 @@ def test_an_order_is_a_value() -> None:
     one.batch(3, 0)
     assert one == other
     assert hash(one) == hash(other)
-    assert repr(one) == "Shuffled(size=20, global_batch=6, seed=7, drop_last=False)"
+    assert repr(one) == "Shuffled(size=20, global_batch_size=6, seed=7, drop_last=False)"
 
 
 def padding(batches: Sequence[Sequence[int]]) -> int:
@@ -179,15 +179,15 @@ def test_by_length_takes_any_numbers() -> None:
     ("make", "words"),
     [
         (lambda: Shuffled(0, 4, 1), r"Shuffled: size=0, which must be a whole number of 1 or more"),
-        (lambda: Shuffled(10, 0, 1), r"Shuffled: global_batch=0"),
-        (lambda: Shuffled(10, 2.5, 1), r"Shuffled: global_batch=2.5"),  # type: ignore[arg-type]
+        (lambda: Shuffled(10, 0, 1), r"Shuffled: global_batch_size=0"),
+        (lambda: Shuffled(10, 2.5, 1), r"Shuffled: global_batch_size=2.5"),  # type: ignore[arg-type]
         (lambda: Shuffled(10, 2, 1.0), r"seed=1.0 is a float; give a plain int"),  # type: ignore[arg-type]
-        (lambda: InOrder(3, 4, drop_last=True), r"InOrder: 3 samples make no batch of 4 with drop_last=True"),
+        (lambda: Sequential(3, 4, drop_last=True), r"Sequential: 3 samples make no batch of 4 with drop_last=True"),
         (lambda: ByLength([[1, 2]], 1, 1), r"ByLength: lengths has shape \(1, 2\); give one number"),  # type: ignore
         (lambda: ByLength([1, 2], 1, 1, pool=0), r"ByLength\(pool=0\)"),
         (lambda: ByLength([], 1, 1), r"ByLength: size=0"),
         (lambda: Shuffled(10, 4, 1).batch(0, 3), r"Shuffled: epoch 0 has steps 0 to 2, and no step 3"),
-        (lambda: InOrder(10, 4).batch(0, -1), r"InOrder: epoch 0 has steps 0 to 2, and no step -1"),
+        (lambda: Sequential(10, 4).batch(0, -1), r"Sequential: epoch 0 has steps 0 to 2, and no step -1"),
         (lambda: Position(epoch=-1), r"Position\(epoch=-1\): batches are counted 0, 1, 2"),
         (lambda: Position(step=True), r"Position\(step=True\)"),
     ],
@@ -201,7 +201,7 @@ def test_what_cannot_be_is_said(make, words: str) -> None:  # type: ignore[no-un
 
 
 def test_a_walk_from_anywhere_is_the_rest_of_the_walk() -> None:
-    order = InOrder(10, 4)
+    order = Sequential(10, 4)
     whole = list(walk(order, Position(), 3))
     assert [(p.epoch, p.step, p.number, ends) for p, ends in whole[:4]] == [
         (0, 0, 0, False),

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batches import Position, Settings
-from lockstep.data.order import InOrder
+from lockstep.data.order import Sequential
 from lockstep.data.parcel import ALIGN_BYTES, over, pack
 from samples import (
     CPU,
@@ -57,7 +57,7 @@ def collate_nested(items: list[Any]) -> Any:
 
 
 def test_any_structure_comes_through_loader_processes_as_it_was() -> None:
-    (batch,) = batches(Plain(4), Settings(4, 2, loaders=1, collate=collate_nested))
+    (batch,) = batches(Plain(4), Settings(4, 2, num_workers=1, collate_fn=collate_nested))
     expected = nested()
     for shard in batch.shards:
         data = shard.data
@@ -112,7 +112,7 @@ def test_changing_a_structure_leaves_the_old_one_alone() -> None:
 
 def test_on_another_device_everything_is_moved() -> None:
     """Without a GPU: `meta` is a device too."""
-    (batch,) = batches(Plain(4), Settings(4, 2, collate=masked), device=torch.device("meta"))
+    (batch,) = batches(Plain(4), Settings(4, 2, collate_fn=masked), device=torch.device("meta"))
     assert all(shard.data.is_meta for shard in batch.shards)
 
 
@@ -123,7 +123,7 @@ class TestOnAGpu:
         device = torch.device("cuda", 0)
         data = TensorDataset(torch.randn(512, 256, 64), torch.arange(512))
         here = list(batches(data, Settings(64, 8, epochs=2)))
-        there = batches(data, Settings(64, 8, epochs=2, loaders=loaders), device=device)
+        there = batches(data, Settings(64, 8, epochs=2, num_workers=loaders), device=device)
         kept = []
         for one, other in zip(here, there, strict=True):
             x = other.shards[3].data[0]
@@ -139,7 +139,7 @@ class TestOnAGpu:
     def test_memory_is_not_reused_while_the_consumer_still_reads_it(self) -> None:
         device = torch.device("cuda", 0)
         data = TensorDataset(torch.arange(64.0)[:, None].repeat(1, 1 << 16))
-        given = batches(data, Settings(8, 1, loaders=1), device=device, order=InOrder(64, 8))
+        given = batches(data, Settings(8, 1, num_workers=1), device=device, order=Sequential(64, 8))
         sums = []
         for batch in given:
             x = batch.shards[0].data[0]
@@ -151,19 +151,19 @@ class TestOnAGpu:
     def test_objects_move_themselves(self) -> None:
         device = torch.device("cuda", 0)
         for loaders in (0, 1):
-            (batch,) = batches(Plain(4), Settings(4, 2, loaders=loaders, collate=collate_nested), device=device)
+            (batch,) = batches(Plain(4), Settings(4, 2, num_workers=loaders, collate_fn=collate_nested), device=device)
             for shard in batch.shards:
                 assert shard.data["packed"].data.device == device
                 assert shard.data["packed"].batch_sizes.device == CPU
                 assert shard.data["sparse"].device == device
                 assert shard.data["format"].is_contiguous(memory_format=torch.channels_last)
                 assert shard.data["pair"].right[1].device == device
-        fetched = batches(Plain(4), Settings(4, 2, collate=collate_nested), device=device).fetch(Position(), [1])
+        fetched = batches(Plain(4), Settings(4, 2, collate_fn=collate_nested), device=device).fetch(Position(), [1])
         assert fetched.shards[0].data["point"].y.device == device
 
     def test_nothing_waits_for_the_whole_device(self) -> None:
         device = torch.device("cuda", 0)
-        given = iter(batches(TensorDataset(torch.zeros(64, 8)), Settings(8, 2, loaders=1), device=device))
+        given = iter(batches(TensorDataset(torch.zeros(64, 8)), Settings(8, 2, num_workers=1), device=device))
         next(given)
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)  # about a second

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from crew import crew
 from lockstep.comm import agree, patience
 from lockstep.comm.broadcast import Broadcast
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 from lockstep.train.metrics import gather_pieces
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def wait_for_nobody(rank: int, size: int, what: str) -> float:
     if rank == 0:
         threading.Timer(0.3, patience.give_up, [group]).start()
         began_s = time.monotonic()
-        with pytest.raises(PeerLost, match="its group was given up while this worker waited in"):
+        with pytest.raises(PeerLostError, match="its group was given up while this worker waited in"):
             WAITS[what](group)
         return time.monotonic() - began_s
     return 0.0

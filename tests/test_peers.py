@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.comm import patience, peers
 from lockstep.comm.peers import Report, judge
-from lockstep.errors import Desync, PeerLost
+from lockstep.errors import DesyncError, PeerLostError
 
 US = Report(0, pid=10, host="a", passes=5, inside=True, calls=9)
 
@@ -34,20 +34,20 @@ def test_nobody_is_blamed_for_being_slow() -> None:
 
 def test_one_that_left_is_named_with_its_reason() -> None:
     error = judge(US, [peer(rank=2), peer(left="ValueError: x", inside=False)], dead=[], where="bucket 3")
-    assert isinstance(error, PeerLost)
+    assert isinstance(error, PeerLostError)
     for word in ("rank 1", "pid 11", "ValueError: x", "bucket 3", "5 backward passes"):
         assert word in str(error)
 
 
 def test_one_that_died_is_named() -> None:
     error = judge(US, [peer(), peer(rank=2, pid=12)], dead=[2], where="there")
-    assert isinstance(error, PeerLost)
+    assert isinstance(error, PeerLostError)
     assert "rank 2 (pid 12" in str(error)
 
 
 def test_one_that_called_something_else_is_named() -> None:
     error = judge(US, [peer(rank=2), peer(inside=False, calls=9)], dead=[], where="there")
-    assert isinstance(error, Desync)
+    assert isinstance(error, DesyncError)
     assert "rank 1" in str(error)
 
 
@@ -74,9 +74,9 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("raise", ["PeerLost: rank 1", "ValueError: bad sample 17", "backward pass 4"]),
-        ("kill", ["PeerLost: rank 1", "died without a word", "backward pass 4"]),
-        pytest.param("finish", ["PeerLost: rank 1", "its program ended", "join()"], marks=pytest.mark.slow),
+        ("raise", ["PeerLostError: rank 1", "ValueError: bad sample 17", "backward pass 4"]),
+        ("kill", ["PeerLostError: rank 1", "died without a word", "backward pass 4"]),
+        pytest.param("finish", ["PeerLostError: rank 1", "its program ended", "join()"], marks=pytest.mark.slow),
     ],
 )
 def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, words: list[str]) -> None:
@@ -115,6 +115,6 @@ def test_whoever_waits_in_a_group_that_is_given_up_goes_on() -> None:
     watch, never = peers.Watch(group, polls=True), threading.Event()
     threading.Timer(0.2, patience.give_up, [group]).start()
     began_s = time.monotonic()
-    with pytest.raises(PeerLost, match="its group was given up while this worker waited in a dream"):
+    with pytest.raises(PeerLostError, match="its group was given up while this worker waited in a dream"):
         watch.wait_for(never.wait, "a dream")
     assert time.monotonic() - began_s < 5

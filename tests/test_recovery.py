@@ -130,11 +130,11 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.g
     model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 10)))
     optimizer = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
-    average, first = Average(model), run.once(lambda: [1.5, float("nan")])
-    run.remember(average=average)
-    batches = run.batches(data(96), global_batch=32, epochs=8, loaders=int(env.get("LOADERS", 0)))
+    average, first = Average(model), run.on_main(lambda: [1.5, float("nan")])
+    run.register_state(average=average)
+    batches = run.batches(data(96), global_batch_size=32, epochs=8, num_workers=int(env.get("LOADERS", 0)))
     figures = {{}}
-    for batch in run.track(batches, optimizer, schedule=schedule):
+    for batch in run.train(batches, optimizer, scheduler=schedule):
         print("step", batch.number, "of", run.world.size, flush=True)
         if raises == "always" and batch.number == 4:
             raise ArithmeticError("always")
@@ -145,12 +145,12 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.g
         run.step(classify, batch)
         average.update()
         if batch.ends_epoch:
-            figures[batch.epoch] = run.log(accuracy=run.evaluate(correct, data(50), batch=8))
+            figures[batch.epoch] = run.log(accuracy=run.evaluate(correct, data(50), batch_size=8))
         if str(batch.number) in pauses:
             Path(f"paused {{batch.number}}").touch()
             wait(lambda: run._stop_asked or Path(f"go {{batch.number}}").exists())
     sha = hashlib.sha256(b"".join(value.numpy().tobytes() for value in average.values)).hexdigest()
-    after = run.evaluate(correct, data(50), batch=8)
+    after = run.evaluate(correct, data(50), batch_size=8)
     last = figures.get(7)
     print("digest", run.digest(), sha, average.count, float(after), last, first, flush=True)
 if raises == "after" and run.world.rank == 0:
@@ -163,25 +163,28 @@ print("hello", os.environ["RANK"], flush=True)
 time.sleep(0.2 * int(os.environ["RANK"]))
 """
 
-NO_RUN_DIES = NO_RUN + """
+NO_RUN_DIES = (
+    NO_RUN
+    + """
 if os.environ["RANK"] == "0":
     os.kill(os.getpid(), 9)
 time.sleep(1)
 """
+)
 
 TWO_RUNS = """
 import lockstep
 for n in range(2):
     with lockstep.Run(seed=n, progress=False) as run:
-        print("hello", run.once(lambda: n), flush=True)
+        print("hello", run.on_main(lambda: n), flush=True)
 """
 
 SYNCED = """
 import lockstep, torch
 with lockstep.Run(seed=1, progress=False) as run:
     model = run.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), lockstep.SyncBatchNorm(2)))
-    batches = run.batches(torch.utils.data.TensorDataset(torch.ones(8, 2)), global_batch=4, shards=2)
-    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+    batches = run.batches(torch.utils.data.TensorDataset(torch.ones(8, 2)), global_batch_size=4, shards=2)
+    for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
         raise AssertionError("not reached")
 """
 
@@ -194,8 +197,8 @@ from runs import classify, data
 
 with lockstep.Run(seed=7, progress=False) as run:
     model = run.replicate(torch.nn.Linear(16, 10))
-    batches = run.batches(data(96), global_batch=32, epochs=None)
-    for batch in run.track(batches, torch.optim.SGD(model.parameters(), lr=0.01), steps=300):
+    batches = run.batches(data(96), global_batch_size=32, epochs=None)
+    for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01), steps=300):
         end_s = time.monotonic() + 30
         while run.world.size < 2 and not run._calls.wants_to_move and time.monotonic() < end_s:
             time.sleep(0.005)

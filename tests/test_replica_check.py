@@ -80,7 +80,7 @@ def train_with(plant: Plant | None, guilty: int, rank: int, *, every: int | None
     with lockstep.Run(seed=7, progress=False, device="cpu", check_every=every) as run:
         model = run.replicate(Tracked())
         optimizer = (plant or PLANTS["weight"]).optimizer(model.parameters())
-        batches = run.batches(data(64), global_batch=32, epochs=STEPS // 2)
+        batches = run.batches(data(64), global_batch_size=32, epochs=STEPS // 2)
         now = -1
 
         def change(*_: Any) -> None:
@@ -91,12 +91,12 @@ def train_with(plant: Plant | None, guilty: int, rank: int, *, every: int | None
         if plant is not None and plant.gradient:
             optimizer.register_step_pre_hook(change)
         try:
-            for batch in run.track(batches, optimizer):
+            for batch in run.train(batches, optimizer):
                 now = batch.number
                 if plant is not None and not plant.gradient:
                     change()
                 run.step(classify, batch)
-        except lockstep.Divergence as error:
+        except lockstep.DivergenceError as error:
             return str(error)
         return run.digest()
 
@@ -221,11 +221,11 @@ def audited(build: Callable[[], nn.Module], *, every: int = 1, hook: Callable[[T
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         number = 0
         try:
-            for batch in run.track(run.batches(data(320), global_batch=32), sgd(model.parameters())):
+            for batch in run.train(run.batches(data(320), global_batch_size=32), sgd(model.parameters())):
                 before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 number = batch.number
                 run.step(classify, batch)
-        except lockstep.Divergence as error:
+        except lockstep.DivergenceError as error:
             same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
             return f"{error} [{number}, weights {'unchanged' if same else 'changed'}]"
         return "nothing found"

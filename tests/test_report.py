@@ -64,7 +64,7 @@ def test_a_slow_loader_is_named(tmp_path: Path) -> None:
     worst = plant(tmp_path, data_s=0.07).causes[0]
     assert worst.kind == "data"
     assert "for the loader: 70 ms of a step of" in worst.sentence
-    assert "loaders" in worst.advice
+    assert "num_workers" in worst.advice
 
 
 def test_a_slow_network_is_named(tmp_path: Path) -> None:

@@ -59,8 +59,10 @@ def view(page: Page) -> tuple[float, float]:
 
 
 def test_it_draws_everything_without_an_error_or_a_request(page: Page, report: Path) -> None:
-    assert page.ask("document.querySelector('h1').textContent").replace("\u00a0", " ").startswith(
-        "The other workers waited 31 % of the time for rank 1, which computes slower"
+    assert (
+        page.ask("document.querySelector('h1').textContent")
+        .replace("\u00a0", " ")
+        .startswith("The other workers waited 31 % of the time for rank 1, which computes slower")
     )
     assert page.ask("document.querySelectorAll('.tile').length") >= 6
     assert page.ask("document.querySelectorAll('#bars .row').length") == 5

@@ -40,9 +40,9 @@ def loss(model, x):
 with lockstep.Run("run", seed=1, device="cpu", progress=False, save_every="1h") as run:
     model = run.replicate(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    batches = run.batches(Samples(), global_batch=16, shards=4, epochs=None)
+    batches = run.batches(Samples(), global_batch_size=16, shards=4, epochs=None)
     began_s = None
-    for batch in run.track(batches, optimizer, steps=steps):
+    for batch in run.train(batches, optimizer, steps=steps):
         began_s = began_s or time.monotonic()
         run.step(loss, batch)
     took_s = time.monotonic() - began_s

@@ -98,19 +98,19 @@ def evaluate(rank: int, size: int, folder: Path) -> Any:
         model = run.replicate(nn.Sequential(mlp(), nn.Dropout(0.5), nn.BatchNorm1d(10)))
         model[2].eval()
         for batch in (64, 100, SAMPLES, 5000):
-            found[f"accuracy in {batch}"] = run.evaluate(correct, data(SAMPLES), batch=batch)
-        found |= {f"many: {k}": v for k, v in run.evaluate(many_figures, data(SAMPLES), batch=100).items()}
-        found["stream"] = run.evaluate(correct, Stream(data(SAMPLES)), batch=100)
-        found["list"] = run.evaluate(correct, [data(SAMPLES)[n] for n in range(30)], batch=4)
-        found["three samples"] = run.evaluate(many_figures, data(3), batch=1)["accuracy"]
-        found["noisy"] = run.evaluate(noisy, Augmented(), batch=100)
-        found["noisy stream"] = run.evaluate(noisy, Stream(Augmented()), batch=100)
-        found["one stream sample"] = run.evaluate(correct, Stream(data(1)), batch=1)
+            found[f"accuracy in {batch}"] = run.evaluate(correct, data(SAMPLES), batch_size=batch)
+        found |= {f"many: {k}": v for k, v in run.evaluate(many_figures, data(SAMPLES), batch_size=100).items()}
+        found["stream"] = run.evaluate(correct, Stream(data(SAMPLES)), batch_size=100)
+        found["list"] = run.evaluate(correct, [data(SAMPLES)[n] for n in range(30)], batch_size=4)
+        found["three samples"] = run.evaluate(many_figures, data(3), batch_size=1)["accuracy"]
+        found["noisy"] = run.evaluate(noisy, Augmented(), batch_size=100)
+        found["noisy stream"] = run.evaluate(noisy, Stream(Augmented()), batch_size=100)
+        found["one stream sample"] = run.evaluate(correct, Stream(data(1)), batch_size=1)
         found["bf16"] = 0.0
         assert [module.training for module in model] == [True, True, False]
     with quiet(precision="bf16") as run:
         run.replicate(mlp())
-        found["bf16"] = run.evaluate(many_figures, data(SAMPLES), batch=100)["loss"]
+        found["bf16"] = run.evaluate(many_figures, data(SAMPLES), batch_size=100)["loss"]
     return {name: (float(mean), mean.sum, mean.weight) for name, mean in found.items()}
 
 
@@ -120,7 +120,7 @@ def log(rank: int, size: int, folder: Path) -> Any:
         first = run.log(same=tenth, third=1 / 3, many=(2.0**53 + 2, 1), tensor=torch.tensor(0.1), whole=3)
         parts = run.log(accuracy=(float(rank + 1), 10.0 * (rank + 1)), mine=rank, tiny=(1e-300, 1), nothing=(0, 0))
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(64), global_batch=32, epochs=1), sgd(model.parameters())):
+        for batch in run.train(run.batches(data(64), global_batch_size=32, epochs=1), sgd(model.parameters())):
             run.log(loss=run.step(classify, batch).loss)
     return first, repr(parts), (folder / "metrics.jsonl").read_text()
 
@@ -136,19 +136,19 @@ def do_once(rank: int, size: int, folder: Path) -> Any:
         return {"a": (1, 2.5), "b": None}
 
     with quiet() as run:
-        found["value"] = run.once(note)
+        found["value"] = run.on_main(note)
         found["times"] = done.read_text()
-        found["on the last"] = run.once(lambda: rank, on=last)
+        found["on the last"] = run.on_main(lambda: rank, rank=last)
         for name, call in {
             "error": lambda: [][3],
             "no json": lambda: torch.ones(2),
             "json inside": lambda: json.dumps(object()),
         }.items():
-            found[name] = error_of(lambda call=call: run.once(call, on=last))
-        found["nobody"] = error_of(lambda: run.once(note, on=size))
+            found[name] = error_of(lambda call=call: run.on_main(call, rank=last))
+        found["nobody"] = error_of(lambda: run.on_main(note, rank=size))
     # Another run must not find the answers of this one.
     with quiet() as run:
-        found["another run"] = run.once(lambda: (time.sleep(0.1), "new")[1])
+        found["another run"] = run.on_main(lambda: (time.sleep(0.1), "new")[1])
     return found
 
 
@@ -165,7 +165,7 @@ def stop(rank: int, size: int, folder: Path) -> Any:
     seen: list[int] = []
     with quiet(folder) as run:  # what the program itself asks for does not end it with a status
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), adamw(model.parameters())):
+        for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), adamw(model.parameters())):
             assert not run.should_stop
             if batch.number == 2 and rank == size - 1:
                 run.stop()
@@ -188,13 +188,13 @@ def saving(rank: int, size: int, folder: Path) -> Any:
     for name, every in {"steps": 3, "no time": "0.001s", "long": "9h"}.items():
         with quiet(folder / name, save_every=every) as run:
             model = run.replicate(mlp())
-            batches = run.batches(data(100), global_batch=32, epochs=2)
+            batches = run.batches(data(100), global_batch_size=32, epochs=2)
             steps = []
-            for batch in run.track(batches, sgd(model.parameters())):
-                run.once(run._saving.drain)  # they are written in the background
+            for batch in run.train(batches, sgd(model.parameters())):
+                run.on_main(run._saving.drain)  # they are written in the background
                 steps.append(saved(name))
                 run.step(classify, batch)
-            after_track = saved(name)  # nobody has waited here but in `track`
+            after_track = saved(name)  # nobody has waited here but in `train`
         found[name] = {"before each step": steps, "in the end": after_track}
         assert saved(name) == after_track
     return found | {"keys": list(model.state_dict()) == list(mlp().state_dict())}
@@ -206,9 +206,9 @@ def with_schedule(folder: Path | None, *, stop_at: int | None = None, **options:
         model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Linear(32, 10)))
         optimizer = adamw(model.parameters())
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=8)
-        batches = run.batches(data(128), global_batch=32, epochs=2)
-        scaling = lockstep.Scaling(base_batch=16, warmup_steps=4)
-        for batch in run.track(batches, optimizer, schedule=schedule, scaling=scaling):
+        batches = run.batches(data(128), global_batch_size=32, epochs=2)
+        scaling = lockstep.LRScaling(base_batch=16, warmup_steps=4)
+        for batch in run.train(batches, optimizer, scheduler=schedule, scaling=scaling):
             if batch.number + 1 == stop_at:
                 run.stop()
             run.step(classify, batch)
@@ -229,8 +229,8 @@ def skipped_epoch_end(rank: int, size: int, folder: Path) -> Any:
         model = run.replicate(mlp())
         optimizer = sgd(model.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        batches = run.batches(data(64), global_batch=32, epochs=3)
-        for batch in run.track(batches, optimizer, schedule=schedule, per="epoch"):
+        batches = run.batches(data(64), global_batch_size=32, epochs=3)
+        for batch in run.train(batches, optimizer, scheduler=schedule, interval="epoch"):
             bad = math.nan if batch.number in (1, 2) else 1.0
             run.step(lambda model, data, bad=bad: (classify(model, data)[0] * bad, len(data[1])), batch)
             rates.append(optimizer.param_groups[0]["lr"])
@@ -242,7 +242,7 @@ def overflow(rank: int, size: int, folder: Path) -> Any:
     results, scales = [], []
     with quiet(precision="fp16") as run:
         model = run.replicate(nn.Linear(16, 10))
-        batches = run.batches(data(96), global_batch=32, epochs=4)
+        batches = run.batches(data(96), global_batch_size=32, epochs=4)
 
         def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
             x, y = batch
@@ -250,7 +250,7 @@ def overflow(rank: int, size: int, folder: Path) -> Any:
             assert out.dtype is torch.float16
             return F.cross_entropy(out.float(), y, reduction="sum"), len(y)
 
-        for batch in run.track(batches, sgd(model.parameters())):
+        for batch in run.train(batches, sgd(model.parameters())):
             result = run.step(loss, batch)
             results.append((result.skipped, result.loss))
             scales.append(run._training.loss_scale.value)
@@ -261,10 +261,10 @@ def precision(rank: int, size: int, folder: Path) -> Any:
     wide = train(PROGRAMS["mlp, momentum, uneven last batch"])
     found = {"fp32": wide}
     for options in (
-        {"wire": "bf16"},
-        {"wire": "fp16"},
-        {"precision": "bf16", "wire": "bf16", "clip_norm": 1.0},
-        {"precision": "fp16", "wire": "fp16"},
+        {"grad_comm_dtype": "bf16"},
+        {"grad_comm_dtype": "fp16"},
+        {"precision": "bf16", "grad_comm_dtype": "bf16", "max_grad_norm": 1.0},
+        {"precision": "fp16", "grad_comm_dtype": "fp16"},
     ):
         found[str(options)] = train(PROGRAMS["mlp, momentum, uneven last batch"], **options)
     return found
@@ -287,7 +287,7 @@ FAST = {
     "batch norm": PROGRAMS["cnn with batch norm"],  # which sees the samples of a worker instead of those of a shard
     "sparse": PROGRAMS["embedding bag, sparse"],
     "unused": Program(Rare, sgd),
-    "bf16, wire": Program(mlp, sgd, options={"precision": "bf16", "wire": "bf16", "clip_norm": 1.0}),
+    "bf16, wire": Program(mlp, sgd, options={"precision": "bf16", "grad_comm_dtype": "bf16", "max_grad_norm": 1.0}),
 }
 
 
@@ -331,7 +331,7 @@ def unused_sparse(rank: int, size: int, folder: Path) -> Any:
         model = run.replicate(Sometimes())
         used = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in run.track(run.batches(data(96), global_batch=32), optimizer):
+        for batch in run.train(run.batches(data(96), global_batch_size=32), optimizer):
             use_bag = batch.number == 1
             run.step(classify, batch)
             used.append(model.bag.weight.grad is not None)
@@ -354,8 +354,8 @@ def sync_batch_norm(rank: int, size: int, folder: Path) -> Any:
     def learn(model: nn.Module, shards: int, *, exact: bool = True) -> dict[str, list[float]]:
         with quiet(exact=exact) as run:
             run.replicate(model)
-            batches = run.batches(data(96), global_batch=32, shards=shards, epochs=2)
-            for batch in run.track(batches, sgd(model.parameters())):
+            batches = run.batches(data(96), global_batch_size=32, shards=shards, epochs=2)
+            for batch in run.train(batches, sgd(model.parameters())):
                 run.step(whole_batch, batch)
         return {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()}
 
@@ -371,16 +371,16 @@ def sync_batch_norm(rank: int, size: int, folder: Path) -> Any:
         found["unequal"] = error_of(lambda: learn(synced(), size + 1))
         with quiet(audit_every=1) as run:
             model = run.replicate(synced())
-            batches = run.batches(data(100), global_batch=32, shards=size)
-            found["audited"] = error_of(lambda: next(iter(run.track(batches, sgd(model.parameters())))))
+            batches = run.batches(data(100), global_batch_size=32, shards=size)
+            found["audited"] = error_of(lambda: next(iter(run.train(batches, sgd(model.parameters())))))
         # 33 samples: the last batch has one.
         small = TensorDataset(*(column[:33] for column in data(100).tensors))
         with quiet() as run:
             model = run.replicate(synced())
-            batches = run.batches(small, global_batch=32, shards=size)
+            batches = run.batches(small, global_batch_size=32, shards=size)
 
             def go() -> None:
-                for batch in run.track(batches, sgd(model.parameters())):
+                for batch in run.train(batches, sgd(model.parameters())):
                     run.step(whole_batch, batch)
 
             found["empty shard"] = error_of(go)
@@ -414,7 +414,7 @@ def left_behind(rank: int, size: int, folder: Path) -> Any:
     for name in ("well", "badly"):
         with contextlib.suppress(ZeroDivisionError), quiet(threads=1) as run:
             model = run.replicate(mlp())
-            for batch in run.track(run.batches(data(64), global_batch=32), sgd(model.parameters())):
+            for batch in run.train(run.batches(data(64), global_batch_size=32), sgd(model.parameters())):
                 run.step(classify, batch)
                 inside = [torch.get_num_threads(), signal.getsignal(signal.SIGTERM) is _own_handler]
                 if name == "badly":
@@ -501,17 +501,19 @@ class DiesOnce(Augmented):
 def test_a_loader_that_is_lost_while_evaluating_is_replaced(tmp_path: Path) -> None:
     with quiet() as run:
         run.replicate(mlp())
-        lost = run.evaluate(noisy, DiesOnce(tmp_path / "died"), batch=50, loaders=1)
-        assert lost == run.evaluate(noisy, Augmented(), batch=50)
+        lost = run.evaluate(noisy, DiesOnce(tmp_path / "died"), batch_size=50, num_workers=1)
+        assert lost == run.evaluate(noisy, Augmented(), batch_size=50)
     assert (tmp_path / "died").exists()
 
 
 def test_it_does_not_matter_who_loads_what_is_evaluated() -> None:
     with quiet() as run:
         run.replicate(mlp())
-        figures = {loaders: run.evaluate(noisy, Augmented(), batch=50, loaders=loaders) for loaders in (0, 1, 2)}
-        with pytest.raises(ValueError, match="loaders=-1 must be a whole number, 0 or more"):
-            run.evaluate(noisy, Augmented(), loaders=-1)
+        figures = {
+            loaders: run.evaluate(noisy, Augmented(), batch_size=50, num_workers=loaders) for loaders in (0, 1, 2)
+        }
+        with pytest.raises(ValueError, match="num_workers=-1 must be a whole number, 0 or more"):
+            run.evaluate(noisy, Augmented(), num_workers=-1)
     assert figures[0] == figures[1] == figures[2]
 
 
@@ -519,8 +521,8 @@ def test_an_evaluation_finds_what_a_plain_loop_finds() -> None:
     torch.manual_seed(0)
     with quiet() as run:
         model = run.replicate(mlp())
-        accuracy = run.evaluate(correct, data(SAMPLES), batch=100)
-        loss = run.evaluate(many_figures, data(SAMPLES), batch=100)["loss"]
+        accuracy = run.evaluate(correct, data(SAMPLES), batch_size=100)
+        loss = run.evaluate(many_figures, data(SAMPLES), batch_size=100)["loss"]
     model.eval()
     x, y = data(SAMPLES).tensors
     assert (accuracy.sum, accuracy.weight) == (int((model(x).argmax(1) == y).sum()), SAMPLES)
@@ -556,11 +558,13 @@ def test_what_is_done_once_is_known_to_all(size: int) -> None:
         assert found["value"] == {"a": [1, 2.5], "b": None}
         assert found["times"] == "x"
         assert found["on the last"] == last
-        there = "" if rank == last else f"LockstepError: once(<lambda>) failed on rank {last}: "
+        there = "" if rank == last else f"LockstepError: on_main(<lambda>) failed on rank {last}: "
         assert found["error"] == f"{there}IndexError: list index out of range"
-        assert found["no json"].startswith(f"{there}TypeError: once(<lambda>) ran, but returned a Tensor, which cannot")
+        assert found["no json"].startswith(
+            f"{there}TypeError: on_main(<lambda>) ran, but returned a Tensor, which cannot"
+        )
         assert found["json inside"] == f"{there}TypeError: Object of type object is not JSON serializable"
-        assert found["nobody"] == f"ValueError: on={size}: there are ranks 0 to {last}"
+        assert found["nobody"] == f"ValueError: rank={size}: there are ranks 0 to {last}"
         assert found["another run"] == "new"
 
 
@@ -575,7 +579,7 @@ def wait_long(rank: int, size: int, port: int) -> Any:
         seconds = 4.0 if backend == "gloo" else 0.1
         with contextlib.redirect_stderr(io.StringIO()) as said, quiet() as run:
             found[backend] = [
-                run.once(lambda seconds=seconds: time.sleep(seconds) or "done", on=1),
+                run.on_main(lambda seconds=seconds: time.sleep(seconds) or "done", rank=1),
                 setting._timeout_of(run._group, run.device).total_seconds(),
                 train(PROGRAMS["mlp, momentum, uneven last batch"]),
             ]
@@ -589,7 +593,7 @@ def test_others_wait_as_long_as_it_takes_and_say_for_whom() -> None:
         by_rank = crew(wait_long, 2, port)
     for rank, (found, said) in enumerate(by_rank):
         assert found["gloo"] == found["shm"] == ["done", 3.0, seen(1, "precision")["fp32"]]
-        assert said == ("lockstep: rank 0 waits for rank 1 in once(<lambda>), 1 s\n" if rank == 0 else "")
+        assert said == ("lockstep: rank 0 waits for rank 1 in on_main(<lambda>), 1 s\n" if rank == 0 else "")
 
 
 class Slow(torch.autograd.Function):
@@ -610,7 +614,7 @@ def slow_backward(rank: int, size: int, backend: str, store: str) -> str:
     os.environ["LOCKSTEP_STALL_S"] = "0.3"
     with quiet() as run:
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(96), global_batch=32), adamw(model.parameters())):
+        for batch in run.train(run.batches(data(96), global_batch_size=32), adamw(model.parameters())):
             seconds = 0.4 if batch.number == 1 and rank == 1 else 0.0
 
             def loss(model: Any, batch: Any, seconds: float = seconds) -> tuple[Tensor, int]:
@@ -673,7 +677,7 @@ from runs import adamw, classify, data, mlp
 with lockstep.Run("run", seed=7, progress=False) as run:
     model = run.replicate(mlp())
     steps = []
-    for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), adamw(model.parameters())):
+    for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), adamw(model.parameters())):
         run.step(classify, batch)
         steps.append(batch.number)
         if os.environ.get("PAUSE_AT") == str(batch.number):
@@ -701,7 +705,7 @@ def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, numbe
     # One worker goes on.
     with quiet(stage.folder / "run") as run:
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), adamw(model.parameters())):
+        for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), adamw(model.parameters())):
             assert batch.number >= 4
             run.step(classify, batch)
         assert run.digest() == train(Program(mlp, adamw))[0]
@@ -714,7 +718,7 @@ def test_how_often_to_save_may_be_said_from_outside(tmp_path: Path, monkeypatch:
     for name, options in {"outside": {}, "inside": {"save_every": 5}}.items():
         with quiet(tmp_path / name, **options) as run:
             model = run.replicate(mlp())
-            for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), sgd(model.parameters())):
+            for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters())):
                 run.step(classify, batch)
                 run._saving.drain()
         saved[name] = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
@@ -819,7 +823,9 @@ def test_a_run_leaves_everything_as_it_was(size: int) -> None:
 def saves_before_its_step(folder: Path, *, steps: int | None, saves: bool) -> str:
     with quiet(folder, save_every=1000) as run:
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(100), global_batch=32, epochs=2), sgd(model.parameters()), steps=steps):
+        for batch in run.train(
+            run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters()), steps=steps
+        ):
             if saves and batch.number == 2:
                 run.save()
                 run._saving.drain()
@@ -841,7 +847,7 @@ def test_a_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with quiet(Path("run"), save_every=1) as run:
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(100), global_batch=32), sgd(model.parameters())):
+        for batch in run.train(run.batches(data(100), global_batch_size=32), sgd(model.parameters())):
             os.chdir(tmp_path / "elsewhere")
             run.step(classify, batch)
     assert not (tmp_path / "elsewhere" / "run").exists()

@@ -25,7 +25,7 @@ ON_GPU["bf16, fused AdamW"] = Program(
     Gpt,
     lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
     predict_tokens,
-    options={"precision": "bf16", "clip_norm": 1.0},
+    options={"precision": "bf16", "max_grad_norm": 1.0},
 )
 
 
@@ -61,8 +61,8 @@ def train_with_audits(rank: int, size: int, store: str) -> str:
     x = torch.randn(128, 16, generator=torch.Generator().manual_seed(1))
     with lockstep.Run(seed=1, progress=False, device="cuda:0", audit_every=2) as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4)))
-        batches = run.batches(TensorDataset(x, x[:, :4].argmax(1)), global_batch=32, epochs=2)
-        for batch in run.track(batches, adamw(model.parameters())):
+        batches = run.batches(TensorDataset(x, x[:, :4].argmax(1)), global_batch_size=32, epochs=2)
+        for batch in run.train(batches, adamw(model.parameters())):
             run.step(PROGRAMS["clipped"].loss, batch)
         run.evaluate(lambda m, b: ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1])), TensorDataset(x, x[:, :4].argmax(1)))
         return run.digest()
@@ -88,9 +88,9 @@ def overflow(rank: int, size: int, store: str, policy: str) -> str:
     with lockstep.Run(seed=1, progress=False, device="cuda:0", on_nonfinite=policy) as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10)))
         try:
-            for batch in run.track(run.batches(data(128), global_batch=32), adamw(model.parameters())):
+            for batch in run.train(run.batches(data(128), global_batch_size=32), adamw(model.parameters())):
                 run.step(loss, batch)
-        except lockstep.NonFinite as error:
+        except lockstep.NonFiniteError as error:
             return str(error)
         return str(all(bool(torch.isfinite(p).all()) for p in model.parameters()))
 

@@ -67,11 +67,11 @@ class Here:
     ) -> None:
         with self.run(**options) as run:
             net = run.replicate(model())
-            chosen = {"global_batch": 32, "epochs": 2} | (batches or {})
+            chosen = {"global_batch_size": 32, "epochs": 2} | (batches or {})
             all_batches = run.batches(data(96) if dataset is None else dataset, **chosen)
             before = [p.clone() for p in net.parameters()]
             try:
-                for batch in run.track(all_batches, sgd(net.parameters())):
+                for batch in run.train(all_batches, sgd(net.parameters())):
                     before = [p.clone() for p in net.parameters()]
                     run.step(loss, batch)
             except Exception as error:
@@ -132,14 +132,14 @@ def frozen(width: int) -> Callable[[], nn.Module]:
 def strangers(here: Here) -> None:
     with here.run() as run:
         run.replicate(mlp())
-        for _ in run.track(run.batches(data(96), global_batch=32), sgd(mlp().parameters())):
+        for _ in run.train(run.batches(data(96), global_batch_size=32), sgd(mlp().parameters())):
             pass
 
 
 def before_track(here: Here) -> None:
     with here.run() as run:
         model = run.replicate(mlp())
-        batches = run.batches(data(96), global_batch=32)
+        batches = run.batches(data(96), global_batch_size=32)
         for batch in batches:
             run.step(classify, batch)
         assert model
@@ -148,7 +148,7 @@ def before_track(here: Here) -> None:
 def not_a_batch(here: Here) -> None:
     with here.run() as run:
         model = run.replicate(mlp())
-        for batch in run.track(run.batches(data(96), global_batch=32), sgd(model.parameters())):
+        for batch in run.train(run.batches(data(96), global_batch_size=32), sgd(model.parameters())):
             run.step(classify, batch.shards[0].data)
 
 
@@ -165,7 +165,7 @@ def without_model(here: Here, call: Callable[[lockstep.Run], Any]) -> None:
 
 def tracked(run: lockstep.Run, **options: Any) -> None:
     model = options.pop("model", None) or run.replicate(mlp())
-    next(iter(run.track(run.batches(data(96), global_batch=32), sgd(model.parameters()), **options)))
+    next(iter(run.train(run.batches(data(96), global_batch_size=32), sgd(model.parameters()), **options)))
 
 
 def two_loops(run: lockstep.Run) -> None:
@@ -183,7 +183,7 @@ def resumed(here: Here, name: str, *, damage: bool = False, **second: Any) -> No
         path = next((directory / "checkpoints").glob("*/tensors.safetensors"))
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     with here.run() as run:  # all wait until that is done
-        run.once(lambda: None)
+        run.on_main(lambda: None)
     here.train(directory=directory, dataset=data(100), **second)
 
 
@@ -203,13 +203,13 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
             lambda here, name=name, value=value: here.train(batches={name: value}),
             rf"ValueError: {name}={value}, which must be a whole number of 1 or more",
         )
-        for name in ("global_batch", "shards", "epochs")
+        for name in ("global_batch_size", "shards", "epochs")
         for value in (0, -2, 1.5)
     },
     **{
         f"evaluate in {value}": (
-            lambda here, value=value: here.evaluate(many, batch=value),
-            rf"ValueError: batch={value} must be a whole number, 1 or more",
+            lambda here, value=value: here.evaluate(many, batch_size=value),
+            rf"ValueError: batch_size={value} must be a whole number, 1 or more",
         )
         for value in (0, -3, 2.5)
     },
@@ -222,40 +222,40 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         r"ValueError: a DataLoader where a dataset belongs: give `loader.dataset`",
     ),
     "one batch size each": (
-        lambda here: here.train(batches={"global_batch": here.last(16, 32)}),
-        r"ReplicaMismatch: run.batches: global_batch is 32 on rank 0 and 16 on rank {last}; it must be the same",
+        lambda here: here.train(batches={"global_batch_size": here.last(16, 32)}),
+        r"ReplicaMismatchError: run.batches: global_batch_size is 32 on rank 0 and 16 on rank {last}; it must be",
     ),
     "one bad batch size": (
-        lambda here: here.train(batches={"global_batch": here.last(0, 32)}),
-        r"ReplicaMismatch: run.batches: global_batch is 32 on rank 0 and 0 on rank {last}",
+        lambda here: here.train(batches={"global_batch_size": here.last(0, 32)}),
+        r"ReplicaMismatchError: run.batches: global_batch_size is 32 on rank 0 and 0 on rank {last}",
     ),
     "one dataset each": (
         lambda here: here.train(dataset=data(here.last(20, 96))),
-        r"ReplicaMismatch: run.batches: len\(dataset\) is 96 on rank 0 and 20 on rank {last}",
+        r"ReplicaMismatchError: run.batches: len\(dataset\) is 96 on rank 0 and 20 on rank {last}",
     ),
     "one order each": (
-        lambda here: here.train(batches={"order": here.last(lockstep.InOrder(96, 32), None)}),
-        r"ReplicaMismatch: run.batches: order is None on rank 0 and InOrder on rank {last}",
+        lambda here: here.train(batches={"order": here.last(lockstep.Sequential(96, 32), None)}),
+        r"ReplicaMismatchError: run.batches: order is None on rank 0 and Sequential on rank {last}",
     ),
     # -- the loss
     "not a number on one": (
         lambda here: here.train(nan_in(here)),
-        r"NonFinite: step 0 \(epoch 0\): the loss of shards? [\d, ]*7 is not a finite number, on rank [12]; "
+        r"NonFiniteError: step 0 \(epoch 0\): the loss of shards? [\d, ]*7 is not a finite number, on rank [12]; "
         r"of the gradient, 1024 of 1024 elements of 0.weight are infinite or not a number. No worker has taken this"
         r".*weights unchanged",
     ),
     "infinite gradient on one": (
         lambda here: here.train(infinite(here)),
-        r"NonFinite: step 0 \(epoch 0\): the gradient is not finite: 1 of 4096 elements of 2.weight are infinite or"
+        r"NonFiniteError: step 0 \(epoch 0\): the gradient is not finite: 1 of 4096 elements of 2.weight are infinite"
         r".*weights unchanged",
     ),
     "infinite gradient on one, clipped": (
-        lambda here: here.train(infinite(here), clip_norm=1.0),
-        r"NonFinite: step 0 .*2.weight are infinite or.*weights unchanged",
+        lambda here: here.train(infinite(here), max_grad_norm=1.0),
+        r"NonFiniteError: step 0 .*2.weight are infinite or.*weights unchanged",
     ),
     "not a number on one, float16": (  # the loss scale is not to blame, so no other one is tried
         lambda here: here.train(nan_in(here), precision="fp16"),
-        r"NonFinite: step 0 .*the loss of shards? [\d, ]*7 is not a finite number.*weights unchanged",
+        r"NonFiniteError: step 0 .*the loss of shards? [\d, ]*7 is not a finite number.*weights unchanged",
     ),
     "no pair": (
         lambda here: here.train(lambda model, batch: classify(model, batch)[0]),
@@ -295,19 +295,19 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     ),
     # -- the figures
     "other figures on one": (
-        lambda here: here.evaluate(lambda model, batch: {"a": (1, 1), here.last("c", "b"): (1, 1)}, batch=8),
-        r"Desync: run.evaluate: rank 0 has the figures a, b, and rank {last} has a, c; b, c must be there always or",
+        lambda here: here.evaluate(lambda model, batch: {"a": (1, 1), here.last("c", "b"): (1, 1)}, batch_size=8),
+        r"DesyncError: run.evaluate: rank 0 has the figures a, b, and rank {last} has a, c; b, c must be there",
     ),
     "other figures in one piece": (
-        lambda here: here.evaluate(lambda model, batch: {"a" if len(batch[1]) == 10 else "b": (1, 1)}, batch=10),
-        r"Desync: run.evaluate: .* a, b must be there always or never",
+        lambda here: here.evaluate(lambda model, batch: {"a" if len(batch[1]) == 10 else "b": (1, 1)}, batch_size=10),
+        r"DesyncError: run.evaluate: .* a, b must be there always or never",
     ),
     "no pair of figures": (
-        lambda here: here.evaluate(lambda model, batch: 0.5, batch=8),
+        lambda here: here.evaluate(lambda model, batch: 0.5, batch_size=8),
         r"TypeError: the function given to evaluate returned a float; it must return \(sum, weight\)",
     ),
     "no numbers": (
-        lambda here: here.evaluate(lambda model, batch: {"a": ("x", None)}, batch=8),
+        lambda here: here.evaluate(lambda model, batch: {"a": ("x", None)}, batch_size=8),
         r"TypeError: the function given to evaluate: a is \('x', None\), which are not two numbers",
     ),
     "nothing to evaluate": (
@@ -317,27 +317,27 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     "an empty stream": (lambda here: here.evaluate(many, Stream(0)), r"ValueError: .*the dataset has no samples"),
     "evaluate one dataset each": (
         lambda here: here.evaluate(many, data(here.last(90, 96))),
-        r"ReplicaMismatch: run.evaluate: len\(dataset\) is 96 on rank 0 and 90 on rank {last}",
+        r"ReplicaMismatchError: run.evaluate: len\(dataset\) is 96 on rank 0 and 90 on rank {last}",
     ),
     "evaluate one stream each": (
-        lambda here: here.evaluate(many, Stream(here.last(30, 96)), batch=8),
-        r"ReplicaMismatch: run.evaluate: samples in the dataset is 96 on rank 0 and 30 on rank {last}",
+        lambda here: here.evaluate(many, Stream(here.last(30, 96)), batch_size=8),
+        r"ReplicaMismatchError: run.evaluate: samples in the dataset is 96 on rank 0 and 30 on rank {last}",
     ),
     "evaluate one stream each, of the same length, they say": (
-        lambda here: here.evaluate(many, Promising(here.last(30, 96)), batch=8),
-        r"ReplicaMismatch: run.evaluate: samples in the dataset is 96 on rank 0 and 30 on rank {last}",
+        lambda here: here.evaluate(many, Promising(here.last(30, 96)), batch_size=8),
+        r"ReplicaMismatchError: run.evaluate: samples in the dataset is 96 on rank 0 and 30 on rank {last}",
     ),
     "evaluate one empty stream": (
-        lambda here: here.evaluate(many, Stream(here.last(0, 96)), batch=8),
-        r"ReplicaMismatch: run.evaluate: samples in the dataset is 96 on rank 0 and 0 on rank {last}",
+        lambda here: here.evaluate(many, Stream(here.last(0, 96)), batch_size=8),
+        r"ReplicaMismatchError: run.evaluate: samples in the dataset is 96 on rank 0 and 0 on rank {last}",
     ),
     "log other names": (
         lambda here: without_model(here, lambda run: run.log(**{here.last("x", "y"): 1})),
-        r"Desync: run.log: rank 0 has the figures y, and rank {last} has x; x, y must be there",
+        r"DesyncError: run.log: rank 0 has the figures y, and rank {last} has x; x, y must be there",
     ),
     "log more names": (
         lambda here: without_model(here, lambda run: run.log(a=1, **here.last({"b": 2}, {}))),
-        r"Desync: run.log: rank 0 has the figures a, and rank {last} has a, b; b must be there always or never",
+        r"DesyncError: run.log: rank 0 has the figures a, and rank {last} has a, b; b must be there always or never",
     ),
     "log words": (
         lambda here: without_model(here, lambda run: run.log(name="net")),
@@ -346,53 +346,53 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     # -- streams
     "a stream that ends early on one": (
         lambda here: here.train(dataset=Stream(here.last(40, 96))),
-        r"UnevenData: step 1: the workers have different batches \(samples: 32 on rank 0, 8 on rank {last}\)",
+        r"UnevenDataError: step 1: the workers have different batches \(samples: 32 on rank 0, 8 on rank {last}\)",
     ),
     "a stream that ends with a batch on one": (
         lambda here: here.train(dataset=Stream(here.last(64, 96)), directory=here.folder / "ends"),
-        r"UnevenData: step 1: .*\(the end of an epoch: False on rank 0, True on rank {last}\)",
+        r"UnevenDataError: step 1: .*\(the end of an epoch: False on rank 0, True on rank {last}\)",
     ),
     "a stream that ends early on the first": (
         lambda here: here.train(dataset=Stream(96 if here.rank else 64), directory=here.folder / "ends first"),
-        r"UnevenData: step 1: .*\(the end of an epoch: True on rank 0, False on rank 1\)",
+        r"UnevenDataError: step 1: .*\(the end of an epoch: True on rank 0, False on rank 1\)",
     ),
     "a stream with a short last batch on one": (
         lambda here: here.train(dataset=Stream(here.last(94, 95))),
-        r"UnevenData: step 2: .*\(samples: 31 on rank 0, 30 on rank {last}\)",
+        r"UnevenDataError: step 2: .*\(samples: 31 on rank 0, 30 on rank {last}\)",
     ),
     # -- one of each
     "one seed each": (
         lambda here: here.train(seed=here.last(8, 7)),
-        r"ReplicaMismatch: Run: seed is 7 on rank 0 and 8 on rank {last}; it must be the same on all workers",
+        r"ReplicaMismatchError: Run: seed is 7 on rank 0 and 8 on rank {last}; it must be the same on all workers",
     ),
     "one exactness each": (
         lambda here: here.train(exact=here.last(False, True)),
-        r"ReplicaMismatch: Run: exact is True on rank 0 and False on rank {last}",
+        r"ReplicaMismatchError: Run: exact is True on rank 0 and False on rank {last}",
     ),
-    "one clip_norm each": (
-        lambda here: here.train(clip_norm=here.last(2.0, None)),
-        r"ReplicaMismatch: Run: options is .*clip_norm=None.* on rank 0 and .*clip_norm=2.0.* on rank {last}",
+    "one max_grad_norm each": (
+        lambda here: here.train(max_grad_norm=here.last(2.0, None)),
+        r"ReplicaMismatchError: Run: options is .*max_grad_norm=None.* on rank 0 and .*max_grad_norm=2.0.* on rank",
     ),
     "one width each": (
         lambda here: here.train(model=lambda: nn.Linear(16, here.last(12, 10))),
-        r"ReplicaMismatch: .*params\[0\] \(weight\) on rank {last} with sizes \[12, 16\] appears not to match sizes",
+        r"ReplicaMismatchError: .*params\[0\] \(weight\) on rank {last} with sizes \[12, 16\] appears not to match",
     ),
     "one number of layers each": (
         lambda here: here.train(model=lambda: here.last(mlp(), mlp()[:3])),
-        r"ReplicaMismatch: .*Rank {last} has 6 params, while rank 0 has inconsistent 4 params. .*: 4.weight, 4.bias",
+        r"ReplicaMismatchError: .*Rank {last} has 6 params, while rank 0 has inconsistent 4 params. .*: 4.weight",
     ),
     "one frozen layer each": (
         lambda here: here.train(model=frozen(here.last(5, 4))),
-        r"ReplicaMismatch: .*\(1.weight\) on rank {last} with sizes \[5, 3\]",
+        r"ReplicaMismatchError: .*\(1.weight\) on rank {last} with sizes \[5, 3\]",
     ),
     "frozen on one": (
         lambda here: here.train(model=lambda: mlp().requires_grad_(not here.is_last)),
-        r"ReplicaMismatch: .*Rank {last} has 0 params, while rank 0 has inconsistent 6 params",
+        r"ReplicaMismatchError: .*Rank {last} has 0 params, while rank 0 has inconsistent 6 params",
     ),
     # -- programs
     "parameters of another model": (strangers, r"ValueError: the optimiser has 6 parameters that the replicated model"),
-    "step before track": (before_track, r"LockstepError: run.step belongs into `for batch in run.track"),
-    "not a batch": (not_a_batch, r"TypeError: run.step takes a batch from run.track, not a list"),
+    "step before track": (before_track, r"LockstepError: run.step belongs into `for batch in run.train"),
+    "not a batch": (not_a_batch, r"TypeError: run.step takes a batch from run.train, not a list"),
     "replicate twice": (twice, r"LockstepError: a Run trains one model: put both into one nn.Module, or"),
     "a second model": (lambda here: twice(here, mlp()), r"LockstepError: a Run trains one model"),
     "not a model": (
@@ -405,11 +405,11 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     ),
     "track without a model": (
         lambda here: without_model(here, lambda run: tracked(run, model=mlp())),
-        r"LockstepError: run.track needs a model: call run.replicate\(model\) first",
+        r"LockstepError: run.train needs a model: call run.replicate\(model\) first",
     ),
     "two loops": (
         lambda here: without_model(here, two_loops),
-        r"LockstepError: a Run has one loop: run.track goes over all epochs",
+        r"LockstepError: a Run has one loop: run.train goes over all epochs",
     ),
     "evaluate without a model": (
         lambda here: without_model(here, lambda run: run.evaluate(many, data(32))),
@@ -420,17 +420,17 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         r"LockstepError: run.save has nothing to save before",
     ),
     "once on nobody": (
-        lambda here: without_model(here, lambda run: run.once(print, on=-1)),
-        r"ValueError: on=-1: there are ranks 0 to {last}",
+        lambda here: without_model(here, lambda run: run.on_main(print, rank=-1)),
+        r"ValueError: rank=-1: there are ranks 0 to {last}",
     ),
     "per": (
-        lambda here: without_model(here, lambda run: tracked(run, per="minute")),
-        r"""ValueError: per='minute' is not known; choose "step" or "epoch\"""",
+        lambda here: without_model(here, lambda run: tracked(run, interval="minute")),
+        r"""ValueError: interval='minute' is not known; choose "step" or "epoch\"""",
     ),
     # -- options
     "unknown option": (
         lambda here: here.run(clip=1),
-        r"TypeError: Run has no option 'clip'; it has precision, wire, clip_norm",
+        r"TypeError: Run has no option 'clip'; it has precision, grad_comm_dtype, max_grad_norm",
     ),
     **{
         f"{name}={value!r}": (
@@ -438,8 +438,16 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
             rf"(ValueError|TypeError): {name}={re.escape(repr(value))} (is not known; choose|must be)",
         )
         for name, value in (
-            ("precision", "fp8"), ("wire", "int8"), ("on_nonfinite", "cry"), ("clip_norm", 0.0), ("clip_norm", "1"),
-            ("check_every", 0), ("audit_every", -1), ("threads", 0), ("seed", 1.0), ("seed", "7"),
+            ("precision", "fp8"),
+            ("grad_comm_dtype", "int8"),
+            ("on_nonfinite", "cry"),
+            ("max_grad_norm", 0.0),
+            ("max_grad_norm", "1"),
+            ("check_every", 0),
+            ("audit_every", -1),
+            ("threads", 0),
+            ("seed", 1.0),
+            ("seed", "7"),
         )
     },
     **{
@@ -451,7 +459,7 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     },
     "one save_every each": (
         lambda here: here.train(save_every=here.last("5m", 5)),
-        r"ReplicaMismatch: Run: options is .*save_every=5,.* on rank 0 and .*save_every='5m'.* on rank {last}",
+        r"ReplicaMismatchError: Run: options is .*save_every=5,.* on rank 0 and .*save_every='5m'.* on rank {last}",
     ),
     "audit without exactness": (
         lambda here: here.train(audit_every=1, exact=False),
@@ -472,8 +480,8 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         r"CheckpointError: .*shards is 8 in the checkpoint and 4 in the program",
     ),
     "another batch": (
-        lambda here: resumed(here, "batch", batches={"global_batch": 16}),
-        r"ValueError: cannot go on at step 1 of epoch 0, which is another place now: global_batch was 32 and is 16",
+        lambda here: resumed(here, "batch", batches={"global_batch_size": 16}),
+        r"ValueError: cannot go on at step 1 of epoch 0, .*: global_batch_size was 32 and is 16",
     ),
     "another model": (
         lambda here: resumed(here, "model", model=lambda: nn.Linear(16, 10)),
@@ -528,7 +536,7 @@ def skip_some(rank: int, size: int, backend: str, store: str) -> Any:
     with lockstep.Run(seed=7, progress=False, device="cpu", on_nonfinite="skip") as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)))
         optimizer = adamw(model.parameters())
-        for batch in run.track(run.batches(data(96), global_batch=32, epochs=3), optimizer):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, epochs=3), optimizer):
             number = batch.number
 
             def loss(model: Any, batch: Any, number: int = number) -> Any:
@@ -582,16 +590,16 @@ def fail_alone(rank: int, size: int, backend: str, store: str, place: str) -> No
 
     with lockstep.Run(seed=7, progress=False, device="cpu") as run:
         model = run.replicate(mlp())
-        batches = run.batches(data(96), global_batch=32, epochs=2)
-        for batch in run.track(batches, sgd(model.parameters())):
+        batches = run.batches(data(96), global_batch_size=32, epochs=2)
+        for batch in run.train(batches, sgd(model.parameters())):
             run.step(loss, batch)
         if "evaluate" in place:
-            run.evaluate(lambda model, batch: (fail(), 1), data(96), batch=8)
+            run.evaluate(lambda model, batch: (fail(), 1), data(96), batch_size=8)
         if "log" in place:
             fail()
             run.log(a=1)
         if "once" in place:
-            run.once(lambda: os.kill(os.getpid(), signal.SIGKILL), on=1)
+            run.on_main(lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
         if "end" in place:
             fail()
 
@@ -604,7 +612,7 @@ def test_the_others_name_the_one_that_failed(place: str, backend: str, tmp_path:
     assert time.monotonic() - began < SOON_S
     assert ("died without a word" if "killed" in place else "ArithmeticError: of my own") in found[1]
     for rank in (0, 2):
-        assert re.search(r"PeerLost: rank 1 \(pid \d+", found[rank]), found[rank]
+        assert re.search(r"PeerLostError: rank 1 \(pid \d+", found[rank]), found[rank]
 
 
 def test_the_launcher_ends_all_and_says_why(stage: Stage) -> None:  # noqa: F811
@@ -616,8 +624,8 @@ def test_the_launcher_ends_all_and_says_why(stage: Stage) -> None:  # noqa: F811
         "    return classify(model, batch)\n"
         "with lockstep.Run(seed=7, progress=False) as run:\n"
         "    model = run.replicate(mlp())\n"
-        "    batches = run.batches(data(96), global_batch=32, epochs=2)\n"
-        "    for batch in run.track(batches, sgd(model.parameters())):\n"
+        "    batches = run.batches(data(96), global_batch_size=32, epochs=2)\n"
+        "    for batch in run.train(batches, sgd(model.parameters())):\n"
         "        run.step(loss, batch)\n"
     )
     began = time.monotonic()

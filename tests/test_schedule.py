@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from lockstep.train.schedule import LargeBatch, Rule, Scaling, Warmup, factor, warmup_factor
+from lockstep.train.schedule import LargeBatch, LRScaling, Rule, Warmup, factor, warmup_factor
 
 
 class Recorder(torch.optim.SGD):
@@ -42,30 +42,30 @@ def test_factors() -> None:
 @pytest.mark.parametrize(
     ("scaling", "expected"),
     [
-        (Scaling(10), [8, 8, 8, 8, 8, 8]),
-        (Scaling(10, warmup_steps=4), [1, 2.75, 4.5, 6.25, 8, 8]),
-        (Scaling(10, warmup_steps=4, warmup="constant"), [1, 1, 1, 1, 8, 8]),
-        (Scaling(20, "sqrt", warmup_steps=2), [1, 1.5, 2, 2, 2, 2]),
-        (Scaling(160, warmup_steps=2), [1, 0.75, 0.5, 0.5, 0.5, 0.5]),
-        (Scaling(10, warmup_steps=1), [1, 8, 8, 8, 8, 8]),
+        (LRScaling(10), [8, 8, 8, 8, 8, 8]),
+        (LRScaling(10, warmup_steps=4), [1, 2.75, 4.5, 6.25, 8, 8]),
+        (LRScaling(10, warmup_steps=4, warmup="constant"), [1, 1, 1, 1, 8, 8]),
+        (LRScaling(20, "sqrt", warmup_steps=2), [1, 1.5, 2, 2, 2, 2]),
+        (LRScaling(160, warmup_steps=2), [1, 0.75, 0.5, 0.5, 0.5, 0.5]),
+        (LRScaling(10, warmup_steps=1), [1, 8, 8, 8, 8, 8]),
     ],
 )
-def test_warm_up(scaling: Scaling, expected: list[float]) -> None:
+def test_warm_up(scaling: LRScaling, expected: list[float]) -> None:
     assert [warmup_factor(scaling, 80, step) for step in range(6)] == expected
     assert [LargeBatch(optimizer_with(1.0), scaling, 80).factor(step) for step in range(6)] == expected
 
 
 def test_names_become_choices_and_scalings_are_values() -> None:
-    assert Scaling(256, "sqrt", 5, "constant") == Scaling(256, Rule.SQRT, 5, Warmup.CONSTANT)
-    assert hash(Scaling(256)) == hash(Scaling(256, "linear"))
+    assert LRScaling(256, "sqrt", 5, "constant") == LRScaling(256, Rule.SQRT, 5, Warmup.CONSTANT)
+    assert hash(LRScaling(256)) == hash(LRScaling(256, "linear"))
     with pytest.raises(AttributeError):
-        Scaling(256).base_batch = 1  # type: ignore[misc]
+        LRScaling(256).base_batch = 1  # type: ignore[misc]
 
 
 def test_all_groups_are_scaled_during_the_step_and_only_then() -> None:
     optimizer = optimizer_with(0.1, 0.01)
     before = copy.deepcopy(optimizer.state_dict())
-    large = LargeBatch(optimizer, Scaling(10, warmup_steps=1), 80)
+    large = LargeBatch(optimizer, LRScaling(10, warmup_steps=1), 80)
     for step in range(2):
         with large.applied(step) as times:
             optimizer.step()
@@ -76,7 +76,7 @@ def test_all_groups_are_scaled_during_the_step_and_only_then() -> None:
 
 def test_the_weights_are_those_of_the_scaled_rate() -> None:
     weights = []
-    for rate, scaling in ((0.8, Scaling(80)), (0.1, Scaling(10))):
+    for rate, scaling in ((0.8, LRScaling(80)), (0.1, LRScaling(10))):
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([weight], lr=rate)
         weight.grad = torch.full((3,), 0.5)
@@ -90,7 +90,7 @@ def test_the_weights_are_those_of_the_scaled_rate() -> None:
 def test_tensor_rates_are_changed_in_place_and_shared_ones_once() -> None:
     shared, own = torch.tensor(0.1), torch.tensor(0.3)
     optimizer = optimizer_with(shared, shared, own)
-    with LargeBatch(optimizer, Scaling(10), 80).applied(0):
+    with LargeBatch(optimizer, LRScaling(10), 80).applied(0):
         optimizer.step()
         assert [group["lr"] for group in optimizer.param_groups] == [shared, shared, own]
     assert optimizer.seen == [[float(torch.tensor(0.1) * 8)] * 2 + [float(torch.tensor(0.3) * 8)]]
@@ -101,7 +101,7 @@ def test_tensor_rates_are_changed_in_place_and_shared_ones_once() -> None:
 def test_rates_come_back_after_an_error() -> None:
     rate = torch.tensor(0.1)
     optimizer = optimizer_with(0.1, rate)
-    with pytest.raises(ZeroDivisionError), LargeBatch(optimizer, Scaling(10), 80).applied(0):
+    with pytest.raises(ZeroDivisionError), LargeBatch(optimizer, LRScaling(10), 80).applied(0):
         raise ZeroDivisionError
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(rate, torch.tensor(0.1))
@@ -112,7 +112,7 @@ def test_a_scheduler_that_is_stepped_inside_is_an_error(rate: float | Tensor) ->
     optimizer = optimizer_with(rate)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
     with pytest.raises(RuntimeError, match="step the scheduler after"):
-        with LargeBatch(optimizer, Scaling(10), 80).applied(0):
+        with LargeBatch(optimizer, LRScaling(10), 80).applied(0):
             optimizer.step()
             scheduler.step()
     assert float(optimizer.param_groups[0]["lr"]) == float(torch.tensor(0.1)) or optimizer.param_groups[0]["lr"] == 0.1
@@ -133,10 +133,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def rates_between_steps(name: str, rate: float | Tensor, scaling: Scaling | None) -> tuple[list[Any], Recorder]:
+def rates_between_steps(name: str, rate: float | Tensor, scaling: LRScaling | None) -> tuple[list[Any], Recorder]:
     optimizer = Recorder([torch.nn.Parameter(torch.ones(2))], lr=rate, momentum=0.9)
     scheduler = SCHEDULERS[name](optimizer)
-    large = LargeBatch(optimizer, scaling or Scaling(80), 80)
+    large = LargeBatch(optimizer, scaling or LRScaling(80), 80)
     found = []
     for step in range(12):
         with large.applied(step):
@@ -152,44 +152,42 @@ def test_schedulers_never_see_the_factor(name: str, kind: str) -> None:
     def rate() -> float | Tensor:
         return 0.2 if kind == "float" else torch.tensor(0.2, dtype=torch.float64)
 
-    scaling = Scaling(10, warmup_steps=5)
+    scaling = LRScaling(10, warmup_steps=5)
     plain, plainly_stepped = rates_between_steps(name, rate(), None)
     scaled, stepped = rates_between_steps(name, rate(), scaling)
     assert scaled == plain  # to the last bit, though ReduceLROnPlateau and chainable ones read it back
     assert len({lr for lr, _ in plain}) > 1
-    assert stepped.seen == [
-        [lr * warmup_factor(scaling, 80, step)] for step, [lr] in enumerate(plainly_stepped.seen)
-    ]
+    assert stepped.seen == [[lr * warmup_factor(scaling, 80, step)] for step, [lr] in enumerate(plainly_stepped.seen)]
 
 
 def test_description() -> None:
-    def describe(scaling: Scaling, *rates: float | Tensor) -> str:
+    def describe(scaling: LRScaling, *rates: float | Tensor) -> str:
         return LargeBatch(optimizer_with(*rates), scaling, 2048).describe()
 
-    assert describe(Scaling(256, warmup_steps=100), 0.1) == (
+    assert describe(LRScaling(256, warmup_steps=100), 0.1) == (
         "global batch 2048, learning rate 0.8 = 0.1 x 8 (linear from a batch of 256), warm-up 100 steps (gradual)"
     )
-    assert describe(Scaling(512, "sqrt"), 0.1, torch.tensor(0.01), 0.1) == (
+    assert describe(LRScaling(512, "sqrt"), 0.1, torch.tensor(0.01), 0.1) == (
         "global batch 2048, learning rate 0.2, 0.02 = 0.1, 0.01 x 2 (sqrt from a batch of 512), no warm-up"
     )
     optimizer = optimizer_with(0.1)
     lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # starts at 0
-    assert "learning rate 0.8 = 0.1 x 8" in LargeBatch(optimizer, Scaling(256), 2048).describe()
+    assert "learning rate 0.8 = 0.1 x 8" in LargeBatch(optimizer, LRScaling(256), 2048).describe()
 
 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: Scaling(0), r"base_batch=0 must be a whole number, 1 or more"),
-        (lambda: Scaling(2.5), r"base_batch=2.5 must be"),  # type: ignore[arg-type]
-        (lambda: Scaling(True), r"base_batch=True must be"),
-        (lambda: Scaling(256, warmup_steps=-1), r"warmup_steps=-1 must be a whole number, 0 or more"),
-        (lambda: Scaling(256, "cubic"), r"rule='cubic' is not known; choose one of 'linear', 'sqrt'"),
-        (lambda: Scaling(256, warmup="slow"), r"warmup='slow' is not known; choose one of 'gradual', 'constant'"),
-        (lambda: factor("linear", 0, 256), r"global_batch=0 must be"),
+        (lambda: LRScaling(0), r"base_batch=0 must be a whole number, 1 or more"),
+        (lambda: LRScaling(2.5), r"base_batch=2.5 must be"),  # type: ignore[arg-type]
+        (lambda: LRScaling(True), r"base_batch=True must be"),
+        (lambda: LRScaling(256, warmup_steps=-1), r"warmup_steps=-1 must be a whole number, 0 or more"),
+        (lambda: LRScaling(256, "cubic"), r"rule='cubic' is not known; choose one of 'linear', 'sqrt'"),
+        (lambda: LRScaling(256, warmup="slow"), r"warmup='slow' is not known; choose one of 'gradual', 'constant'"),
+        (lambda: factor("linear", 0, 256), r"global_batch_size=0 must be"),
         (lambda: factor("linear", 256, -1), r"base_batch=-1 must be"),
-        (lambda: warmup_factor(Scaling(256), 256, -1), r"step=-1 must be"),
-        (lambda: LargeBatch(optimizer_with(0.1), Scaling(256), 0), r"global_batch=0 must be"),
+        (lambda: warmup_factor(LRScaling(256), 256, -1), r"step=-1 must be"),
+        (lambda: LargeBatch(optimizer_with(0.1), LRScaling(256), 0), r"global_batch_size=0 must be"),
     ],
 )
 def test_bad_input(act: Callable[[], Any], message: str) -> None:

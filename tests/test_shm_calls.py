@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checks import Checks
 from lockstep.comm.shm import ShmGroup
-from lockstep.errors import LockstepError, PeerLost
+from lockstep.errors import LockstepError, PeerLostError
 from plain import KINDS, reduced, same_bits, some
 
 CHECKS = Checks()
@@ -276,7 +276,7 @@ def a_barrier_holds_everybody(rank: int, size: int, group: Any) -> None:
 def a_monitored_barrier_names_who_is_missing(rank: int, size: int, group: Any) -> None:
     if rank == 1:
         return
-    with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\).* monitored_barrier #1") as caught:
+    with pytest.raises(PeerLostError, match=r"rank 1 \(pid \d+\).* monitored_barrier #1") as caught:
         dist.monitored_barrier(group=group, timeout=timedelta(seconds=0.3))
     assert caught.value.rank == 1
 

@@ -26,7 +26,7 @@ import lockstep
 from lockstep import world
 from lockstep.comm.shm import ShmGroup
 from lockstep.comm.shm import group as group_module
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
 from leftovers import holdings, settle, shm_files, shm_left
@@ -75,13 +75,13 @@ def group_of(rank: int, size: int, folder: Path, *, timeout_s: float = 10) -> Sh
     return ShmGroup(dist.FileStore(str(folder / "store"), size), rank, size, timedelta(seconds=timeout_s))
 
 
-def all_reduce_until_error(group: ShmGroup) -> tuple[PeerLost, float]:
+def all_reduce_until_error(group: ShmGroup) -> tuple[PeerLostError, float]:
     """The error, and when it came."""
     tensor = torch.ones(10_000)
     while True:
         try:
             group.allreduce([tensor]).wait()
-        except PeerLost as error:
+        except PeerLostError as error:
             return error, time.monotonic()
 
 
@@ -138,7 +138,7 @@ def killed_while_forming(rank: int, size: int, folder: Path) -> Any:
         soon(0.3, lambda: die(folder))
     try:
         group_of(rank, size, folder)
-    except PeerLost as error:
+    except PeerLostError as error:
         return error.rank, error.pid, str(error), time.monotonic()
 
 
@@ -163,7 +163,7 @@ class Caught(NamedTuple):
 def lost_in(action: Callable[[], Any]) -> Caught:
     try:
         action()
-    except PeerLost as error:
+    except PeerLostError as error:
         return Caught(error.rank, error.pid, str(error), time.monotonic())
     raise AssertionError("nobody was lost")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import Checks
-from lockstep.errors import Desync, PeerLost
+from lockstep.errors import DesyncError, PeerLostError
 from plain import same_bits, some
 
 CHECKS = Checks()
@@ -141,13 +141,13 @@ def a_receive_counts_its_time_from_the_wait(rank: int, size: int, group: Any) ->
 def a_receive_that_gets_nothing_ends_at_its_deadline(rank: int, size: int, group: Any) -> None:
     group.set_timeout(timedelta(seconds=0.2))
     if rank == 0:
-        with pytest.raises(PeerLost, match=r"^rank 2 \(pid \d+\) .*recv from rank 2 ") as caught:
+        with pytest.raises(PeerLostError, match=r"^rank 2 \(pid \d+\) .*recv from rank 2 ") as caught:
             dist.recv(full(0), group_src=2, group=group)
         assert caught.value.rank == 2
     alone: Any = dist.new_group(backend="shm", timeout=timedelta(seconds=6))
     if rank == 0:
         alone.set_timeout(timedelta(seconds=0.2))
-        with pytest.raises(PeerLost, match="recv from any rank"):
+        with pytest.raises(PeerLostError, match="recv from any rank"):
             dist.recv(full(0), group=alone)
 
 
@@ -171,7 +171,7 @@ def a_message_of_another_size_is_refused_by_name(rank: int, size: int, group: An
         dist.send(full(1, 5), group_dst=1, group=group)
         dist.send(full(2, 7), group_dst=1, group=group)
         return
-    with pytest.raises(Desync, match=r"rank 0 \(pid \d+\) sent 20 bytes .* rank 1 .* 28"):
+    with pytest.raises(DesyncError, match=r"rank 0 \(pid \d+\) sent 20 bytes .* rank 1 .* 28"):
         dist.recv(full(0, 7), group_src=0, group=group)
     got = full(0, 7)
     dist.recv(got, group_src=0, group=group)

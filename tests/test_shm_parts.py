@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from lockstep.comm.shm.memory import KEEP_BYTES, PAGE, Heap, create_segment
 from lockstep.comm.shm.reduce import Reduction, reduction
 from lockstep.comm.tree import tree_pairs, tree_rounds
-from lockstep.errors import SharedMemoryFull
+from lockstep.errors import SharedMemoryFullError
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, kinds_of, reduced, same_bits, some
 
 # ---------------------------------------------------------------------------------------------------------- the tree
@@ -66,7 +66,7 @@ def test_blocks_never_overlap_and_join_again_when_they_are_free(seed: int) -> No
         size = dice.randrange(1, 12 * PAGE)
         try:
             offset = heap.take(size, "a test")
-        except SharedMemoryFull:
+        except SharedMemoryFullError:
             refused += 1
             continue
         assert offset % PAGE == 0
@@ -82,9 +82,9 @@ def test_blocks_never_overlap_and_join_again_when_they_are_free(seed: int) -> No
 def test_a_full_heap_says_what_was_wanted_and_what_is_left() -> None:
     heap = small_heap(512)
     heap.take(256 * PAGE, "the first")
-    with pytest.raises(SharedMemoryFull, match=r"^the second needs 1\.2 MiB .* 1\.0 MiB are left; free tensors"):
+    with pytest.raises(SharedMemoryFullError, match=r"^the second needs 1\.2 MiB .* 1\.0 MiB are left; free tensors"):
         heap.take(300 * PAGE, "the second")
-    with pytest.raises(SharedMemoryFull, match=r"a tensor of 1000000 x float64 needs 7\.6 MiB"):
+    with pytest.raises(SharedMemoryFullError, match=r"a tensor of 1000000 x float64 needs 7\.6 MiB"):
         heap.tensor(1_000_000, torch.float64)
 
 
@@ -97,7 +97,7 @@ def test_a_tensor_of_the_heap_is_freed_with_its_last_view() -> None:
     assert second.eq(2).all()
     view = second[5:9].view(2, 2)
     del second
-    with pytest.raises(SharedMemoryFull):
+    with pytest.raises(SharedMemoryFullError):
         heap.tensor(2 * PAGE, torch.uint8)
     assert view.eq(2).all()
     del view
@@ -204,5 +204,5 @@ def test_a_segment_in_a_folder_has_no_name_either(tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir("/dev/shm")) == before
     os.close(segment.fd)
     monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(tmp_path / "missing"))
-    with pytest.raises(SharedMemoryFull, match=r"missing: No such file .* LOCKSTEP_SHM_DIR must name a folder"):
+    with pytest.raises(SharedMemoryFullError, match=r"missing: No such file .* LOCKSTEP_SHM_DIR must name a folder"):
         create_segment()

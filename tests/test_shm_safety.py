@@ -25,7 +25,7 @@ from crew import crew
 from lockstep import DistributedDataParallel
 from lockstep.comm.shm import ShmGroup, host
 from lockstep.comm.shm.reduce import Reduction
-from lockstep.errors import Desync, LockstepError, SharedMemoryFull
+from lockstep.errors import DesyncError, LockstepError, SharedMemoryFullError
 from plain import KINDS, reduced, same_bits, some
 from programs import train
 
@@ -156,7 +156,7 @@ def whoever_disagrees_is_named_by_everybody_at_once(rank: int, size: int, group:
             # Ranks 0 and 1 do not fit together. Rank 2 has what is its own, and is told at its next call.
             if rank != 2 or name not in BETWEEN_TWO:
                 wrong.append(f"{name}: no error")
-        except Desync as error:
+        except DesyncError as error:
             named = [f"rank {r} (pid " in str(error) for r in range(size)]
             if not named[ODD] or sum(named) < 2:
                 wrong.append(f"{name}: names the wrong ones: {error}")
@@ -368,7 +368,7 @@ def in_scarce_memory(rank: int, size: int, folder: Path) -> tuple[int, list[str]
         dist.all_gather(got := [torch.empty(numel) for _ in ours], ours[rank], group=group)
         assert all(map(same_bits, got, ours))
     advice = r"--shm-size|LOCKSTEP_SHM_DIR"
-    with pytest.raises(SharedMemoryFull, match=rf"a tensor of 16777216 x float32 needs 64\.0 MiB .*({advice})"):
+    with pytest.raises(SharedMemoryFullError, match=rf"a tensor of 16777216 x float32 needs 64\.0 MiB .*({advice})"):
         group.allocate_tensor(16 << 20, dtype=torch.float32, device=torch.device("cpu"))
     dist.barrier(group=group)
 
@@ -378,7 +378,7 @@ def in_scarce_memory(rank: int, size: int, folder: Path) -> tuple[int, list[str]
     while True:  # until nothing is left
         try:
             hoard.append(group.allocate_tensor(1 << 18, dtype=torch.uint8, device=torch.device("cpu")).fill_(1))
-        except SharedMemoryFull as full_up:
+        except SharedMemoryFullError as full_up:
             assert re.search(advice, str(full_up))
             break
     dist.barrier(group=group)

@@ -35,7 +35,7 @@ def test_a_stream_is_cut_the_same_way_by_any_number_of_workers_and_loaders(size:
                     numbers += torch.frombuffer(bytearray(data[0][2]), dtype=torch.int64).tolist()
         assert sorted(numbers) == list(range(size))
     for workers, loaders in ((2, 0), (3, 0), (1, 1), (1, 2), (2, 3)):
-        other = Settings(6, 3, epochs=2, loaders=loaders)
+        other = Settings(6, 3, epochs=2, num_workers=loaders)
         assert union(lambda rank, of, s=other: batches(Stream(size), s, rank=rank, size=of), workers) == alone
 
 
@@ -114,12 +114,12 @@ class Once(Stream):
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_a_stream_without_samples_is_an_error(loaders: int) -> None:
     with pytest.raises(ValueError, match=r"rank 0: the stream \(Stream\) gave no samples in epoch 0"):
-        list(batches(Stream(0), Settings(4, 1, loaders=loaders)))
+        list(batches(Stream(0), Settings(4, 1, num_workers=loaders)))
     with pytest.raises(ValueError, match=r"gave fewer samples than one batch of 4 \(drop_last=True\) in epoch 0"):
-        list(batches(Stream(3), Settings(4, 1, loaders=loaders, drop_last=True)))
+        list(batches(Stream(3), Settings(4, 1, num_workers=loaders, drop_last=True)))
     with pytest.raises(ValueError, match=r"\(Once\) gave no samples in epoch 1; its __iter__ must start anew"):
-        list(batches(Once(4), Settings(4, 1, loaders=loaders, epochs=2)))
-    short = batches(Stream(8), Settings(4, 1, loaders=loaders))
+        list(batches(Once(4), Settings(4, 1, num_workers=loaders, epochs=2)))
+    short = batches(Stream(8), Settings(4, 1, num_workers=loaders))
     short.seek(Position(0, 2, 2))
     with pytest.raises(ValueError, match="ended before sample 8 of epoch 0, where it should go on"):
         list(short)

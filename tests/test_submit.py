@@ -22,7 +22,7 @@ SMALL = Order(program=("train.py", "--lr", "0.1"), name="train", folder="/home/m
 LARGE = replace(SMALL, nodes=4, workers=8, gpus=8, cpus=6, limit_s=12 * 3600)
 LASTING = replace(LARGE, elastic=Elastic(8, 64))
 IMAGE = "example/train:1"
-ODD = "it's $(a) \"test\" `x` \\ #é"
+ODD = 'it\'s $(a) "test" `x` \\ #é'
 
 
 # ---- what was asked for ----------------------------------------------------------------------------------------------

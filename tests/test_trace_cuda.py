@@ -33,7 +33,7 @@ with lockstep.Run(sys.argv[1], seed=1, device="cuda", progress=False) as run:
     layers = nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 4)
     model = run.replicate(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    for batch in run.track(run.batches(data, global_batch=64, shards=2, epochs=4), optimizer):
+    for batch in run.train(run.batches(data, global_batch_size=64, shards=2, epochs=4), optimizer):
         run.step(loss, batch)
     print("noise", run.noise_scale)
 """

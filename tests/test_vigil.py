@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lockstep.comm.roll import Roll
-from lockstep.errors import PeerLost, WorldError
+from lockstep.errors import PeerLostError, WorldError
 from lockstep.meeting import Meeting
 from lockstep.process import Process, read_stat, this_process
 from lockstep.vigil import Vigil
@@ -124,7 +124,7 @@ def test_all_who_look_blame_the_same_one() -> None:
         vigil = Vigil(store, during="they formed a group")
         for rank in order:
             vigil.watch(rank, first if rank == 1 else second)
-        with pytest.raises(PeerLost, match=rf"rank 1 \(pid {first.pid}\) died while they formed a group") as lost:
+        with pytest.raises(PeerLostError, match=rf"rank 1 \(pid {first.pid}\) died while they formed a group") as lost:
             vigil.look()
         assert (lost.value.rank, lost.value.pid) == (1, first.pid)
 
@@ -137,7 +137,7 @@ def test_who_has_signed_the_roll_can_be_seen_to_die_by_all_the_others() -> None:
         roll.look()
         assert (roll.has_come(1), roll.has_come(2)) == (True, False)
     time.sleep(0.06)  # it does not look more often
-    with pytest.raises(PeerLost, match="rank 7") as lost:
+    with pytest.raises(PeerLostError, match="rank 7") as lost:
         roll.look()
     assert lost.value.rank == 7
 
@@ -149,7 +149,7 @@ def test_who_is_known_from_elsewhere_need_not_have_signed() -> None:
         roll.look()
         assert not roll.has_come(1)
     time.sleep(0.06)
-    with pytest.raises(PeerLost, match="rank 7"):
+    with pytest.raises(PeerLostError, match="rank 7"):
         roll.look()
 
 
@@ -161,5 +161,5 @@ def test_a_meeting_names_who_died_after_its_card_and_not_who_is_merely_late() ->
         assert meeting.introduce({}) == [{}, {}]
         with pytest.raises(WorldError, match="rank 0 of 2 waited at host:1 for rank 1"):
             meeting.swap("gpu", "")
-    with pytest.raises(PeerLost, match=rf"rank 1 \(pid {child.pid}\) died while 2 workers met at host:1"):
+    with pytest.raises(PeerLostError, match=rf"rank 1 \(pid {child.pid}\) died while 2 workers met at host:1"):
         meeting.swap("gpu", "")

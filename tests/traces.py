@@ -37,7 +37,7 @@ class Plan:
     ended: bool = True
     begin_s: float = 0.0
     losses: dict[int, Any] = field(default_factory=dict)  # step -> what the trace has instead
-    global_batch: int = 256
+    global_batch_size: int = 256
     skew_s: float = 0.0  # how far the wall clock of each host is ahead of that of the one before
 
 
@@ -143,7 +143,7 @@ def _opening(plan: Plan, rank: int, name: str) -> Iterator[dict[str, Any]]:
         "size": plan.workers,
         "backend": "shm" if plan.hosts == 1 else "gloo",
         "shards": 8,
-        "global_batch": plan.global_batch,
+        "global_batch_size": plan.global_batch_size,
         "steps": plan.first + plan.steps - 1,
         "buckets": list(BUCKETS),
         "bucket_names": [[f"layers.{3 - i}.weight", f"layers.{3 - i}.bias", 4] for i in range(len(BUCKETS))],
@@ -157,9 +157,7 @@ def _own(plan: Plan, rank: int, chance: random.Random) -> dict[str, float]:
     return {"data": data_s, "forward": compute_s / 3, "backward": compute_s * 2 / 3}
 
 
-def _window(
-    plan: Plan, worker: _Worker, times: tuple[float, float], steps: tuple[int, int]
-) -> dict[str, Any]:
+def _window(plan: Plan, worker: _Worker, times: tuple[float, float], steps: tuple[int, int]) -> dict[str, Any]:
     first, last = steps
     loss: Any = 2.3 * math.exp(-last / (0.4 * plan.steps)) + 0.1 + 0.05 * math.sin(last)
     line = {
@@ -168,7 +166,7 @@ def _window(
         "t1": times[1],
         "first": first - 1,  # a trace counts from 0
         "count": last - first + 1,
-        "samples": plan.global_batch * (last - first + 1),
+        "samples": plan.global_batch_size * (last - first + 1),
         "phases": worker.phases,
         "waited_for": worker.waited_for,
         "loss": plan.losses.get(last, loss),
@@ -204,5 +202,5 @@ def _closeup(plan: Plan, rank: int, step: int, at: float, phases: dict[str, floa
 
 def _noise(plan: Plan, step: int, at: float) -> dict[str, Any]:
     scale = None if step < 30 else 800 + 4 * step
-    line = {"kind": "noise", "t": at, "step": step - 1, "batch": plan.global_batch}
+    line = {"kind": "noise", "t": at, "step": step - 1, "batch": plan.global_batch_size}
     return line | {"noise": 900.0, "signal": 1.2, "scale": scale}

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 from lockstep.arrival import register_backends
 
 if TYPE_CHECKING:
-    from lockstep.data.order import ByLength, InOrder, Shuffled
+    from lockstep.data.order import ByLength, Sequential, Shuffled
     from lockstep.errors import (
         CheckpointError,
-        Desync,
-        Divergence,
+        DesyncError,
+        DivergenceError,
         LockstepError,
-        NonFinite,
-        PeerLost,
-        ReplicaMismatch,
-        UnevenData,
-        WorkerFailed,
+        NonFiniteError,
+        PeerLostError,
+        ReplicaMismatchError,
+        UnevenDataError,
+        WorkerFailedError,
         WorldError,
     )
     from lockstep.notebook.launch import launch
     from lockstep.replicate.batchnorm import SyncBatchNorm
     from lockstep.replicate.ddp import DistributedDataParallel
-    from lockstep.replicate.install import install
+    from lockstep.replicate.install import install_ddp
     from lockstep.train.optim import LAMB, LARS
     from lockstep.train.run import Run
-    from lockstep.train.schedule import Scaling
+    from lockstep.train.schedule import LRScaling
     from lockstep.world import World, init
 
 __version__ = "0.1.0"
@@ -39,26 +39,26 @@ __version__ = "0.1.0"
 _HOME = {
     "ByLength": "lockstep.data.order",
     "CheckpointError": "lockstep.errors",
-    "Desync": "lockstep.errors",
+    "DesyncError": "lockstep.errors",
     "DistributedDataParallel": "lockstep.replicate.ddp",
-    "Divergence": "lockstep.errors",
-    "InOrder": "lockstep.data.order",
+    "DivergenceError": "lockstep.errors",
+    "Sequential": "lockstep.data.order",
     "LAMB": "lockstep.train.optim",
     "LARS": "lockstep.train.optim",
     "LockstepError": "lockstep.errors",
-    "NonFinite": "lockstep.errors",
-    "PeerLost": "lockstep.errors",
-    "ReplicaMismatch": "lockstep.errors",
+    "NonFiniteError": "lockstep.errors",
+    "PeerLostError": "lockstep.errors",
+    "ReplicaMismatchError": "lockstep.errors",
     "Run": "lockstep.train.run",
-    "Scaling": "lockstep.train.schedule",
+    "LRScaling": "lockstep.train.schedule",
     "Shuffled": "lockstep.data.order",
     "SyncBatchNorm": "lockstep.replicate.batchnorm",
-    "UnevenData": "lockstep.errors",
-    "WorkerFailed": "lockstep.errors",
+    "UnevenDataError": "lockstep.errors",
+    "WorkerFailedError": "lockstep.errors",
     "World": "lockstep.world",
     "WorldError": "lockstep.errors",
     "init": "lockstep.world",
-    "install": "lockstep.replicate.install",
+    "install_ddp": "lockstep.replicate.install",
     "launch": "lockstep.notebook.launch",
 }
 
@@ -67,24 +67,24 @@ __all__ = [
     "LARS",
     "ByLength",
     "CheckpointError",
-    "Desync",
+    "DesyncError",
     "DistributedDataParallel",
-    "Divergence",
-    "InOrder",
+    "DivergenceError",
+    "LRScaling",
     "LockstepError",
-    "NonFinite",
-    "PeerLost",
-    "ReplicaMismatch",
+    "NonFiniteError",
+    "PeerLostError",
+    "ReplicaMismatchError",
     "Run",
-    "Scaling",
+    "Sequential",
     "Shuffled",
     "SyncBatchNorm",
-    "UnevenData",
-    "WorkerFailed",
+    "UnevenDataError",
+    "WorkerFailedError",
     "World",
     "WorldError",
     "init",
-    "install",
+    "install_ddp",
     "launch",
 ]
 

@@ -11,19 +11,19 @@ class WorldError(LockstepError):
     """The environment does not say clearly who we are, or the world could not be joined."""
 
 
-class ReplicaMismatch(LockstepError):
+class ReplicaMismatchError(LockstepError):
     """The replicas are not copies of one model: other parameters, shapes, dtypes or values."""
 
 
-class Desync(LockstepError):
+class DesyncError(LockstepError):
     """The workers did not make the same calls in the same order."""
 
 
-class SharedMemoryFull(LockstepError):
+class SharedMemoryFullError(LockstepError):
     """No room for what the workers of a host have to share."""
 
 
-class PeerLost(LockstepError):
+class PeerLostError(LockstepError):
     """A worker went away while the others waited for it. `rank` and `pid` tell which, where that is known."""
 
     def __init__(self, message: str, *, rank: int | None = None, pid: int | None = None) -> None:
@@ -31,7 +31,7 @@ class PeerLost(LockstepError):
         self.rank, self.pid = rank, pid
 
 
-class WorkerFailed(LockstepError):
+class WorkerFailedError(LockstepError):
     """A worker of `lockstep.launch` failed: the first one. The text has its traceback.
 
     `status` as subprocess has it: below zero for a signal.
@@ -42,15 +42,15 @@ class WorkerFailed(LockstepError):
         self.rank, self.status = rank, status
 
 
-class NonFinite(LockstepError):
+class NonFiniteError(LockstepError):
     """A loss or a gradient is infinite or not a number."""
 
 
-class Divergence(LockstepError):
+class DivergenceError(LockstepError):
     """Replicas that must be equal are not, or the same computation gave two results."""
 
 
-class UnevenData(LockstepError):
+class UnevenDataError(LockstepError):
     """Some workers have run out of data, and others have not."""
 
 
@@ -58,5 +58,5 @@ class CheckpointError(LockstepError):
     """What was saved cannot be read, or belongs to another run."""
 
 
-class DirectoryInUse(LockstepError):
+class DirectoryInUseError(LockstepError):
     """Another run that lives has the run directory."""

@@ -129,9 +129,7 @@ def _listen(addr: str, port: int) -> tuple[socket.socket, str]:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both), "127.0.0.1"
 
 
-def connect(
-    addr: str, port: int, *, deadline: float, who: str, keeper: str, doubt: Doubt | None = None
-) -> Store:
+def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str, doubt: Doubt | None = None) -> Store:
     """Knock until somebody listens, then shake hands.
 
     TCPStore would do both, but it logs a stack trace per attempt and does not keep to its own timeout.

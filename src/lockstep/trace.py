@@ -75,4 +75,3 @@ class TraceFile:
                 fresh = self._now_path.with_suffix(f".{os.getpid()}")
                 fresh.write_text(json.dumps(now))
                 fresh.replace(self._now_path)
-

@@ -15,7 +15,7 @@ from typing import Final
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 from lockstep.process import Process, this_process
 
 LOOK_S: Final = 0.05
@@ -46,11 +46,11 @@ class Vigil:
         self._watched[rank] = process
 
     def look(self) -> None:
-        """Raise PeerLost if one of them is dead."""
+        """Raise PeerLostError if one of them is dead."""
         for rank, process in self._watched.items():
             if process.is_dead(seen_from=self.me):
                 text = f"rank {rank} (pid {process.pid}) died while {self._during}; its own output says why"
-                raise self.note(PeerLost(text, rank=rank, pid=process.pid))
+                raise self.note(PeerLostError(text, rank=rank, pid=process.pid))
 
     def look_closely(self) -> None:
         """Something of theirs has broken, which happens a moment before the process has ended."""
@@ -59,11 +59,11 @@ class Vigil:
             self.look()
             time.sleep(LOOK_S)
 
-    def note(self, error: PeerLost) -> PeerLost:
+    def note(self, error: PeerLostError) -> PeerLostError:
         """Tell the others whom we have lost. Returns what to raise: another may have told them before."""
         mine = json.dumps([error.rank, error.pid, str(error)])
         try:
             rank, pid, text = json.loads(self._store.compare_set("lost", "", mine))
         except DistError:  # the store went with whom we lost
             return error
-        return error if (rank, pid) == (error.rank, error.pid) else PeerLost(text, rank=rank, pid=pid)
+        return error if (rank, pid) == (error.rank, error.pid) else PeerLostError(text, rank=rank, pid=pid)

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from lockstep import meeting
 from lockstep.absent import Absence
 from lockstep.card import Card, draw
-from lockstep.errors import PeerLost, WorldError
+from lockstep.errors import PeerLostError, WorldError
 from lockstep.meeting import Meeting
 from lockstep.place import Place, batch_note, detect, identify_host, read_number
 from lockstep.vigil import Introduced
@@ -328,7 +328,7 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
             device_id=device if backend == "nccl" else None,
             pg_options=Introduced(others.processes) if backend == "shm" else None,
         )
-    except PeerLost:
+    except PeerLostError:
         raise
     except (RuntimeError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 from lockstep.process import read_stat
 
 PATIENCE_S = 0.3
@@ -31,8 +31,8 @@ class Note:
     pid: int
     text: str
 
-    def error(self) -> PeerLost:
-        return PeerLost(self.text, rank=self.rank, pid=self.pid)
+    def error(self) -> PeerLostError:
+        return PeerLostError(self.text, rank=self.rank, pid=self.pid)
 
 
 class Board:

@@ -55,7 +55,7 @@ from lockstep.comm.parts import LinkBroken, Native, Part, Tree
 from lockstep.comm.shm import ShmGroup
 from lockstep.comm.shm.engine import Engine, ShmWork
 from lockstep.comm.shm.reduce import Reduction, reduction
-from lockstep.errors import LockstepError, PeerLost
+from lockstep.errors import LockstepError, PeerLostError
 
 CLOSE_S = 5.0
 
@@ -392,11 +392,11 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     def _explain(self, where: str, error: Exception) -> LockstepError:
         """What happened, as far as anybody knows; those who know more than others leave a note for them."""
         mine = self._cards[self._rank]
-        if not isinstance(error, (PeerLost, LinkBroken)):
+        if not isinstance(error, (PeerLostError, LinkBroken)):
             text = f"{mine} failed in {where}, and the group with it: {error}"
             self._board.leave(Note(mine.rank, mine.pid, text))
             return error if isinstance(error, LockstepError) else LockstepError(text)
-        if isinstance(error, PeerLost) and error.rank is not None and error.pid is not None and is_gone(error.pid):
+        if isinstance(error, PeerLostError) and error.rank is not None and error.pid is not None and is_gone(error.pid):
             return self._board.leave(Note(error.rank, error.pid, f"{error} (seen by {mine} in {where})")).error()
         # Those we were connected to may be gone, or may have given up because of somebody else. Who has hung up must be
         # seen at once, before others who have lost the same one do so too.
@@ -404,8 +404,8 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         note = self._board.read()
         if note is not None:
             return note.error()
-        if isinstance(error, PeerLost):
-            return PeerLost(f"{error}; who was lost first cannot be told from here ({mine}, in {where})")
+        if isinstance(error, PeerLostError):
+            return PeerLostError(f"{error}; who was lost first cannot be told from here ({mine}, in {where})")
         members = self._members(error.part)
         suspects = hung_up or [rank for rank in range(len(members)) if rank != error.part.rank]
         lost = [self._cards[members[rank]] for rank in suspects]
@@ -413,7 +413,9 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
             f"{mine} lost the connection to {' or '.join(map(str, lost))} in {where}: it is gone or hangs, or the "
             f"network is; its own output says why. The connection said: {error}"
         )
-        return self._board.leave(Note(lost[0].rank, lost[0].pid, text)).error() if len(lost) == 1 else PeerLost(text)
+        return (
+            self._board.leave(Note(lost[0].rank, lost[0].pid, text)).error() if len(lost) == 1 else PeerLostError(text)
+        )
 
     def _members(self, part: Part) -> Sequence[int]:
         if part is self._local:

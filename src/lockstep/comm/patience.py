@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.register import backend_name
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 
 LOOK_EVERY_S: Final = 0.5
 
@@ -30,7 +30,7 @@ def give_up(group: dist.ProcessGroup) -> None:
 
 def check_given_up(group: dist.ProcessGroup | None, where: str) -> None:
     if group in _given_up:
-        raise PeerLost(f"its group was given up while this worker waited in {where}")
+        raise PeerLostError(f"its group was given up while this worker waited in {where}")
 
 
 def wait(group: dist.ProcessGroup, work: Any, device: torch.device, where: str) -> None:

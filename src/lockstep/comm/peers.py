@@ -30,7 +30,7 @@ from lockstep.comm import stack
 from lockstep.comm.blame import Board, Note
 from lockstep.comm.patience import LOOK_EVERY_S, check_given_up, done_within
 from lockstep.comm.stack import ask
-from lockstep.errors import Desync, LockstepError, PeerLost
+from lockstep.errors import DesyncError, LockstepError, PeerLostError
 from lockstep.process import read_stat
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ LOST_PHRASES = (
 
 def tells_of_a_lost_peer(error: BaseException) -> bool:
     """An error of a collective, in our words or in those of Gloo and NCCL."""
-    if isinstance(error, PeerLost):
+    if isinstance(error, PeerLostError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PHRASES)
 
@@ -69,11 +69,11 @@ class Report:
 def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: str) -> LockstepError | None:
     """Who is to blame for our waiting, if the reports say so. A worker that is merely slow is not to blame.
 
-    A Desync is a strong suspicion only: sends and receives of the user's own count as calls too.
+    A DesyncError is a strong suspicion only: sends and receives of the user's own count as calls too.
     """
     for peer in peers:
         if peer.left is not None:
-            return PeerLost(
+            return PeerLostError(
                 f"rank {peer.rank} (pid {peer.pid} on {peer.host}) left after {peer.passes} backward passes: "
                 f"{peer.left}. Rank {us.rank} was waiting for it in {where}. If it merely had fewer batches, wrap the "
                 "training loop in `with model.join():`, or give every worker the same number.",
@@ -81,7 +81,7 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
                 pid=peer.pid,
             )
         if peer.rank in dead:
-            return PeerLost(
+            return PeerLostError(
                 f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without a word (last heard of after "
                 f"{peer.passes} backward passes): killed, or out of memory. Rank {us.rank} was waiting for "
                 f"it in {where}. Look at the end of its log.",
@@ -90,7 +90,7 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
             )
     for peer in peers:
         if peer.pid and not peer.inside and peer.calls == us.calls:
-            return Desync(
+            return DesyncError(
                 f"rank {us.rank} waits in {where}, but rank {peer.rank}, after {peer.passes} backward passes, has "
                 f"called another collective instead (number {us.calls} on this group). It had fewer batches, or its "
                 "control flow depends on the rank: use `with model.join():` for uneven inputs, and look for a barrier, "
@@ -180,7 +180,7 @@ class Reporter:
         """Who is to blame for our waiting, as far as we or those know who saw it before us."""
         peers = self.hear()
         error = judge(self.now(), peers, dead=self.dead(peers), where=where)
-        if not isinstance(error, PeerLost) or error.rank is None:
+        if not isinstance(error, PeerLostError) or error.rank is None:
             return error
         # Who lost a worker ends too, and is then missed by others: the first note counts.
         first = Board(self._store).leave(Note(error.rank, error.pid or 0, str(error)))
@@ -261,7 +261,7 @@ class Watch:
     def _look_around(self, where: str, waited_s: float) -> None:
         assert self._reporter is not None
         error = self._reporter.blame(where)
-        if isinstance(error, PeerLost) or (error is not None and str(error) == self._suspicion):
+        if isinstance(error, PeerLostError) or (error is not None and str(error) == self._suspicion):
             _do_not_linger()
             raise error
         self._suspicion = "" if error is None else str(error)  # raised if nothing has changed at the next look
@@ -272,10 +272,10 @@ class Watch:
         """Turns a broken connection into the name of the worker that broke it."""
         try:
             yield
-        except PeerLost as error:
+        except PeerLostError as error:
             # The group knows who; the reports may know why.
             verdict = self._reporter.blame(where) if self._reporter is not None else None
-            if not isinstance(verdict, PeerLost) or error.rank not in (None, verdict.rank):
+            if not isinstance(verdict, PeerLostError) or error.rank not in (None, verdict.rank):
                 raise
             raise verdict from error
         except LockstepError:
@@ -290,10 +290,10 @@ class Watch:
         # Its connections are closed a moment before its process has ended.
         for _ in range(20):
             verdict = self._reporter.blame(where)
-            if isinstance(verdict, PeerLost):
+            if isinstance(verdict, PeerLostError):
                 return verdict
             time.sleep(0.05)
-        return PeerLost(
+        return PeerLostError(
             f"a worker went away while rank {self._reporter.rank} waited in {where}; none of those that can be seen "
             f"from here has ended, so look at the other hosts and the network. The connection said: {error}"
         )

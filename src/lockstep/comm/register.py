@@ -38,7 +38,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def _create_shm(made: Any, options: Any) -> dist.ProcessGroup:
     """A subgroup knows the processes of its members from the default group, if that is ours."""
     from lockstep.comm.roll import NOBODY, Roll
-    from lockstep.errors import PeerLost
+    from lockstep.errors import PeerLostError
     from lockstep.vigil import Introduced
 
     ranks = made.global_ranks_in_group or range(made.group_size)
@@ -50,7 +50,7 @@ def _create_shm(made: Any, options: Any) -> dist.ProcessGroup:
         from lockstep.comm.shm import ShmGroup  # takes its time, so we sign before
 
         return ShmGroup(made.store, made.group_rank, made.group_size, made.timeout, roll=roll)
-    except PeerLost as error:
+    except PeerLostError as error:
         raise (whole.mourn(error) if hasattr(whole, "mourn") else error) from None
 
 

@@ -18,7 +18,7 @@ from typing import Final
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from lockstep.errors import PeerLost, WorldError
+from lockstep.errors import PeerLostError, WorldError
 from lockstep.process import Process
 from lockstep.vigil import LOOK_S, Vigil
 
@@ -60,7 +60,7 @@ class Roll:
         return rank in self._signed
 
     def look(self) -> None:
-        """Raise PeerLost if anybody is dead. May be called all the time: it looks now and then."""
+        """Raise PeerLostError if anybody is dead. May be called all the time: it looks now and then."""
         now_s = time.monotonic()
         if now_s < self._next_look_s:
             return
@@ -83,7 +83,7 @@ class Roll:
         """Somebody has hung up."""
         self._vigil.look_closely()
 
-    def note(self, error: PeerLost) -> PeerLost:
+    def note(self, error: PeerLostError) -> PeerLostError:
         """The group has lost somebody. Tells those who have not noticed yet; returns what to raise."""
         return self._vigil.note(error) if error.rank is not None else error
 

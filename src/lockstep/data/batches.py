@@ -34,31 +34,39 @@ __all__ = ["Batch", "Batches", "DataError", "Position", "Settings", "Shard"]
 class Settings:
     """What the batches are. The first four decide what is computed, the others how fast it comes."""
 
-    global_batch: int  # samples, over all workers
+    global_batch_size: int  # samples, over all workers
     shards: int = 8
     epochs: int | None = 1  # None: endless
     drop_last: bool = False
-    loaders: int = 0  # loader processes; 0: samples are loaded by this process, while it waits
-    ahead: int = 2  # batches loaded ahead, by loader processes (one each at least)
-    collate: Collate | None = None  # a list of samples -> data; None: torch's default
-    pin: bool | None = None  # page-locked memory, for copying to a GPU; None: if the device is one
+    num_workers: int = 0  # loader processes; 0: samples are loaded by this process, while it waits
+    prefetch_factor: int = 2  # batches loaded ahead, by loader processes (one each at least)
+    collate_fn: Collate | None = None  # a list of samples -> data; None: torch's default
+    pin_memory: bool | None = None  # page-locked memory, for copying to a GPU; None: if the device is one
     timeout_s: float = 1800.0  # for one batch from the loader processes
 
     def __post_init__(self) -> None:
-        for name, least in (("global_batch", 1), ("shards", 1), ("epochs", 1), ("loaders", 0), ("ahead", 1)):
+        for name, least in (
+            ("global_batch_size", 1),
+            ("shards", 1),
+            ("epochs", 1),
+            ("num_workers", 0),
+            ("prefetch_factor", 1),
+        ):
             value = getattr(self, name)
             if name == "epochs" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 endless = ", or None for no end" if name == "epochs" else ""
                 raise ValueError(f"{name}={value!r}, which must be a whole number of {least} or more{endless}")
-        if self.shards > self.global_batch:
+        if self.shards > self.global_batch_size:
             raise ValueError(
-                f"shards={self.shards} of a batch of {self.global_batch} samples: some would always be empty; "
-                f"set shards={self.global_batch} or less, or a larger global_batch"
+                f"shards={self.shards} of a batch of {self.global_batch_size} samples: some would always be empty; "
+                f"set shards={self.global_batch_size} or less, or a larger global_batch_size"
             )
-        if self.collate is not None and not callable(self.collate):
-            raise ValueError(f"collate={self.collate!r} cannot be called; give a function: list of samples -> data")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ValueError(
+                f"collate_fn={self.collate_fn!r} cannot be called; give a function: list of samples -> data"
+            )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
 
@@ -87,8 +95,8 @@ class Batches:
         self.wait_s = 0.0  # spent waiting for batches, in all
         self._dataset, self._settings, self._device = dataset, settings, device
         self._division = Division(settings.shards, share(settings.shards, size, rank), joined)
-        self._order = choose_order(dataset, settings.global_batch, settings.drop_last, seed=seed, order=order)
-        self._recipe = Recipe(seed, rank, settings.collate, draws_random_numbers(dataset), device)
+        self._order = choose_order(dataset, settings.global_batch_size, settings.drop_last, seed=seed, order=order)
+        self._recipe = Recipe(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
         self._position = Position()
         self._arriving: Generator[Any, None, None] | None = None  # loading from the position on, if it has begun
         self._turn: object = None  # whose turn it is, of all iterators that were ever made
@@ -165,7 +173,7 @@ class Batches:
     def _identity(self) -> dict[str, int]:
         """What decides which samples come at a position."""
         samples = -1 if self._order is None else len(self._dataset)
-        return {"global_batch": self._settings.global_batch, "samples": samples, "seed": self._recipe.seed}
+        return {"global_batch_size": self._settings.global_batch_size, "samples": samples, "seed": self._recipe.seed}
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
@@ -226,17 +234,17 @@ class Batches:
     def _start_loading(self) -> Generator[Any, None, None]:
         settings, order, start = self._settings, self._order, self._position
         how = Loading(
-            loaders=settings.loaders,
-            ahead=settings.ahead,
-            pin=self._device.type == "cuda" if settings.pin is None else settings.pin,
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor,
+            pin_memory=self._device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
             timeout_s=settings.timeout_s,
             rank=self._recipe.rank,
             device=self._device,
             hide_worker_info=order is None,
         )
-        recipe = replace(self._recipe, device=None) if settings.loaders > 0 else self._recipe
+        recipe = replace(self._recipe, device=None) if settings.num_workers > 0 else self._recipe
         if order is None:
-            source = Source(self._dataset, settings.global_batch, settings.drop_last, settings.epochs)
+            source = Source(self._dataset, settings.global_batch_size, settings.drop_last, settings.epochs)
             parcels = load(StreamReader(source, recipe, self._division, start), count(), how)
         else:
             jobs = make_jobs(order, start, settings.epochs, self._division, size=len(self._dataset))

@@ -46,7 +46,9 @@ def ask(order: Order, position: Position, size: int) -> list[int]:
     return samples
 
 
-def choose_order(dataset: Any, global_batch: int, drop_last: bool, *, seed: int, order: Order | None) -> Order | None:
+def choose_order(
+    dataset: Any, global_batch_size: int, drop_last: bool, *, seed: int, order: Order | None
+) -> Order | None:
     """The order of this dataset, after checking that the two fit. None: it is a stream, and comes as it comes."""
     kind = type(dataset).__name__
     refuse_loader(dataset)
@@ -55,13 +57,13 @@ def choose_order(dataset: Any, global_batch: int, drop_last: bool, *, seed: int,
         _check_stream(dataset, order)
         return None
     if order is None:
-        if len(dataset) < global_batch:
+        if len(dataset) < global_batch_size:
             raise ValueError(
-                f"the dataset ({kind}) has {len(dataset)} samples, fewer than one global batch of {global_batch}; "
-                "use a smaller global_batch"
+                f"the dataset ({kind}) has {len(dataset)} samples, fewer than one global batch of {global_batch_size}; "
+                "use a smaller global_batch_size"
             )
-        order = Shuffled(len(dataset), global_batch, seed, drop_last)
-    _check_order(order, dataset, global_batch, drop_last)
+        order = Shuffled(len(dataset), global_batch_size, seed, drop_last)
+    _check_order(order, dataset, global_batch_size, drop_last)
     return order
 
 
@@ -70,18 +72,18 @@ def refuse_loader(dataset: Any) -> None:
     if isinstance(dataset, DataLoader):
         raise ValueError(
             "a DataLoader where a dataset belongs: give `loader.dataset`, without a sampler; Lockstep makes the "
-            "batches, shuffles and deals them out (the options of a loader are called loaders=, collate= and "
+            "batches, shuffles and deals them out (the options of a loader are called num_workers=, collate_fn= and "
             "drop_last= here)"
         )
 
 
-def _check_order(order: Order, dataset: Any, global_batch: int, drop_last: bool) -> None:
+def _check_order(order: Order, dataset: Any, global_batch_size: int, drop_last: bool) -> None:
     if not isinstance(order, Order):
         raise ValueError(f"order={order!r} has no steps(epoch) and batch(epoch, step); see lockstep.data.order.Order")
     kind, size = type(order).__name__, len(dataset)
     # What an order says about itself is taken at its word; it need not say anything.
-    if (its_batch := getattr(order, "global_batch", global_batch)) != global_batch:
-        raise ValueError(f"{kind} has batches of {its_batch}, but global_batch={global_batch}; say the same")
+    if (its_batch := getattr(order, "global_batch_size", global_batch_size)) != global_batch_size:
+        raise ValueError(f"{kind} has batches of {its_batch}, but global_batch_size={global_batch_size}; say the same")
     if (its_size := getattr(order, "size", size)) > size:
         raise ValueError(f"{kind} is an order of {its_size} samples, but the dataset has {size}; say the same")
     if drop_last and not getattr(order, "drop_last", False):

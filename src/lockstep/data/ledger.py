@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lockstep.data.order import InOrder, Shuffled, count_steps
+from lockstep.data.order import Sequential, Shuffled, count_steps
 from lockstep.errors import LockstepError
 from lockstep.files import Appender
 
@@ -257,14 +257,14 @@ def prove(directory: Path) -> Proof:
     return Proof(read.end, read.restarts, size, epochs, problems)
 
 
-def _order(facts: dict[str, Any]) -> Shuffled | InOrder | None:
-    size, batch, drop_last = facts["samples"], facts["global_batch"], facts["drop_last"]
+def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:
+    size, batch, drop_last = facts["samples"], facts["global_batch_size"], facts["drop_last"]
     if facts["order"] == "Shuffled":
         return Shuffled(size, batch, facts["seed"], drop_last)
-    return InOrder(size, batch, drop_last) if facts["order"] == "InOrder" else None
+    return Sequential(size, batch, drop_last) if facts["order"] == "Sequential" else None
 
 
-def _judge(number: int, parts: Sequence[Entry], order: Shuffled | InOrder | None, whole: int, size: int) -> Epoch:
+def _judge(number: int, parts: Sequence[Entry], order: Shuffled | Sequential | None, whole: int, size: int) -> Epoch:
     steps = sum(entry.stop - entry.start for entry in parts)
     samples = sum(entry.samples for entry in parts)
     total = sum(entry.fingerprint for entry in parts) % _WORD

@@ -72,9 +72,9 @@ class LoaderLost(DataError):
 class Loading:
     """How batches are loaded."""
 
-    loaders: int
-    ahead: int
-    pin: bool
+    num_workers: int
+    prefetch_factor: int
+    pin_memory: bool
     timeout_s: float
     rank: int
     device: torch.device
@@ -84,7 +84,7 @@ class Loading:
 def load(reader: Any, jobs: Iterable[Any], how: Loading) -> Generator[Parcel, None, None]:
     """`reader[job]` for every job, in order, each in a parcel."""
     with ExitStack() as ends:
-        parcels = _begin(reader, jobs, how, [ends.enter_context(closing(Hatch())) for _ in range(how.loaders)])
+        parcels = _begin(reader, jobs, how, [ends.enter_context(closing(Hatch())) for _ in range(how.num_workers)])
         stop = getattr(parcels, "_shutdown_workers", None)
         if stop is not None:  # not left to the garbage collector: a traceback may hold the iterator for long
             ends.callback(stop)
@@ -131,8 +131,8 @@ def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hat
     options: dict[str, Any] = {}
     if hatches:
         options = {
-            "num_workers": how.loaders,
-            "prefetch_factor": max(1, -(-how.ahead // how.loaders)),
+            "num_workers": how.num_workers,
+            "prefetch_factor": how.prefetch_factor,
             "timeout": min(how.timeout_s, LOOK_S),
             "worker_init_fn": partial(_settle, _whom_to_follow(), how.hide_worker_info, hatches),
         }
@@ -141,7 +141,7 @@ def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hat
         batch_size=None,
         sampler=jobs,
         collate_fn=pack if hatches else Parcel,
-        pin_memory=how.pin,
+        pin_memory=how.pin_memory,
         generator=torch.Generator(),  # else starting would draw from the global one
         **options,
     )
@@ -154,12 +154,13 @@ def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hat
 
 
 def _explain(error: Exception, how: Loading, codes: Collection[int]) -> str:
-    who = f"rank {how.rank}: loading with {how.loaders} loader processes failed: {type(error).__name__}: {error}"
+    who = f"rank {how.rank}: loading with {how.num_workers} loader processes failed: {type(error).__name__}: {error}"
     if codes:
         who += f" (exit status {', '.join(map(str, sorted(codes)))})"
     if "timed out" in str(error):
-        return f"{who}; the dataset hangs or is very slow: raise timeout_s, or try loaders=0 to see where"
-    return f"{who}; if a process was killed, the machine may be short of memory: use fewer loaders or less ahead"
+        return f"{who}; the dataset hangs or is very slow: raise timeout_s, or try num_workers=0 to see where"
+    advice = "use a smaller num_workers= or prefetch_factor="
+    return f"{who}; if a process was killed, the machine may be short of memory: {advice}"
 
 
 def _whom_to_follow() -> int | None:

@@ -103,7 +103,7 @@ def count_steps(order: Order, epoch: int) -> int:
 
 def count_all_steps(order: Order, epochs: int) -> int:
     """Of that many epochs. All are alike in the orders of the house; in another one each is asked for."""
-    if isinstance(order, Shuffled | InOrder | ByLength):
+    if isinstance(order, Shuffled | Sequential | ByLength):
         return epochs * count_steps(order, 0)
     return sum(count_steps(order, epoch) for epoch in range(epochs))
 
@@ -116,43 +116,43 @@ class Shuffled:
     """Every sample once per epoch, in an order that is another one in each epoch. `run.batches` uses it by itself."""
 
     size: int
-    global_batch: int
+    global_batch_size: int
     seed: int
     drop_last: bool = False
     _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # the last epoch
 
     def __post_init__(self) -> None:
-        _check(self, size=self.size, global_batch=self.global_batch, drop_last=self.drop_last)
+        _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
         check_seed(self.seed)
 
     def steps(self, epoch: int) -> int:
-        return _count(self.size, self.global_batch, self.drop_last)
+        return _count(self.size, self.global_batch_size, self.drop_last)
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
         if epoch not in self._kept:
             self._kept.clear()
             self._kept[epoch] = _permutation(self.size, mix(self.seed, "order", epoch))
-        return _as_list(self._kept[epoch][step * self.global_batch : (step + 1) * self.global_batch])
+        return _as_list(self._kept[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
 
 
 @dataclass(frozen=True)
-class InOrder:
+class Sequential:
     """Sample 0, 1, 2, ... in every epoch."""
 
     size: int
-    global_batch: int
+    global_batch_size: int
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, size=self.size, global_batch=self.global_batch, drop_last=self.drop_last)
+        _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
 
     def steps(self, epoch: int) -> int:
-        return _count(self.size, self.global_batch, self.drop_last)
+        return _count(self.size, self.global_batch_size, self.drop_last)
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
-        return list(range(step * self.global_batch, min((step + 1) * self.global_batch, self.size)))
+        return list(range(step * self.global_batch_size, min((step + 1) * self.global_batch_size, self.size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class ByLength:
     """
 
     lengths: Sequence[int] | Sequence[float] | Tensor
-    global_batch: int
+    global_batch_size: int
     seed: int
     drop_last: bool = False
     pool: int = 50
@@ -176,7 +176,7 @@ class ByLength:
         if lengths.dim() != 1:
             raise ValueError(f"ByLength: lengths has shape {tuple(lengths.shape)}; give one number for each sample")
         object.__setattr__(self, "lengths", lengths)
-        _check(self, size=self.size, global_batch=self.global_batch, drop_last=self.drop_last)
+        _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
         check_seed(self.seed)
         if not _is_int(self.pool) or self.pool < 1:
             raise ValueError(f"ByLength(pool={self.pool!r}): say how many batches are sorted together, 1 or more")
@@ -186,25 +186,25 @@ class ByLength:
         return len(self.lengths)
 
     def steps(self, epoch: int) -> int:
-        return _count(self.size, self.global_batch, self.drop_last)
+        return _count(self.size, self.global_batch_size, self.drop_last)
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
         if epoch not in self._kept:
             self._kept.clear()
             self._kept[epoch] = self._arrange(epoch)
-        return _as_list(self._kept[epoch][step * self.global_batch : (step + 1) * self.global_batch])
+        return _as_list(self._kept[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
 
     def _arrange(self, epoch: int) -> Tensor:
         """The samples of an epoch, batch after batch."""
         assert isinstance(self.lengths, Tensor)
         shuffled = _permutation(self.size, mix(self.seed, "length", epoch))
-        batches = self.size // self.global_batch
-        full, rest = shuffled[: batches * self.global_batch], shuffled[batches * self.global_batch :]
+        batches = self.size // self.global_batch_size
+        full, rest = shuffled[: batches * self.global_batch_size], shuffled[batches * self.global_batch_size :]
         # Two stable sorts: by length, and then back into pools with the lengths in order inside.
         by_length = torch.argsort(self.lengths[full.long()], stable=True)
-        pools = torch.div(by_length, self.pool * self.global_batch, rounding_mode="floor")
-        arranged = full[by_length[torch.argsort(pools, stable=True)]].view(batches, self.global_batch)
+        pools = torch.div(by_length, self.pool * self.global_batch_size, rounding_mode="floor")
+        arranged = full[by_length[torch.argsort(pools, stable=True)]].view(batches, self.global_batch_size)
         mixed = arranged[_permutation(batches, mix(self.seed, "length batches", epoch)).long()]
         return torch.cat([mixed.flatten(), rest])
 
@@ -226,8 +226,8 @@ def _as_list(samples: Tensor) -> list[int]:
     return numbers
 
 
-def _count(size: int, global_batch: int, drop_last: bool) -> int:
-    return size // global_batch if drop_last else -(-size // global_batch)
+def _count(size: int, global_batch_size: int, drop_last: bool) -> int:
+    return size // global_batch_size if drop_last else -(-size // global_batch_size)
 
 
 def _is_int(value: object) -> bool:
@@ -238,14 +238,14 @@ def _name(order: Order) -> str:
     return type(order).__name__
 
 
-def _check(order: Order, *, size: int, global_batch: int, drop_last: bool) -> None:
-    for name, value in (("size", size), ("global_batch", global_batch)):
+def _check(order: Order, *, size: int, global_batch_size: int, drop_last: bool) -> None:
+    for name, value in (("size", size), ("global_batch_size", global_batch_size)):
         if not _is_int(value) or value < 1:
             raise ValueError(f"{_name(order)}: {name}={value!r}, which must be a whole number of 1 or more")
-    if drop_last and size < global_batch:
+    if drop_last and size < global_batch_size:
         raise ValueError(
-            f"{_name(order)}: {size} samples make no batch of {global_batch} with drop_last=True; "
-            "use a smaller global_batch, or keep the incomplete batch"
+            f"{_name(order)}: {size} samples make no batch of {global_batch_size} with drop_last=True; "
+            "use a smaller global_batch_size, or keep the incomplete batch"
         )
 
 

@@ -103,12 +103,12 @@ class Recipe:
 
     seed: int
     rank: int
-    collate: Collate | None  # None: torch's default, which draws no random numbers
+    collate_fn: Collate | None  # None: torch's default, which draws no random numbers
     is_random: bool  # whether loading a sample may draw some
     device: torch.device | None = None  # its generator counts too; None in loader processes, which know no GPU
 
     def keeping_random_state(self) -> AbstractContextManager[None]:
-        if not self.is_random and self.collate is None:
+        if not self.is_random and self.collate_fn is None:
             return nullcontext()
         return kept_random_state(self.device)
 
@@ -117,17 +117,17 @@ class Recipe:
             sow(mix(self.seed, *words), self.device)
 
     def put_together(self, items: list[Any], position: Position, shard: int) -> Any:
-        if self.collate is None:
+        if self.collate_fn is None:
             collate: Collate = _collate_here
         else:
-            collate = self.collate
+            collate = self.collate_fn
             sow(mix(self.seed, "collate", position.epoch, position.step, shard), self.device)
         try:
             return collate(items)
         except Exception as error:
             raise DataError(
                 f"rank {self.rank}: {len(items)} samples could not be put together (epoch {position.epoch}, "
-                f"step {position.step}, shard {shard}): {_words(error)}; if samples differ in shape, give collate="
+                f"step {position.step}, shard {shard}): {_words(error)}; if samples differ in shape, give collate_fn="
             ) from error
 
 
@@ -158,7 +158,7 @@ class Reader:
         return Batch(here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards)
 
     def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
-        if self.recipe.collate is None and (columns := gather(self.dataset, samples)) is not None:
+        if self.recipe.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:
             return columns
         if not self.recipe.is_random and hasattr(self.dataset, "__getitems__"):
             items = self._guarded(lambda: list(self.dataset.__getitems__(list(samples))), position, samples)

@@ -1,8 +1,8 @@
 """Iterable datasets: one sequence of samples per epoch, the same one for everybody.
 
 Note [Everybody reads everything]
-Sample i of an epoch belongs to batch i // global_batch. Nobody can tell where a stream is cut without reading it, so
-every worker, and every loader process of a worker, goes through the whole stream and keeps what belongs to it. A
+Sample i of an epoch belongs to batch i // global_batch_size. Nobody can tell where a stream is cut without reading it,
+so every worker, and every loader process of a worker, goes through the whole stream and keeps what belongs to it. A
 dataset must therefore not split itself, neither by rank nor by `get_worker_info()` (which answers None here). What is
 expensive per sample is best left to the collate function: that runs only for samples that are kept.
 
@@ -32,7 +32,7 @@ class Source:
     """
 
     dataset: Any
-    global_batch: int
+    global_batch_size: int
     drop_last: bool
     epochs: int | None
 
@@ -84,7 +84,7 @@ class StreamReader:
     def _read_epochs(self) -> Iterator[_Chunk]:
         here, source = self._start, self._source
         while source.epochs is None or here.epoch < source.epochs:
-            samples = self._read_samples(here.epoch, here.step * source.global_batch)
+            samples = self._read_samples(here.epoch, here.step * source.global_batch_size)
             coming = self._take(samples)
             if not coming:
                 raise ValueError(self._why_nothing_came(here))
@@ -94,8 +94,8 @@ class StreamReader:
                 here = here.after(ends_epoch=not coming)
 
     def _take(self, samples: Iterator[Any]) -> list[Any]:
-        taken = list(islice(samples, self._source.global_batch))
-        return [] if self._source.drop_last and len(taken) < self._source.global_batch else taken
+        taken = list(islice(samples, self._source.global_batch_size))
+        return [] if self._source.drop_last and len(taken) < self._source.global_batch_size else taken
 
     def _read_samples(self, epoch: int, first: int) -> Iterator[Any]:
         """Samples from number `first` on. Each is read with random numbers of its own, keyed by (seed, epoch, i)."""
@@ -135,7 +135,7 @@ class StreamReader:
         return _Begun(samples, skipped=False)
 
     def _why_nothing_came(self, here: Position) -> str:
-        kind, size = type(self._source.dataset).__name__, self._source.global_batch
+        kind, size = type(self._source.dataset).__name__, self._source.global_batch_size
         who = f"rank {self._recipe.rank}: the stream ({kind})"
         if here.step > 0:
             return (

@@ -59,13 +59,13 @@ def main() -> None:
     with lockstep.Run(directory, seed=SEED) as run:
         model = run.replicate(make_model())
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        batches = run.batches(train_set, global_batch=BATCH, epochs=args.epochs)
-        for batch in run.track(batches, optimizer):
+        batches = run.batches(train_set, global_batch_size=BATCH, epochs=args.epochs)
+        for batch in run.train(batches, optimizer):
             run.step(loss, batch)
         accuracy = float(run.evaluate(correct, test_set))  # type: ignore[arg-type]
         run.log(accuracy=accuracy)
         result = {"accuracy": accuracy, "digest": run.digest(), "noise_scale": run.noise_scale}
-        run.once(lambda: report(directory, f"accuracy {accuracy:.2%}  digest {result['digest']}", result))
+        run.on_main(lambda: report(directory, f"accuracy {accuracy:.2%}  digest {result['digest']}", result))
 
 
 def report(directory: Path | None, line: str, result: dict[str, Any]) -> None:

@@ -62,17 +62,17 @@ def main() -> None:
     train_text, test_text = tokens.tensor_split([len(tokens) * 9 // 10])
     train_set = train_text.unfold(0, LENGTH + 1, LENGTH // 2)  # [windows, length + 1]
     test_set = test_text.unfold(0, LENGTH + 1, LENGTH)[:256]
-    with lockstep.Run(args.directory, seed=SEED, clip_norm=1.0) as run:
+    with lockstep.Run(args.directory, seed=SEED, max_grad_norm=1.0) as run:
         model = run.replicate(Gpt(len(alphabet)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        batches = run.batches(train_set, global_batch=BATCH)
-        for batch in run.track(batches, optimizer, steps=args.steps):
+        batches = run.batches(train_set, global_batch_size=BATCH)
+        for batch in run.train(batches, optimizer, steps=args.steps):
             run.step(loss, batch)
         nats = float(run.evaluate(loss, test_set))  # type: ignore[arg-type]
         run.log(nats=nats)
         result = {"nats": nats, "digest": run.digest(), "text": write(model, alphabet, run.device)}
         line = f"{nats:.3f} nats per character  digest {result['digest']}"
-        run.once(lambda: report(args.directory, line, result))
+        run.on_main(lambda: report(args.directory, line, result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A trial: two real workers are started as `lockstep run` starts them, and add up a tensor.
 
-    python -m lockstep.doctor.trial FILE      what a worker of it runs; rank 0 writes what it saw
+python -m lockstep.doctor.trial FILE      what a worker of it runs; rank 0 writes what it saw
 """
 
 from __future__ import annotations

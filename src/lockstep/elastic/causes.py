@@ -41,7 +41,7 @@ def _rule(pattern: str, why: str, do: str) -> _Rule:
 
 _SHM: Final = (
     "give the container more shared memory (docker: --shm-size=8g or --ipc=host), or free /dev/shm; "
-    "a DataLoader with num_workers=0 needs none, nor do run.batches(loaders=...)"
+    "a DataLoader with num_workers=0 needs none, nor do run.batches(num_workers=...)"
 )
 _SAME_DATA: Final = (
     "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out"
@@ -50,40 +50,40 @@ _SAME_DATA: Final = (
 # Before those that need more words: what an exception says of itself.
 _RULES: Final = (
     _rule(
-        r"DirectoryInUse",
+        r"DirectoryInUseError",
         "two programs would write into one run directory, and spoil each other's checkpoints",
         "end the other one, or give this one a directory of its own: Run(directory)",
     ),
     _rule(
-        r"SharedMemoryFull|of shared memory, and \S+ is full"
+        r"SharedMemoryFullError|of shared memory, and \S+ is full"
         r"|unable to (?:write to|allocate shared memory|mmap|resize) .*(?:/torch_|shared|shm)"
         r"|No space left on device.*(?:/dev/shm|/torch_|shm_open)|(?:/dev/shm|/torch_\d).*No space left on device",
         "shared memory is full (/dev/shm is too small)",
         _SHM,
     ),
     _rule(
-        r"PeerLost.*rank (?P<rank>\d+) .*left after (?P<passes>\d+) backward passes: its program ended",
+        r"PeerLostError.*rank (?P<rank>\d+) .*left after (?P<passes>\d+) backward passes: its program ended",
         "rank {rank} had fewer batches than the others: it ended after {passes} backward passes",
         "give every worker the same number of batches (a DistributedSampler, drop_last=True), or wrap the loop in "
         "`with model.join():`",
     ),
     _rule(
-        r"UnevenData.*the data of rank (?P<rank>[\d, ]+) ended before step (?P<step>\d+)",
+        r"UnevenDataError.*the data of rank (?P<rank>[\d, ]+) ended before step (?P<step>\d+)",
         "rank {rank} has fewer batches than the others",
         _SAME_DATA,
     ),
     _rule(
-        r"UnevenData.*the end of an epoch: False on rank 0, True on rank (?P<rank>\d+)",
+        r"UnevenDataError.*the end of an epoch: False on rank 0, True on rank (?P<rank>\d+)",
         "rank {rank} has fewer batches than the others: its data ends here",
         _SAME_DATA,
     ),
     _rule(
-        r"UnevenData.*the end of an epoch: True on rank (?P<rank>\d+)",
+        r"UnevenDataError.*the end of an epoch: True on rank (?P<rank>\d+)",
         "rank {rank} has fewer batches than the others: its data ends here",
         _SAME_DATA,
     ),
     _rule(
-        r"UnevenData.*samples: (?P<many>\d+) on rank 0, (?P<few>\d+) on rank (?P<rank>\d+)",
+        r"UnevenDataError.*samples: (?P<many>\d+) on rank 0, (?P<few>\d+) on rank (?P<rank>\d+)",
         "rank {rank} has other data than rank 0: a batch of {few} samples where that one has {many}",
         _SAME_DATA,
     ),
@@ -93,7 +93,7 @@ _RULES: Final = (
         "start fewer workers: -n {shards} at most; or set shards={workers} or more in run.batches",
     ),
     _rule(
-        r"UnevenData",
+        r"UnevenDataError",
         "the workers do not see the same data",
         _SAME_DATA,
     ),
@@ -103,21 +103,21 @@ _RULES: Final = (
         "use every parameter in the loss, freeze it (requires_grad_(False)), or pass find_unused_parameters=True",
     ),
     _rule(
-        r"NonFinite",
+        r"NonFiniteError",
         "the loss or the gradient became infinite or not a number",
-        'look at the data of that step and at log, sqrt and / in the loss; a lower learning rate, warm-up or '
-        'clip_norm= may help; Run(on_nonfinite="skip") leaves such batches out',
+        "look at the data of that step and at log, sqrt and / in the loss; a lower learning rate, warm-up or "
+        'max_grad_norm= may help; Run(on_nonfinite="skip") leaves such batches out',
     ),
     _rule(
         r"CUDA out of memory|OutOfMemoryError",
         "the GPU is out of memory: the numbers are above",
-        "use more shards of the global batch (shards=), a smaller global_batch or model, or precision='bf16'; see who "
-        "else is on the GPU with nvidia-smi",
+        "use more shards of the global batch (shards=), a smaller global_batch_size or model, or precision='bf16'; see "
+        "who else is on the GPU with nvidia-smi",
     ),
     _rule(
         r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|not enough memory",
         "the worker could not get more memory: the machine, or its limit (ulimit -v, the container's), is full",
-        "use fewer workers (-n), fewer loaders, more shards of a smaller global_batch, or allow more memory",
+        "use fewer workers (-n), fewer loaders, more shards of a smaller global_batch_size, or allow more memory",
     ),
     _rule(
         r"cannot listen on MASTER_PORT=(?P<port>\d+)|EADDRINUSE|[Aa]ddress already in use",
@@ -128,21 +128,21 @@ _RULES: Final = (
     _rule(
         r"exited unexpectedly|is killed by signal|a loader process (?:was lost|died)",
         "a loader process was killed: most often the machine is short of memory, or /dev/shm is full",
-        "use fewer loaders or less ahead; look for 'Out of memory' in the kernel's log (dmesg)",
+        "use a smaller num_workers= or prefetch_factor=; look for 'Out of memory' in the kernel's log (dmesg)",
     ),
     _rule(
-        r"Desync|collective mismatch|EnforceNotMet|op\.preamble\.length|Detected mismatch between collectives",
+        r"DesyncError|collective mismatch|EnforceNotMet|op\.preamble\.length|Detected mismatch between collectives",
         "mismatching collectives: the workers did not make the same calls in the same order",
         "look for `if rank == 0:` (or a condition that differs between workers) around run.evaluate, run.log, a "
-        "barrier or a reduction; all workers call them, run.once(...) runs something on one",
+        "barrier or a reduction; all workers call them, run.on_main(...) runs something on one",
     ),
     _rule(
-        r"ReplicaMismatch",
+        r"ReplicaMismatchError",
         "the workers do not run the same program: other models, arguments or data",
         "start all workers with the same arguments and the same seed, and build the model without looking at the rank",
     ),
     _rule(
-        r"Divergence",
+        r"DivergenceError",
         "replicas that must be equal are not",
         "run `lockstep doctor`, and look for code that changes weights on one worker only",
     ),
@@ -205,7 +205,9 @@ def _of_signal(evidence: Evidence) -> Cause | None:
             why = f"out of memory: the kernel killed it ({evidence.out_of_memory})"
         else:
             why = "somebody sent SIGKILL; most often the kernel does, out of memory, though its counters do not say so"
-        do = "use fewer workers (-n), fewer loaders or a smaller global_batch; `dmesg` names whom the kernel killed"
+        do = (
+            "use fewer workers (-n), fewer loaders or a smaller global_batch_size; `dmesg` names whom the kernel killed"
+        )
         return Cause(why, do)
     if number == signal.SIGBUS:
         return Cause("SIGBUS: memory that was mapped is not there; most often /dev/shm is full", _SHM)

@@ -47,7 +47,9 @@ def reach(
     elif len(addresses) == 1:
         dial = TcpDial(*addresses[0])
     else:
-        raise ValueError(f"{where!r} names {len(addresses)} hosts, and only one can hold the store; or is it etcd://...?")
+        raise ValueError(
+            f"{where!r} names {len(addresses)} hosts, and only one can hold the store; or is it etcd://...?"
+        )
     return Client(dial, secret, selector, terms=terms, on_lost=on_lost)
 
 

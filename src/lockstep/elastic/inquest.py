@@ -22,10 +22,10 @@ from lockstep.elastic.trouble import Frame, Trouble
 from lockstep.elastic.verdict import describe
 
 _EARLY: Final = re.compile(
-    r"^PeerLost: rank (?P<rank>\d+) \(pid (?P<pid>\d+) on (?P<host>\S+)\) left .*: its program ended"
+    r"^PeerLostError: rank (?P<rank>\d+) \(pid (?P<pid>\d+) on (?P<host>\S+)\) left .*: its program ended"
 )
 
-_RAISED_BY_ALL: Final = re.compile(r"(UnevenData|NonFinite|ReplicaMismatch|Divergence)\b")
+_RAISED_BY_ALL: Final = re.compile(r"(UnevenDataError|NonFiniteError|ReplicaMismatchError|DivergenceError)\b")
 
 
 @dataclass(frozen=True)

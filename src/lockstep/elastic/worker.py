@@ -19,7 +19,7 @@ from types import ModuleType
 def main() -> None:
     import lockstep
 
-    lockstep.install()
+    lockstep.install_ddp()
     run_program(sys.argv[1:])
 
 

@@ -1,11 +1,11 @@
 """`lockstep bench`: speed, always with a peer beside it in the same run.
 
-    lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
-    lockstep bench exact      step time with the same bits on any number of workers, beside the fastest there is
-    lockstep bench trace      what the trace of a run costs, and somebody who watches it
-    lockstep bench wrapper    what the wrapper costs on one device, in time and memory
-    lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
-    lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
+lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
+lockstep bench exact      step time with the same bits on any number of workers, beside the fastest there is
+lockstep bench trace      what the trace of a run costs, and somebody who watches it
+lockstep bench wrapper    what the wrapper costs on one device, in time and memory
+lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
+lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
 """
 
 from __future__ import annotations

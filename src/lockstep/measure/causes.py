@@ -23,8 +23,8 @@ _SLOWER: Final = {
 _LATE_ADVICE: Final = {
     "compute": "Look on {host} for other programs on its cores or its GPU, for fewer threads or a lower clock than the "
     "others have, and for samples that cost more than others.",
-    "data": "Look on {host} for a slower disk or busy cores; give its loader more processes (`loaders=`) or more "
-    "batches ahead (`ahead=`).",
+    "data": "Look on {host} for a slower disk or busy cores; give its loader more processes (`num_workers=`) or more "
+    "batches ahead (`prefetch_factor=`).",
     "between": "Look for what only this worker does between two steps: logging, writing files, evaluating. "
     "Do it less often, or in a thread of its own.",
     "": "Look at its steps in the timeline: single long ones, rather than all of them, make it late.",
@@ -93,7 +93,10 @@ def _data(facts: Facts) -> Iterator[Cause]:
     sentence = (
         f"Workers waited {percent(share)} of the time for the loader: {ms(share * step_s)} of a step of {ms(step_s)}."
     )
-    advice = "Give it more processes (`loaders=`) or more batches ahead (`ahead=`), or make a sample cheaper to load."
+    advice = (
+        "Give it more processes (`num_workers=`) or more batches ahead (`prefetch_factor=`), or make a sample cheaper "
+        "to load."
+    )
     yield Cause("data", share, sentence, advice)
 
 

@@ -85,7 +85,7 @@ def likely_cause(found: dict[Arm, Difference | None]) -> str:
     if arms[-1].killed_in is not None and found[arms[-1]] is not None:
         return (
             "only the killed run differs: something that belongs to the state is not in it. Give it to "
-            "run.remember(...), or compute it from the step"
+            "run.register_state(...), or compute it from the step"
         )
     return "some numbers of workers differ and some do not: look for control flow that depends on the rank"
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 from lockstep.measure.collectives import Buffers, Case, call_of, check, fill, make_buffers
 from lockstep.measure.rounds import order_of
 from lockstep.measure.workers import Seat
@@ -86,7 +86,7 @@ class Bench:
         try:
             result = action()
             self.finish()
-        except PeerLost:
+        except PeerLostError:
             raise
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             mine = (str(error).splitlines() or [""])[0] or type(error).__name__

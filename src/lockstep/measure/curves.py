@@ -77,7 +77,7 @@ def judge_noise(eras: list[Era]) -> NoiseStory | None:
         for member in era.members.values():
             for noise in member.stay.noises:
                 if noise.scale is not None and noise.scale > 0:
-                    by_step[noise.step] = (noise.scale, noise.batch or member.stay.world.global_batch)
+                    by_step[noise.step] = (noise.scale, noise.batch or member.stay.world.global_batch_size)
     if not by_step:
         return None
     steps = sorted(by_step)

@@ -92,7 +92,7 @@ def draw(now: Snapshot | None) -> RenderableType:
         ("loss", "" if now.loss is None else f"{now.loss:.4g}"),
         *((name, f"{value:.4g}") for name, value in now.figures.items()),
         ("lr", "" if now.lr is None else f"{now.lr:.3g}"),
-        ("batch", str(now.global_batch or "")),
+        ("batch", str(now.global_batch_size or "")),
         ("samples/s", f"{now.samples_per_s:,.0f}" if now.samples_per_s else ""),
         ("computing", f"{now.efficiency:.0%}" if now.efficiency is not None else ""),
         ("lost workers", str(now.lost) if now.lost else ""),

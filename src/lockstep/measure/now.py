@@ -54,7 +54,7 @@ class Snapshot:
     epoch: int
     loss: float | None
     lr: float | None
-    global_batch: int | None
+    global_batch_size: int | None
     samples_per_s: float | None
     figures: Mapping[str, float]
     events: Sequence[Event] = field(default_factory=list)
@@ -69,9 +69,9 @@ class Snapshot:
     @property
     def left_s(self) -> float | None:
         """Until it ends, at the speed of now."""
-        if self.steps is None or not self.samples_per_s or not self.global_batch:
+        if self.steps is None or not self.samples_per_s or not self.global_batch_size:
             return None
-        return (self.steps - self.step) * self.global_batch / self.samples_per_s
+        return (self.steps - self.step) * self.global_batch_size / self.samples_per_s
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def look(place: Place, *, now_s: float | None = None, since_s: float = 0.0) -> S
         epoch=int(newest.get("epoch") or 0),
         loss=leader.get("loss"),
         lr=leader.get("lr"),
-        global_batch=newest.get("global_batch"),
+        global_batch_size=newest.get("global_batch_size"),
         samples_per_s=leader.get("samples_per_s"),
         figures=leader.get("figures") or {},
         events=_events(launched, place.trace),

@@ -72,7 +72,13 @@ class RunArm:
     def let_see(self, observer: Observer) -> None:
         """The steps from now on. Each observer counts its own."""
         if observer not in self._steps:
-            world = {"rank": self._rank, "size": self._size, "backend": self.name, "generation": 1, "global_batch": 1}
+            world = {
+                "rank": self._rank,
+                "size": self._size,
+                "backend": self.name,
+                "generation": 1,
+                "global_batch_size": 1,
+            }
             observer.share_out(dict, sees=Sight(writes=self._rank == 0), first=0, **world)
         self._observer = self._training.observer = observer
 

@@ -70,7 +70,7 @@ class Story:
     workers: int  # lately
     hosts: int
     backend: str
-    global_batch: int
+    global_batch_size: int
     samples_per_s: float | None  # over all steps
     compute_share: float | None  # the efficiency that every run has: see Usage
     scaling: Scaling | None
@@ -109,7 +109,7 @@ def tell(trace: Trace) -> Story:
         workers=world.size if world else len({process.head.worker for process in trace.processes}),
         hosts=len({one.host for one in usages}) or 1,
         backend=world.backend if world else "",
-        global_batch=world.global_batch if world else 0,
+        global_batch_size=world.global_batch_size if world else 0,
         samples_per_s=samples / seconds if seconds and samples else None,
         compute_share=total.share(*COMPUTE) if total.seconds else None,
         scaling=_scaling(eras),

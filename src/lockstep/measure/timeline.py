@@ -40,7 +40,7 @@ class World:
     size: int
     backend: str = ""
     shards: int = 0
-    global_batch: int = 0
+    global_batch_size: int = 0
     steps: int | None = None
     bucket_bytes: tuple[int, ...] = ()
     bucket_names: tuple[str, ...] = ()
@@ -289,7 +289,7 @@ def _world(line: Mapping[str, Any], at_s: float | None) -> World | None:
     return replace(
         bare,
         shards=whole(line.get("shards")) or 0,
-        global_batch=whole(line.get("global_batch")) or 0,
+        global_batch_size=whole(line.get("global_batch_size")) or 0,
         steps=whole(line.get("steps")),
         bucket_bytes=tuple(whole(one) or 0 for one in list_of(line.get("buckets"))),
         bucket_names=tuple(names),

@@ -20,7 +20,7 @@ from typing import Any, Final, TextIO
 from lockstep.elastic.guardian import Guardian
 from lockstep.elastic.supervisor import PREEMPTED
 from lockstep.elastic.verdict import Act, Exit, Scene, blame, decide, describe, is_lost_peer
-from lockstep.errors import WorkerFailed
+from lockstep.errors import WorkerFailedError
 from lockstep.notebook.worker import Answer, Pipes, Task, work
 
 GRACE_S: Final = 5.0  # between asking a worker to end and killing it
@@ -223,7 +223,7 @@ class Crew:
                 worker.signal_group(signal.SIGKILL)
 
     def result(self) -> Any:
-        """What rank 0 returned. WorkerFailed if somebody failed."""
+        """What rank 0 returned. WorkerFailedError if somebody failed."""
         culprit = blame(self._exits)
         if culprit is None:
             packed = self._workers[0].told.read().result
@@ -237,4 +237,4 @@ class Crew:
         else:
             words = "\n".join((worker.err.tail or worker.out.tail).rstrip().splitlines()[-TAIL_LINES:])
             text = f"{who} failed first: {describe(culprit.code)}; its last words:\n{words or '(none)'}"
-        raise WorkerFailed(text, rank=culprit.rank, status=culprit.code)
+        raise WorkerFailedError(text, rank=culprit.rank, status=culprit.code)

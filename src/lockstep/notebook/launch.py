@@ -28,7 +28,7 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> T:
     all that is there. What it changes stays in the workers; only its result comes back. That is pickled: numbers,
     text, tensors (on the CPU then), a state dict, lists and dicts of these, objects of classes that are known here.
 
-    The output of the workers is shown as it comes. If one fails, the others are stopped, and WorkerFailed has the
+    The output of the workers is shown as it comes. If one fails, the others are stopped, and WorkerFailedError has the
     traceback of the first. Ctrl-C, or the notebook's stop button, ends them all. They never outlive this process.
     """
     number = _check(fn, workers)

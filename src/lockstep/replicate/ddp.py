@@ -609,9 +609,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            self._log_and_throw(
-                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
-            )
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
         self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:

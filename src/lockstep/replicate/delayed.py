@@ -28,9 +28,7 @@ class DelayedReduce:
             return
         assert trigger is not None
         first = self._parameters[0]
-        self._flat = torch.zeros(
-            sum(p.numel() for p in self._parameters), dtype=first.dtype, device=first.device
-        )
+        self._flat = torch.zeros(sum(p.numel() for p in self._parameters), dtype=first.dtype, device=first.device)
         pieces = torch.split(self._flat, [p.numel() for p in self._parameters])
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
         if make_equal:

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from lockstep.comm.peers import Watch
 from lockstep.comm.register import backend_name, is_ours
-from lockstep.errors import SharedMemoryFull
+from lockstep.errors import SharedMemoryFullError
 from lockstep.replicate import hooks
 from lockstep.replicate.bucket import Bucket, Filling, Ownership
 from lockstep.replicate.hooks import CommHook, GradBucket
@@ -76,7 +76,7 @@ class Exchange:
         if backend is not None and backend.supports_tensor_alloc(device):
             try:
                 return cast(Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
-            except SharedMemoryFull as error:
+            except SharedMemoryFullError as error:
                 logger.warning("%s. Until then gradients are copied once more on their way", error)
                 self._shares_memory = False
         return torch.empty(numel, dtype=dtype, device=device)

@@ -54,7 +54,7 @@ class Bucket:
     """Some parameters whose gradients travel together, and behind them the marks of those that were used."""
 
     def __init__(
-        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, wire: torch.dtype | None
+        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
     ) -> None:
         self.indices = list(indices)
         self.parameters = [leaves[i].parameter for i in indices]
@@ -64,7 +64,7 @@ class Bucket:
             self.offsets.append(self.numel)
             self.numel += -(-parameter.numel() // step) * step
         own = self.parameters[0].dtype
-        dtype = wire if wire is not None and own.is_floating_point else own
+        dtype = comm_dtype if comm_dtype is not None and own.is_floating_point else own
         self.parcel = sum_.parcel(self.numel + len(self.indices), dtype)
         self.rows = list(self.parcel.rows)
         self.views = [self.cut(row) for row in self.rows]
@@ -80,9 +80,9 @@ class Bucket:
 class Gradients:
     """Of one model. In each step: `keep` after every shard but the last, `listen` before its backward, `finish`."""
 
-    def __init__(self, leaves: Sequence[Leaf], sum_: ShardSum, *, wire: torch.dtype | None = None) -> None:
-        """`wire`: the precision that gradients have on their way, if not their own."""
-        self._leaves, self._sum, self._wire = list(leaves), sum_, wire
+    def __init__(self, leaves: Sequence[Leaf], sum_: ShardSum, *, comm_dtype: torch.dtype | None = None) -> None:
+        """`comm_dtype`: the precision that gradients have on their way, if not their own."""
+        self._leaves, self._sum, self._comm_dtype = list(leaves), sum_, comm_dtype
         self._parameters = [leaf.parameter for leaf in leaves]
         self._device = self._parameters[0].device
         self._on_cpu = self._device.type == "cpu"
@@ -105,7 +105,7 @@ class Gradients:
         plan = pack(self._parameters, (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), sparse=sparse, order=order)
         self._buckets = []  # so that their memory is free before the new ones take some
         dense = [p.indices for p in plan if not sparse[p.indices[0]]]
-        self._buckets = [Bucket(indices, self._leaves, self._sum, self._wire) for indices in dense]
+        self._buckets = [Bucket(indices, self._leaves, self._sum, self._comm_dtype) for indices in dense]
         self._home = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
 
     @property
@@ -161,8 +161,8 @@ class Gradients:
             )
         if leaf.sparse:
             return gradient.coalesce()
-        if self._wire is not None and gradient.dtype.is_floating_point:
-            return gradient.to(self._wire).to(torch.float32)
+        if self._comm_dtype is not None and gradient.dtype.is_floating_point:
+            return gradient.to(self._comm_dtype).to(torch.float32)
         return gradient.float() if gradient.dtype in NARROW else gradient
 
     def _add(self, left: Kept, right: Kept) -> Kept:
@@ -249,8 +249,8 @@ class Gradients:
     def _copy(self, view: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             view.zero_()
-        elif self._wire is not None and view.dtype != self._wire:
-            view.copy_(gradient.to(self._wire))
+        elif self._comm_dtype is not None and view.dtype != self._comm_dtype:
+            view.copy_(gradient.to(self._comm_dtype))
         else:
             view.copy_(gradient)
 
@@ -258,7 +258,7 @@ class Gradients:
         """Few large kernels instead of many small ones, where nothing is missing."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         chain = [[kept.values[i] for i in bucket.indices] for kept in self._chain]
-        if self._wire is not None or any(value is None for values in (gradients, *chain) for value in values):
+        if self._comm_dtype is not None or any(value is None for values in (gradients, *chain) for value in values):
             for slot in range(len(bucket.indices)):
                 self._place(bucket, slot)
             return
@@ -332,7 +332,7 @@ class Gradients:
         for i, value in zip(there, values, strict=True):
             assert value is not None
             parameter = self._parameters[i]
-            narrow = value if self._wire is None else value.to(self._wire)
+            narrow = value if self._comm_dtype is None else value.to(self._comm_dtype)
             parameter.grad = narrow.to(parameter.dtype)
 
     def _sum_sparse(self, index: int) -> Tensor | None:

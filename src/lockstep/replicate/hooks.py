@@ -60,9 +60,7 @@ def check_signature(hook: Any) -> None:
         raise TypeError("Communication hook must be callable.")
     signature = _signature(hook)
     if "bucket" not in signature.parameters:
-        raise TypeError(
-            f"Communication hook {_name(hook)} must take a parameter named 'bucket'; it takes {signature}."
-        )
+        raise TypeError(f"Communication hook {_name(hook)} must take a parameter named 'bucket'; it takes {signature}.")
     wanted = signature.parameters["bucket"].annotation
     if not isinstance(wanted, str) and wanted not in (inspect.Parameter.empty, c10d.GradBucket, GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")

@@ -9,7 +9,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from lockstep.replicate.ddp import DistributedDataParallel
 
 
-def install() -> None:
+def install_ddp() -> None:
     """From now on `torch.nn.parallel.DistributedDataParallel` is ours, also where it was imported before.
 
     Every module-level name that is torch's class is bound to ours: modules that are loaded later import it from where

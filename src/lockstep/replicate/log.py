@@ -145,10 +145,14 @@ class Log:
         self.data["comm_hook"] = name
 
     def _get_ddp_logging_data(self) -> Any:
-        return type("DDPLoggingData", (), {
-            "strs_map": {k: v for k, v in self.data.items() if isinstance(v, str)},
-            "ints_map": {k: v for k, v in self.data.items() if isinstance(v, int)},
-        })()
+        return type(
+            "DDPLoggingData",
+            (),
+            {
+                "strs_map": {k: v for k, v in self.data.items() if isinstance(v, str)},
+                "ints_map": {k: v for k, v in self.data.items() if isinstance(v, int)},
+            },
+        )()
 
 
 def _backend_name(group: dist.ProcessGroup) -> str:

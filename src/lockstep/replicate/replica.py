@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.comm import agree
 from lockstep.comm.broadcast import Broadcast
-from lockstep.errors import ReplicaMismatch
+from lockstep.errors import ReplicaMismatchError
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def check_same_shapes(group: dist.ProcessGroup, leaves: Sequence[Leaf], device: 
     mine = [_describe(leaf) for leaf in leaves]
     if agree.is_same(group, agree.fingerprint(mine), device=device):
         return
-    raise ReplicaMismatch(_first_difference(agree.tell_all(group, mine, device=device)))
+    raise ReplicaMismatchError(_first_difference(agree.tell_all(group, mine, device=device)))
 
 
 def _describe(leaf: Leaf) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def check_same_values(
         others = [rank for rank, digests in enumerate(everybody) if digests.get(name) != digest]
         if others:
             ranks = ", ".join(map(str, others))
-            raise ReplicaMismatch(
+            raise ReplicaMismatchError(
                 f"the replicas hold different values: {name} differs between rank 0 and rank {ranks}. {advice}"
             )
 

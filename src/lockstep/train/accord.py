@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from lockstep.comm import agree
 from lockstep.comm.peers import Reporter, Watch
 from lockstep.comm.register import backend_name
-from lockstep.errors import ReplicaMismatch
+from lockstep.errors import ReplicaMismatchError
 from lockstep.train.calls import Calls
 from lockstep.train.gate import Gate
 
@@ -38,12 +38,12 @@ class Accord:
         return self._watch.explains(what)
 
     def come_to(self, what: str) -> None:
-        """Returns when all workers are at this call. Raises Desync if one is at another."""
+        """Returns when all workers are at this call. Raises DesyncError if one is at another."""
         if self._gate is not None:
             self._gate.come_to(what)
 
     def compare(self, what: str, facts: dict[str, str]) -> None:
-        """Raises ReplicaMismatch, on all workers, where they are not the same."""
+        """Raises ReplicaMismatchError, on all workers, where they are not the same."""
         with self.explains(what):
             if agree.is_same(self._group, agree.fingerprint(facts), device=self._device):
                 return
@@ -51,7 +51,7 @@ class Accord:
         for rank, theirs in enumerate(told):
             for name, value in theirs.items():
                 if value != told[0].get(name):
-                    raise ReplicaMismatch(
+                    raise ReplicaMismatchError(
                         f"{what}: {name} is {told[0].get(name)} on rank 0 and {value} on rank {rank}; "
                         "it must be the same on all workers"
                     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.comm import agree
 from lockstep.comm.exact import ShardSum
 from lockstep.data.batches import Batch, Shard
-from lockstep.errors import Divergence
+from lockstep.errors import DivergenceError
 from lockstep.replicate.digest import cheap_digests
 from lockstep.replicate.graph import find_tensors
 from lockstep.replicate.replica import Leaf
@@ -96,7 +96,7 @@ class Audit:
         for a, b in zip_longest(first, second, fillvalue=end):
             if a != b:
                 what = a[0] if a[0] == b[0] else f"{a[0]} (in its place came {b[0]})"
-                raise Divergence(
+                raise DivergenceError(
                     f"step {batch.number}, shard {number}: rank {owner} computed it, rank {auditor} computed it again "
                     f"from the same weights, samples and random numbers, and {what} is the first that differs. It "
                     "does not repeat: an operation without a fixed order, random numbers from a source of its own, "

@@ -36,12 +36,12 @@ from lockstep.elastic.recovery import Company
 from lockstep.elastic.seat import Joining, Left, Seat, Welcome
 from lockstep.errors import (
     CheckpointError,
-    Desync,
-    DirectoryInUse,
-    Divergence,
-    NonFinite,
-    ReplicaMismatch,
-    UnevenData,
+    DesyncError,
+    DirectoryInUseError,
+    DivergenceError,
+    NonFiniteError,
+    ReplicaMismatchError,
+    UnevenDataError,
     WorldError,
 )
 from lockstep.world import World
@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 # Errors of the program itself, and never of a worker that was lost.
 OWN: Final = (
-    NonFinite,
-    Divergence,
-    UnevenData,
-    ReplicaMismatch,
-    Desync,
+    NonFiniteError,
+    DivergenceError,
+    UnevenDataError,
+    ReplicaMismatchError,
+    DesyncError,
     CheckpointError,
-    DirectoryInUse,
+    DirectoryInUseError,
     ValueError,
     TypeError,
 )
@@ -252,7 +252,7 @@ class ElasticCalls(Calls):
         if calls >= len(known):
             return None
         if known[calls][0] != what:
-            raise Desync(
+            raise DesyncError(
                 f"this worker calls {what} where the others called {known[calls][0]} (call {calls + 1} after "
                 f"{f'step {top} began' if top >= 0 else 'the start'}); look for control flow that depends on the worker"
             )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import agree, patience
-from lockstep.errors import Divergence
+from lockstep.errors import DivergenceError
 from lockstep.replicate.digest import cheap_digests, differences
 
 SHARE_OF_TIME = 0.004  # what comparing may cost, if nobody says how often; 0.005 is promised
@@ -74,10 +74,10 @@ class ReplicaCheck:
         everybody = agree.tell_all(self._group, digests, device=self._device)
         names = agree.tell_all(self._group, list(state), device=self._device)
         if any(other != names[0] for other in names):
-            raise Divergence(f"after step {number} the workers do not have the same tensors: {_odd_names(names)}")
+            raise DivergenceError(f"after step {number} the workers do not have the same tensors: {_odd_names(names)}")
         where = differences(everybody)
         named, more = ", ".join(names[0][n] for n in where[:NAMED]), len(where) - NAMED
-        raise Divergence(
+        raise DivergenceError(
             f"after step {number} the replicas are not equal in {named}"
             f"{f' and {more} more tensors' if more > 0 else ''}. {blame([mine[where[0]] for mine in everybody])} "
             "A computation that is not the same on every worker, a write to a tensor on one worker only, or a "

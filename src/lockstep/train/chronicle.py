@@ -315,7 +315,10 @@ class Chronicle:
             "worker": self._worker,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            **{name: world.get(name) for name in ("rank", "size", "generation", "steps", "global_batch", "backend")},
+            **{
+                name: world.get(name)
+                for name in ("rank", "size", "generation", "steps", "global_batch_size", "backend")
+            },
             **self._facts,
             "step": self._done,
             "loss": last.get("loss"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep import files
-from lockstep.errors import DirectoryInUse
+from lockstep.errors import DirectoryInUseError
 
 FILE: Final = "run.lock"
 NEWS_S: Final = 2.0  # whoever has just got the lock writes who it is; so long we wait for that
@@ -40,7 +40,7 @@ class Claim:
         self._file: int | None = None
 
     def take(self, *, leads: bool) -> None:
-        """Raises DirectoryInUse if another run that lives has it. `leads`: as rank 0, which comes before the others."""
+        """Raises DirectoryInUseError if another run that lives has it. `leads`: as rank 0, before the others."""
         if leads:
             files.prepare(self._directory)
         if self._file is None:
@@ -60,7 +60,7 @@ class Claim:
             who = "another process"
             if holder:
                 who = f"the run of process {holder['pid']} on {holder['host']}, since {holder['since']}"
-            raise DirectoryInUse(
+            raise DirectoryInUseError(
                 f"the run directory {self._directory} is in use by {who}: two runs would spoil each other's "
                 "checkpoints; end that one, or choose another directory"
             )

@@ -26,7 +26,7 @@ from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train.metrics import Pairs, as_pairs
 from lockstep.world import World
 
-AHEAD: Final = 2  # pieces that loader processes have ready
+PREFETCH: Final = 2  # pieces that each loader process has ready
 TIMEOUT_S: Final = 600.0  # of one piece
 
 
@@ -35,16 +35,16 @@ class Pieces:
     """How a dataset is cut up, and loaded."""
 
     dataset: Any
-    batch: int  # samples of a piece
-    loaders: int = 0  # processes
-    collate: Collate | None = None  # None: torch's default
+    batch_size: int  # samples of a piece
+    num_workers: int = 0  # processes
+    collate_fn: Collate | None = None  # None: torch's default
 
     def __post_init__(self) -> None:
         refuse_loader(self.dataset)
-        if not isinstance(self.batch, int) or self.batch < 1:
-            raise ValueError(f"batch={self.batch!r} must be a whole number, 1 or more")
-        if not isinstance(self.loaders, int) or self.loaders < 0:
-            raise ValueError(f"loaders={self.loaders!r} must be a whole number, 0 or more")
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size!r} must be a whole number, 1 or more")
+        if not isinstance(self.num_workers, int) or self.num_workers < 0:
+            raise ValueError(f"num_workers={self.num_workers!r} must be a whole number, 0 or more")
 
 
 @dataclass
@@ -92,20 +92,20 @@ def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tu
         yield from _read_stream(pieces, world, seed, seen)
         return
     seen.samples = len(pieces.dataset)
-    in_all = -(-seen.samples // pieces.batch)
+    in_all = -(-seen.samples // pieces.batch_size)
     mine = range(world.rank * in_all // world.size, (world.rank + 1) * in_all // world.size)
-    here = None if pieces.loaders else world.device
-    recipe = Recipe(mix(seed, "evaluate"), world.rank, pieces.collate, draws_random_numbers(pieces.dataset), here)
+    here = None if pieces.num_workers else world.device
+    recipe = Recipe(mix(seed, "evaluate"), world.rank, pieces.collate_fn, draws_random_numbers(pieces.dataset), here)
     how = Loading(
-        loaders=min(pieces.loaders, len(mine)),
-        ahead=AHEAD,
-        pin=False,
+        num_workers=min(pieces.num_workers, len(mine)),
+        prefetch_factor=PREFETCH,
+        pin_memory=False,
         timeout_s=TIMEOUT_S,
         rank=world.rank,
         device=world.device,
         hide_worker_info=False,
     )
-    jobs = [_cut_out(number, pieces.batch, seen.samples) for number in mine]
+    jobs = [_cut_out(number, pieces.batch_size, seen.samples) for number in mine]
     done = lost = 0
     while done < len(jobs):
         try:
@@ -124,10 +124,10 @@ def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tu
 
 
 def _read_stream(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:
-    samples, put_together = iter(pieces.dataset), pieces.collate or default_collate
+    samples, put_together = iter(pieces.dataset), pieces.collate_fn or default_collate
     for number in count():
         sow(mix(seed, "evaluate", number), world.device)
-        piece = list(islice(samples, pieces.batch))
+        piece = list(islice(samples, pieces.batch_size))
         if not piece:
             return
         seen.samples += len(piece)

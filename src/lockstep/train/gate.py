@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.comm.peers import Reporter, Watch
-from lockstep.errors import Desync, PeerLost
+from lockstep.errors import DesyncError, PeerLostError
 
 FIRST_PAUSE_S: Final = 0.0005
 LONGEST_PAUSE_S: Final = 0.05
@@ -33,7 +33,7 @@ class Gate:
         self._last = ""  # of which we know that all have passed it, once they are at the next
 
     def come_to(self, what: str) -> None:
-        """Returns when all are there. Raises Desync if one is elsewhere."""
+        """Returns when all are there. Raises DesyncError if one is elsewhere."""
         number = self._place()
         key = f"{number[0]}.{number[1]} {what}"
         if self._store.add(key, 1) == self._size:
@@ -73,14 +73,14 @@ class Gate:
                 place, theirs = json.loads(self._store.get(f"at {rank}"))
                 if tuple(place) > number or (tuple(place) == number and theirs != what):
                     raise self._desync(what, rank, theirs)
-        if self._reporter is not None and isinstance(gone := self._reporter.blame(what), PeerLost):
+        if self._reporter is not None and isinstance(gone := self._reporter.blame(what), PeerLostError):
             raise gone
         for peer in self._reporter.hear() if self._reporter is not None else ():
             if peer.position == number and peer.doing not in ("", what):
                 raise self._desync(what, peer.rank, peer.doing)
 
-    def _desync(self, what: str, rank: int, theirs: str) -> Desync:
-        return Desync(
+    def _desync(self, what: str, rank: int, theirs: str) -> DesyncError:
+        return DesyncError(
             f"rank {self._rank} called {what}, but rank {rank} called {theirs}; look for control flow that depends on "
             "the rank just before it: all workers make the same calls in the same order"
         )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import agree, patience
-from lockstep.errors import Desync
+from lockstep.errors import DesyncError
 from lockstep.files import Appender
 
 TAIL = 8  # lines that another worker may have written since we last knew
@@ -138,7 +138,7 @@ def _agreed_keys(told: list[dict[str, Any]], what: str) -> list[str]:
         for theirs in (one["keys"], one["mixed"]):
             if theirs is not None and sorted(theirs) != sorted(keys):
                 odd = sorted(set(theirs) ^ set(keys))
-                raise Desync(
+                raise DesyncError(
                     f"{what}: rank {owner} has the figures {', '.join(keys)}, and rank {rank} has {', '.join(theirs)}; "
                     f"{', '.join(odd)} must be there always or never"
                 )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.comm.peers import Reporter, judge
-from lockstep.errors import LockstepError, PeerLost
+from lockstep.errors import LockstepError, PeerLostError
 
 ASK_EVERY_S = 0.02
 LOOK_EVERY_S = 1.0  # whether the one we wait for still lives
@@ -41,7 +41,7 @@ class Once:
             return self._do(call, key, name)
         answer = json.loads(self._await(key, name, on))
         if "error" in answer:
-            raise LockstepError(f"once({name}) failed on rank {on}: {answer['error']}")
+            raise LockstepError(f"on_main({name}) failed on rank {on}: {answer['error']}")
         return answer["value"]
 
     def _do(self, call: Callable[[], Any], key: str, name: str) -> Any:
@@ -62,17 +62,18 @@ class Once:
                 if self._store.check([key]):
                     return self._store.get(key).decode()
             except RuntimeError as error:
-                raise PeerLost(
-                    f"rank {self._rank} waited for rank {on} in once({name}), and the store is gone: whoever kept it "
-                    f"(rank 0, or torchrun) has ended. Look at the end of its log. ({str(error).splitlines()[0]})"
+                raise PeerLostError(
+                    f"rank {self._rank} waited for rank {on} in on_main({name}), and the store is gone: the process "
+                    f"that kept it (rank 0, or torchrun) has ended. Look at the end of its log. "
+                    f"({str(error).splitlines()[0]})"
                 ) from error
             now = time.monotonic()
             if now >= look_at:
-                self._look_for(on, f"once({name})")
+                self._look_for(on, f"on_main({name})")
                 look_at = now + LOOK_EVERY_S
             if now >= say_at:
                 waited = now - began
-                said = f"lockstep: rank {self._rank} waits for rank {on} in once({name}), {waited:.0f} s"
+                said = f"lockstep: rank {self._rank} waits for rank {on} in on_main({name}), {waited:.0f} s"
                 print(said, file=sys.stderr, flush=True)
                 say_at = now + SAY_EVERY_S
             time.sleep(ASK_EVERY_S)
@@ -81,7 +82,7 @@ class Once:
         if self._reporter is not None:
             them = [report for report in self._reporter.hear() if report.rank == rank]
             error = judge(self._reporter.now(), them, dead=self._reporter.dead(them), where=where)
-            if isinstance(error, PeerLost):
+            if isinstance(error, PeerLostError):
                 raise error
 
 
@@ -90,6 +91,6 @@ def _as_text(value: Any, name: str) -> str:
         return json.dumps({"value": value})
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"once({name}) ran, but returned a {type(value).__name__}, which cannot be handed to the other workers "
+            f"on_main({name}) ran, but returned a {type(value).__name__}, which cannot be handed to the other workers "
             f"({error}); return None, or numbers, strings, lists and dicts of them"
         ) from None

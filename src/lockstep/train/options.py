@@ -18,7 +18,7 @@ Choice = TypeVar("Choice", bound=Enum)
 class OnNonFinite(Enum):
     """What all workers do together when a loss or a gradient is not a finite number."""
 
-    STOP = "stop"  # raise NonFinite, with the weights as they were before the step
+    STOP = "stop"  # raise NonFiniteError, with the weights as they were before the step
     SKIP = "skip"  # leave the weights as they are and go on with the next batch
     IGNORE = "ignore"  # do not look
 
@@ -27,8 +27,8 @@ class OptionNames(TypedDict, total=False):
     """The keywords of `Run`, for type checkers."""
 
     precision: str
-    wire: str | None
-    clip_norm: float | None
+    grad_comm_dtype: str | None
+    max_grad_norm: float | None
     on_nonfinite: str
     check_every: int | None
     audit_every: int
@@ -45,8 +45,8 @@ class OptionNames(TypedDict, total=False):
 class Options:
     """
     precision     "fp32", "bf16" or "fp16": what forward passes compute in (autocast)
-    wire          "bf16" or "fp16": gradients travel in half precision; sums are formed in float32 all the same
-    clip_norm     the largest norm that the gradient of the global batch may have
+    grad_comm_dtype  "bf16" or "fp16": gradients travel in half precision; sums are formed in float32 all the same
+    max_grad_norm     the largest norm that the gradient of the global batch may have
     on_nonfinite  "stop", "skip" or "ignore": when a loss or gradient is not finite
     check_every   steps from one comparison of the replicas to the next; None: so that it costs under 0.5 %
     audit_every   steps from one shard that is computed again on another worker to the next; 0: never
@@ -60,8 +60,8 @@ class Options:
     """
 
     precision: Precision = Precision.FP32
-    wire: torch.dtype | None = None
-    clip_norm: float | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    max_grad_norm: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     check_every: int | None = None
     audit_every: int = 0
@@ -82,10 +82,10 @@ class Options:
         values: dict[str, Any] = dict(named)
         values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
         values["on_nonfinite"] = one_of(OnNonFinite, "on_nonfinite", values.get("on_nonfinite", "stop"))
-        values["wire"] = _wire(values.get("wire"))
-        clip = values.get("clip_norm")
+        values["grad_comm_dtype"] = _comm_dtype(values.get("grad_comm_dtype"))
+        clip = values.get("max_grad_norm")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
-            raise ValueError(f"clip_norm={clip!r} must be a positive number, or None")
+            raise ValueError(f"max_grad_norm={clip!r} must be a positive number, or None")
         for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1)):
             value = values.get(name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -105,8 +105,8 @@ def one_of(kind: type[Choice], name: str, value: object) -> Choice:
         raise ValueError(f"{name}={value!r} is not known; choose one of {known}") from None
 
 
-def _wire(name: object) -> torch.dtype | None:
+def _comm_dtype(name: object) -> torch.dtype | None:
     kinds: dict[object, torch.dtype | None] = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     if name not in kinds:
-        raise ValueError(f"wire={name!r} is not known; choose one of 'fp32', 'bf16', 'fp16'")
+        raise ValueError(f"grad_comm_dtype={name!r} is not known; choose one of 'fp32', 'bf16', 'fp16'")
     return kinds[name]

@@ -20,7 +20,7 @@ from lockstep.train.audit import Audit
 from lockstep.train.observer import Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
-from lockstep.train.schedule import LargeBatch, Scaling
+from lockstep.train.schedule import LargeBatch, LRScaling
 from lockstep.train.step import Plan, Result, Training
 from lockstep.world import World
 
@@ -35,7 +35,7 @@ class Basis:
 
 
 def make_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, basis: Basis, *, scaling: Scaling | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, basis: Basis, *, scaling: LRScaling | None
 ) -> Plan:
     """Raises ValueError for what does not fit together. Nothing is changed."""
     leaves = replica.trained_leaves(model, set())
@@ -62,7 +62,7 @@ def make_plan(
         batches=batches,
         loss_scale=LossScale.for_precision(basis.options.precision),
         synced=synced,
-        large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch) if scaling is not None else None,
+        large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
     )
 
 
@@ -83,7 +83,7 @@ def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, 
         leaves=plan.leaves,
         optimizer=plan.optimizer,
         sum=sum_,
-        gradients=Gradients(plan.leaves, sum_, wire=options.wire),
+        gradients=Gradients(plan.leaves, sum_, comm_dtype=options.grad_comm_dtype),
         running=RunningState(plan.model, shards),
         loss_scale=plan.loss_scale,
         audit=Audit(plan.model, plan.leaves, every=options.audit_every, fetch=fetch),
@@ -131,7 +131,7 @@ def introduce(plan: Plan, basis: Basis, world: World) -> str:
     settings, step, size = plan.batches.settings, plan.batches.position.number, world.size
     cut = f"{settings.shards} shards on {size} worker{'s' if size > 1 else ''} ({world.backend})"
     rates = sorted({float(group["lr"]) for group in plan.optimizer.param_groups})
-    what = f"global batch {settings.global_batch}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
+    what = f"global batch {settings.global_batch_size}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     what = plan.large_batch.describe() if plan.large_batch is not None else what
     how = "exact" if basis.exact else "fast: bits depend on the workers"
     if basis.exact and world.device.type == "cpu":

@@ -3,8 +3,8 @@
     with lockstep.Run("runs/digits", seed=7) as run:
         model = run.replicate(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        batches = run.batches(train_set, global_batch=256, epochs=15)
-        for batch in run.track(batches, optimizer):
+        batches = run.batches(train_set, global_batch_size=256, epochs=15)
+        for batch in run.train(batches, optimizer):
             run.step(loss, batch)
         accuracy = run.evaluate(correct, test_set)
 
@@ -35,7 +35,7 @@ from lockstep.data.batches import Batch, Batches, Position, Settings
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
 from lockstep.elastic import seat as seats
-from lockstep.errors import Divergence, LockstepError
+from lockstep.errors import DivergenceError, LockstepError
 from lockstep.replicate import replica
 from lockstep.replicate.digest import named_state, sha256_of
 from lockstep.replicate.replica import Leaf
@@ -55,7 +55,7 @@ from lockstep.train.options import OptionNames, Options
 from lockstep.train.plan import Basis, describe, facts_of, introduce, make_plan, share_out, sight_of
 from lockstep.train.progress import Progress
 from lockstep.train.saving import Saving, named, restore
-from lockstep.train.schedule import Scaling
+from lockstep.train.schedule import LRScaling
 from lockstep.train.signals import told_to_end
 from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
 from lockstep.train.tally import Tally
@@ -93,7 +93,7 @@ class Run:
         self._model: nn.Module | None = None
         self._plan: Plan | None = None
         self._training: Training | None = None
-        self._remembered: dict[str, Any] = {}
+        self._registered: dict[str, Any] = {}
         self._calls = Calls()
         self._generation = 0  # how often the work was shared out
         self._parted_s: float | None = None  # since when we have no generation
@@ -329,21 +329,23 @@ class Run:
         self._model = model
         return model
 
-    def remember(self, **objects: Any) -> None:
+    def register_state(self, **objects: Any) -> None:
         """Things with `state_dict` and `load_state_dict` that belong to the state of the run: an average of weights,
-        say. Before `track`. They may hold tensors, numbers, strings, None, lists, tuples and dicts."""
+        say. Before `train`. They may hold tensors, numbers, strings, None, lists, tuples and dicts."""
         for name, thing in objects.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise TypeError(f"run.remember({name}=...): a {type(thing).__name__} has no state_dict/load_state_dict")
+                raise TypeError(
+                    f"run.register_state({name}=...): a {type(thing).__name__} has no state_dict/load_state_dict"
+                )
         if self._plan is not None:
-            raise LockstepError("run.remember comes before run.track: what is resumed there must be known")
-        self._remembered |= objects
+            raise LockstepError("run.register_state comes before run.train: what is resumed there must be known")
+        self._registered |= objects
 
     def batches(
         self,
         dataset: Any,
         *,
-        global_batch: int,
+        global_batch_size: int,
         shards: int = 8,
         epochs: int | None = 1,
         order: Order | None = None,
@@ -352,12 +354,15 @@ class Run:
     ) -> Batches:
         """Global batches, cut into `shards`: as many workers as there can be, and a part of what is computed.
 
-        loading: loaders (processes), ahead (batches), collate, pin, timeout_s; see `lockstep.data.batches.Settings`.
+        loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s;
+        see `lockstep.data.batches.Settings`.
         """
-        facts = {"global_batch": global_batch, "shards": shards, "epochs": epochs, "drop_last": drop_last}
+        facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = None if evaluation.is_stream(dataset) else len(dataset)
         self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
-        settings = Settings(global_batch=global_batch, shards=shards, epochs=epochs, drop_last=drop_last, **loading)
+        settings = Settings(
+            global_batch_size=global_batch_size, shards=shards, epochs=epochs, drop_last=drop_last, **loading
+        )
         # A newcomer does not know yet among how many it will be; it is told when it is taken in.
         rank, size = (self.world.rank, self.world.size) if self._calls.is_member else (0, 1)
         return Batches(
@@ -371,33 +376,33 @@ class Run:
             joined=not self.exact,
         )
 
-    def track(
+    def train(
         self,
         batches: Batches,
         optimizer: torch.optim.Optimizer,
         *,
-        schedule: Any = None,
-        per: str = "step",
-        scaling: Scaling | None = None,
+        scheduler: Any = None,
+        interval: str = "step",
+        scaling: LRScaling | None = None,
         steps: int | None = None,
     ) -> Iterator[Batch]:
         """Hand out the batches: from where the last run in this directory ended, with progress and checkpoints.
 
-        schedule  a torch learning-rate scheduler; its step() is called after every `per`: "step" or "epoch"
-        scaling   the learning rate follows the batch size: see `lockstep.Scaling`
+        scheduler  a torch learning-rate scheduler; its step() is called after every `interval`: "step" or "epoch"
+        scaling   the learning rate follows the batch size: see `lockstep.LRScaling`
         steps     end after so many steps, counted from the very first; None: when the batches do
         """
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps={steps!r} must be a whole number, 1 or more, or None")
-        if per not in ("step", "epoch"):
-            raise ValueError(f'per={per!r} is not known; choose "step" or "epoch"')
+        if interval not in ("step", "epoch"):
+            raise ValueError(f'interval={interval!r} is not known; choose "step" or "epoch"')
         if self._plan is not None:
-            raise LockstepError("a Run has one loop: run.track goes over all epochs, see run.batches(epochs=...)")
+            raise LockstepError("a Run has one loop: run.train goes over all epochs, see run.batches(epochs=...)")
         if self._witness is not None:
             steps = min(steps or self._witness.steps, self._witness.steps)
-        model, basis = self._replicated("run.track"), Basis(self.options, self.seed, self.exact)
+        model, basis = self._replicated("run.train"), Basis(self.options, self.seed, self.exact)
         plan = self._plan = make_plan(model, optimizer, batches, basis, scaling=scaling)
-        plan.schedule, plan.per = schedule, per
+        plan.schedule, plan.interval = scheduler, interval
         self._steps = steps
         self._calls.limit(batches.settings.shards)
         if plan.synced and self.exact and self._calls.is_elastic:
@@ -443,9 +448,9 @@ class Run:
         """
         plan = self._plan
         if plan is None or self._training is None:
-            raise LockstepError("run.step belongs into `for batch in run.track(batches, optimizer)`: call track first")
+            raise LockstepError("run.step belongs into `for batch in run.train(batches, optimizer)`: call track first")
         if not isinstance(batch, Batch):
-            raise TypeError(f"run.step takes a batch from run.track, not a {type(batch).__name__}")
+            raise TypeError(f"run.step takes a batch from run.train, not a {type(batch).__name__}")
         result = self._calls.make("run.step", lambda: self._take(loss, batch), encode=Result.plain, decode=Result.of)
         self._stop_agreed = max(self._stop_agreed, result.stop)
         if result.move:
@@ -477,10 +482,12 @@ class Run:
         if plan.synced and self.world.size > 1:
             setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=self.exact)
         if batch.number < self._applied and self._calls.is_elastic:
-            raise Divergence(f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this")
+            raise DivergenceError(
+                f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this"
+            )
         wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._calls.check_commit, self._calls.check_left)
         result = take_step(training, loss, batch, wishes)
-        if plan.schedule is not None and (batch.ends_epoch if plan.per == "epoch" else not result.skipped):
+        if plan.schedule is not None and (batch.ends_epoch if plan.interval == "epoch" else not result.skipped):
             plan.schedule.step()
         self._applied = batch.number + 1
         faults.at("applied")
@@ -509,7 +516,7 @@ class Run:
             size=world.size,
             backend=world.backend,
             shards=settings.shards,
-            global_batch=settings.global_batch,
+            global_batch_size=settings.global_batch_size,
             steps=self._steps or plan.batches.steps_in_all,
         )
         self._check = ReplicaCheck(self._group, self.device, every=self.options.check_every)
@@ -528,17 +535,17 @@ class Run:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, figures: Callable[[Any, Any], Any], dataset: Any, *, batch: int = 256, **loading: Any
+        self, figures: Callable[[Any, Any], Any], dataset: Any, *, batch_size: int = 256, **loading: Any
     ) -> Mean | dict[str, Mean]:
         """Every sample of `dataset` exactly once, over all workers; the same figure on any number of them.
 
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
-        loading: loaders (processes), collate.
+        loading: num_workers (processes), collate_fn.
         """
         model = self._replicated("run.evaluate")
         samples = None if evaluation.is_stream(dataset) else len(dataset)
-        self._agree("run.evaluate", {"batch": batch, "len(dataset)": samples})
-        cut = evaluation.Pieces(dataset, batch, **loading)
+        self._agree("run.evaluate", {"batch_size": batch_size, "len(dataset)": samples})
+        cut = evaluation.Pieces(dataset, batch_size, **loading)
 
         began_s = time.monotonic()
 
@@ -591,19 +598,19 @@ class Run:
 
     # -- together ----------------------------------------------------------------------------------------------------
 
-    def once(self, call: Callable[[], Any], *, on: int = 0) -> Any:
+    def on_main(self, call: Callable[[], Any], *, rank: int = 0) -> Any:
         """Run something on one worker, while the others wait as long as it takes; all get what it returned, as JSON.
 
         An error there is an error on all workers.
         """
         may_shrink = self._calls.is_elastic  # then another one does it
-        if on < 0 or (on >= self.world.size and not may_shrink):
-            raise ValueError(f"on={on}: there are ranks 0 to {self.world.size - 1}")
-        return self._calls.make("run.once", lambda: self._once.run(call, on=on % self.world.size))
+        if rank < 0 or (rank >= self.world.size and not may_shrink):
+            raise ValueError(f"rank={rank}: there are ranks 0 to {self.world.size - 1}")
+        return self._calls.make("run.on_main", lambda: self._once.run(call, on=rank % self.world.size))
 
     @property
     def should_stop(self) -> bool:
-        """Some worker was asked to end (SIGTERM, or `run.stop()`), and all have agreed to: `track` ends here."""
+        """Some worker was asked to end (SIGTERM, or `run.stop()`), and all have agreed to: `train` ends here."""
         return self._stop_agreed is not Stop.NO
 
     def stop(self) -> None:
@@ -629,7 +636,7 @@ class Run:
         """Have a checkpoint written, by one worker, in the background: this waits only for a copy of the tensors."""
         plan = self._plan
         if plan is None:
-            raise LockstepError("run.save has nothing to save before `run.track(batches, optimizer)`")
+            raise LockstepError("run.save has nothing to save before `run.train(batches, optimizer)`")
         plan.last_norm.check(plan.leaves)
         if self.world.rank == 0:
             self._ledger.write()
@@ -659,7 +666,7 @@ class Run:
             "schedule": plan.schedule,
             "loss_scale": plan.loss_scale,
             "batches": plan.batches,
-            "kept": self._remembered,
+            "kept": self._registered,
         }
 
     def _state(self, plan: Plan) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Warmup(Enum):
 
 
 @dataclass(frozen=True)
-class Scaling:
+class LRScaling:
     """
     base_batch    the global batch for which the learning rate of the optimiser was found
     rule          "linear" or "sqrt"
@@ -57,18 +57,18 @@ class Scaling:
         object.__setattr__(self, "warmup", one_of(Warmup, "warmup", self.warmup))
 
 
-def factor(rule: Rule | str, global_batch: int, base_batch: int) -> float:
+def factor(rule: Rule | str, global_batch_size: int, base_batch: int) -> float:
     """What the learning rate is multiplied by when the warm-up is over."""
-    _check_whole("global_batch", global_batch, least=1)
+    _check_whole("global_batch_size", global_batch_size, least=1)
     _check_whole("base_batch", base_batch, least=1)
-    ratio = global_batch / base_batch
+    ratio = global_batch_size / base_batch
     return math.sqrt(ratio) if one_of(Rule, "rule", rule) is Rule.SQRT else ratio
 
 
-def warmup_factor(scaling: Scaling, global_batch: int, step: int) -> float:
+def warmup_factor(scaling: LRScaling, global_batch_size: int, step: int) -> float:
     """What it is multiplied by in this step, counted from 0. Step 0 of a warm-up has the base learning rate."""
     _check_whole("step", step, least=0)
-    full = factor(scaling.rule, global_batch, scaling.base_batch)
+    full = factor(scaling.rule, global_batch_size, scaling.base_batch)
     if step >= scaling.warmup_steps:
         return full
     if scaling.warmup is Warmup.CONSTANT:
@@ -79,9 +79,9 @@ def warmup_factor(scaling: Scaling, global_batch: int, step: int) -> float:
 class LargeBatch:
     """Steps of an optimiser with the learning rate for this global batch. It has no state of its own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaling: Scaling, global_batch: int) -> None:
-        _check_whole("global_batch", global_batch, least=1)
-        self._optimizer, self._scaling, self._global_batch = optimizer, scaling, global_batch
+    def __init__(self, optimizer: torch.optim.Optimizer, scaling: LRScaling, global_batch_size: int) -> None:
+        _check_whole("global_batch_size", global_batch_size, least=1)
+        self._optimizer, self._scaling, self._global_batch = optimizer, scaling, global_batch_size
 
     def factor(self, step: int) -> float:
         return warmup_factor(self._scaling, self._global_batch, step)

@@ -47,7 +47,7 @@ class Plan:
     synced: list[str]  # layers that are SyncBatchNorm
     large_batch: LargeBatch | None
     schedule: Any = None
-    per: str = "step"  # what the schedule counts: "step" or "epoch"
+    interval: str = "step"  # what the schedule counts: "step" or "epoch"
     last_norm: LastNorm = field(default_factory=LastNorm)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.batches import Batch
-from lockstep.errors import NonFinite, UnevenData
+from lockstep.errors import NonFiniteError, UnevenDataError
 from lockstep.replicate.replica import Leaf
 from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.schedule import LargeBatch
@@ -52,14 +52,14 @@ def refuse_bad_data(outcome: Outcome, number: int) -> None:
     """Of step `number`: all workers must have a part of the same batch, and weights that make a mean."""
     advice = "An iterable dataset must give every worker the same samples; Lockstep deals them out"
     if outcome.ended and len(outcome.ended) < len(outcome.samples):
-        raise UnevenData(
+        raise UnevenDataError(
             f"the data of rank {_list(outcome.ended)} ended before step {number}, and that of other workers goes on. "
             f"{advice}"
         )
     for what, values in (("samples", outcome.samples), ("the end of an epoch", outcome.ends_epoch)):
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if odd is not None:
-            raise UnevenData(
+            raise UnevenDataError(
                 f"step {number}: the workers have different batches ({what}: {values[0]} on rank 0, {values[odd]} on "
                 f"rank {odd}). {advice}"
             )
@@ -83,7 +83,7 @@ def look_at_gradients(
 
     Without `wait` a GPU that is still computing the norm is not waited for: see `LastNorm`.
     """
-    if options.on_nonfinite is OnNonFinite.IGNORE and options.clip_norm is None:
+    if options.on_nonfinite is OnNonFinite.IGNORE and options.max_grad_norm is None:
         return Look(finite=True)
     if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
         ranks = [rank for rank, share in enumerate(shares) if set(share) & set(outcome.bad_shards)]
@@ -96,11 +96,11 @@ def look_at_gradients(
         length = float(norm)
         if not math.isfinite(length) and options.on_nonfinite is not OnNonFinite.IGNORE:
             return Look(finite=False, norm=length, why=f"the gradient is not finite: {_first_bad(leaves, 'gradient')}")
-    if options.clip_norm is not None:
+    if options.max_grad_norm is not None:
         if norm.is_cuda:
-            torch._foreach_mul_(values, torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0))
-        elif length > options.clip_norm:
-            torch._foreach_mul_(values, options.clip_norm / (length + 1e-6))
+            torch._foreach_mul_(values, torch.clamp(options.max_grad_norm / (norm + 1e-6), max=1.0))
+        elif length > options.max_grad_norm:
+            torch._foreach_mul_(values, options.max_grad_norm / (length + 1e-6))
     return Look(finite=True, norm=norm if norm.is_cuda else length)
 
 
@@ -123,7 +123,7 @@ class LastNorm:
         """At a moment when the GPU has gone on."""
         norm, self._norm = self._norm, None
         if norm is not None and not math.isfinite(float(norm)):
-            raise NonFinite(
+            raise NonFiniteError(
                 f"step {self._number}: the gradient was not finite, and its step has been taken: "
                 f"{_first_bad(leaves, 'weight')}. Go on from the last checkpoint; "
                 'Run(on_nonfinite="skip") waits for the GPU in every step and leaves such batches out'
@@ -151,10 +151,10 @@ def _list(numbers: Sequence[int]) -> str:
 
 def stop_or_skip(look: Look, batch: Batch, options: Options) -> None:
     if options.on_nonfinite is OnNonFinite.STOP:
-        raise NonFinite(
+        raise NonFiniteError(
             f"step {batch.number} (epoch {batch.epoch}): {look.why}. No worker has taken this step. "
             'Run(on_nonfinite="skip") would leave such batches out; '
-            "a lower learning rate, warm-up or clip_norm= may help"
+            "a lower learning rate, warm-up or max_grad_norm= may help"
         )
 
 

@@ -43,7 +43,7 @@ from lockstep.comm.shm.memory import Heap, create_segment
 from lockstep.comm.shm.other import OtherBackends
 from lockstep.comm.shm.reduce import Reduction, reduction
 from lockstep.comm.shm.team import State, Team
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLostError
 
 CLOSE_S: Final = 5.0
 COALESCE_BYTES: Final = 1 << 20
@@ -98,7 +98,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             section = reserve_slots(self._team)
             peers = meet(roll, segment, offer=section, deadline=time.monotonic() + wait_s)
         except BaseException as error:
-            if isinstance(error, PeerLost):
+            if isinstance(error, PeerLostError):
                 self._team.fail(error)  # for those who have met us already
             os.close(segment.fd)
             raise
@@ -106,7 +106,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             self._team.join(peers)
         except BaseException as error:
             self._team.forget()
-            if isinstance(error, PeerLost):
+            if isinstance(error, PeerLostError):
                 raise roll.note(error) from None  # for those who have not
             raise
         self.processes = {roll.names[r]: process for r, process in roll.processes.items()}
@@ -464,7 +464,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         team = self._team
         try:
             self._submit(torch.empty(0), opts, [], lambda on: on.barrier("monitored_barrier")).wait()
-        except PeerLost as error:
+        except PeerLostError as error:
             missing = [team.names[rank] for rank in team.missing()]
             if self._rank != 0:
                 said = f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting "
@@ -474,7 +474,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             else:
                 wait_ms = 1000 * (opts.timeout.total_seconds() if timeout is not None else team.timeout_s)
                 said = f"Rank {error.rank} failed to pass monitoredBarrier in {wait_ms:.0f} ms"
-            raise PeerLost(f"{said}: {error}", rank=error.rank, pid=error.pid) from error
+            raise PeerLostError(f"{said}: {error}", rank=error.rank, pid=error.pid) from error
 
     # ---- point to point ---------------------------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             device.close()
         self._devices = {}
 
-    def mourn(self, error: PeerLost) -> PeerLost:
+    def mourn(self, error: PeerLostError) -> PeerLostError:
         """A part of this group was being formed, and lost one of its members. Returns what to raise.
 
         If that one is dead, this group has lost it too. The others in it are told; else, if we end now because of it,
@@ -540,7 +540,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         if not process.is_dead(seen_from=self.processes[team.names[self._rank]]):
             return error
         cause = team.lost_by(team.names.index(error.rank))
-        return cast(PeerLost, team.fail(error if cause is None else cause))
+        return cast(PeerLostError, team.fail(error if cause is None else cause))
 
     # ---- carrying out -----------------------------------------------------------------------------------------------
 
@@ -618,9 +618,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduction(self, opts: Any, dtype: torch.dtype) -> Reduction:
         return reduction(opts.reduceOp, self._size, dtype)
 
-    def _gather_all(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
-    ) -> Work:
+    def _gather_all(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any) -> Work:
         opts = _options("AllgatherOptions", opts)
         flat_outputs = [target for targets in outputs for target in targets]
 

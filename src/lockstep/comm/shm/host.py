@@ -9,7 +9,7 @@ import torch
 from lockstep.comm.shm.collectives import ALIGN, SLOTS
 from lockstep.comm.shm.memory import PAGE
 from lockstep.comm.shm.team import Team
-from lockstep.errors import SharedMemoryFull
+from lockstep.errors import SharedMemoryFullError
 
 # Of a slot each worker has a section. Staging is no faster in smaller ones: what comes from another core is not in our
 # cache anyway, and every round takes its time.
@@ -24,9 +24,7 @@ class HostMemory:
         self.section_bytes = section_bytes
         self.arrive, self.await_phase = team.arrive, team.await_phase
         self._own = team.segment
-        self._segments = [
-            team.segment if rank == team.rank else team.peers[rank].segment for rank in range(team.size)
-        ]
+        self._segments = [team.segment if rank == team.rank else team.peers[rank].segment for rank in range(team.size)]
         start, slot_bytes = team.layout.end, section_bytes * team.size
         self._slots = [
             [segment.bytes[start + i * slot_bytes : start + (i + 1) * slot_bytes] for i in range(SLOTS)]
@@ -54,7 +52,7 @@ def reserve_slots(team: Team) -> int:
         try:
             team.segment.reserve(team.layout.end, SLOTS * section * team.size, "the staging slots of a group")
             return section
-        except SharedMemoryFull:
+        except SharedMemoryFullError:
             if section // 2 < LEAST_SECTION_BYTES:
                 raise
             section = section // 2 // ALIGN * ALIGN

@@ -23,7 +23,7 @@ from torch.distributed import Work
 from lockstep.comm.shm import signal
 from lockstep.comm.shm.memory import Heap
 from lockstep.comm.shm.team import MAIL_BYTES, MAIL_ENTRIES, Team, Watch
-from lockstep.errors import Desync
+from lockstep.errors import DesyncError
 
 MOST_BYTES: Final = 1 << 30
 HEAD_BYTES: Final = 64
@@ -180,7 +180,7 @@ class Mail:
             with torch.inference_mode():
                 work.into.copy_(segment.bytes[start : start + letter.length])
         else:
-            work.error = Desync(
+            work.error = DesyncError(
                 f"{self._team.who(letter.src)} sent {letter.length} bytes with tag {letter.tag}, "
                 f"{self._team.who(self._team.rank)} receives into {work.into.numel()}; make the sizes agree"
             )
@@ -233,7 +233,7 @@ class ReceiveWork(Work):
         super().__init__()
         self._mail, self.into, self.src, self.tag, self.watch = mail, into, src, tag, watch
         self.done, self.came_from = False, -1
-        self.error: Desync | None = None
+        self.error: DesyncError | None = None
         self.then: Callable[[], object] = _nothing  # done once by whoever waits
 
     def wants(self, letter: Letter) -> bool:

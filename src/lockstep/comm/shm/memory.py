@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from lockstep.errors import SharedMemoryFull
+from lockstep.errors import SharedMemoryFullError
 
 PAGE: Final = mmap.PAGESIZE
 LEAST_BYTES: Final = 64 << 20
@@ -52,7 +52,7 @@ class Segment:
             if error.errno != errno.ENOSPC:
                 raise
             what = f"{purpose} needs {size / 2**20:.1f} MiB of shared memory, and {_folder()} is full"
-            raise SharedMemoryFull(f"{what}; {MORE}") from None
+            raise SharedMemoryFullError(f"{what}; {MORE}") from None
 
     def room(self) -> int | None:
         """Bytes left where the segment lies, for all who use that; None if only the machine's memory counts."""
@@ -78,7 +78,7 @@ def create_segment() -> Segment:
         except OSError as error:  # a limit on address space (ulimit -v) or on the size of files
             if size // 2 < LEAST_BYTES:
                 os.close(fd)
-                raise SharedMemoryFull(
+                raise SharedMemoryFullError(
                     f"could not map {size / 2**20:.0f} MiB of shared memory: {error.strerror}; "
                     "raise the limits that `ulimit -v` and `ulimit -f` show"
                 ) from error
@@ -100,7 +100,7 @@ def _open() -> tuple[int, bool]:
     try:
         return os.open(_folder(), os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600), True
     except OSError as error:
-        raise SharedMemoryFull(
+        raise SharedMemoryFullError(
             f"no shared memory: {_folder()}: {error.strerror}; LOCKSTEP_SHM_DIR must name a folder in a tmpfs"
         ) from error
 
@@ -139,7 +139,7 @@ class Heap:
                     return begin
             largest = max((end - begin for begin, end in self._free), default=0)
         advice = MORE if self._segment.limited else "free tensors that you no longer need"
-        raise SharedMemoryFull(
+        raise SharedMemoryFullError(
             f"{purpose} needs {size / 2**20:.1f} MiB of shared memory in one piece, "
             f"{largest / 2**20:.1f} MiB are left; {advice}"
         )

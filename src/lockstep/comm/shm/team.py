@@ -4,7 +4,7 @@ A collective is a few phases. In each, everybody does its part, says so (`arrive
 (`await_phase`). Tokens are counted, so a worker that is ahead is not held up, and one that is behind misses nothing.
 
 Note [Who is to blame]
-When a worker dies, its peers get PeerLost, and may end because of it; those who look later find several dead. So
+When a worker dies, its peers get PeerLostError, and may end because of it; those who look later find several dead. So
 whoever raises writes down whom it blames, where the others can read it, and a dead worker that blamed somebody is not
 the cause.
 """
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from lockstep.comm.shm import signal
 from lockstep.comm.shm.meet import Peer
 from lockstep.comm.shm.memory import PAGE, Segment
-from lockstep.errors import Desync, LockstepError, PeerLost
+from lockstep.errors import DesyncError, LockstepError, PeerLostError
 from lockstep.process import read_stat
 
 LOOK_S: Final = 0.05
@@ -249,7 +249,7 @@ class Team:
                 other = f"{NAMES[name] if name < len(NAMES) else name} #{number}"
                 how = "with another shape, dtype, root or operation" if other == self._watch.doing else f"is in {other}"
                 raise self.fail(
-                    Desync(
+                    DesyncError(
                         f"{self.who(self.rank)} called {self._watch.doing}, but {self.who(rank)} {how}; "
                         "look for control flow that depends on the rank just before it"
                     )
@@ -267,7 +267,7 @@ class Team:
     def _check_pair(self, src: int, dst: int, sent: int, taken: int) -> None:
         if taken not in (sent, NOTHING_WANTED):
             raise self.fail(
-                Desync(
+                DesyncError(
                     f"{self._watch.doing}: {self.who(src)} sends {sent} bytes to {self.who(dst)}, "
                     f"which expects {taken}; make the sizes agree"
                 )
@@ -304,7 +304,7 @@ class Team:
                 _, _, lost, pid = states[rank]
                 if lost:
                     text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.who(rank)} does not come to"
-                    raise self.fail(PeerLost(f"{text} {watch.doing}", rank=lost - 1, pid=pid))
+                    raise self.fail(PeerLostError(f"{text} {watch.doing}", rank=lost - 1, pid=pid))
                 stopped = self._stopped()
                 how = self._went(states[rank][0]) if stopped is None else "is stopped and does not come to"
                 raise self.fail(self._lost(rank if stopped is None else stopped, how, watch))
@@ -315,10 +315,10 @@ class Team:
         """A peer that was stopped is the cause, whoever else does not come because of it."""
         return next((rank for rank in self.peers if _condition(self.pid(rank)).startswith("is stopped")), None)
 
-    def _late(self, missing: Sequence[int], watch: Watch) -> PeerLost:
+    def _late(self, missing: Sequence[int], watch: Watch) -> PeerLostError:
         stopped = self._stopped()
         if stopped is None and not missing:
-            return PeerLost(
+            return PeerLostError(
                 f"{self.who(self.rank)} in {watch.doing}: Timed out waiting {1000 * watch.wait_s:.0f}ms for anybody"
             )
         rank = missing[0] if stopped is None else stopped
@@ -340,9 +340,9 @@ class Team:
         number, name = max(header[:2] for header in said)
         return f"its last call was {NAMES[name]} #{number}" if number else "it has made no call yet"
 
-    def _lost(self, rank: int, how: str, watch: Watch, more: str = "its own output says why") -> PeerLost:
+    def _lost(self, rank: int, how: str, watch: Watch, more: str = "its own output says why") -> PeerLostError:
         message = f"{self.who(rank)} {how} {watch.doing}: {more}"
-        return PeerLost(message, rank=self.names[rank], pid=self.pid(rank))
+        return PeerLostError(message, rank=self.names[rank], pid=self.pid(rank))
 
     def who(self, rank: int) -> str:
         return f"rank {self.names[rank]} (pid {self.pid(rank)})"
@@ -355,19 +355,19 @@ class Team:
         if self.failure is None:
             self.failure = error
             blamed = -1
-            if isinstance(error, PeerLost) and error.rank is not None:
+            if isinstance(error, PeerLostError) and error.rank is not None:
                 _lost[:] = [error.rank + 1, error.pid or 0]
                 blamed = self.names.index(error.rank) if error.rank in self.names else -1
             self._tell(State.FAILED, blamed)
         return self.failure
 
-    def lost_by(self, rank: int) -> PeerLost | None:
+    def lost_by(self, rank: int) -> PeerLostError | None:
         """Whom a dead peer had lost before it died, if it was not us."""
         _, _, lost, pid = _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE)
         if lost in (0, self.names[self.rank] + 1):
             return None
         text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.who(rank)} has ended"
-        return PeerLost(text, rank=lost - 1, pid=pid)
+        return PeerLostError(text, rank=lost - 1, pid=pid)
 
     def leave(self, state: State) -> None:
         """Tell the others that we shall not come any more."""

@@ -106,7 +106,7 @@ function tile(what, figure, unit, more) {
 }
 if (S.compute_share !== null) tile("Efficiency", percent(S.compute_share), "", "of a worker's time it computes: forward, backward, update");
 if (S.scaling) tile(`${S.scaling.workers} workers against 1`, percent(S.scaling.efficiency), "", `${number(S.scaling.samples_per_s)} over ${S.scaling.workers} × ${number(S.scaling.alone_per_s)} samples/s, measured in this run`);
-if (S.samples_per_s !== null) tile("Samples per second", number(S.samples_per_s), "", S.global_batch ? `batches of ${number(S.global_batch)}` : "");
+if (S.samples_per_s !== null) tile("Samples per second", number(S.samples_per_s), "", S.global_batch_size ? `batches of ${number(S.global_batch_size)}` : "");
 if (S.total.steps) tile("A step takes", ...time(S.total.seconds / S.total.steps).split(" "), "on average");
 tile("Steps", number(S.steps_done), "", `${S.steps_in_all ? "of " + number(S.steps_in_all) + ", " : ""}in ${time(S.elapsed_s)}`);
 tile("Workers", S.workers, "", [S.hosts > 1 ? `on ${S.hosts} hosts` : "", S.backend ? `over ${S.backend}` : ""].filter(Boolean).join(", "));
