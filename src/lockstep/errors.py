@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
 
 class LockstepError(RuntimeError):
     """Everything this library raises on purpose, except wrong arguments (ValueError, TypeError)."""
@@ -60,3 +63,27 @@ class CheckpointError(LockstepError):
 
 class DirectoryInUseError(LockstepError):
     """Another run that lives has the run directory."""
+
+
+def refuse_unknown_options(
+    who: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> None:
+    """Raise TypeError for the first name of `given` that is not in `known`, with the name that was probably meant.
+
+    who      what was called, such as "run.batches"
+    renamed  from a name that people bring along to the one in `known`, or to a sentence that says what to do instead
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{who} has no option {name!r}{suggest(name, known, renamed or {})}")
+
+
+def suggest(name: str, known: Sequence[str], renamed: Mapping[str, str]) -> str:
+    """The end of a sentence about an unknown option: what it is called here, what is similar, or all that there are."""
+    instead = renamed.get(name)
+    if instead is not None:
+        return f": it is called {instead}= here" if instead in known else f": {instead}"
+    similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    if similar:
+        return f"; did you mean {similar[0]}=?"
+    return f"; it has {', '.join(known)}"

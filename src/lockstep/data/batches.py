@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any, Final
 
@@ -24,8 +24,37 @@ from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Division, Order, Position, check_seed, count_all_steps, count_steps, share
 from lockstep.data.reader import Batch, Collate, DataError, Failure, Reader, Recipe, Shard, draws_random_numbers
 from lockstep.data.stream import Source, StreamReader
+from lockstep.errors import refuse_unknown_options
 
 TRIES: Final = 3  # to load a batch, if its loader process is lost
+
+# Names that people bring along from torch's DataLoader and elsewhere, and what they become here.
+LOADER_NAMES: Final = {
+    "loaders": "num_workers",
+    "workers": "num_workers",
+    "ahead": "prefetch_factor",
+    "prefetch": "prefetch_factor",
+    "collate": "collate_fn",
+    "timeout": "timeout_s",
+    "worker_init_fn": "random numbers of loader processes follow from Run(seed=...); leave it out, and open files or "
+    "connections in the dataset's first __getitem__ or in its __iter__",
+    "persistent_workers": "loader processes live over all epochs anyway; leave it out",
+    "generator": "random numbers follow from Run(seed=...); leave it out",
+    "multiprocessing_context": "call torch.multiprocessing.set_start_method() instead",
+}
+BATCH_NAMES: Final = LOADER_NAMES | {
+    "global_batch": "global_batch_size",
+    "batch": "global_batch_size",
+    "batch_size": "give global_batch_size=, the samples of one step over all workers together",
+    "pin": "pin_memory",
+    "sampler": "order",
+    "batch_sampler": "order",
+    "shuffle": "samples are shuffled by default, in another order in each epoch; "
+    "order=lockstep.Sequential(len(dataset), global_batch_size) keeps them as they are",
+    "rank": "Lockstep knows the ranks and deals the samples out; leave it out",
+    "num_replicas": "Lockstep knows the number of workers and deals the samples out; leave it out",
+    "seed": "random numbers follow from Run(seed=...); leave it out",
+}
 
 __all__ = ["Batch", "Batches", "DataError", "Position", "Settings", "Shard"]
 
@@ -69,6 +98,14 @@ class Settings:
             )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
+
+
+def check_options(given: Iterable[str], global_batch_size: int) -> None:
+    """Raise TypeError for keywords that `run.batches` does not have, and for the one that it needs."""
+    known = [field.name for field in fields(Settings)]
+    refuse_unknown_options("run.batches", given, [*known, "order"], BATCH_NAMES)
+    if global_batch_size == 0:
+        raise TypeError("run.batches needs global_batch_size=: the samples of one step, over all workers")
 
 
 class Batches:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
@@ -27,6 +27,10 @@ from lockstep.errors import LockstepError
 from lockstep.seed import kept_random_state, mix, sow
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
+
+_HOW_TO_USE_A_BATCH: Final = """a batch is handed to run.step; the data is inside your loss function:
+    for batch in run.train(batches, optimizer):
+        run.step(loss, batch)  # calls loss(model, data); in there: x, y = data"""
 
 
 class DataError(LockstepError):
@@ -63,6 +67,23 @@ class Batch:
     @property
     def position(self) -> Position:
         return Position(self.epoch, self.step, self.number)
+
+    # A batch has the data of several shards, so it cannot be unpacked or indexed as a DataLoader's can.
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_HOW_TO_USE_A_BATCH)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(_HOW_TO_USE_A_BATCH)
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(f"{_HOW_TO_USE_A_BATCH}; batch.count is the number of samples of all workers")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a batch has no {name!r}: {_HOW_TO_USE_A_BATCH}", name=name, obj=self)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ The pieces do not depend on the number of workers, so neither does what the mode
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count, islice
 from typing import Any, Final
 
@@ -17,17 +17,28 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.data.ahead import put_on
-from lockstep.data.batches import TRIES, batch_of
+from lockstep.data.batches import LOADER_NAMES, TRIES, batch_of
 from lockstep.data.jobs import refuse_loader
 from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Position
 from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
+from lockstep.errors import refuse_unknown_options
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train.metrics import Pairs, as_pairs
 from lockstep.world import World
 
 PREFETCH: Final = 2  # pieces that each loader process has ready
 TIMEOUT_S: Final = 600.0  # of one piece
+_IN_ORDER: Final = "every sample is evaluated exactly once, in the order of the dataset; leave it out"
+EVALUATE_NAMES: Final = LOADER_NAMES | {
+    "batch": "batch_size",
+    "global_batch_size": "batch_size",
+    "shuffle": _IN_ORDER,
+    "sampler": f"{_IN_ORDER}, or give a torch.utils.data.Subset",
+    "batch_sampler": f"{_IN_ORDER}, or give a torch.utils.data.Subset",
+    "order": _IN_ORDER,
+    "drop_last": "no sample is left out; leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,12 @@ class Pieces:
             raise ValueError(f"batch_size={self.batch_size!r} must be a whole number, 1 or more")
         if not isinstance(self.num_workers, int) or self.num_workers < 0:
             raise ValueError(f"num_workers={self.num_workers!r} must be a whole number, 0 or more")
+
+
+def check_options(given: Iterable[str]) -> None:
+    """Raise TypeError for keywords that `run.evaluate` does not have."""
+    known = [field.name for field in fields(Pieces) if field.name != "dataset"]
+    refuse_unknown_options("run.evaluate", given, known, EVALUATE_NAMES)
 
 
 @dataclass
@@ -85,6 +102,12 @@ def run(
 
 def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def count_samples(dataset: Any) -> int | None:
+    """How many samples it has; None for a stream. Raises ValueError for a DataLoader, which is no dataset."""
+    refuse_loader(dataset)
+    return None if is_stream(dataset) else len(dataset)
 
 
 def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:

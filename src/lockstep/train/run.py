@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep import faults, files
 from lockstep.comm import patience
-from lockstep.data.batches import Batch, Batches, Position, Settings
+from lockstep.data.batches import Batch, Batches, Position, Settings, check_options
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
 from lockstep.elastic import seat as seats
@@ -345,7 +345,7 @@ class Run:
         self,
         dataset: Any,
         *,
-        global_batch_size: int,
+        global_batch_size: int = 0,  # must be given
         shards: int = 8,
         epochs: int | None = 1,
         order: Order | None = None,
@@ -357,8 +357,9 @@ class Run:
         loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s;
         see `lockstep.data.batches.Settings`.
         """
+        check_options(loading, global_batch_size)
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
-        samples = None if evaluation.is_stream(dataset) else len(dataset)
+        samples = evaluation.count_samples(dataset)
         self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
         settings = Settings(
             global_batch_size=global_batch_size, shards=shards, epochs=epochs, drop_last=drop_last, **loading
@@ -542,8 +543,9 @@ class Run:
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
         loading: num_workers (processes), collate_fn.
         """
+        evaluation.check_options(loading)
         model = self._replicated("run.evaluate")
-        samples = None if evaluation.is_stream(dataset) else len(dataset)
+        samples = evaluation.count_samples(dataset)
         self._agree("run.evaluate", {"batch_size": batch_size, "len(dataset)": samples})
         cut = evaluation.Pieces(dataset, batch_size, **loading)
 
