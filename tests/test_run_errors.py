@@ -430,7 +430,7 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     # -- options
     "unknown option": (
         lambda here: here.run(clip=1),
-        r"TypeError: Run has no option 'clip'; it has precision, grad_comm_dtype, max_grad_norm",
+        r"TypeError: Run has no option 'clip': it is called max_grad_norm= here",
     ),
     **{
         f"{name}={value!r}": (

@@ -62,9 +62,9 @@ examples:
   lockstep run -n 2 --drop-in their_train.py      our DistributedDataParallel in a program you cannot edit
   lockstep run --hosts 3 -n 8 --rendezvous node1:29400 train.py       on each of three hosts, node1 among them
 
-Ctrl-C and SIGTERM are passed on; a second Ctrl-C kills at once. If a worker fails, the others are stopped, the exit
-status is the one of the first that failed (128 + the signal if it died of one). Its last words are shown, and as the
-very last thing a card: who failed, where, why, and what to do.
+Ctrl-C and SIGTERM are passed on: a lockstep.Run finishes its step, saves and ends; a second Ctrl-C kills at once. If a
+worker fails, the others are stopped, the exit status is the one of the first that failed (128 + the signal if it died
+of one). Its last words are shown, and as the very last thing a card: who failed, where, why, and what to do.
 The exit status is 2, and nothing is started, if the command line makes no sense.
 """
 
@@ -165,6 +165,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N|5m",
         help="steps, or a time in s, m or h, between checkpoints of a lockstep.Run that does not say itself",
     )
+    run.add_argument(
+        "--fresh",
+        action="store_true",
+        help="a lockstep.Run starts over: what is in its directory is moved to `previous-1` there, and not resumed",
+    )
     several = run.add_argument_group("several hosts", "start the same command on each; LOCKSTEP_JOB_SECRET must be set")
     several.add_argument("--hosts", type=_hosts, metavar="N", help="how many (default: 1)")
     several.add_argument("--rendezvous", metavar="HOST:PORT", help="an address of the host that is to keep the records")
@@ -231,6 +236,8 @@ def _run(chosen: argparse.Namespace) -> int:
         command = ["-m", "lockstep.elastic.worker", *command]
     if chosen.checkpoint_every is not None:
         os.environ["LOCKSTEP_CHECKPOINT_EVERY"] = chosen.checkpoint_every
+    if chosen.fresh:
+        os.environ["LOCKSTEP_FRESH"] = "1"
     try:
         if hosts is not None:
             await_address(hosts, say)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -58,6 +59,22 @@ def point_at_each_other(directory: Path, logs: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "launch.json").write_text(json.dumps({"logs": str(logs)}))
         (logs / "run.json").write_text(json.dumps({"directory": str(directory)}))
+
+
+def move_aside(directory: Path, *, stay: Iterable[str]) -> Path | None:
+    """Move all that is in a run directory into a folder `previous-N` of it, and return that; None: there was nothing.
+
+    stay  names that are left where they are. Earlier `previous-N` stay as well.
+    """
+    names = [p.name for p in directory.iterdir()] if directory.is_dir() else []
+    moved = [name for name in names if name not in set(stay) and not name.startswith("previous-")]
+    if not moved:
+        return None
+    target = next(one for n in count(1) if not (one := directory / f"previous-{n}").exists())
+    target.mkdir()
+    for name in moved:
+        (directory / name).rename(target / name)
+    return target
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 SHOWN = 8  # lines of one kind
+_WORDS = {"lr": "learning rate", "samples": "samples in the dataset"}
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # torch's put them there
 
 
@@ -24,6 +26,50 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         *_compare_optimizer(saved["optimizer"], now["optimizer"]),
         *_compare_kept(saved.get("kept") or {}, now.get("kept") or {}),
     ]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that is not what it was when the checkpoint was saved. `counts`: whose value is used from now on."""
+
+    name: str
+    saved: Any
+    now: Any
+    counts: str  # "checkpoint" or "program"
+
+    def __str__(self) -> str:
+        values = f"{_show(self.saved)} in the checkpoint, {_show(self.now)} in the program"
+        return f"{self.name}: {values}; the {self.counts}'s counts"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The settings of a program (`Plan.settings`) that have changed since it saved.
+
+    {"options": {...}, "optimizer": [{"lr": 0.1, ...}, ...], "scheduler": {...}}: options count as the program has them;
+    those of the optimiser and of a scheduler of the same class are restored with their state.
+    """
+    found = [*_changed(saved.get("options") or {}, now.get("options") or {}, "program")]
+    groups = list(zip(saved.get("optimizer") or [], now.get("optimizer") or [], strict=False))
+    for n, (theirs, ours) in enumerate(groups):
+        where = f" of parameter group {n}" if len(groups) > 1 else ""
+        found += _changed(theirs, ours, "checkpoint", where)
+    if _class_of(saved) == _class_of(now):
+        found += _changed(saved.get("scheduler") or {}, now.get("scheduler") or {}, "checkpoint", " of the scheduler")
+    return found
+
+
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], counts: str, where: str = "") -> Iterator[Change]:
+    for name, value in now.items():
+        if name in saved and saved[name] != value:
+            yield Change(_WORDS.get(name, name) + where, saved[name], value, counts)
+
+
+def _class_of(settings: Mapping[str, Any]) -> Any:
+    return (settings.get("options") or {}).get("scheduler")
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -100,11 +100,11 @@ class Settings:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
 
 
-def check_options(given: Iterable[str], global_batch_size: int) -> None:
+def check_options(given: Iterable[str], global_batch_size: int | None) -> None:
     """Raise TypeError for keywords that `run.batches` does not have, and for the one that it needs."""
     known = [field.name for field in fields(Settings)]
     refuse_unknown_options("run.batches", given, [*known, "order"], BATCH_NAMES)
-    if global_batch_size == 0:
+    if global_batch_size is None:
         raise TypeError("run.batches needs global_batch_size=: the samples of one step, over all workers")
 
 

@@ -31,7 +31,7 @@ from lockstep.elastic.restarts import Failure, start_at_s, why_give_up
 from lockstep.elastic.roster import Roster
 from lockstep.elastic.screen import lose_patience, regain_patience, say
 from lockstep.elastic.seat import VARIABLE
-from lockstep.elastic.supervisor import PREEMPTED, Crew, Job, WorkerProcess, count_cores, worker_env
+from lockstep.elastic.supervisor import INTERRUPTED, PREEMPTED, Crew, Job, WorkerProcess, count_cores, worker_env
 from lockstep.elastic.verdict import Act, Exit, Scene, decide, describe, exit_status, is_lost_peer
 
 LOOK_EVERY_S: Final = 0.1
@@ -149,7 +149,7 @@ class ElasticCrew(Crew):
                 Scene(
                     now_s=now_s,
                     alive=len(self._living()),
-                    grace_s=self._job.grace_s,
+                    grace_s=self._grace_s(),
                     told_at_s=self._told_at_s,
                     interrupts=self._interrupts,
                     killed=self._killed,
@@ -456,10 +456,11 @@ class ElasticCrew(Crew):
             ended, over = self._roster.is_over or PREEMPTED in codes, self._records.over
             told_s = self._told_at_s
             too_late = told_s is not None and not any(one.at_s >= told_s for one in self._exits)  # nobody was there
+            preempted = INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
             if ended and (self._asked is None or too_late):
-                return PREEMPTED if PREEMPTED in codes else over["status"] if over is not None else 0
+                return preempted if PREEMPTED in codes else over["status"] if over is not None else 0
             if PREEMPTED in codes:
-                return PREEMPTED
+                return preempted
             if told_s is not None:  # whoever was lost before was replaced, and is not to blame for the end
                 self._exits = [one for one in self._exits if one.at_s >= told_s]
                 if not self._exits:

@@ -40,6 +40,7 @@ from lockstep.elastic.verdict import (
     decide,
     describe,
     exit_status,
+    finishing_file,
     is_lost_peer,
     last_words,
 )
@@ -50,10 +51,12 @@ if TYPE_CHECKING:
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 PREEMPTED: Final = 75  # of a worker that was asked to end, and has saved (train/run.py)
+INTERRUPTED: Final = 128 + signal.SIGINT  # of ours, when that was by Ctrl-C
 READ_BYTES = 65536
 TAIL_BYTES = 65536
 LONGEST_LINE_BYTES = 65536
 LARGEST_PIPE_BYTES = 1 << 20
+FINISH_S = 600.0  # of a worker that was asked to end, and says that it finishes its step and saves
 # How long a stray child may take to obey when its worker has already ended.
 STRAYS_S = 2.0
 
@@ -354,7 +357,7 @@ class Crew:
                 Scene(
                     now_s=now_s,
                     alive=len(self._living()),
-                    grace_s=self._job.grace_s,
+                    grace_s=self._grace_s(),
                     exits=self._exits,
                     told_at_s=self._told_at_s,
                     interrupts=self._interrupts,
@@ -369,6 +372,13 @@ class Crew:
                 self._kill()
             else:
                 self._listen(None if decision.until_s is None else decision.until_s - now_s)
+
+    def _grace_s(self) -> float:
+        """How long workers that were asked to end may take: longer while they say that they finish a step and save."""
+        logs, living = self._job.log_dir, self._living()
+        if self._told_at_s is None or not all(finishing_file(logs, one.process.pid).exists() for one in living):
+            return self._job.grace_s
+        return max(self._job.grace_s, FINISH_S)
 
     def _hear(self, number: int, _: FrameType | None) -> None:
         if number != signal.SIGCHLD:  # that one only has to wake us
@@ -399,7 +409,10 @@ class Crew:
             self._asked = number
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             again = "; Ctrl-C again kills at once" if number == signal.SIGINT else ""
-            say(f"{name}: passed on; workers that do not end within {self._job.grace_s:g} s are killed{again}")
+            say(
+                f"{name}: passed on; a lockstep.Run finishes its step and saves, other workers that do not end within "
+                f"{self._job.grace_s:g} s are killed{again}"
+            )
         if not self._killed:
             self._tell(signal.SIGTERM if number == signal.SIGPIPE else number)
 
@@ -459,9 +472,8 @@ class Crew:
         """Who failed first, its last words, and a card as the very last thing on the screen."""
         status = exit_status(self._exits, self._asked)
         culprit = blame(self._exits)
-        if culprit is not None and culprit.code == PREEMPTED:
-            say(f"ended as it was asked to, with status {PREEMPTED}: start it again to go on")
-            return status
+        if culprit is not None and culprit.code == PREEMPTED:  # it has said itself what it saved
+            return INTERRUPTED if self._asked == signal.SIGINT else status
         if culprit is None or (culprit.told and self._asked is not None):
             return status
         who, words = self._workers[culprit.rank].name, self._workers[culprit.rank].words()

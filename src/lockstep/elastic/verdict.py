@@ -11,6 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 # Peers of a failed worker follow it within 15 ms on a quiet machine; a busy one deserves some more.
 SETTLE_S = 1.0
@@ -98,6 +99,11 @@ def blame(exits: Sequence[Exit]) -> Exit | None:
         if one.at_s - first.at_s <= SETTLE_S and not one.lost_peer and not obeyed:
             return one
     return first
+
+
+def finishing_file(logs: Path, pid: int) -> Path:
+    """The file by which a worker tells its launcher that it finishes its step and saves after a signal."""
+    return logs / f"finishing-{pid}"
 
 
 def exit_status(exits: Sequence[Exit], asked: int | None) -> int:

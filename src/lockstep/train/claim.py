@@ -35,17 +35,17 @@ class Claim:
     """`take` and `release` may be called at any time, in any order."""
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
-        self._directory = directory
+        self.directory = directory
         self._run = env.get("LOCKSTEP_RUN_ID", "")  # of all workers of a launcher; "": nobody else's
         self._file: int | None = None
 
     def take(self, *, leads: bool) -> None:
         """Raises DirectoryInUseError if another run that lives has it. `leads`: as rank 0, before the others."""
         if leads:
-            files.prepare(self._directory)
+            files.prepare(self.directory)
         if self._file is None:
             try:
-                self._file = os.open(self._directory / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+                self._file = os.open(self.directory / FILE, os.O_RDWR | os.O_CREAT, 0o666)
             except OSError:
                 return  # whether the directory is good is asked elsewhere; that we cannot lock must not end the run
         if leads:
@@ -61,7 +61,7 @@ class Claim:
             if holder:
                 who = f"the run of process {holder['pid']} on {holder['host']}, since {holder['since']}"
             raise DirectoryInUseError(
-                f"the run directory {self._directory} is in use by {who}: two runs would spoil each other's "
+                f"the run directory {self.directory} is in use by {who}: two runs would spoil each other's "
                 "checkpoints; end that one, or choose another directory"
             )
         with suppress(OSError):  # a full disk: the lock itself holds

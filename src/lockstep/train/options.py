@@ -5,14 +5,39 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 import torch
 
+from lockstep.errors import refuse_unknown_options
 from lockstep.train.precision import Precision
 from lockstep.train.saving import read_interval
 
 Choice = TypeVar("Choice", bound=Enum)
+
+RUN_ARGUMENTS: Final = ("directory", "seed", "exact", "resume")  # which are not options of Options
+_TO_BATCHES: Final = "it belongs to run.batches(dataset, global_batch_size=..., epochs=..., num_workers=...)"
+RENAMED: Final = {
+    "clip_norm": "max_grad_norm",
+    "clip": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "wire": "grad_comm_dtype",
+    "mixed_precision": "precision",
+    "fp16": 'write precision="fp16"',
+    "bf16": 'write precision="bf16"',
+    "amp": 'write precision="bf16" or precision="fp16"',
+    "checkpoint_every": "save_every",
+    "save_steps": "save_every",
+    "output_dir": "directory",
+    "dir": "directory",
+    "fresh": "write resume=False",
+    "epochs": _TO_BATCHES,
+    "num_workers": _TO_BATCHES,
+    "batch_size": _TO_BATCHES,
+    "global_batch_size": _TO_BATCHES,
+    "shards": _TO_BATCHES,
+    "gradient_accumulation_steps": "set shards= of run.batches: a worker runs its shards one after the other",
+}
 
 
 class OnNonFinite(Enum):
@@ -33,6 +58,7 @@ class OptionNames(TypedDict, total=False):
     check_every: int | None
     audit_every: int
     save_every: int | str | None
+    exit_on_interrupt: bool
     threads: int
     progress: bool
     trace: bool
@@ -51,6 +77,8 @@ class Options:
     check_every   steps from one comparison of the replicas to the next; None: so that it costs under 0.5 %
     audit_every   steps from one shard that is computed again on another worker to the next; 0: never
     save_every    steps from one checkpoint to the next, or a time such as "5m"; None: after every epoch and at the end
+    exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program ends behind the step, saved; False: only the loop
+                  does, and the program asks `run.interrupted`
     threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
     progress      show how far we are
     trace         keep times and figures of all steps, for `lockstep report` and `lockstep watch`
@@ -66,6 +94,7 @@ class Options:
     check_every: int | None = None
     audit_every: int = 0
     save_every: int | str | None = None
+    exit_on_interrupt: bool = True
     threads: int = 1
     progress: bool = True
     trace: bool = True
@@ -75,10 +104,8 @@ class Options:
 
     @staticmethod
     def of(named: OptionNames) -> Options:
-        known = [f.name for f in fields(Options)]
-        for name in named:
-            if name not in known:
-                raise TypeError(f"Run has no option {name!r}; it has {', '.join(known)}")
+        known = [*RUN_ARGUMENTS, *(f.name for f in fields(Options))]
+        refuse_unknown_options("Run", named, known, RENAMED)
         values: dict[str, Any] = dict(named)
         values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
         values["on_nonfinite"] = one_of(OnNonFinite, "on_nonfinite", values.get("on_nonfinite", "stop"))

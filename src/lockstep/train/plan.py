@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch, LRScaling
 from lockstep.train.step import Plan, Result, Training
 from lockstep.world import World
+
+_COUNTS: Final = ("last_epoch", "params", "initial_lr")
+_PLAIN: Final = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,65 @@ def make_plan(
         synced=synced,
         large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
     )
+
+
+def settings_of(plan: Plan, basis: Basis, *, scaling: LRScaling | None, steps: int | None) -> dict[str, Any]:
+    """What the program has set, for a later start that may have set something else (checkpoint/differences.py).
+
+    To be asked for before anything is restored.
+    """
+    options, batches, scheduler = basis.options, plan.batches, plan.schedule
+    comm_dtype = options.grad_comm_dtype
+    return {
+        "options": {
+            **{name: value for name, value in batches.facts().items() if name != "seed"},
+            "epochs": batches.settings.epochs,
+            "steps": steps,
+            "precision": options.precision.value,
+            "grad_comm_dtype": None if comm_dtype is None else str(comm_dtype).removeprefix("torch."),
+            "max_grad_norm": options.max_grad_norm,
+            "on_nonfinite": options.on_nonfinite.value,
+            "threads": options.threads,
+            "scheduler": None if scheduler is None else type(scheduler).__name__,
+            "interval": plan.interval,
+            "scaling": None if scaling is None else str(scaling),
+        },
+        "optimizer": [_plain(group) for group in plan.optimizer.param_groups],
+        "scheduler": {} if scheduler is None else _plain(scheduler.state_dict()),
+    }
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are numbers, texts or tuples of numbers, and do not count steps."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        value = list(value) if isinstance(value, tuple) else value
+        numbers = value if isinstance(value, list) else [value]
+        if not name.startswith("_") and name not in _COUNTS and all(isinstance(x, _PLAIN) for x in numbers):
+            found[name] = value
+    return found
+
+
+def follow_trainable(plan: Plan) -> None:
+    """Train the parameters that require a gradient now. Raises ValueError if there are none."""
+    leaves = replica.trained_leaves(plan.model, set())
+    if not leaves:
+        raise ValueError("the program has frozen all parameters: none requires a gradient any more")
+    trained = {leaf.parameter for leaf in leaves}
+    for leaf in plan.leaves:
+        if leaf.parameter not in trained:
+            leaf.parameter.grad = None  # or the optimiser would use the last one in every step
+    plan.leaves = leaves
+
+
+def take_over_trainable(plan: Plan, state: Mapping[str, Any]) -> None:
+    """Train the parameters that were trained where `state`, of `Run._state`, comes from."""
+    names = set(state.get("trainable") or ())
+    if names:
+        for name, parameter in plan.model.named_parameters():
+            parameter.requires_grad_(name in names)
+        plan.leaves = replica.trained_leaves(plan.model, set())
 
 
 def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, observer: Observer) -> Training:

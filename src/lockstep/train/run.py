@@ -14,11 +14,12 @@ The same program runs on one worker or many, and computes the same bits.
 from __future__ import annotations
 
 import os
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +31,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep import faults, files
+from lockstep.checkpoint.differences import changes
 from lockstep.comm import patience
 from lockstep.data.batches import Batch, Batches, Position, Settings, check_options
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
+from lockstep.data.reader import DataError
 from lockstep.elastic import seat as seats
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.replicate import replica
@@ -43,22 +46,36 @@ from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import evaluation, setting, verdict
 from lockstep.train.accord import Accord
 from lockstep.train.board import Board
-from lockstep.train.calls import Calls, ElasticCalls
+from lockstep.train.calls import Calls, ElasticCalls, say
 from lockstep.train.check import ReplicaCheck
 from lockstep.train.chronicle import Chronicle
+from lockstep.train.claim import FILE as RUN_LOCK
 from lockstep.train.claim import Claim
 from lockstep.train.farewell import Farewell
+from lockstep.train.loop_check import LoopCheck, describe_untrained, refuse_optimizer
 from lockstep.train.metrics import Mean, MetricsFile, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.observer import Blind, Observer
 from lockstep.train.once import Once
 from lockstep.train.options import OptionNames, Options
-from lockstep.train.plan import Basis, describe, facts_of, introduce, make_plan, share_out, sight_of
+from lockstep.train.plan import (
+    Basis,
+    describe,
+    facts_of,
+    follow_trainable,
+    introduce,
+    make_plan,
+    settings_of,
+    share_out,
+    sight_of,
+    take_over_trainable,
+)
 from lockstep.train.progress import Progress
+from lockstep.train.run_directory import STOPPED, pending_stops, read_stop, start_over, starts_over, write_stop
 from lockstep.train.saving import Saving, named, restore
 from lockstep.train.schedule import LRScaling
-from lockstep.train.signals import told_to_end
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
-from lockstep.train.tally import Tally
+from lockstep.train.signals import stop_signals
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, refuse_mean_loss, take_step
+from lockstep.train.tally import Tally, agree_on_metrics
 from lockstep.train.transfer import hand_over
 from lockstep.train.witness import Witness
 from lockstep.world import World, choose_device, init
@@ -66,18 +83,36 @@ from lockstep.world import World, choose_device, init
 Model = TypeVar("Model", bound=nn.Module)
 
 PREEMPTED = 75  # exit status of a run that was asked to end by a signal, and has saved: "try again later"
+INTERRUPTED = 128 + signal.SIGINT  # the same after Ctrl-C, where no launcher looks at the status
+SAVE_AFTER_ERROR_S = 120.0
+
+
+class Loop(Enum):
+    """Where the program is: before, in or behind the loop over `run.train`."""
+
+    BEFORE = "before"
+    RUNNING = "running"
+    ENDED = "ended"  # all that was trained is saved
 
 
 class Run:
     """One training run. All its methods are called by all workers, in the same order."""
 
     def __init__(
-        self, directory: str | Path | None = None, *, seed: int = 0, exact: bool = True, **options: Unpack[OptionNames]
+        self,
+        directory: str | Path | None = None,
+        *,
+        seed: int = 0,
+        exact: bool = True,
+        resume: bool = True,
+        **options: Unpack[OptionNames],
     ) -> None:
         """
         directory  where checkpoints and metrics go, and where a run that was interrupted goes on; None: nowhere
         seed       of everything random: initial weights, order of samples, augmentation, dropout
         exact      the same bits on any number of workers; False: whatever is fastest here
+        resume     False: start over; what an earlier run left in the directory is moved to `previous-1` there. So does
+                   `lockstep run --fresh`
         options    precision, clipping, checks, checkpoints: see `lockstep.train.options.Options`
 
         Used in a `with` statement, which joins the other workers, and at its end waits for them and for the last
@@ -88,20 +123,28 @@ class Run:
         self._witness = Witness.of(os.environ)
         # Absolute: the program may change its directory.
         self.directory = Path(directory).absolute() if directory is not None and self._witness is None else None
+        if not isinstance(resume, bool):
+            raise TypeError(f"resume={resume!r} must be True or False; run.load(path) reads weights from elsewhere")
         self.seed, self.exact, self.options = seed, exact, Options.of(options)
+        self._is_fresh = starts_over(resume, os.environ)
         self._stack = ExitStack()
         self._model: nn.Module | None = None
         self._plan: Plan | None = None
         self._training: Training | None = None
         self._registered: dict[str, Any] = {}
         self._calls = Calls()
+        self._was_stopped = False  # by the program, in an earlier start
         self._generation = 0  # how often the work was shared out
         self._parted_s: float | None = None  # since when we have no generation
         self._steps: int | None = None  # after which to end
         self._applied = -1  # steps in our state
         self._here = Position()  # of the batch that was handed out last
         self._in_hand = False  # the program has that batch, and may yet take it
+        self._loop, self._loop_check = Loop.BEFORE, None  # type: tuple[Loop, LoopCheck | None]
+        self._is_applying = False  # a step that is half done cannot be saved
+        self._ending: SystemExit | None = None  # by which we end the program after a signal
         self._stop_asked = Stop.NO  # on this worker
+        self._stop_signal: signal.Signals | None = None  # that this worker got
         self._stop_agreed = Stop.NO
         self._farewell = Farewell(os.environ, self._whereabouts)
         self._claim = Claim(self.directory, os.environ) if self.directory is not None else None
@@ -120,6 +163,7 @@ class Run:
         return self
 
     def _begin(self) -> None:
+        pending_stops.write()
         faults.arm(os.environ)
         faults.at("start")
         self._farewell.begin()
@@ -137,7 +181,8 @@ class Run:
         self._open_files()  # not before: by now the directory is ours
         self._stack.enter_context(kept_random_state(self.device))
         self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
-        self._stack.enter_context(told_to_end(self._end_soon))
+        is_training = lambda: self._loop is Loop.RUNNING  # noqa: E731
+        self._stack.enter_context(stop_signals(self._end_soon, is_training=is_training, env=os.environ))
         sow(mix(self.seed, "start"), self.device)
 
     def _open_files(self) -> None:
@@ -175,19 +220,25 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        is_planned = error is None or error is self._ending
+        if is_planned:
             try:
                 self._end_together()
             except BaseException as late:
                 self._put_away(late)
                 raise
-        self._put_away(error)
-        if error is None and self._group is not dist.group.WORLD:
+        else:
+            assert error is not None
+            self._save_after(error)
+        self._put_away(None if is_planned else error)
+        if is_planned and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
-        if error is None and self._stop_agreed is Stop.SIGNAL:
-            raise SystemExit(PREEMPTED)
+        if error is None and self.interrupted:
+            raise self._exit()
 
     def _end_together(self) -> None:
+        if self._loop is Loop.RUNNING:
+            self._end_loop(is_stopped=True)  # the program has left it, by `break` or `return`
         self._stack.close()
         self._saving.close()
         if self._group is not dist.group.WORLD:
@@ -198,6 +249,8 @@ class Run:
     def _put_away(self, error: BaseException | None) -> None:
         """What is ours alone: the others may be gone. Each of it, whatever happens with the rest."""
         with ExitStack() as last_first:
+            if self._loop_check is not None:
+                last_first.callback(self._loop_check.close)
             if self._training is not None:
                 last_first.callback(self._training.sum.close)
             if self._claim is not None and self._saving.is_idle:  # else it ends with the process, which still writes
@@ -237,6 +290,9 @@ class Run:
         self.world, self.device = world, world.device
         if self._claim is not None and world.rank == 0:
             self._claim.take(leads=True)
+            moved = start_over(self._claim.directory, os.environ, lock=RUN_LOCK) if self._is_fresh else None
+            if moved is not None:
+                say(f"starts over; what was in {self.directory} is in {moved} now")
         self._group = setting.private_group(world)
         if self._claim is not None and world.rank != 0:  # rank 0 has come by, so the directory is ours
             self._claim.take(leads=False)
@@ -249,6 +305,10 @@ class Run:
 
     def part(self) -> None:
         self._parted_s, self._chronicle.state = time.monotonic(), "recovering"
+        self._drop_training()
+
+    def _drop_training(self) -> None:
+        """What depends on the workers and on the parameters that are trained is built anew after this."""
         if self._training is not None:
             self._training.running.abandon()
             self._training.gradients.begin()  # it must not listen any more, should a traceback still hold it
@@ -279,15 +339,19 @@ class Run:
             if self._applied >= 0:
                 things["kept"] = {}  # the program changes these itself, and ours is behind that of the source
             restore(things, state)
+            take_over_trainable(plan, state)
             self._applied = state["batches"]["number"]
         then()
         faults.at("restored")
         check = ReplicaCheck(self._group, self.device, every=1)
         check.compare(self._applied, named_state(plan.model, plan.optimizer))
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, number: int) -> None:
         """Save, and end after the step that is running, all workers together."""
         self._stop_asked = Stop.SIGNAL
+        self._stop_signal = signal.Signals(number)
+        if number == signal.SIGINT and self.world.rank == 0 and not os.environ.get("LOCKSTEP_RUN_DIR"):
+            say("Ctrl-C: this step is finished and saved; Ctrl-C again ends at once")
 
     def _agree(self, what: str, facts: Mapping[str, Any]) -> None:
         """All workers together: the same arguments everywhere, or an error everywhere."""
@@ -345,7 +409,7 @@ class Run:
         self,
         dataset: Any,
         *,
-        global_batch_size: int = 0,  # must be given
+        global_batch_size: int | None = None,  # must be given
         shards: int = 8,
         epochs: int | None = 1,
         order: Order | None = None,
@@ -358,6 +422,7 @@ class Run:
         see `lockstep.data.batches.Settings`.
         """
         check_options(loading, global_batch_size)
+        assert global_batch_size is not None
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
         self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
@@ -390,13 +455,20 @@ class Run:
         """Hand out the batches: from where the last run in this directory ended, with progress and checkpoints.
 
         scheduler  a torch learning-rate scheduler; its step() is called after every `interval`: "step" or "epoch"
-        scaling   the learning rate follows the batch size: see `lockstep.LRScaling`
-        steps     end after so many steps, counted from the very first; None: when the batches do
+        scaling    the learning rate follows the batch size: see `lockstep.LRScaling`
+        steps      end after so many steps, counted from the very first; None: when the batches do
+
+        Leaving the loop by `break` or `return` ends the training: it is saved at the end of the `with` block, and a
+        later start does not train on. After SIGTERM, SIGUSR1 or Ctrl-C the step is finished and saved, and the program
+        ends here with status 75 (130 after Ctrl-C), unless `Run(exit_on_interrupt=False)`.
         """
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps={steps!r} must be a whole number, 1 or more, or None")
         if interval not in ("step", "epoch"):
             raise ValueError(f'interval={interval!r} is not known; choose "step" or "epoch"')
+        refuse_optimizer(optimizer, scheduler)
+        if not isinstance(batches, Batches):
+            raise TypeError(f"run.train takes run.batches(dataset, ...) first, not a {type(batches).__name__}")
         if self._plan is not None:
             raise LockstepError("a Run has one loop: run.train goes over all epochs, see run.batches(epochs=...)")
         if self._witness is not None:
@@ -404,6 +476,7 @@ class Run:
         model, basis = self._replicated("run.train"), Basis(self.options, self.seed, self.exact)
         plan = self._plan = make_plan(model, optimizer, batches, basis, scaling=scaling)
         plan.schedule, plan.interval = scheduler, interval
+        plan.settings = settings_of(plan, basis, scaling=scaling, steps=steps)
         self._steps = steps
         self._calls.limit(batches.settings.shards)
         if plan.synced and self.exact and self._calls.is_elastic:
@@ -411,12 +484,22 @@ class Run:
         self._resume(plan)
         if self._training is None:
             self._share_out(plan)
-        if self.world.rank == 0 and self.options.progress:
-            print(f"lockstep: {introduce(plan, basis, self.world)}", file=sys.stderr, flush=True)
-        is_shown = "LOCKSTEP_VIEW" in os.environ and self.options.trace  # in the launcher's picture (measure/live.py)
-        self._progress = Progress(
-            steps=steps or batches.steps_in_all, shown=self.world.rank == 0 and self.options.progress and not is_shown
-        )
+        self._loop_check = LoopCheck(model, optimizer, plan.leaves)
+        self._introduce(plan, basis)
+        if self._was_stopped:
+            self._loop = Loop.ENDED
+            return
+        yield from self._hand_out(plan, steps)
+        if self._witness is not None:
+            raise SystemExit(0)  # the rest of the program is not asked for
+        self._end_loop()
+        if self.interrupted and self.options.exit_on_interrupt:
+            raise self._exit()
+
+    def _hand_out(self, plan: Plan, steps: int | None) -> Iterator[Batch]:
+        batches, check = plan.batches, self._loop_check
+        assert check is not None
+        self._loop = Loop.RUNNING
         with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
             while not self._stop_agreed and (steps is None or batches.position.number < steps):
                 self._calls.begin_step(batches.position.number)
@@ -428,31 +511,118 @@ class Run:
                     self._calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
                 self._in_hand = True
+                check.hand_out(batch.number)
                 yield batch
+                check.end_iteration()
                 self._in_hand = False
                 if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
                     self.save()
         self._observer.end_loop()
         self._progress.end(batches.position.number)
-        if self._witness is not None:
-            raise SystemExit(0)  # the rest of the program is not asked for
-        if not self._saving.has(batches.position.number):
+
+    def _introduce(self, plan: Plan, basis: Basis) -> None:
+        """Say what is trained, from where on; or why nothing is."""
+        tells = self.world.rank == 0
+        ends = self._steps or plan.batches.steps_in_all
+        is_shown = "LOCKSTEP_VIEW" in os.environ and self.options.trace  # in the launcher's picture (measure/live.py)
+        self._progress = Progress(steps=ends, shown=tells and self.options.progress and not is_shown)
+        step = plan.batches.position.number
+        over = "--fresh, or Run(resume=False), starts over"
+        if not tells:
+            return
+        if self._was_stopped:
+            say(f"stopped at step {step} by the program; nothing to train; {over}; without {STOPPED} it trains on")
+        elif step and (plan.batches.ended or (self._steps is not None and step >= self._steps)):
+            say(f"finished at step {step}; nothing to train; {over}; more epochs= (or steps=) train on")
+        elif self.options.progress:
+            say(introduce(plan, basis, self.world))
+        self._tell_untrained(plan)
+
+    def _end_loop(self, *, is_stopped: bool = False) -> None:
+        """Save what was trained, all workers together. `is_stopped`: the program has left the loop for good."""
+        plan = self._plan
+        assert plan is not None
+        self._loop = Loop.ENDED
+        here = self._saved_position(plan)
+        if not self._saving.has(here.number):
             self.save()
-        if self.directory is not None:
-            self._calls.make("the last checkpoint", lambda: self._once.run(self._keep_last))
+        directory, tells = self.directory, self.should_stop and self.world.rank == 0
+        if directory is None:
+            if tells:
+                say(f"interrupted at step {here.number}; nothing is saved, since this Run has no directory")
+            return
+
+        def keep() -> None:
+            self._keep_last(here)
+            if is_stopped:
+                write_stop(directory, here.number)
+
+        self._calls.make("the last checkpoint", lambda: self._once.run(keep))
+        if tells and not is_stopped:
+            say(f"saved at step {here.number}; the same command continues")
+
+    def _exit(self) -> SystemExit:
+        """The end of the program after a signal, once everything is saved."""
+        is_launched = bool(os.environ.get("LOCKSTEP_RUN_DIR"))  # the launcher knows which signal it was
+        is_ctrl_c = self._stop_signal is signal.SIGINT and not is_launched
+        self._ending = SystemExit(INTERRUPTED if is_ctrl_c else PREEMPTED)
+        return self._ending
+
+    def _save_after(self, error: BaseException) -> None:
+        """Keep what was trained when an exception leaves the loop: rank 0 writes a checkpoint, without the others.
+
+        Not after errors of ours, which may mean that the state is wrong or that others are ahead; nor in the middle of
+        the optimiser's step.
+        """
+        plan, is_ours = self._plan, isinstance(error, LockstepError) and not isinstance(error, DataError)
+        if plan is None or self._loop is not Loop.RUNNING or is_ours or self._is_applying:
+            return
+        if self.directory is None or self.world.rank != 0 or self._applied < 0 or not self._calls.may_commit():
+            return
+        end_s = time.monotonic() + SAVE_AFTER_ERROR_S
+
+        def go_on() -> None:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"it was not written within {SAVE_AFTER_ERROR_S:.0f} s")
+
+        here = self._saved_position(plan)
+        try:
+            if self._training is not None:
+                self._training.running.abandon()
+            self._keep_last(here, go_on)
+            if isinstance(error, SystemExit) and not error.code:
+                write_stop(self.directory, here.number)
+            elif isinstance(error, Exception):
+                pending_stops.add(self.directory, here.number, error)
+            say(f"saved at step {here.number}, where the program left the loop ({type(error).__name__})")
+        except Exception as problem:
+            say(f"what was trained up to step {here.number} could not be saved: {type(problem).__name__}: {problem}")
 
     def step(self, loss: Loss, batch: Batch) -> Result:
         """Forward, backward, the mean gradient over all workers, and the optimiser's step.
 
         `loss(model, batch)` returns (sum, weight): the sum of the losses of its samples, and their number (or that of
-        tokens, or any other weight). The gradient is that of the mean over the global batch.
+        tokens, or any other weight). The gradient is that of the mean over the global batch. It may return metrics as
+        well, `(sum, weight, {"accuracy": (correct, count)})`: their means over the global batch are `result.metrics`.
         """
         plan = self._plan
         if plan is None or self._training is None:
             raise LockstepError("run.step belongs into `for batch in run.train(batches, optimizer)`: call track first")
         if not isinstance(batch, Batch):
             raise TypeError(f"run.step takes a batch from run.train, not a {type(batch).__name__}")
-        result = self._calls.make("run.step", lambda: self._take(loss, batch), encode=Result.plain, decode=Result.of)
+        check = self._loop_check
+        assert check is not None
+        check.begin_step(batch, tells=self.world.rank == 0)
+        if check.has_other_parameters:
+            self._follow_trainable(plan, check)
+        check.is_stepping = True
+        try:
+            result = self._calls.make(
+                "run.step", lambda: self._take(loss, batch), encode=Result.plain, decode=Result.of
+            )
+        finally:
+            check.is_stepping = False
+        check.end_step()
         self._stop_agreed = max(self._stop_agreed, result.stop)
         if result.move:
             self._calls.move_at_next_step(result.move)
@@ -486,13 +656,36 @@ class Run:
             raise DivergenceError(
                 f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this"
             )
-        wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._calls.check_commit, self._calls.check_left)
+        if batch.number == 0:
+            refuse_mean_loss(training, loss, batch)
+        wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._commit, self._calls.check_left)
         result = take_step(training, loss, batch, wishes)
         if plan.schedule is not None and (batch.ends_epoch if plan.interval == "epoch" else not result.skipped):
             plan.schedule.step()
-        self._applied = batch.number + 1
+        self._applied, self._is_applying = batch.number + 1, False
         faults.at("applied")
         return result
+
+    def _commit(self) -> None:
+        self._calls.check_commit()
+        self._is_applying = True
+
+    def _follow_trainable(self, plan: Plan, check: LoopCheck) -> None:
+        """The program has frozen or unfrozen parameters: this step trains those that require a gradient now."""
+        follow_trainable(plan)
+        self._agree(
+            "run.step: what is trained", {"parameters that require a gradient": [leaf.name for leaf in plan.leaves]}
+        )
+        self._drop_training()
+        self._share_out(plan)
+        self._handed_out = self._generation  # the workers are the same, and so are the shards of the batch in hand
+        check.follow(plan.leaves)
+        self._tell_untrained(plan)
+
+    def _tell_untrained(self, plan: Plan) -> None:
+        untrained = describe_untrained(plan.leaves, plan.optimizer)
+        if untrained is not None and self.world.rank == 0:
+            say(untrained)
 
     def _compare_replicas(self, number: int) -> None:
         training = self._training
@@ -529,8 +722,10 @@ class Run:
         training = self._training
         if batches.steps_in_all is not None or training is None:
             return
+        if training.metric_names is None:
+            training.metric_names = agree_on_metrics(training.sum, None)
         tally = Tally(training.sum, buffers=len(training.running))
-        tally.send(None)
+        tally.send(None, names=training.metric_names)
         verdict.refuse_bad_data(tally.outcome(), batches.position.number)
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -615,8 +810,14 @@ class Run:
         """Some worker was asked to end (SIGTERM, or `run.stop()`), and all have agreed to: `train` ends here."""
         return self._stop_agreed is not Stop.NO
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the training was ended by a signal (SIGTERM, SIGUSR1, Ctrl-C) before it was through."""
+        return self._stop_agreed is Stop.SIGNAL
+
     def stop(self) -> None:
-        """Ask all workers to end after the next step. One of them is enough."""
+        """Ask all workers to leave the loop after the next step; one of them is enough. A later start trains on; to end
+        the training for good, `break` out of the loop on all workers."""
         self._stop_asked = max(self._stop_asked, Stop.ASKED)
 
     @property
@@ -642,23 +843,31 @@ class Run:
         plan.last_norm.check(plan.leaves)
         if self.world.rank == 0:
             self._ledger.write()
-        here = self._here if self._in_hand and self._applied <= self._here.number else plan.batches.position
+        here = self._saved_position(plan)
 
         def state() -> dict[str, Any]:
-            found = self._state(plan)
-            return found | {"batches": found["batches"] | asdict(here)}
+            return self._state_at(plan, here)
 
         self._saving.save(here.number, state, writes=self.world.rank == 0)
 
-    def _keep_last(self) -> None:
-        """By rank 0, at the end: whoever was it before may have been lost with what it had not written yet."""
-        plan = self._plan
+    def _saved_position(self, plan: Plan) -> Position:
+        """Of the next step that is to be taken: that of the batch in hand, unless it has been."""
+        return self._here if self._in_hand and self._applied <= self._here.number else plan.batches.position
+
+    def _keep_last(self, here: Position, go_on: Callable[[], None] | None = None) -> None:
+        """By rank 0, at the end: an earlier rank 0 may have been lost with what it had not written yet."""
+        plan, go_on = self._plan, go_on or self._calls.check_left
         assert plan is not None
         self._ledger.write()
-        self._saving.drain(self._calls.check_left)
-        if not self._saving.has_written(plan.batches.position.number):
-            self._saving.save(plan.batches.position.number, lambda: self._state(plan), writes=True)
-            self._saving.drain(self._calls.check_left)
+        self._saving.drain(go_on)
+        if not self._saving.has_written(here.number):
+            plan.last_norm.check(plan.leaves)
+            self._saving.save(here.number, lambda: self._state_at(plan, here), writes=True)
+            self._saving.drain(go_on)
+
+    def _state_at(self, plan: Plan, here: Position) -> dict[str, Any]:
+        found = self._state(plan)
+        return found | {"batches": found["batches"] | asdict(here)}
 
     def _named(self, plan: Plan) -> dict[str, Any]:
         """All that has a state, by name."""
@@ -676,7 +885,8 @@ class Run:
         optimizer = type(plan.optimizer).__name__
         shards = plan.batches.settings.shards
         run = {"seed": self.seed, "exact": self.exact, "shards": shards, "optimizer": optimizer}
-        return named(self._named(plan)) | {"run": run}
+        trainable = [leaf.name for leaf in plan.leaves]
+        return named(self._named(plan)) | {"run": run, "trainable": trainable, "settings": plan.settings}
 
     def _resume(self, plan: Plan) -> None:
         """From where the last run in this directory ended; or where the others are, if they are in the loop."""
@@ -686,15 +896,33 @@ class Run:
                 files.prepare(self.directory)
             found = self._saving.find(self._state(plan), tells=self.world.rank == 0)
             step = found["batches"]["number"] if found is not None else None
-            self._accord.compare("resuming", {"step": str(step)})
+            stopped = read_stop(self.directory)
+            self._accord.compare("resuming", {"step": str(step), "stopped": str(stopped)})
             if found is not None:
+                self._tell_changes(plan, found, step)
                 restore(self._named(plan), found)
+                take_over_trainable(plan, found)
+                self._was_stopped = stopped == step
                 self._chronicle.event("resumed", text=f"from the checkpoint of step {step}")
             self._applied = plan.batches.position.number
             self._ledger.begin(self._applied, plan.batches.facts(), writes=self.world.rank == 0)
 
         self._calls.make("resuming", resume, begins_loop=True)
         self._saving.begin(plan.batches.position.number)
+
+    def _tell_changes(self, plan: Plan, found: dict[str, Any], step: int | None) -> None:
+        """Say which settings have changed since the checkpoint was saved, and which value of each counts."""
+        saved, now = found.get("settings") or {}, plan.settings
+        changed = changes(saved, now)
+        if self.world.rank == 0 and (changed or self.options.progress):
+            what = ", with other settings than it was saved with:" if changed else ""
+            say(f"resumed from step {step} in {self.directory}{what}")
+            for change in changed:
+                say(f"  {change}")
+        if saved.get("options", {}).get("scheduler") != now["options"]["scheduler"]:
+            found["schedule"] = None  # the state of a scheduler of another class means nothing to this one
+        # What is restored with its state stays what it was, and so do the words about it in later checkpoints.
+        plan.settings = now | {name: saved[name] for name in ("optimizer", "scheduler") if saved.get(name)}
 
     def _replicated(self, who: str) -> nn.Module:
         if self._model is None:

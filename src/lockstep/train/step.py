@@ -8,8 +8,8 @@ are added up along one tree, whoever has computed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -23,16 +23,18 @@ from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import Leaf
 from lockstep.replicate.running import RunningState
 from lockstep.seed import kept_random_state, mix, sow
-from lockstep.train import verdict
+from lockstep.train import loss_check, verdict
 from lockstep.train.audit import Audit
+from lockstep.train.loss_check import ShardLoss, checked
+from lockstep.train.metrics import Mean
 from lockstep.train.observer import Observer
 from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch
-from lockstep.train.tally import Tally
+from lockstep.train.tally import Tally, agree_on_metrics, describe_odd_metrics
 from lockstep.train.verdict import LastNorm
 
-Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]  # (model, batch) -> (sum of the losses, their weight)
+Loss = Callable[[Any, Any], Any]  # (model, batch) -> (sum of the losses, their weight[, metrics])
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Plan:
     large_batch: LargeBatch | None
     schedule: Any = None
     interval: str = "step"  # what the schedule counts: "step" or "epoch"
+    settings: dict[str, Any] = field(default_factory=dict)  # as the program gave them: see `settings_of` in plan.py
     last_norm: LastNorm = field(default_factory=LastNorm)
 
 
@@ -68,6 +71,7 @@ class Training:
     seed: int
     large_batch: LargeBatch | None = None
     last_norm: LastNorm = field(default_factory=LastNorm)
+    metric_names: tuple[str, ...] | None = None  # that the loss function returns; None until the first step
 
 
 class Stop(IntEnum):
@@ -102,14 +106,17 @@ class Result:
     stop: Stop = Stop.NO
     move: int = 0
     samples: int = 0  # fingerprint of those of the global batch (data/ledger.py)
+    metrics: Mapping[str, Mean] = field(default_factory=dict)  # that the loss function returned, over the global batch
 
     def plain(self) -> dict[str, Any]:
-        return asdict(self) | {"norm": self.grad_norm}
+        metrics = {name: [mean.sum, mean.weight] for name, mean in self.metrics.items()}
+        return asdict(replace(self, metrics={})) | {"norm": self.grad_norm, "metrics": metrics}
 
     @staticmethod
     def of(plain: dict[str, Any]) -> Result:
         by, stop = tuple(plain["stop_asked_by"]), Stop(plain["stop"])
-        return Result(**(plain | {"stop_asked_by": by, "stop": stop}))
+        metrics = {name: Mean(*pair) for name, pair in plain["metrics"].items()}
+        return Result(**(plain | {"stop_asked_by": by, "stop": stop, "metrics": metrics}))
 
     @property
     def grad_norm(self) -> float | None:
@@ -125,27 +132,27 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
     t.gradients.begin()
     t.gradients.seen_by, t.sum.is_timed = see.begin(batch.number), see.looks_closely
     t.running.begin()
-    weight: float | Tensor = 0.0
     with kept_random_state(t.sum.device), t.sum.in_step():
         for shard in batch.shards:
             is_last = shard is batch.shards[-1]
             wishes.go_on()
             faults.at("forward")
             if shard.count:
-                total, weight = forward(t, loss, batch, shard)
-                tally.note(shard.number, total, weight, t.running.take(shard.number))
+                one = forward(t, loss, batch, shard)
+                tally.note(shard.number, one, t.running.take(shard.number))
             see.lap("forward", shard.number)
             if is_last:
                 faults.at("table")
                 # So all know the weight of the global batch when the first bucket comes.
-                tally.send(batch, stop=wishes.stop, move=wishes.move, told=see.tell())
+                names = metric_names(t, tally)
+                tally.send(batch, stop=wishes.stop, move=wishes.move, told=see.tell(), names=names)
                 t.gradients.listen(shard.number, tally.scale)
             if shard.count:
-                backward(t, total)  # buckets leave during the last of these
+                backward(t, one.total)  # buckets leave during the last of these
                 t.running.rewind()
             if not is_last:
                 t.gradients.keep(shard.number)
-                see.end_shard(weight, shard.count)
+                see.end_shard(one.weight if shard.count else 0.0, shard.count)
             see.lap("backward", shard.number)
         t.gradients.send_rest()
         see.lap("backward")
@@ -159,7 +166,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
         t.gradients.finish()
         waited_s = time.perf_counter() - at
         see.lap("wait")
-        see.end_shard(weight, shard.count)
+        see.end_shard(one.weight if shard.count else 0.0, shard.count)
         see.travelled(t.gradients.travels)
         t.audit.compare(batch, t.sum, lambda shard: run_again(t, loss, batch, shard))
 
@@ -191,13 +198,14 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
         stop=Stop(outcome.stop),
         move=outcome.move,
         samples=outcome.fingerprint,
+        metrics={name: Mean(*pair) for name, pair in outcome.metrics.items()},
     )
 
 
-def forward(t: Training, loss: Loss, batch: Batch, shard: Shard) -> tuple[Tensor, float | Tensor]:
+def forward(t: Training, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
     sow(mix(t.seed, "shard", batch.number, shard.number), t.sum.device)
     with t.options.precision.autocast(t.sum.device), t.audit.listening(batch, shard.number):
-        return verdict.checked(loss(t.model, shard.data))
+        return checked(loss(t.model, shard.data))
 
 
 def backward(t: Training, total: Tensor) -> None:
@@ -205,6 +213,29 @@ def backward(t: Training, total: Tensor) -> None:
 
 
 def run_again(t: Training, loss: Loss, batch: Batch, shard: Shard) -> None:
-    total, _ = forward(t, loss, batch, shard)
-    backward(t, total)
+    backward(t, forward(t, loss, batch, shard).total)
     t.running.rewind()
+
+
+def metric_names(t: Training, tally: Tally) -> tuple[str, ...]:
+    """Of what the loss function returns beside the loss. The workers agree on them in their first step together."""
+    mine = tally.metric_names
+    if t.metric_names is None:
+        t.metric_names = agree_on_metrics(t.sum, mine)
+    if mine is not None and tuple(mine) != t.metric_names:
+        raise ValueError(describe_odd_metrics(t.metric_names, mine))
+    return t.metric_names
+
+
+def refuse_mean_loss(t: Training, loss: Loss, batch: Batch) -> None:
+    """Raise ValueError if the loss function returns a mean as a sum: see Note [A mean passed off as a sum]."""
+    shard = next((shard for shard in batch.shards if shard.count > 1), None)
+    if shard is not None:
+
+        def evaluate(data: Any) -> ShardLoss:
+            sow(mix(t.seed, "shard", batch.number, shard.number), t.sum.device)
+            with t.options.precision.autocast(t.sum.device):
+                return checked(loss(t.model, data))
+
+        with kept_random_state(t.sum.device):
+            loss_check.refuse_mean(evaluate, t.model, shard.data, shard.count)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.comm import agree
 from lockstep.comm.exact import ShardSum
 from lockstep.data.batches import Batch
+from lockstep.train.loss_check import ShardLoss
 from lockstep.train.observer import FIELDS, NOTHING
 
 LOSS, WEIGHT, HIGH, LOW = range(4)  # of a shard; the last two are its samples, in two halves of 32 bits
@@ -40,6 +42,7 @@ class Outcome:
     changed: Tensor  # [shard, buffer]
     fingerprint: int  # of all samples (data/ledger.py)
     told: list[list[float]]  # by each rank, of earlier steps
+    metrics: dict[str, tuple[float, float]]  # that the loss function returned: (sum, weight) over all shards
 
     @property
     def loss(self) -> float:
@@ -52,43 +55,72 @@ class Tally:
 
     def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
         self._sum, self._rank = sum_, sum_.group.rank()
-        self._shapes = [(sum_.shards, 4), (sum_.size, TOLD + FIELDS), (sum_.shards, buffers)]
-        # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
-        self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
-        self._noted: list[tuple[int, Tensor, float | Tensor]] = []
+        self._buffers, self._loss_scale = buffers, loss_scale
+        self._noted: list[tuple[int, ShardLoss, list[bool]]] = []
+        self._names: Sequence[str] = ()
+        self._shapes: list[tuple[int, int]] = []
+        self._table = torch.zeros(0)
         self._pending: Any = None
         self.sent: Any = None  # an event, on a GPU
-        self._loss_scale = loss_scale
         self._scale: float | Tensor | None = None
 
     def _parts(self, table: Tensor) -> list[Tensor]:
-        """[shard, (loss, weight, its samples)], [rank, (stop, ended, ...)], [shard, changed buffers]"""
+        """[shard, (loss, weight, samples)], [rank, (stop, ended, ...)], [shard, changed buffers], [shard, metrics]"""
         parts = torch.split(table, [math.prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    def note(self, shard: int, loss: Tensor, weight: float | Tensor, changed: list[bool]) -> None:
-        self._noted.append((shard, loss.detach(), weight))
-        if any(changed):
-            self._parts(self._table)[2][shard] = torch.tensor(changed, dtype=torch.float64)
+    def note(self, shard: int, loss: ShardLoss, changed: list[bool]) -> None:
+        self._noted.append((shard, replace(loss, total=loss.total.detach()), changed))
 
-    def send(self, batch: Batch | None, *, stop: int = 0, move: int = 0, told: Sequence[float] = NOTHING) -> None:
-        """`stop`, `move`: what we ask of everybody (see `Wishes`). No batch: we have no more data."""
-        by_shard, by_rank, _ = self._parts(self._table)
+    @property
+    def metric_names(self) -> list[str] | None:
+        """Of the metrics that the loss function returned here; None if this worker had no samples in this step.
+
+        Raises ValueError if they are not the same for all shards.
+        """
+        names = [sorted(loss.metrics) for _, loss, _ in self._noted]
+        odd = next((one for one in names if one != names[0]), None)
+        if odd is not None:
+            raise ValueError(describe_odd_metrics(names[0], odd))
+        return names[0] if names else None
+
+    def send(
+        self,
+        batch: Batch | None,
+        *,
+        stop: int = 0,
+        move: int = 0,
+        told: Sequence[float] = NOTHING,
+        names: Sequence[str] = (),
+    ) -> None:
+        """`stop`, `move`: what we ask of everybody (see `Wishes`). No batch: we have no more data.
+
+        names  of the metrics, the same on all workers
+        """
+        shards, self._names = self._sum.shards, names
+        self._shapes = [(shards, 4), (self._sum.size, TOLD + FIELDS), (shards, self._buffers), (shards, 2 * len(names))]
+        # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
+        self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
+        by_shard, by_rank, changed, _ = self._parts(self._table)
         samples, ends_epoch = (batch.count, batch.ends_epoch) if batch is not None else (0, False)
         for one in batch.shards if batch is not None else ():
             by_shard[one.number, HIGH] = one.samples >> 32
             by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
         mine = [stop, batch is None, samples, ends_epoch, move, *told]
         by_rank[self._rank] = torch.tensor(mine, dtype=torch.float64)
-        for shard, _, weight in self._noted:
-            if not isinstance(weight, Tensor):
-                by_shard[shard, WEIGHT] = weight
+        for shard, loss, which in self._noted:
+            if any(which):
+                changed[shard] = torch.tensor(which, dtype=torch.float64)
+            if not isinstance(loss.weight, Tensor):
+                by_shard[shard, WEIGHT] = loss.weight
         self._table = self._table.to(self._sum.device)
-        by_shard = self._parts(self._table)[0]
-        for shard, loss, weight in self._noted:
-            by_shard[shard, LOSS] += loss
-            if isinstance(weight, Tensor):
-                by_shard[shard, WEIGHT] += weight
+        by_shard, _, _, metrics = self._parts(self._table)
+        for shard, loss, _ in self._noted:
+            by_shard[shard, LOSS] += loss.total
+            if isinstance(loss.weight, Tensor):
+                by_shard[shard, WEIGHT] += loss.weight
+            for n, value in enumerate(part for name in names for part in loss.metrics[name]):
+                metrics[shard, n] += value
         self.sent = torch.cuda.current_stream().record_event() if self._table.is_cuda else None
         self._pending = self._sum.add_up(self._table)
 
@@ -111,7 +143,7 @@ class Tally:
         self._sum.wait(self._pending, "the sum of losses and weights")
         with self._sum.aside(self.sent):
             self._sum.wait(self._pending, "the sum of losses and weights")
-            by_shard, by_rank, changed = self._parts(self._table.cpu())
+            by_shard, by_rank, changed, metrics = self._parts(self._table.cpu())
         weights: list[float] = by_shard[:, WEIGHT].tolist()
         return Outcome(
             loss_sum=float(by_shard[:, LOSS].sum()),
@@ -127,7 +159,39 @@ class Tally:
             changed=changed,
             fingerprint=_sum_words(by_shard[:, HIGH], by_shard[:, LOW]),
             told=by_rank[:, TOLD:].tolist(),
+            metrics={
+                name: (_exact_sum(metrics[:, 2 * n]), _exact_sum(metrics[:, 2 * n + 1]))
+                for n, name in enumerate(self._names)
+            },
         )
+
+
+def agree_on_metrics(sum_: ShardSum, mine: Sequence[str] | None) -> tuple[str, ...]:
+    """All workers together: the names of the metrics. `mine`: those of this worker; None if it had no samples.
+
+    Raises ValueError, on all workers, where two have different ones.
+    """
+    told = agree.tell_all(sum_.group, mine, device=sum_.device)
+    names = [one for one in told if one is not None] or [[]]
+    odd = next((one for one in names if one != names[0]), None)
+    if odd is not None:
+        raise ValueError(describe_odd_metrics(names[0], odd))
+    return tuple(names[0])
+
+
+def describe_odd_metrics(some: Sequence[str], others: Sequence[str]) -> str:
+    return (
+        f"the loss function returned the metrics {', '.join(some) or '(none)'} for one shard and "
+        f"{', '.join(others) or '(none)'} for another; a metric is there always or never: use a weight of 0 where it "
+        "has no value"
+    )
+
+
+def _exact_sum(values: Tensor) -> float:
+    try:
+        return math.fsum(values.tolist())
+    except (ValueError, OverflowError):  # infinities of both signs
+        return math.nan
 
 
 def _who(votes: Tensor) -> list[int]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -27,25 +26,6 @@ class Look:
     finite: bool
     norm: float | Tensor | None = None
     why: str = ""
-
-
-def checked(returned: Any) -> tuple[Tensor, float | Tensor]:
-    """What a loss function gave back, if it is a sum and a weight."""
-    advice = 'a loss function returns (sum, weight), such as `F.cross_entropy(model(x), y, reduction="sum"), len(y)`'
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"{advice}; this one returned a {type(returned).__name__}")
-    total, weight = returned
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise TypeError(f"{advice}; the sum must be a tensor of one element, not {shape}")
-    if not total.requires_grad:
-        raise ValueError("the loss does not depend on any parameter that is trained: it has no gradient")
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        return total.reshape(()), weight.detach().reshape(())
-    if not isinstance(weight, Real):
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"{advice}; the weight must be a number, or a tensor of one element, not {shape}")
-    return total.reshape(()), float(weight)
 
 
 def refuse_bad_data(outcome: Outcome, number: int) -> None:

@@ -1,0 +1,147 @@
+"""Does the program use the training loop as it is meant? What would train wrongly without a word is refused or told."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.batches import Batch
+from lockstep.errors import LockstepError
+from lockstep.replicate.replica import Leaf
+
+LOOKED_AT: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
+NAMED: Final = 4  # parameters in a message
+ONE_STEP: Final = "`for batch in run.train(batches, optimizer): run.step(loss, batch)` takes one step for each batch"
+
+
+def refuse_optimizer(optimizer: Any, scheduler: Any) -> None:
+    """Raise TypeError for an optimiser or a scheduler that `run.train` cannot drive."""
+    if isinstance(optimizer, (list, tuple, dict)):
+        raise TypeError(
+            f"run.train takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}: put all parameters "
+            "into one, with a group for each learning rate: torch.optim.AdamW([{'params': ..., 'lr': ...}, ...])"
+        )
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+        raise TypeError(f"run.train takes an optimizer such as torch.optim.AdamW, not a {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "run.train cannot use LBFGS, which evaluates the loss several times in one step with other weights each "
+            "time; use an optimizer of one evaluation, such as torch.optim.AdamW"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            "run.train(scheduler=ReduceLROnPlateau) does not know the value to follow. Step it in the loop, where all "
+            "workers have the same value: `plateau.step(run.evaluate(...))`, and name it before the loop with "
+            "`run.register_state(plateau=plateau)`, so that it is saved and resumed"
+        )
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise TypeError(f"scheduler= takes one of torch.optim.lr_scheduler, not a {type(scheduler).__name__}")
+
+
+def describe_untrained(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> str | None:
+    """Return a line about parameters that require a gradient and are not in the optimiser; None if there are none."""
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [leaf.name for leaf in leaves if id(leaf.parameter) not in covered]
+    if not missing:
+        return None
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    return (
+        f"the optimizer has {len(leaves) - len(missing)} of the {len(leaves)} parameters that require a gradient; not "
+        f"trained: {', '.join(missing[:NAMED])}{more}. Add them, or freeze them with requires_grad_(False)"
+    )
+
+
+@final
+class LoopCheck:
+    """Follows one training loop: each batch that is handed out gets exactly one `run.step`, and nothing else trains."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
+        self._parameters = list(model.parameters())
+        self._number: int | None = None  # of the batch that was handed out
+        self._is_stepped = False
+        self.is_stepping = False  # run.step is under way, and so may be optimizer.step
+        self._is_told = False
+        self._grads: list[tuple[Leaf, weakref.ref[Tensor] | None, int]] = []
+        self.follow(leaves)
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        self._hook = register(self._refuse_own_step) if register is not None else None
+
+    def follow(self, leaves: Sequence[Leaf]) -> None:
+        """These parameters are trained from now on."""
+        self._leaves = [leaves[n] for n in sorted({0, len(leaves) // 2, len(leaves) - 1})][:LOOKED_AT]
+        self._required = [p.requires_grad for p in self._parameters]
+        self._look()
+
+    @property
+    def has_other_parameters(self) -> bool:
+        """The program has frozen or unfrozen a parameter since `follow`."""
+        return any(p.requires_grad is not was for p, was in zip(self._parameters, self._required, strict=True))
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def hand_out(self, number: int) -> None:
+        """Batch `number` goes to the program."""
+        self._number, self._is_stepped = number, False
+
+    def end_iteration(self) -> None:
+        """Raise LockstepError if the program did not step with the batch that it got."""
+        if not self._is_stepped:
+            raise LockstepError(
+                f"batch {self._number} was handed out, and the next one asked for without run.step(loss, batch): its "
+                f"samples would be left out without a word. {ONE_STEP}. To leave samples out, leave them out of the "
+                "dataset; to end early, `break`"
+            )
+
+    def begin_step(self, batch: Batch, *, tells: bool) -> None:
+        """Raise LockstepError if this batch has had its step. Tell once of gradients that the program itself made."""
+        if batch.number != self._number or self._is_stepped:
+            why = "has had its step" if batch.number == self._number else f"is not the current one, {self._number}"
+            raise LockstepError(
+                f"run.step: batch {batch.number} {why}. {ONE_STEP}: a second one would draw the same random numbers "
+                "and count its samples twice. For several passes over the data, set run.batches(epochs=...); for "
+                "several losses, return their sum from one loss function"
+            )
+        changed = self._find_own_gradient()
+        if changed is not None and tells and not self._is_told:
+            self._is_told = True
+            print(
+                f"lockstep: the gradient of {changed} was made or changed by the program before step {batch.number}, "
+                "and is dropped: run.step(loss, batch) runs forward, backward and optimizer.step itself; leave out "
+                "your own backward() (max_grad_norm= of Run clips)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def end_step(self) -> None:
+        self._is_stepped = True
+        self._look()
+
+    def _look(self) -> None:
+        grads = [(leaf, leaf.parameter.grad) for leaf in self._leaves]
+        self._grads = [(leaf, weakref.ref(g), g._version) if g is not None else (leaf, None, 0) for leaf, g in grads]
+
+    def _find_own_gradient(self) -> str | None:
+        for leaf, known, version in self._grads:
+            grad = leaf.parameter.grad
+            if grad is not None and (known is None or known() is not grad or grad._version != version):
+                return leaf.name
+        return None
+
+    def _refuse_own_step(self, *_: Any) -> None:
+        if not self.is_stepping:
+            raise LockstepError(
+                "optimizer.step() was called inside the training loop: run.step(loss, batch) does that itself, with "
+                "the gradients of all workers; one more on each worker would make their weights differ. Leave it out"
+            )
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()

@@ -1,0 +1,107 @@
+"""What a run directory says to a later start, beside its checkpoints: that the program ended the training itself
+(stopped.json), and which job has started over there (fresh.json).
+
+A start that resumes at the very step in stopped.json does not train on. Deleting the file, or starting over, lifts it.
+
+Note [Exceptions that the program catches]
+An exception that leaves the `with` block may be the program's way to end the training, or a failure after which the
+next start is to resume. Only what becomes of the exception tells: if it ends the process, it was a failure. So the mark
+is written when the process exits in another way, or when the program begins another Run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep import files
+
+STOPPED: Final = "stopped.json"
+FRESH: Final = "fresh.json"
+
+
+def starts_over(resume: bool, env: Mapping[str, str]) -> bool:
+    """Whether a run begins anew: the program says `resume=False`, or the command `--fresh`; not when torchrun restarts
+    workers that failed."""
+    is_restart = env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    return (not resume or bool(env.get("LOCKSTEP_FRESH"))) and not is_restart
+
+
+def start_over(directory: Path, env: Mapping[str, str], *, lock: str) -> Path | None:
+    """Move what an earlier run has left into `previous-N`, and return that folder; None: there was nothing to move.
+
+    This happens once in a job: what a worker that is replaced or requeued finds there is of its own run.
+    lock  the name of the file that is locked, and stays
+    """
+    job = env.get("LOCKSTEP_RUN_ID") or env.get("SLURM_JOB_ID") or ""
+    if job and _read(directory / FRESH, "job") == job:
+        return None
+    moved = files.move_aside(directory, stay=(lock,))
+    _write(directory / FRESH, {"job": job})
+    return moved
+
+
+def write_stop(directory: Path, step: int) -> None:
+    """Note that the program ended the training before this step."""
+    _write(directory / STOPPED, {"step": step})
+
+
+def read_stop(directory: Path | None) -> int | None:
+    """Return the step before which the program ended the training; None if it did not, or the file cannot be read."""
+    step = _read(directory / STOPPED, "step") if directory is not None else None
+    return step if isinstance(step, int) else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Whole, or not at all: a full disk must not end the training."""
+    with suppress(OSError):
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(content))
+        partial.replace(path)
+
+
+def _read(path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text())[name]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class PendingStops:
+    """Marks that wait until it is known whether the program caught the exception: see the Note."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Path, tuple[int, int]] = {}  # directory -> step, id of the exception
+        self._is_registered = False
+
+    def add(self, directory: Path, step: int, error: BaseException) -> None:
+        if not self._is_registered:
+            atexit.register(self.write)
+            self._is_registered = True
+        self._waiting[directory] = (step, id(error))  # not the exception itself, which would keep tensors alive
+
+    def write(self) -> None:
+        """Write the marks of exceptions that did not end the process."""
+        fatal = _chain(getattr(sys, "last_value", None))
+        for directory, (step, error) in self._waiting.items():
+            if error not in fatal and directory.is_dir():
+                write_stop(directory, step)
+        self._waiting.clear()
+
+
+def _chain(error: BaseException | None) -> set[int]:
+    """The exception that Python printed last, and those that it was raised over."""
+    found: set[int] = set()
+    while error is not None and id(error) not in found:
+        found.add(id(error))
+        error = error.__cause__ or error.__context__
+    return found
+
+
+pending_stops: Final = PendingStops()
