@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -366,28 +367,73 @@ def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noq
     assert "now(); time.sleep(7)" in said
 
 
-def test_who_looks_for_the_lock_of_a_dead_run(tmp_path: Path) -> None:
-    """A later rank 0 of the same run may have it although an earlier one still lives; another run may not."""
-    code = (
-        "import os, sys; from pathlib import Path; from lockstep.train.claim import Claim\n"
-        "claim = Claim(Path(sys.argv[1]), {'LOCKSTEP_RUN_ID': sys.argv[2]})\n"
-        "claim.take(leads=True); print('taken', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
+LOCK = """
+import sys
+from pathlib import Path
+from lockstep.train.claim import Claim
+claim = Claim(Path(sys.argv[1]), {"LOCKSTEP_RUN_ID": sys.argv[2]})
+claim.take(leads=sys.argv[3] == "rank 0")
+print("taken", flush=True)
+sys.stdin.read()
+"""
 
-    def start(run: str) -> subprocess.Popen[str]:
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Callable[[str, str], subprocess.Popen[str]]]:
+    """Starts a process that takes the lock of a directory, and holds it until the end of the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(run: str, role: str = "rank 0") -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), run], stdin=pipe, stdout=pipe, stderr=pipe, text=True
-        )
+        command = [sys.executable, "-c", LOCK, str(tmp_path), run, role]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
 
-    first = start("one")
-    try:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "taken\n"
-        assert start("one").communicate(timeout=DEADLINE_S)[0] == "taken\n"
-        assert "DirectoryInUseError: the run directory" in start("two").communicate(timeout=DEADLINE_S)[1]
-    finally:
-        first.kill()
-        first.communicate()
-    assert start("two").communicate(timeout=DEADLINE_S)[0] == "taken\n"
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def outcome(process: subprocess.Popen[str]) -> str:
+    """Of a process that has taken the lock (and still has it), or was refused."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    return process.stdout.readline() or process.stderr.read()
+
+
+def test_the_lock_of_a_run_directory(tmp_path: Path, lock: Callable[..., subprocess.Popen[str]]) -> None:
+    """A later rank 0 of the same run may have it although an earlier one still lives; another run may not."""
+    first = lock("one")
+    assert outcome(first) == "taken\n"
+    later = lock("one")
+    assert outcome(later) == "taken\n"
+    refused = outcome(lock("two"))
+    assert f"DirectoryInUseError: the run directory {tmp_path} is in use by the run of process {later.pid}" in refused
+    for process in (first, later):
+        process.kill()
+        process.wait()
+    assert outcome(lock("two")) == "taken\n"
+
+
+@pytest.mark.parametrize("content", ["", '{"host": "elsewhere", "pid": 1, "since": "2020", "run": "old"}'])
+def test_rank_0_may_come_after_others_of_its_run(
+    tmp_path: Path, lock: Callable[..., subprocess.Popen[str]], content: str
+) -> None:
+    """Whatever an earlier run has left in the file. The others keep the directory when rank 0 is gone."""
+    (tmp_path / "run.lock").write_text(content)
+    others = [lock("one", f"rank {rank}") for rank in (1, 2)]
+    assert [outcome(other) for other in others] == ["taken\n"] * 2
+    first = lock("one")
+    assert outcome(first) == "taken\n"
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == first.pid
+    first.kill()
+    first.wait()
+    assert f"in use by the run of process {first.pid}" in outcome(lock("two"))
+    assert outcome(lock("one")) == "taken\n"
+
+
+def test_of_runs_that_start_together_one_gets_the_directory(lock: Callable[..., subprocess.Popen[str]]) -> None:
+    outcomes = [outcome(process) for process in [lock(run) for run in ("one", "two", "three")]]
+    assert outcomes.count("taken\n") == 1
+    assert sum("DirectoryInUseError" in text and "the run of process" in text for text in outcomes) == 2
