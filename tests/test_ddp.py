@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import namedtuple
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from crew import WorkerFailedError, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
 from lockstep.replicate.listen import Listening
+from lockstep.replicate.uneven import any_worker_syncs, highest_rank
 from programs import Mlp, digest
 
 BOTH = [pytest.param(TorchDDP, id="torch"), pytest.param(OurDDP, id="ours")]
@@ -385,9 +387,9 @@ def test_there_are_no_gradients_beside_the_bucket() -> None:
 class Recorder(dist.ProcessGroup):
     """A process group written in Python: passes calls on, and writes them down."""
 
-    def __init__(self, inner: dist.ProcessGroup) -> None:
+    def __init__(self, inner: dist.ProcessGroup, work: type | None = None) -> None:
         super().__init__(inner.rank(), inner.size())
-        self._inner, self.events = inner, []
+        self._inner, self.events, self._work = inner, [], work or RecordedWork
         self.waits = self.futures = 0
 
     def getBackendName(self) -> str:
@@ -395,11 +397,11 @@ class Recorder(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         self.events.append(("allreduce", tensors[0].numel()))
-        return RecordedWork(self, self._inner.allreduce(tensors, opts))
+        return self._work(self, self._inner.allreduce(tensors, opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         self.events.append(("broadcast", tensors[0].numel()))
-        return RecordedWork(self, self._inner.broadcast(tensors, opts))
+        return self._work(self, self._inner.broadcast(tensors, opts))
 
 
 class RecordedWork(dist._Work):
@@ -437,6 +439,43 @@ def test_every_bucket_is_sent_while_the_backward_pass_runs_and_through_a_python_
         assert [size for kind, size in events if kind == "allreduce"] == [650, 4160, 1088]
         assert waits > 0
         assert futures > 0
+
+
+class WorkWithALimit(RecordedWork):
+    """Like those of many groups written in Python: torch always passes the limit, so they require it."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        self._group.waits += 1
+        return bool(self._work.wait(timeout))
+
+
+def trained_over(group: dist.ProcessGroup, **options: Any) -> str:
+    net = seeded(Mlp)
+    if options.pop("delayed", False):
+        delayed = [(name, p) for name, p in net.named_parameters() if not name.startswith("0")]
+        options |= {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": net[0].weight}
+    ddp = OurDDP(net, process_group=group, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+        ddp(x).sum().backward()
+        optimizer.step()
+    return digest(ddp.module.state_dict())
+
+
+def works_with_a_limit(rank: int, size: int) -> None:
+    for options in ({}, {"find_unused_parameters": True}, {"delayed": True}):
+        group = Recorder(dist.group.WORLD, WorkWithALimit)
+        assert trained_over(group, **options) == trained_over(dist.group.WORLD, **options), options
+        assert group.waits > 0
+    ddp = OurDDP(seeded(Mlp), process_group=group)
+    assert highest_rank(ddp, candidate=True) == size - 1
+    assert any_worker_syncs(ddp, rank == 0, wait=True)
+
+
+def test_a_python_group_whose_works_must_be_given_a_time_limit() -> None:
+    crew(works_with_a_limit, 2)
 
 
 def no_collective_at_start(rank: int, size: int) -> list[Any]:

@@ -20,11 +20,10 @@ ALLOWED = {
     "plain_json": set(),
     "arrival": {"comm"},  # which it imports once torch is there, not before
     "place": {"errors"},
-    "absent": {"errors", "place"},
     "process": {"place"},
     "vigil": {"errors", "process"},
     "meeting": {"errors", "process", "vigil"},
-    "world": {"errors", "card", "absent", "place", "vigil", "meeting"},
+    "world": {"errors", "card", "place", "vigil", "meeting"},
     "comm": {"errors", "faults", "place", "process", "vigil", "world"},
     "seed": set(),
     "data": {"errors", "files", "seed", "world"},

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,16 +262,15 @@ def test_a_tiny_dev_shm(stage: Stage, words: str) -> None:  # noqa: F811
         assert word in text, card
 
 
-@pytest.mark.slow
 def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # noqa: F811
-    """Without a launcher of ours: the worker draws its card itself."""
+    """Without a launcher of ours: the worker draws its card itself, when its time to join is over."""
     told = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0"}
     told |= {"SLURM_NNODES": "1", "SLURM_NODELIST": socket.gethostname(), "SLURM_LOCALID": "0"}
     script = stage.script(HEAD + "now(); lockstep.init()\n")
     done = subprocess.run(
         [sys.executable, script],
         cwd=stage.folder,
-        env=outer_env(**told),
+        env=outer_env(**told, LOCKSTEP_JOIN_TIMEOUT_S="1"),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -279,9 +279,13 @@ def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # n
     assert done.returncode == 1
     above, card = split_card(done.stderr)
     assert "WorldError" in above[-1]  # and the traceback, for whoever wants it
-    text = " ".join(line.lstrip("| ") for line in card.splitlines())
-    for word in ("who rank 0 of 2 (SLURM)", f"on {socket.gethostname()}", "SLURM_NTASKS=2", "PROCID=1", "do", "srun"):
-        assert word in " ".join(text.split()), card
+    text = " ".join(" ".join(line.lstrip("| ") for line in card.splitlines()).split())
+    for word in (
+        *("who rank 0 of 2 (SLURM)", f"on {socket.gethostname()}", "for rank 1, in vain"),
+        *("SLURM announced 2 tasks (SLURM_NTASKS=2, SLURM_PROCID=0), and only rank 0 came", "do start all of them"),
+        *("`srun -n 2 python ...`", "unset SLURM_NTASKS and SLURM_PROCID", "`lockstep run -n 2 ...`"),
+    ):
+        assert word in text, card
     assert took_s < CARD_WITHIN_S
 
 
@@ -363,28 +367,73 @@ def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noq
     assert "now(); time.sleep(7)" in said
 
 
-def test_who_looks_for_the_lock_of_a_dead_run(tmp_path: Path) -> None:
-    """A later rank 0 of the same run may have it although an earlier one still lives; another run may not."""
-    code = (
-        "import os, sys; from pathlib import Path; from lockstep.train.claim import Claim\n"
-        "claim = Claim(Path(sys.argv[1]), {'LOCKSTEP_RUN_ID': sys.argv[2]})\n"
-        "claim.take(leads=True); print('taken', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
+LOCK = """
+import sys
+from pathlib import Path
+from lockstep.train.claim import Claim
+claim = Claim(Path(sys.argv[1]), {"LOCKSTEP_RUN_ID": sys.argv[2]})
+claim.take(leads=sys.argv[3] == "rank 0")
+print("taken", flush=True)
+sys.stdin.read()
+"""
 
-    def start(run: str) -> subprocess.Popen[str]:
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Callable[[str, str], subprocess.Popen[str]]]:
+    """Starts a process that takes the lock of a directory, and holds it until the end of the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(run: str, role: str = "rank 0") -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), run], stdin=pipe, stdout=pipe, stderr=pipe, text=True
-        )
+        command = [sys.executable, "-c", LOCK, str(tmp_path), run, role]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
 
-    first = start("one")
-    try:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "taken\n"
-        assert start("one").communicate(timeout=DEADLINE_S)[0] == "taken\n"
-        assert "DirectoryInUseError: the run directory" in start("two").communicate(timeout=DEADLINE_S)[1]
-    finally:
-        first.kill()
-        first.communicate()
-    assert start("two").communicate(timeout=DEADLINE_S)[0] == "taken\n"
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def outcome(process: subprocess.Popen[str]) -> str:
+    """Of a process that has taken the lock (and still has it), or was refused."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    return process.stdout.readline() or process.stderr.read()
+
+
+def test_the_lock_of_a_run_directory(tmp_path: Path, lock: Callable[..., subprocess.Popen[str]]) -> None:
+    """A later rank 0 of the same run may have it although an earlier one still lives; another run may not."""
+    first = lock("one")
+    assert outcome(first) == "taken\n"
+    later = lock("one")
+    assert outcome(later) == "taken\n"
+    refused = outcome(lock("two"))
+    assert f"DirectoryInUseError: the run directory {tmp_path} is in use by the run of process {later.pid}" in refused
+    for process in (first, later):
+        process.kill()
+        process.wait()
+    assert outcome(lock("two")) == "taken\n"
+
+
+@pytest.mark.parametrize("content", ["", '{"host": "elsewhere", "pid": 1, "since": "2020", "run": "old"}'])
+def test_rank_0_may_come_after_others_of_its_run(
+    tmp_path: Path, lock: Callable[..., subprocess.Popen[str]], content: str
+) -> None:
+    """Whatever an earlier run has left in the file. The others keep the directory when rank 0 is gone."""
+    (tmp_path / "run.lock").write_text(content)
+    others = [lock("one", f"rank {rank}") for rank in (1, 2)]
+    assert [outcome(other) for other in others] == ["taken\n"] * 2
+    first = lock("one")
+    assert outcome(first) == "taken\n"
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == first.pid
+    first.kill()
+    first.wait()
+    assert f"in use by the run of process {first.pid}" in outcome(lock("two"))
+    assert outcome(lock("one")) == "taken\n"
+
+
+def test_of_runs_that_start_together_one_gets_the_directory(lock: Callable[..., subprocess.Popen[str]]) -> None:
+    outcomes = [outcome(process) for process in [lock(run) for run in ("one", "two", "three")]]
+    assert outcomes.count("taken\n") == 1
+    assert sum("DirectoryInUseError" in text and "the run of process" in text for text in outcomes) == 2

@@ -101,7 +101,7 @@ def test_a_batch_says_where_its_data_is(use: Callable[[Any], object], kind: type
     with lockstep.Run(progress=False, device="cpu") as run:
         model = run.replicate(mlp())
         for batch in run.train(run.batches(data(8), global_batch_size=8), sgd(model.parameters())):
-            with pytest.raises(kind, match=r"a batch is handed to run.step; the data is inside your loss fun") as caught:
+            with pytest.raises(kind, match=r"a batch is handed to run.step; the data is inside your loss f") as caught:
                 use(batch)
             assert "for batch in run.train(batches, optimizer):\n        run.step(loss, batch)" in str(caught.value)
             assert batch

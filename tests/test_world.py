@@ -22,7 +22,7 @@ import lockstep
 from lockstep import meeting
 from lockstep.errors import WorldError
 from lockstep.meeting import Meeting
-from lockstep.place import Place, detect, first_host
+from lockstep.place import Place, batch_note, detect, first_host
 from lockstep.world import _introduce, _wished_backend, choose_backend, choose_device, count_local
 from test_launch import split_card
 
@@ -246,6 +246,16 @@ def test_half_set_and_contradictory_environments_are_refused(env: dict[str, str]
         detect(env)
     for words in named:
         assert words in str(caught.value)
+
+
+def test_a_program_of_a_batch_script_is_told_that_it_is_alone() -> None:
+    batch = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    assert "SLURM_NTASKS=2" in batch_note(batch)
+    assert "srun" in batch_note(batch)
+    assert batch_note(batch | {"SLURM_NTASKS": "1"}) == ""
+    assert batch_note(batch | {"SLURM_STEP_ID": "0"}) == ""
+    assert batch_note({"SLURM_NTASKS": "2"}) == ""
+    assert batch_note({}) == ""
 
 
 # ---- choose --------------------------------------------------------------------------------------------------------
@@ -495,6 +505,25 @@ def test_the_others_say_that_rank_0_is_missing(env: pytest.MonkeyPatch, free_por
     with pytest.raises(WorldError, match=rf"rank 1 of 2 waited for rank 0 at 127.0.0.1:{free_port}.*refused"):
         lockstep.init(join_timeout_s=0.3)
     assert time.monotonic() - begin_s < 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_task_of_those_that_slurm_announced_says_which_variables_announced_them(
+    env: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int, rank: int
+) -> None:
+    env.setattr(meeting, "NOTICE_S", 0.1)
+    told = {"SLURM_JOB_ID": free_port, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_NTASKS": 3}
+    set_env(env, **told, SLURM_NODELIST="localhost", LOCKSTEP_JOIN_TIMEOUT_S=0.5)
+    with pytest.raises(WorldError) as caught:
+        lockstep.init()
+    awaited = ["for ranks 1, 2", "only rank 0 came"] if rank == 0 else ["for rank 0", "rank 0 did not come"]
+    announced = f"SLURM announced 3 tasks (SLURM_NTASKS=3, SLURM_PROCID={rank})"
+    advice = ["`srun -n 3 python ...`", "unset SLURM_NTASKS and SLURM_PROCID", "`lockstep run", "JOIN_TIMEOUT_S allows"]
+    for words in (*awaited, announced, *advice):
+        assert words in str(caught.value)
+    (notice,) = [line for line in capsys.readouterr().err.splitlines() if "waits for" in line]
+    assert f"rank {rank} of 3 waits for rank {1 - rank}" in notice
+    assert announced in notice
 
 
 @contextmanager

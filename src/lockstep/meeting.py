@@ -6,15 +6,17 @@ It knows addresses and ranks, not where they come from (`world.detect`) nor what
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from threading import Thread
-from typing import Any
+from typing import Any, final
 
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistError
@@ -24,21 +26,45 @@ from lockstep.errors import WorldError
 from lockstep.process import Process
 from lockstep.vigil import Vigil
 
-# Asked now and then while somebody is awaited: raises if it is known that they will not come.
-Doubt = Callable[[Iterable[int]], None]
-
 # A store answers in milliseconds. Whoever accepts our connection and then says nothing for this long is no store.
 HANDSHAKE_S = 30.0
+# After so long a wait, one line on stderr says whom we wait for and until when.
+NOTICE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """Why we expect other workers. The texts go into the error that names those who did not come."""
+
+    by: str = ""  # who said how many there are, with its variables: "SLURM announced 2 workers (SLURM_NTASKS=2)"
+    do: str = ""  # what to do if they are not there
+
+
+@final
+class _Notice:
+    """Prints its text once, when NOTICE_S have passed."""
+
+    def __init__(self, who: str, deadline: float) -> None:
+        self._who, self._deadline, self._due_s = who, deadline, time.monotonic() + NOTICE_S
+
+    def look(self, awaited: str, announced: Announced) -> None:
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        self._due_s = math.inf
+        why = f": {announced.by}" if announced.by else ""
+        left = f"waiting {max(0.0, self._deadline - now_s):.0f} s more (LOCKSTEP_JOIN_TIMEOUT_S)"
+        print(f"lockstep: {self._who} waits for {awaited}{why}; {left}", file=sys.stderr, flush=True)
 
 
 class Meeting:
     """Everybody at one store, and the moment (of `time.monotonic`) after which we stop waiting for them."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, where: str, deadline: float, doubt: Doubt | None = None
+        self, store: Store, rank: int, size: int, where: str, deadline: float, announced: Announced | None = None
     ) -> None:
         self.store, self.rank, self.size, self.where, self.deadline = store, rank, size, where, deadline
-        self._doubt = doubt
+        self._announced = announced or Announced()
         self.processes: dict[int, Process] = {}
         self._vigil = Vigil(store, during=f"{size} workers met at {where}")
 
@@ -60,6 +86,7 @@ class Meeting:
     def _hear(self, topic: str, mine: str) -> Iterator[str]:
         """Polls: a wait inside the store logs a page when it ends."""
         pause_s = 0.002
+        notice = _Notice(f"rank {self.rank} of {self.size}", self.deadline)
         try:
             self.store.set(f"{topic}/{self.rank}", mine)
             for rank in range(self.size):
@@ -67,8 +94,8 @@ class Meeting:
                     self._vigil.look()
                     if time.monotonic() > self.deadline:
                         raise self._missing(topic)
-                    if self._doubt is not None:
-                        self._doubt(self._silent(topic))
+                    if self.rank == 0:  # one line is enough
+                        notice.look(f"rank {rank}", self._announced)
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, 0.25)
                 yield self.store.get(f"{topic}/{rank}").decode()
@@ -79,16 +106,20 @@ class Meeting:
                 "(rank 0, or torchrun) went away; look at the first error in its output"
             ) from error
 
-    def _silent(self, topic: str) -> Iterator[int]:
-        return (rank for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"]))
-
     def _missing(self, topic: str) -> WorldError:
-        gone = [str(rank) for rank in self._silent(topic)]
+        gone = [str(rank) for rank in range(self.size) if not self.store.check([f"{topic}/{rank}"])]
         names = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+        alone = len(gone) == self.size - 1
+        came = f"only rank {self.rank} came" if alone else f"{self.size - len(gone)} of {self.size} came"
+        why = f"{self._announced.by}, and {came}" if self._announced.by else came
+        check = (
+            "check that they were started with the same MASTER_ADDR and MASTER_PORT, that they can reach "
+            f"{self.where}, and that they did not fail before"
+        )
+        do = self._announced.do if alone and self._announced.do else check
         return WorldError(
             f"rank {self.rank} of {self.size} waited at {self.where} for rank{'s' * (len(gone) != 1)} {names}, "
-            "in vain; check that they were started with the same MASTER_ADDR and MASTER_PORT, that they can reach "
-            f"{self.where}, and that they did not fail before; LOCKSTEP_JOIN_TIMEOUT_S allows more time"
+            f"in vain: {why}; {do}. LOCKSTEP_JOIN_TIMEOUT_S allows more time"
         )
 
 
@@ -129,25 +160,30 @@ def _listen(addr: str, port: int) -> tuple[socket.socket, str]:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both), "127.0.0.1"
 
 
-def connect(addr: str, port: int, *, deadline: float, who: str, keeper: str, doubt: Doubt | None = None) -> Store:
+def connect(
+    addr: str, port: int, *, deadline: float, who: str, keeper: str, announced: Announced | None = None
+) -> Store:
     """Knock until somebody listens, then shake hands.
 
     TCPStore would do both, but it logs a stack trace per attempt and does not keep to its own timeout.
     """
     pause_s = 0.01
+    announced = announced or Announced()
+    notice = _Notice(who, deadline)
     while True:
         try:
             socket.create_connection((addr, port), timeout=max(0.1, min(10.0, deadline - time.monotonic()))).close()
             break
         except OSError as error:
             if time.monotonic() > deadline:
+                why = f": {announced.by}, and {keeper} did not come" if announced.by else ""
+                do = f". If it was not started: {announced.do}" if announced.do else ""
                 raise WorldError(
-                    f"{who} waited for {keeper} at {addr}:{port}, in vain ({error}); check that it was started, that "
-                    "MASTER_ADDR and MASTER_PORT are the same on every worker, and that nothing between the hosts "
-                    "blocks the port; LOCKSTEP_JOIN_TIMEOUT_S allows more time"
+                    f"{who} waited for {keeper} at {addr}:{port}, in vain ({error}){why}; check that it was started, "
+                    "that MASTER_ADDR and MASTER_PORT are the same on every worker, and that nothing between the "
+                    f"hosts blocks the port{do}. LOCKSTEP_JOIN_TIMEOUT_S allows more time"
                 ) from error
-            if doubt is not None:
-                doubt([0])
+            notice.look(f"{keeper} at {addr}:{port}", announced)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.5)
     store = _shake_hands(addr, port, wait_s=max(1.0, min(HANDSHAKE_S, deadline - time.monotonic())))

@@ -11,7 +11,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.errors import WorldError
@@ -30,6 +30,7 @@ class Place:
     port: int | None = None
     agent_store: bool = False  # torchrun's agent keeps the store, rank 0 is a client like everybody
     attempt: int = 0  # torchrun's restarts may find the keys of the attempt before them
+    told_by: str = field(default="", compare=False)  # the variables that said so, with their values, for errors
 
 
 def detect(env: Mapping[str, str]) -> Place | None:
@@ -78,6 +79,7 @@ def _from_torch(env: Mapping[str, str], launcher: Place | None) -> Place | None:
         port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=read_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
+        told_by=f"WORLD_SIZE={size}, RANK={rank}",
     )
 
 
@@ -113,7 +115,8 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
     if step is not None and step >= 0xFFFFFFF0:
         return None
     # Inside a step SLURM_STEP_NUM_TASKS is the step's own number; SLURM_NTASKS may still be the whole job's.
-    size = read_number(env, "SLURM_STEP_NUM_TASKS", low=1) or read_number(env, "SLURM_NTASKS", low=1)
+    size_name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS", "").strip() else "SLURM_NTASKS"
+    size = read_number(env, size_name, low=1)
     if step is None and rank == 0 and (env.get("ENVIRONMENT") == "BATCH" or size in (None, 1)):
         return None
     if size is None:
@@ -129,6 +132,7 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
         local_rank=read_number(env, "SLURM_LOCALID"),
         addr=first_host(nodes) if nodes else None,
         port=_port_of(f"slurm {job} {step or 0}") if job else None,
+        told_by=f"{size_name}={size}, SLURM_PROCID={rank}",
     )
 
 
@@ -140,6 +144,18 @@ def batch_note(env: Mapping[str, str]) -> str:
     return (
         f"SLURM_NTASKS={tasks}, but the batch script has started this program without srun: it trains on one worker; "
         "`srun python ...` starts it on all of them"
+    )
+
+
+def advise_on_missing(place: Place) -> str:
+    """What to do if only some of the workers that `place` was told of come; "" if its source gives no hint."""
+    starts = {"SLURM": "srun", "Open MPI": "mpirun", "PMI": "mpiexec"}.get(place.source)
+    if starts is None:
+        return ""
+    names = " and ".join(part.partition("=")[0] for part in place.told_by.split(", "))
+    return (
+        f"start all of them together with `{starts} -n {place.size} python ...`, or on this host with `lockstep run "
+        f"-n {place.size} ...`, or unset {names} to train on one worker"
     )
 
 
@@ -180,6 +196,7 @@ def _from_mpi(env: Mapping[str, str]) -> Place | None:
             local_size=local_size,
             addr="127.0.0.1" if local_size == size else None,
             port=_port_of(f"mpi {job}") if job else None,
+            told_by=f"{size_name}={size}, {rank_name}={rank}",
         )
     return None
 

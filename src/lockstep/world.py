@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
 from lockstep import meeting
-from lockstep.absent import Absence
 from lockstep.card import Card, draw
 from lockstep.errors import PeerLostError, WorldError
-from lockstep.meeting import Meeting
-from lockstep.place import Place, batch_note, detect, identify_host, read_number
+from lockstep.meeting import Announced, Meeting
+from lockstep.place import Place, advise_on_missing, batch_note, detect, identify_host, read_number
 from lockstep.vigil import Introduced
 
 JOIN_TIMEOUT_S = 300.0
@@ -301,7 +300,7 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
         _memory.store, _memory.place, _memory.generation = _open_store(place, deadline), place, 0
     store = PrefixStore(f"lockstep/{place.attempt}/{_memory.generation}", _memory.store)
     try:
-        others = Meeting(store, place.rank, place.size, where, deadline, _doubt(place))
+        others = Meeting(store, place.rank, place.size, where, deadline, _announced(place))
         hosts = _introduce(others, place, host, asked.backend)
         counted = count_local(hosts, place.rank)
         local_rank = counted[0] if place.local_rank is None else place.local_rank
@@ -388,13 +387,16 @@ def _open_store(place: Place, deadline: float) -> Store:
     if place.rank == 0 and not place.agent_store:
         return meeting.serve(place.addr, place.port)
     who, keeper = f"rank {place.rank} of {place.size}", "torchrun" if place.agent_store else "rank 0"
-    doubt = _doubt(place)
-    return meeting.connect(place.addr, place.port, deadline=deadline, who=who, keeper=keeper, doubt=doubt)
+    announced = _announced(place)
+    return meeting.connect(place.addr, place.port, deadline=deadline, who=who, keeper=keeper, announced=announced)
 
 
-def _doubt(place: Place) -> meeting.Doubt | None:
-    """Only SLURM leaves variables where nobody was started."""
-    return Absence(os.environ).look if place.source == "SLURM" and place.size > 1 else None
+def _announced(place: Place) -> Announced:
+    if not place.told_by:
+        return Announced()
+    tasks = "tasks" if place.source == "SLURM" else "workers"
+    teller = "the environment" if place.source == "RANK/WORLD_SIZE" else place.source
+    return Announced(f"{teller} announced {place.size} {tasks} ({place.told_by})", advise_on_missing(place))
 
 
 def _take_gpu(device: torch.device, host: str) -> str:

@@ -19,6 +19,7 @@ from lockstep.comm.register import backend_name
 from lockstep.errors import PeerLostError
 
 LOOK_EVERY_S: Final = 0.5
+NO_LIMIT: Final = timedelta(0)  # what torch itself passes where it waits without a limit
 
 _given_up: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
@@ -36,10 +37,18 @@ def check_given_up(group: dist.ProcessGroup | None, where: str) -> None:
 def wait(group: dist.ProcessGroup, work: Any, device: torch.device, where: str) -> None:
     """Until a collective on tensors of this device is done."""
     if type(group) is not dist.ProcessGroup or backend_name(group, device) != "gloo":
-        work.wait()
+        wait_without_limit(work)
         return
     while not done_within(work, LOOK_EVERY_S):
         check_given_up(group, where)
+
+
+def wait_without_limit(work: Any) -> None:
+    """Wait until a work of any process group is done.
+
+    The argument is given because `wait` of a work that is written in Python may require it: torch always passes it.
+    """
+    work.wait(NO_LIMIT)
 
 
 def done_within(work: Any, limit_s: float) -> bool:

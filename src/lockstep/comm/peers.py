@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from lockstep.comm import stack
 from lockstep.comm.blame import Board, Note
-from lockstep.comm.patience import LOOK_EVERY_S, check_given_up, done_within
+from lockstep.comm.patience import LOOK_EVERY_S, check_given_up, done_within, wait_without_limit
 from lockstep.comm.stack import ask
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
 from lockstep.process import read_stat
@@ -235,7 +235,7 @@ class Watch:
     def wait(self, work: Any, where: str) -> None:
         with self.explains(where):
             if not self._polls:
-                work.wait()
+                wait_without_limit(work)
                 return
             self.wait_for(partial(done_within, work), where)
 

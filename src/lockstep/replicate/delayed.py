@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm.broadcast import Broadcast
+from lockstep.comm.patience import wait_without_limit
 from lockstep.replicate.graph import when_backward_ends
 
 
@@ -39,7 +40,7 @@ class DelayedReduce:
         self._flat.div_(self._group.size())
         work = self._group.allreduce([self._flat], dist.AllreduceOptions())
         # torch's class does not wait, and its optimiser may step on half a sum.
-        when_backward_ends(cast("Callable[[], None]", work.wait))
+        when_backward_ends(partial(wait_without_limit, work))
         return gradient
 
     def point_gradients_at_buffer(self) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep.comm.patience import wait_without_limit
 from lockstep.comm.peers import Watch
 from lockstep.comm.register import backend_name, is_ours
 from lockstep.errors import SharedMemoryFullError
@@ -56,7 +57,7 @@ class Exchange:
         if not self._divisor:
             self._divisor = self.group.size()
             if self.join_work is not None:
-                self.join_work.wait()
+                wait_without_limit(self.join_work)
                 self._divisor = int(self.join_work.result()[0].item())
         return self._divisor
 

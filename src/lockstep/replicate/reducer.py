@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep.comm.patience import wait_without_limit
 from lockstep.replicate import graph, listen, unfinished
 from lockstep.replicate.bucket import Bucket, Caps, Filling, Ownership, Pack, pack
 from lockstep.replicate.exchange import Exchange
@@ -556,7 +557,7 @@ class Reducer:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with self.exchange.watch.explains("the exchange of the order of gradients"):
-            self.group.broadcast([order], options).wait()
+            wait_without_limit(self.group.broadcast([order], options))
         self.has_rebuilt = True
         limits = self.settings.caps.once_order_is_known()
         self._lay_out(pack(self.parameters, limits, sparse=self.sparse, order=order.tolist()))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from lockstep.comm.patience import wait_without_limit
 from lockstep.replicate import replica
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class ShadowHook(JoinHook):
             future.wait()
         if ddp.find_unused_parameters and not ddp.static_graph:
             nothing = torch.zeros(len(ddp.reducer.parameters), dtype=torch.int32, device=ddp.device)
-            ddp.process_group.allreduce([nothing], dist.AllreduceOptions()).wait()
+            wait_without_limit(ddp.process_group.allreduce([nothing], dist.AllreduceOptions()))
         watch.leave()
         ddp.reducer._push_all_rebuilt_params()
 
@@ -64,7 +65,7 @@ def any_worker_syncs(ddp: DistributedDataParallel, we_do: bool, *, wait: bool) -
     work = ddp.process_group.allreduce([count], dist.AllreduceOptions())
     if not wait:
         return we_do
-    work.wait()
+    wait_without_limit(work)
     return bool(count.item() != 0)
 
 
@@ -74,7 +75,7 @@ def highest_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
     rank = torch.tensor([ours], device=ddp.device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    ddp.process_group.allreduce([rank], options).wait()
+    wait_without_limit(ddp.process_group.allreduce([rank], options))
     highest = int(rank.item())
     assert highest >= 0, "no worker was a candidate"
     return highest

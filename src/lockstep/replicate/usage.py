@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.patience import wait_without_limit
+
 
 class Usage:
     def __init__(self, count: int, device: torch.device) -> None:
@@ -49,7 +51,7 @@ class Usage:
 
     def wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            wait_without_limit(self._work)
             self._work = None
 
     def forget(self) -> None:
