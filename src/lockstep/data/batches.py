@@ -85,8 +85,13 @@ class Settings:
             if name == "epochs" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                endless = ", or None for no end" if name == "epochs" else ""
-                raise ValueError(f"{name}={value!r}, which must be a whole number of {least} or more{endless}")
+                more = {
+                    "epochs": ", or None for no end",
+                    "global_batch_size": ": the samples of a step, over all workers",
+                }
+                raise ValueError(
+                    f"{name}={value!r}, which must be a whole number of {least} or more{more.get(name, '')}"
+                )
         if self.shards > self.global_batch_size:
             raise ValueError(
                 f"shards={self.shards} of a batch of {self.global_batch_size} samples: some would always be empty; "
@@ -100,12 +105,10 @@ class Settings:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
 
 
-def check_options(given: Iterable[str], global_batch_size: int) -> None:
-    """Raise TypeError for keywords that `run.batches` does not have, and for the one that it needs."""
+def check_options(given: Iterable[str]) -> None:
+    """Raise TypeError for keywords that `run.batches` does not have."""
     known = [field.name for field in fields(Settings)]
     refuse_unknown_options("run.batches", given, [*known, "order"], BATCH_NAMES)
-    if global_batch_size == 0:
-        raise TypeError("run.batches needs global_batch_size=: the samples of one step, over all workers")
 
 
 class Batches:

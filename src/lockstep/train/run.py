@@ -354,10 +354,11 @@ class Run:
     ) -> Batches:
         """Global batches, cut into `shards`: as many workers as there can be, and a part of what is computed.
 
+        global_batch_size must be given: the samples of one step, over all workers.
         loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s;
         see `lockstep.data.batches.Settings`.
         """
-        check_options(loading, global_batch_size)
+        check_options(loading)
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
         self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
@@ -557,7 +558,7 @@ class Run:
                 go_on = self._calls.check_left
                 mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed, go_on=go_on)
             if samples is None:
-                self._accord.compare("run.evaluate", {"samples in the dataset": str(mine.samples)})
+                evaluation.refuse_uneven_stream(mine, self._accord.compare)
             if mine.samples == 0:
                 raise ValueError("run.evaluate: the dataset has no samples, so there is no mean")
             pieces = self._gather(mine.pieces, "run.evaluate")
