@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import lockstep
+from crew import crew
+from lockstep import cli
 from lockstep.data.reader import DataError
+from lockstep.errors import UnevenDataError
 from runs import classify, data, mlp, sgd
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -142,6 +157,120 @@ def test_samples_of_a_stream_and_of_an_own_collate_are_named() -> None:
 
 def refuse_ones(samples: list[Any]) -> Any:
     return len(1 if any(len(sample) for sample in samples) else samples)
+
+
+# ---- a torch sampler as the order ------------------------------------------------------------------------------------
+
+
+class Stepping(Sampler[int]):
+    """Knows its epoch, and nothing else; has no length."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch, 64, 2))
+
+
+def samplers() -> dict[str, Any]:
+    """Random numbers from torch, from a generator, none; samples and batches; each once and with replacement."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [1.0 + n % 7 for n in range(64)]
+    return {
+        "weighted": WeightedRandomSampler(weights, 80),
+        "subset": SubsetRandomSampler(list(range(0, 64, 3)), generator=generator),
+        "sequential": SequentialSampler(data(64)),
+        "random": RandomSampler(data(64), generator=generator),
+        "batch": BatchSampler(RandomSampler(data(64)), 16, drop_last=True),
+        "batch weighted": BatchSampler(WeightedRandomSampler(weights, 40), 16, drop_last=False),
+        "set_epoch": Stepping(),
+    }
+
+
+def train_sampled(sampler: Any, folder: Path, steps: int | None = None) -> str:
+    with lockstep.Run(folder, seed=7, progress=False, device="cpu") as run:
+        model = run.replicate(mlp())
+        batches = run.batches(data(64), global_batch_size=16, epochs=3, order=sampler)
+        for batch in run.train(batches, sgd(model.parameters()), steps=steps):
+            run.step(classify, batch)
+        return run.digest()
+
+
+def sample_all(rank: int, size: int, folder: Path, steps: int | None) -> dict[str, str]:
+    torch.manual_seed(rank)  # what the program draws besides does not matter
+    return {name: train_sampled(sampler, folder / name, steps) for name, sampler in samplers().items()}
+
+
+def test_a_sampler_gives_the_same_digest_on_one_worker_and_two_and_after_a_resume(tmp_path: Path) -> None:
+    alone = {name: train_sampled(sampler, tmp_path / "alone" / name) for name, sampler in samplers().items()}
+    assert len(set(alone.values())) == len(alone)
+    before = crew(sample_all, 2, tmp_path / "resumed", 3)[0]  # in the middle of an epoch
+    assert all(before[name] != alone[name] for name in alone)
+    assert crew(sample_all, 2, tmp_path / "two", None) == [alone, alone]
+    assert {name: train_sampled(one, tmp_path / "resumed" / name) for name, one in samplers().items()} == alone
+
+
+def test_the_ledger_does_not_ask_a_sampler_for_each_sample(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("weighted", "subset", "sequential", "batch"):
+        train_sampled(samplers()[name], tmp_path / name)
+        assert cli.main(["ledger", str(tmp_path / name)]) == 0, capfd.readouterr().out
+        said = capfd.readouterr().out
+        if name in ("sequential", "batch"):
+            assert said.count("each sample once") == 3
+            assert said.endswith("proven\n")
+        else:
+            assert said.count("Sampler, which need not use each sample once") == 3
+            assert "proven" not in said
+
+
+class Rng(Sampler[int]):
+    """Goes on with its own random numbers wherever it is."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(64).tolist())
+
+
+def test_samplers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    shared = DistributedSampler(data(64), num_replicas=2, rank=0)
+    with lockstep.Run(progress=False, device="cpu") as run:
+        for sampler in (shared, BatchSampler(shared, 16, drop_last=False)):
+            with pytest.raises(ValueError, match="a DistributedSampler, which gives each worker its own part"):
+                run.batches(data(64), global_batch_size=16, order=sampler)
+        with pytest.raises(
+            ValueError, match=r"BatchSampler\(RandomSampler\) has batches of 4, but global_batch_size=16"
+        ):
+            run.batches(data(64), global_batch_size=16, order=BatchSampler(RandomSampler(data(64)), 4, drop_last=False))
+        with pytest.raises(ValueError, match=r"SequentialSampler.* an iterable dataset has the order it comes in"):
+            run.batches(Numbers(), global_batch_size=16, order=SequentialSampler(data(64)))
+    train_sampled(Rng(), tmp_path, steps=10)
+    with pytest.raises(ValueError, match=r"step 2 of epoch 2: Rng, as order .*gives another order there than when"):
+        train_sampled(Rng(), tmp_path)
+
+
+class ByRank(Sampler[int]):
+    """Splits the samples itself, under a name of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 64, 2))
+
+
+def split_twice(rank: int, size: int, folder: Path) -> str:
+    with pytest.raises(UnevenDataError, match="step 0: rank 1 has read other samples for this batch than rank 0"):
+        train_sampled(ByRank(rank), folder)
+    return "refused"
+
+
+def test_a_sampler_that_splits_by_rank_is_noticed(tmp_path: Path) -> None:
+    assert crew(split_twice, 2, tmp_path) == ["refused"] * 2
 
 
 # ---- a batch is no tuple ---------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class Job:
     count: int
     of_shards: int
     shards: tuple[tuple[int, Sequence[int]], ...]  # (shard number, sample numbers)
+    content: int = 0  # as in Batch
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,9 @@ class Reader:
         except DataError as error:
             return Failure(error, error.__cause__)
         here = job.position
-        return Batch(here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards)
+        return Batch(
+            here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards, job.content
+        )
 
     def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
         if self.recipe.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.data import Sampler
 
 from lockstep import faults, files
 from lockstep.comm import patience
@@ -348,13 +349,14 @@ class Run:
         global_batch_size: int = 0,  # must be given
         shards: int = 8,
         epochs: int | None = 1,
-        order: Order | None = None,
+        order: Order | Sampler[Any] | None = None,
         drop_last: bool = False,
         **loading: Any,
     ) -> Batches:
         """Global batches, cut into `shards`: as many workers as there can be, and a part of what is computed.
 
         global_batch_size must be given: the samples of one step, over all workers.
+        order: an `Order`, or a torch `Sampler` or `BatchSampler` as for one worker; None: shuffled anew in each epoch.
         loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s;
         see `lockstep.data.batches.Settings`.
         """
