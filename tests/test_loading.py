@@ -63,7 +63,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
             lambda: batches(Plain(8), Settings(8, drop_last=True), order=Sequential(8, 8)),
             "drop_last=True with Sequential",
         ),
-        (lambda: batches(Plain(8), Settings(8), order=[3]), r"order=\[3\] has no steps\(epoch\) and batch"),
+        (
+            lambda: batches(Plain(8), Settings(8), order=[3]),
+            r"order=\[3\] is no torch Sampler, and has no steps\(epoch\) and",
+        ),
         (
             lambda: batches(Stream(8), Settings(8), order=Sequential(8, 8)),
             "for a Stream: an iterable dataset has the order",

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import lockstep
+from crew import crew
+from lockstep import cli
+from lockstep.data.reader import DataError
+from lockstep.errors import UnevenDataError
 from runs import classify, data, mlp, sgd
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -32,17 +49,17 @@ from runs import classify, data, mlp, sgd
         ({"num_worker": 1}, "did you mean num_workers=?"),
         ({"Epochs": 1}, "did you mean epochs=?"),
         ({"xyz": 1}, "it has global_batch_size, shards, epochs, drop_last, num_workers"),
-        ({}, "run.batches needs global_batch_size="),
     ],
 )
 def test_an_unknown_option_of_batches_names_the_right_one(options: dict[str, Any], words: str) -> None:
     run = lockstep.Run()  # not entered: nothing is begun when the names are wrong
     with pytest.raises(TypeError, match=words):
         run.batches(data(32), **options)
-    if "epochs" in words or not options:
-        return
-    with pytest.raises(TypeError, match=words):
-        run.batches(data(32), global_batch_size=8, **options)
+    with (
+        lockstep.Run(progress=False, device="cpu") as run,
+        pytest.raises(ValueError, match="the samples of a step, over"),
+    ):
+        run.batches(data(32))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +96,183 @@ def test_a_data_loader_is_refused_whatever_it_goes_over(dataset: Any) -> None:
             run.evaluate(classify, DataLoader(dataset, batch_size=4))
 
 
+# ---- samples that do not fit together --------------------------------------------------------------------------------
+
+
+class Ragged(Dataset):  # type: ignore[type-arg]
+    """Sample 5 is not like the others."""
+
+    def __init__(self, usual: Any, odd: Any) -> None:
+        self.usual, self.odd = usual, odd
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.odd if index == 5 else self.usual
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "words"),
+    [
+        (torch.zeros(3, 5), torch.zeros(3, 4), r"sample 4 has shape \(3, 5\) and sample 5 has shape \(3, 4\); if"),
+        (
+            ([1], np.zeros(5)),
+            ([1], np.zeros(4)),
+            r"sample 4 has shape \(5,\) and sample 5 has shape \(4,\) in field \[1\]",
+        ),
+        (
+            {"x": (0, {"y": [1, 2]})},
+            {"x": (0, {"y": [1, 2, 3]})},
+            r"sample 4 has 2 elements and sample 5 has 3 elements in field \['x'\]\[1\]\['y'\]",
+        ),
+        ({"a": 1}, {"b": 1}, "sample 4 has the keys 'a' and sample 5 has the keys 'b'"),
+        ((1, torch.ones(2)), (1, None), r"sample 4 has shape \(2,\) and sample 5 is a NoneType in field \[1\]"),
+        (torch.ones(2), "text", r"sample 4 has shape \(2,\) and sample 5 is a str"),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_named(usual: Any, odd: Any, words: str) -> None:
+    dataset = Ragged(usual, odd)
+    with lockstep.Run(progress=False, device="cpu") as run:
+        model = run.replicate(mlp())
+        with pytest.raises(DataError, match=rf"rank 0: 4 samples .*\(epoch 0, step 0, shard 1\): {words}.*collate_fn="):
+            batches = run.batches(dataset, global_batch_size=8, shards=2, order=lockstep.Sequential(8, 8))
+            next(run.train(batches, sgd(model.parameters())))
+
+
+def test_samples_of_a_stream_and_of_an_own_collate_are_named() -> None:
+    class Growing(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.zeros(n // 7) for n in range(12))
+
+    with lockstep.Run(progress=False, device="cpu") as run:
+        run.replicate(mlp())
+        with pytest.raises(DataError, match=r"sample 4 has shape \(0,\) and sample 7 has shape \(1,\)"):
+            list(run.batches(Growing(), global_batch_size=4, shards=1))
+        with pytest.raises(DataError, match=r"sample 4 has shape \(0,\) and sample 7 has shape \(1,\)"):
+            run.evaluate(lambda model, batch: (0, len(batch)), Growing(), batch_size=4)
+        with pytest.raises(DataError, match=r"TypeError: .*, from collate_fn= with samples 4, 5, 6, 7"):
+            list(run.batches(Growing(), global_batch_size=4, shards=1, collate_fn=refuse_ones))
+
+
+def refuse_ones(samples: list[Any]) -> Any:
+    return len(1 if any(len(sample) for sample in samples) else samples)
+
+
+# ---- a torch sampler as the order ------------------------------------------------------------------------------------
+
+
+class Stepping(Sampler[int]):
+    """Knows its epoch, and nothing else; has no length."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch, 64, 2))
+
+
+def samplers() -> dict[str, Any]:
+    """Random numbers from torch, from a generator, none; samples and batches; each once and with replacement."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [1.0 + n % 7 for n in range(64)]
+    return {
+        "weighted": WeightedRandomSampler(weights, 80),
+        "subset": SubsetRandomSampler(list(range(0, 64, 3)), generator=generator),
+        "sequential": SequentialSampler(data(64)),
+        "random": RandomSampler(data(64), generator=generator),
+        "batch": BatchSampler(RandomSampler(data(64)), 16, drop_last=True),
+        "batch weighted": BatchSampler(WeightedRandomSampler(weights, 40), 16, drop_last=False),
+        "set_epoch": Stepping(),
+    }
+
+
+def train_sampled(sampler: Any, folder: Path, steps: int | None = None) -> str:
+    with lockstep.Run(folder, seed=7, progress=False, device="cpu") as run:
+        model = run.replicate(mlp())
+        batches = run.batches(data(64), global_batch_size=16, epochs=3, order=sampler)
+        for batch in run.train(batches, sgd(model.parameters()), steps=steps):
+            run.step(classify, batch)
+        return run.digest()
+
+
+def sample_all(rank: int, size: int, folder: Path, steps: int | None) -> dict[str, str]:
+    torch.manual_seed(rank)  # what the program draws besides does not matter
+    return {name: train_sampled(sampler, folder / name, steps) for name, sampler in samplers().items()}
+
+
+def test_a_sampler_gives_the_same_digest_on_one_worker_and_two_and_after_a_resume(tmp_path: Path) -> None:
+    alone = {name: train_sampled(sampler, tmp_path / "alone" / name) for name, sampler in samplers().items()}
+    assert len(set(alone.values())) == len(alone)
+    before = crew(sample_all, 2, tmp_path / "resumed", 3)[0]  # in the middle of an epoch
+    assert all(before[name] != alone[name] for name in alone)
+    assert crew(sample_all, 2, tmp_path / "two", None) == [alone, alone]
+    assert {name: train_sampled(one, tmp_path / "resumed" / name) for name, one in samplers().items()} == alone
+
+
+def test_the_ledger_does_not_ask_a_sampler_for_each_sample(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("weighted", "subset", "sequential", "batch"):
+        train_sampled(samplers()[name], tmp_path / name)
+        assert cli.main(["ledger", str(tmp_path / name)]) == 0, capfd.readouterr().out
+        said = capfd.readouterr().out
+        if name in ("sequential", "batch"):
+            assert said.count("each sample once") == 3
+            assert said.endswith("proven\n")
+        else:
+            assert said.count("Sampler, which need not use each sample once") == 3
+            assert "proven" not in said
+
+
+class Rng(Sampler[int]):
+    """Goes on with its own random numbers wherever it is."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(64).tolist())
+
+
+def test_samplers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    shared = DistributedSampler(data(64), num_replicas=2, rank=0)
+    with lockstep.Run(progress=False, device="cpu") as run:
+        for sampler in (shared, BatchSampler(shared, 16, drop_last=False)):
+            with pytest.raises(ValueError, match="a DistributedSampler, which gives each worker its own part"):
+                run.batches(data(64), global_batch_size=16, order=sampler)
+        with pytest.raises(
+            ValueError, match=r"BatchSampler\(RandomSampler\) has batches of 4, but global_batch_size=16"
+        ):
+            run.batches(data(64), global_batch_size=16, order=BatchSampler(RandomSampler(data(64)), 4, drop_last=False))
+        with pytest.raises(ValueError, match=r"SequentialSampler.* an iterable dataset has the order it comes in"):
+            run.batches(Numbers(), global_batch_size=16, order=SequentialSampler(data(64)))
+    train_sampled(Rng(), tmp_path, steps=10)
+    with pytest.raises(ValueError, match=r"step 2 of epoch 2: Rng, as order .*gives another order there than when"):
+        train_sampled(Rng(), tmp_path)
+
+
+class ByRank(Sampler[int]):
+    """Splits the samples itself, under a name of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 64, 2))
+
+
+def split_twice(rank: int, size: int, folder: Path) -> str:
+    with pytest.raises(UnevenDataError, match="step 0: rank 1 has read other samples for this batch than rank 0"):
+        train_sampled(ByRank(rank), folder)
+    return "refused"
+
+
+def test_a_sampler_that_splits_by_rank_is_noticed(tmp_path: Path) -> None:
+    assert crew(split_twice, 2, tmp_path) == ["refused"] * 2
+
+
 # ---- a batch is no tuple ---------------------------------------------------------------------------------------------
 
 
@@ -101,7 +295,9 @@ def test_a_batch_says_where_its_data_is(use: Callable[[Any], object], kind: type
     with lockstep.Run(progress=False, device="cpu") as run:
         model = run.replicate(mlp())
         for batch in run.train(run.batches(data(8), global_batch_size=8), sgd(model.parameters())):
-            with pytest.raises(kind, match=r"a batch is handed to run.step; the data is inside your loss f") as caught:
+            with pytest.raises(
+                kind, match=r"a batch is handed to run.step; the data is inside your loss fun"
+            ) as caught:
                 use(batch)
             assert "for batch in run.train(batches, optimizer):\n        run.step(loss, batch)" in str(caught.value)
             assert batch

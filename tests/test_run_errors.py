@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import random
 import re
 import signal
 import tempfile
@@ -39,6 +40,22 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 class Promising(Stream):
     def __len__(self) -> int:
         return 96
+
+
+class SplitStream(IterableDataset):  # type: ignore[type-arg]
+    """Gives each worker its own samples, as many as the others; the first `alike` are the same on all."""
+
+    def __init__(self, rank: int, size: int, *, alike: int = 0, noise: bool = False) -> None:
+        self.rank, self.size, self.alike, self.noise = rank, size, alike, noise
+
+    def __iter__(self) -> Iterator[Any]:
+        dataset = data(64 * self.size)
+        own = random.SystemRandom()
+        for n in range(self.alike):
+            yield dataset[n % 64]
+        for n in range(64):
+            x, y = dataset[n if self.noise else n * self.size + self.rank]
+            yield x + own.random() * self.noise, y
 
 
 class Here:
@@ -359,6 +376,22 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     "a stream with a short last batch on one": (
         lambda here: here.train(dataset=Stream(here.last(94, 95))),
         r"UnevenDataError: step 2: .*\(samples: 31 on rank 0, 30 on rank {last}\)",
+    ),
+    "a stream that is split by rank, in equal halves": (
+        lambda here: here.train(dataset=SplitStream(here.rank, here.size)),
+        r"UnevenDataError: step 0: rank 1 has read other samples .*remove that, or say `run.batches.*weights unchanged",
+    ),
+    "a stream that is split by rank, late": (
+        lambda here: here.train(dataset=SplitStream(here.rank, here.size, alike=32 * 64)),
+        r"UnevenDataError: step 64: rank 1 has read other samples for this batch than rank 0",
+    ),
+    "a stream that seeds itself": (
+        lambda here: here.train(dataset=SplitStream(here.rank, here.size, noise=True)),
+        r"UnevenDataError: step 0: rank 1 has read .*draw from torch, random or numpy.random, which the run seeds",
+    ),
+    "evaluate a stream that is split by rank": (
+        lambda here: here.evaluate(many, SplitStream(here.rank, here.size), batch_size=8),
+        r"UnevenDataError: run.evaluate: the workers have read different samples.* remove that",
     ),
     # -- one of each
     "one seed each": (

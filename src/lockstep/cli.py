@@ -315,9 +315,11 @@ def _ledger(chosen: argparse.Namespace) -> int:
         return 0 if proof.holds else 1
     for epoch in proof.epochs:
         verdict = "each sample once" if epoch.complete else "as far as it came, each once" if epoch.exact else ""
-        print(f"epoch {epoch.number}: {epoch.steps} steps, {epoch.samples} samples: {epoch.problem or verdict}")
+        said = epoch.problem or epoch.note or verdict
+        print(f"epoch {epoch.number}: {epoch.steps} steps, {epoch.samples} samples: {said}")
     again = f", resumed {proof.restarts} times" if proof.restarts else ""
-    print(f"{proof.steps} steps over {proof.samples} samples{again}: {'proven' if proof.holds else 'DOES NOT HOLD'}")
+    holds = "proven" if proof.claims_each_once else "no step is missing, and none was applied twice"
+    print(f"{proof.steps} steps over {proof.samples} samples{again}: {holds if proof.holds else 'DOES NOT HOLD'}")
     return 0 if proof.holds else 1
 
 

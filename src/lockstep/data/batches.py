@@ -17,11 +17,12 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+from torch.utils.data import Sampler
 
 from lockstep.data.ahead import arrive, put_on
 from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
 from lockstep.data.loader import LoaderLost, Loading, load
-from lockstep.data.order import Division, Order, Position, check_seed, count_all_steps, count_steps, share
+from lockstep.data.order import Division, Order, Position, SamplerOrder, check_seed, count_all_steps, count_steps, share
 from lockstep.data.reader import Batch, Collate, DataError, Failure, Reader, Recipe, Shard, draws_random_numbers
 from lockstep.data.stream import Source, StreamReader
 from lockstep.errors import refuse_unknown_options
@@ -85,8 +86,13 @@ class Settings:
             if name == "epochs" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                endless = ", or None for no end" if name == "epochs" else ""
-                raise ValueError(f"{name}={value!r}, which must be a whole number of {least} or more{endless}")
+                more = {
+                    "epochs": ", or None for no end",
+                    "global_batch_size": ": the samples of a step, over all workers",
+                }
+                raise ValueError(
+                    f"{name}={value!r}, which must be a whole number of {least} or more{more.get(name, '')}"
+                )
         if self.shards > self.global_batch_size:
             raise ValueError(
                 f"shards={self.shards} of a batch of {self.global_batch_size} samples: some would always be empty; "
@@ -100,12 +106,10 @@ class Settings:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
 
 
-def check_options(given: Iterable[str], global_batch_size: int | None) -> None:
-    """Raise TypeError for keywords that `run.batches` does not have, and for the one that it needs."""
+def check_options(given: Iterable[str]) -> None:
+    """Raise TypeError for keywords that `run.batches` does not have."""
     known = [field.name for field in fields(Settings)]
     refuse_unknown_options("run.batches", given, [*known, "order"], BATCH_NAMES)
-    if global_batch_size is None:
-        raise TypeError("run.batches needs global_batch_size=: the samples of one step, over all workers")
 
 
 class Batches:
@@ -124,7 +128,7 @@ class Batches:
         rank: int,
         size: int,
         device: torch.device,
-        order: Order | None = None,
+        order: Order | Sampler[Any] | None = None,
         joined: bool = False,
     ) -> None:
         """`joined`: this worker's shards come as one, collated together and numbered as the first of them."""
@@ -134,6 +138,7 @@ class Batches:
         self._division = Division(settings.shards, share(settings.shards, size, rank), joined)
         self._order = choose_order(dataset, settings.global_batch_size, settings.drop_last, seed=seed, order=order)
         self._recipe = Recipe(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
+        self._is_compared = order is not None
         self._position = Position()
         self._arriving: Generator[Any, None, None] | None = None  # loading from the position on, if it has begun
         self._turn: object = None  # whose turn it is, of all iterators that were ever made
@@ -184,7 +189,10 @@ class Batches:
     def state(self) -> dict[str, int]:
         """All that is needed to go on from here, in a world of any size."""
         here = self._position
-        return {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
+        state = {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
+        if isinstance(self._order, SamplerOrder) and here.step > 0:
+            state["sampled"] = self._order.fingerprint(here.epoch)
+        return state
 
     def restore(self, state: Mapping[str, int]) -> None:
         identity = self._identity()
@@ -199,13 +207,30 @@ class Batches:
                 f"{'; '.join(differ)}. Use the same again, or seek(Position(epoch={position.epoch}, "
                 f"number={position.number})) to begin that epoch anew"
             )
+        self._check_sampler(position, state)
         self.seek(position)
+
+    def _check_sampler(self, position: Position, state: Mapping[str, int]) -> None:
+        order = self._order
+        if not isinstance(order, SamplerOrder) or position.step == 0 or "sampled" not in state:
+            return
+        if order.fingerprint(position.epoch) != state["sampled"]:
+            raise ValueError(
+                f"cannot go on at step {position.step} of epoch {position.epoch}: {order.name}, as order of the "
+                "samples, gives another order there than when this was saved. Its random numbers must come from "
+                "torch, random, numpy.random, a torch.Generator that it holds, or set_epoch(epoch)"
+            )
 
     def facts(self) -> dict[str, Any]:
         """For the ledger: which samples there are, and in which order they come."""
         order = "a stream" if self._order is None else type(self._order).__name__
         drop_last = bool(getattr(self._order, "drop_last", self._settings.drop_last))
-        return {**self._identity(), "order": order, "drop_last": drop_last}
+        facts = {**self._identity(), "order": order, "drop_last": drop_last}
+        if isinstance(self._order, SamplerOrder):
+            once = self._order.uses_each_once(len(self._dataset))
+            facts |= {"sampler": self._order.name, "each_once": once}
+            facts["epoch_steps"] = count_all_steps(self._order, 1)
+        return facts
 
     def _identity(self) -> dict[str, int]:
         """What decides which samples come at a position."""
@@ -284,7 +309,9 @@ class Batches:
             source = Source(self._dataset, settings.global_batch_size, settings.drop_last, settings.epochs)
             parcels = load(StreamReader(source, recipe, self._division, start), count(), how)
         else:
-            jobs = make_jobs(order, start, settings.epochs, self._division, size=len(self._dataset))
+            jobs = make_jobs(
+                order, start, settings.epochs, self._division, size=len(self._dataset), is_compared=self._is_compared
+            )
             parcels = load(Reader(self._dataset, recipe), jobs, how)
         return arrive(parcels, self._device)
 

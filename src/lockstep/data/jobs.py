@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lockstep.data.order import Division, Order, Position, Shuffled, count_steps, walk
+from lockstep.data.ledger import fingerprint
+from lockstep.data.order import Division, Order, Position, SamplerOrder, Shuffled, count_steps, walk
 from lockstep.data.reader import DataError, Failure, Job
 
 
 def make_jobs(
-    order: Order, start: Position, epochs: int | None, division: Division, *, size: int
+    order: Order, start: Position, epochs: int | None, division: Division, *, size: int, is_compared: bool = False
 ) -> Iterator[Job | Failure]:
-    """Every job from `start` on. An order that fails is a job too: the batches before it are not lost."""
+    """Every job from `start` on. An order that fails is a job too: the batches before it are not lost.
+
+    is_compared  the step compares what the order gave to each worker: for an order that is not our own
+    """
     try:
         for position, ends_epoch in walk(order, start, epochs):
-            yield make_job(ask(order, position, size), position, division, ends_epoch=ends_epoch)
+            samples = ask(order, position, size)
+            job = make_job(samples, position, division, ends_epoch=ends_epoch)
+            yield replace(job, content=fingerprint(samples) or 1) if is_compared else job
     except Exception as error:
         kind = ValueError if isinstance(error, ValueError) else DataError
         # A new one, because it has to go to a loader process and back, which not every exception survives.
@@ -47,7 +54,7 @@ def ask(order: Order, position: Position, size: int) -> list[int]:
 
 
 def choose_order(
-    dataset: Any, global_batch_size: int, drop_last: bool, *, seed: int, order: Order | None
+    dataset: Any, global_batch_size: int, drop_last: bool, *, seed: int, order: Order | Sampler[Any] | None
 ) -> Order | None:
     """The order of this dataset, after checking that the two fit. None: it is a stream, and comes as it comes."""
     kind = type(dataset).__name__
@@ -63,6 +70,8 @@ def choose_order(
                 "use a smaller global_batch_size"
             )
         order = Shuffled(len(dataset), global_batch_size, seed, drop_last)
+    if isinstance(order, Sampler):
+        order = SamplerOrder(order, global_batch_size, seed, drop_last)
     _check_order(order, dataset, global_batch_size, drop_last)
     return order
 
@@ -71,15 +80,18 @@ def refuse_loader(dataset: Any) -> None:
     """It can be iterated over, so it would pass for a stream whose samples are whole batches."""
     if isinstance(dataset, DataLoader):
         raise ValueError(
-            "a DataLoader where a dataset belongs: give `loader.dataset`, without a sampler; Lockstep makes the "
-            "batches, shuffles and deals them out (the options of a loader are called num_workers=, collate_fn= and "
-            "drop_last= here)"
+            "a DataLoader where a dataset belongs: give `loader.dataset`; Lockstep makes the batches, shuffles and "
+            "deals them out (the options of a loader are called num_workers=, collate_fn= and drop_last= here, and its "
+            "sampler order=)"
         )
 
 
 def _check_order(order: Order, dataset: Any, global_batch_size: int, drop_last: bool) -> None:
     if not isinstance(order, Order):
-        raise ValueError(f"order={order!r} has no steps(epoch) and batch(epoch, step); see lockstep.data.order.Order")
+        raise ValueError(
+            f"order={order!r} is no torch Sampler, and has no steps(epoch) and batch(epoch, step); see "
+            "lockstep.data.order.Order"
+        )
     kind, size = type(order).__name__, len(dataset)
     # What an order says about itself is taken at its word; it need not say anything.
     if (its_batch := getattr(order, "global_batch_size", global_batch_size)) != global_batch_size:
@@ -92,7 +104,7 @@ def _check_order(order: Order, dataset: Any, global_batch_size: int, drop_last: 
     ask(order, Position(), size)
 
 
-def _check_stream(dataset: Any, order: Order | None) -> None:
+def _check_stream(dataset: Any, order: Order | Sampler[Any] | None) -> None:
     kind = type(dataset).__name__
     if not hasattr(dataset, "__iter__"):
         raise ValueError(

@@ -192,6 +192,7 @@ class Epoch:
     complete: bool
     exact: bool  # each sample once; of an epoch that is not complete: not known
     problem: str = ""
+    note: str = ""  # why it need not have each sample once
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,11 @@ class Proof:
     @property
     def holds(self) -> bool:
         return not self.problems
+
+    @property
+    def claims_each_once(self) -> bool:
+        """False for an order that may use a sample twice or not at all."""
+        return not any(epoch.note for epoch in self.epochs)
 
 
 def _read(path: Path) -> Read:
@@ -252,7 +258,10 @@ def prove(directory: Path) -> Proof:
     epochs = []
     for number in sorted({entry.epoch for entry in read.entries}):
         parts = [entry for entry in read.entries if entry.epoch == number]
-        epochs.append(_judge(number, parts, order, whole, size))
+        if read.facts.get("each_once", True):
+            epochs.append(_judge(number, parts, order, whole, size))
+        else:
+            epochs.append(_count_up(number, parts, read.facts))
     problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
     return Proof(read.end, read.restarts, size, epochs, problems)
 
@@ -262,6 +271,13 @@ def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:
     if facts["order"] == "Shuffled":
         return Shuffled(size, batch, facts["seed"], drop_last)
     return Sequential(size, batch, drop_last) if facts["order"] == "Sequential" else None
+
+
+def _count_up(number: int, parts: Sequence[Entry], facts: dict[str, Any]) -> Epoch:
+    """An epoch of a sampler that may use a sample twice or not at all."""
+    steps, samples = sum(entry.stop - entry.start for entry in parts), sum(entry.samples for entry in parts)
+    note = f"chosen by {facts['sampler']}, which need not use each sample once"
+    return Epoch(number, steps, samples, complete=steps == facts.get("epoch_steps"), exact=False, note=note)
 
 
 def _judge(number: int, parts: Sequence[Entry], order: Shuffled | Sequential | None, whole: int, size: int) -> Epoch:

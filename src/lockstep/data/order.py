@@ -7,14 +7,24 @@ decides who loads a sample and never which batch or shard the sample is in.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.seed import mix
+from lockstep.seed import kept_random_state, mix, sow
 
 
 @runtime_checkable
@@ -101,8 +111,13 @@ def count_steps(order: Order, epoch: int) -> int:
     return steps
 
 
-def count_all_steps(order: Order, epochs: int) -> int:
-    """Of that many epochs. All are alike in the orders of the house; in another one each is asked for."""
+def count_all_steps(order: Order, epochs: int) -> int | None:
+    """Of that many epochs. All are alike in the orders of the house; in another one each is asked for.
+
+    None for a sampler whose epochs may differ: going through all of them beforehand would take long.
+    """
+    if isinstance(order, SamplerOrder):
+        return epochs * count_steps(order, 0) if order.has_equal_epochs else None
     if isinstance(order, Shuffled | Sequential | ByLength):
         return epochs * count_steps(order, 0)
     return sum(count_steps(order, epoch) for epoch in range(epochs))
@@ -207,6 +222,110 @@ class ByLength:
         arranged = full[by_length[torch.argsort(pools, stable=True)]].view(batches, self.global_batch_size)
         mixed = arranged[_permutation(batches, mix(self.seed, "length batches", epoch)).long()]
         return torch.cat([mixed.flatten(), rest])
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerOrder:
+    """The order of a torch `Sampler` (of samples, cut into global batches) or `BatchSampler` (of global batches).
+
+    The sampler is gone through once per epoch, on every worker, after `set_epoch(epoch)` if it has that. Its random
+    numbers follow from (seed, epoch): those that it draws from torch, random and numpy.random, and from a
+    `torch.Generator` that it holds. So all workers get the same samples, and a run can be resumed inside an epoch.
+    """
+
+    sampler: Sampler[Any]
+    global_batch_size: int
+    seed: int
+    drop_last: bool = False
+    _kept: dict[int, list[list[int]]] = field(default_factory=dict, init=False, repr=False)  # the last epoch
+    _prints: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for one in _samplers_in(self.sampler):
+            if isinstance(one, DistributedSampler):
+                raise ValueError(
+                    "order= is a DistributedSampler, which gives each worker its own part; Lockstep deals the samples "
+                    "out itself: leave it out (samples are shuffled), or give the sampler of a program on one worker"
+                )
+        its_own = getattr(self.sampler, "batch_size", None)
+        if isinstance(self.sampler, BatchSampler) and its_own is not None and its_own != self.global_batch_size:
+            raise ValueError(
+                f"{self.name} has batches of {its_own}, but global_batch_size={self.global_batch_size}; say the same: "
+                "its batches are global ones, and Lockstep deals their samples out"
+            )
+        if isinstance(self.sampler, BatchSampler):
+            object.__setattr__(self, "drop_last", bool(getattr(self.sampler, "drop_last", False)))
+
+    @property
+    def name(self) -> str:
+        inner = getattr(self.sampler, "sampler", None)
+        outer = type(self.sampler).__name__
+        return f"{outer}({type(inner).__name__})" if isinstance(inner, Sampler) else outer
+
+    @property
+    def _inner(self) -> Any:
+        return self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
+
+    @property
+    def has_equal_epochs(self) -> bool:
+        """Whether all epochs are certain to have the same number of steps."""
+        known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+        return type(self._inner) in known  # exact types: a subclass may do anything
+
+    def uses_each_once(self, size: int) -> bool:
+        """Whether an epoch is certain to have each of `size` samples exactly once, but for a dropped last batch."""
+        one = self._inner
+        if type(one) is RandomSampler and one.replacement:
+            return False
+        return type(one) in (SequentialSampler, RandomSampler) and len(one) == size
+
+    def steps(self, epoch: int) -> int:
+        return len(self._batches(epoch))
+
+    def batch(self, epoch: int, step: int) -> list[int]:
+        _check_step(self, epoch, step)
+        return self._batches(epoch)[step]
+
+    def fingerprint(self, epoch: int) -> int:
+        """63 bits of the samples of an epoch in their order."""
+        batches = self._batches(epoch)
+        if epoch not in self._prints:
+            self._prints.clear()
+            self._prints[epoch] = mix(repr(batches))
+        return self._prints[epoch]
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        if epoch not in self._kept:
+            self._kept.clear()
+            self._kept[epoch] = self._draw(epoch)
+        return self._kept[epoch]
+
+    def _draw(self, epoch: int) -> list[list[int]]:
+        key = mix(self.seed, "sampler", epoch)
+        samplers = _samplers_in(self.sampler)
+        own = [value for one in samplers for value in vars(one).values() if isinstance(value, torch.Generator)]
+        states = [generator.get_state() for generator in own]
+        with kept_random_state():
+            sow(key)
+            for generator in own:
+                generator.manual_seed(key)
+            for one in samplers:
+                if hasattr(one, "set_epoch"):
+                    one.set_epoch(epoch)
+            drawn = list(self.sampler)
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
+        if drawn and (isinstance(drawn[0], list | tuple) or getattr(drawn[0], "ndim", 0) == 1):
+            return [[operator.index(sample) for sample in batch] for batch in drawn]
+        numbers, size = [operator.index(sample) for sample in drawn], self.global_batch_size
+        steps = _count(len(numbers), size, self.drop_last)
+        return [numbers[step * size : (step + 1) * size] for step in range(steps)]
+
+
+def _samplers_in(sampler: Any) -> list[Any]:
+    """The sampler, and those that it draws from."""
+    inner = [value for value in vars(sampler).values() if isinstance(value, Sampler) and value is not sampler]
+    return [sampler, *(one for each in inner for one in _samplers_in(each))]
 
 
 def check_seed(seed: int) -> None:

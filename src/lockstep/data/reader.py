@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
@@ -58,6 +58,7 @@ class Batch:
     ends_epoch: bool
     shards: tuple[Shard, ...]  # this worker's
     of_shards: int  # of all workers together
+    content: int = 0  # 64 bits of the samples of all workers, which must be equal on all of them; 0: not computed
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -95,6 +96,7 @@ class Job:
     count: int
     of_shards: int
     shards: tuple[tuple[int, Sequence[int]], ...]  # (shard number, sample numbers)
+    content: int = 0  # as in Batch
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class Recipe:
         if self.is_random:
             sow(mix(self.seed, *words), self.device)
 
-    def put_together(self, items: list[Any], position: Position, shard: int) -> Any:
+    def put_together(self, items: list[Any], names: Sequence[int], position: Position, shard: int) -> Any:
+        """What the collate function makes of these samples. `names`: their numbers, for the error if it cannot."""
         if self.collate_fn is None:
             collate: Collate = _collate_here
         else:
@@ -146,9 +149,13 @@ class Recipe:
         try:
             return collate(items)
         except Exception as error:
+            if self.collate_fn is None:
+                why = f"{find_difference(items, names) or _words(error)}; if samples differ in shape, give collate_fn="
+            else:
+                why = f"{_words(error)}, from collate_fn= with samples {_some(names)}"
             raise DataError(
                 f"rank {self.rank}: {len(items)} samples could not be put together (epoch {position.epoch}, "
-                f"step {position.step}, shard {shard}): {_words(error)}; if samples differ in shape, give collate_fn="
+                f"step {position.step}, shard {shard}): {why}"
             ) from error
 
 
@@ -176,7 +183,9 @@ class Reader:
         except DataError as error:
             return Failure(error, error.__cause__)
         here = job.position
-        return Batch(here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards)
+        return Batch(
+            here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards, job.content
+        )
 
     def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
         if self.recipe.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:
@@ -185,7 +194,7 @@ class Reader:
             items = self._guarded(lambda: list(self.dataset.__getitems__(list(samples))), position, samples)
         else:
             items = [self._load_one(sample, position) for sample in samples]
-        return self.recipe.put_together(items, position, shard)
+        return self.recipe.put_together(items, samples, position, shard)
 
     def _load_one(self, sample: int, position: Position) -> Any:
         self.recipe.sow("sample", position.epoch, sample)
@@ -226,6 +235,49 @@ def gather(dataset: Any, samples: Sequence[int]) -> list[torch.Tensor] | None:
         indices = dataset.indices
         return gather(dataset.dataset, [int(indices[sample]) for sample in samples])
     return None
+
+
+def find_difference(items: Sequence[Any], names: Sequence[int], field: str = "") -> str | None:
+    """In words, what torch's collate cannot put together: the first two samples that differ in shape, length or type.
+
+    `field` is the way to the part of a sample that is looked at, such as "['image'][0]".
+    """
+    first, at = items[0], f" in field {field}" if field else ""
+    for item, name in zip(items, names, strict=True):
+        one, other = _outline(first), _outline(item)
+        if one != other:
+            return f"sample {names[0]} {one} and sample {name} {other}{at}"
+    if isinstance(first, Mapping):
+        keys: Sequence[Any] = list(first)
+    elif isinstance(first, list | tuple):
+        keys = range(len(first))
+    else:
+        return None
+    return next(
+        (
+            found
+            for key in keys
+            if (found := find_difference([item[key] for item in items], names, f"{field}[{key!r}]")) is not None
+        ),
+        None,
+    )
+
+
+def _outline(value: Any) -> str:
+    """What must be equal in all samples of a shard."""
+    if hasattr(value, "shape"):
+        return f"has shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"has the keys {', '.join(sorted(map(repr, value)))}"
+    if isinstance(value, list | tuple):
+        return f"has {len(value)} elements"
+    # Numbers of several types can be put together.
+    return "is a number" if isinstance(value, int | float) else f"is a {type(value).__name__}"
+
+
+def _some(names: Sequence[int]) -> str:
+    shown = ", ".join(map(str, names[:8]))
+    return shown if len(names) <= 8 else f"{shown}, ..."
 
 
 def _words(error: BaseException) -> str:

@@ -14,17 +14,20 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from lockstep.data.ahead import put_on
 from lockstep.data.batches import LOADER_NAMES, TRIES, batch_of
+from lockstep.data.content import hash_of_samples
 from lockstep.data.jobs import refuse_loader
 from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Position
 from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
-from lockstep.errors import refuse_unknown_options
+from lockstep.data.stream import COMPARE_EVERY, COMPARED_AT_START
+from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train.metrics import Pairs, as_pairs
+from lockstep.train.verdict import SEED_IT
 from lockstep.world import World
 
 PREFETCH: Final = 2  # pieces that each loader process has ready
@@ -66,10 +69,14 @@ def check_options(given: Iterable[str]) -> None:
 
 @dataclass
 class Figures:
-    """Of this worker's pieces, by number; and how many samples the dataset has."""
+    """Of this worker's pieces, by number; and how many samples the dataset has.
+
+    `content` is a hash of pieces of a stream, of this worker's and of others'; it must be equal on all workers.
+    """
 
     pieces: dict[int, Pairs]
     samples: int = 0
+    content: int = 0
 
 
 def run(
@@ -147,15 +154,33 @@ def _load(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tu
 
 
 def _read_stream(pieces: Pieces, world: World, seed: int, seen: Figures) -> Iterator[tuple[int, Any]]:
-    samples, put_together = iter(pieces.dataset), pieces.collate_fn or default_collate
+    recipe = Recipe(mix(seed, "evaluate"), world.rank, pieces.collate_fn, is_random=True, device=world.device)
+    sow(mix(seed, "evaluate"), world.device)  # a stream that shuffles itself may draw random numbers when it is begun
+    samples = iter(pieces.dataset)
     for number in count():
         sow(mix(seed, "evaluate", number), world.device)
         piece = list(islice(samples, pieces.batch_size))
         if not piece:
             return
-        seen.samples += len(piece)
+        if number < COMPARED_AT_START or number % COMPARE_EVERY == 0:
+            seen.content = mix(seen.content, hash_of_samples(piece))
         if number % world.size == world.rank:
-            yield number, put_together(piece)
+            names = range(seen.samples, seen.samples + len(piece))
+            yield number, recipe.put_together(piece, names, Position(0, number, number), shard=0)
+        seen.samples += len(piece)
+
+
+def refuse_uneven_stream(found: Figures, compare: Callable[[str, dict[str, str]], None]) -> None:
+    """Raise, on all workers, if they have not read the same samples. `compare` is that of Accord."""
+    compare("run.evaluate", {"samples in the dataset": str(found.samples)})
+    try:
+        compare("run.evaluate", {"content": str(found.content)})
+    except ReplicaMismatchError:
+        raise UnevenDataError(
+            "run.evaluate: the workers have read different samples. A stream must give every worker the same samples; "
+            "Lockstep deals them out. If it splits itself (by rank, split_dataset_by_node, get_worker_info), remove "
+            f"that. {SEED_IT}"
+        ) from None
 
 
 def _cut_out(number: int, batch: int, samples: int) -> Job:

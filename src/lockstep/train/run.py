@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.data import Sampler
 
 from lockstep import faults, files
 from lockstep.checkpoint.differences import changes
@@ -409,20 +410,21 @@ class Run:
         self,
         dataset: Any,
         *,
-        global_batch_size: int | None = None,  # must be given
+        global_batch_size: int = 0,  # must be given
         shards: int = 8,
         epochs: int | None = 1,
-        order: Order | None = None,
+        order: Order | Sampler[Any] | None = None,
         drop_last: bool = False,
         **loading: Any,
     ) -> Batches:
         """Global batches, cut into `shards`: as many workers as there can be, and a part of what is computed.
 
+        global_batch_size must be given: the samples of one step, over all workers.
+        order: an `Order`, or a torch `Sampler` or `BatchSampler` as for one worker; None: shuffled anew in each epoch.
         loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s;
         see `lockstep.data.batches.Settings`.
         """
-        check_options(loading, global_batch_size)
-        assert global_batch_size is not None
+        check_options(loading)
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
         self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
@@ -752,7 +754,7 @@ class Run:
                 go_on = self._calls.check_left
                 mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed, go_on=go_on)
             if samples is None:
-                self._accord.compare("run.evaluate", {"samples in the dataset": str(mine.samples)})
+                evaluation.refuse_uneven_stream(mine, self._accord.compare)
             if mine.samples == 0:
                 raise ValueError("run.evaluate: the dataset has no samples, so there is no mean")
             pieces = self._gather(mine.pieces, "run.evaluate")

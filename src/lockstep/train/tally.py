@@ -1,8 +1,9 @@
 """What all workers have to know of a step: one small sum, under way while the last backward pass runs.
 
 Every worker fills in its own fields of a table of zeros, and the tables are added up: so all have the same table. It
-holds loss and weight of every shard, who asks to stop or has run out of data, how large everybody's batch is and
-whether it ends an epoch, which buffers changed, and what everybody has observed of earlier steps (observer.py).
+holds loss and weight of every shard, who asks to stop or has run out of data, how large everybody's batch is, whether
+it ends an epoch and what it contains, which buffers changed, and what everybody has observed of earlier steps
+(observer.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from lockstep.train.loss_check import ShardLoss
 from lockstep.train.observer import FIELDS, NOTHING
 
 LOSS, WEIGHT, HIGH, LOW = range(4)  # of a shard; the last two are its samples, in two halves of 32 bits
-STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, TOLD = range(6)  # of a worker; what it tells takes all the rest
+STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, TOLD = range(
+    8
+)  # of a worker; what it tells takes all the rest
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Outcome:
     ended: list[int]  # ranks that have no more data
     samples: list[int]  # of the global batch, as each rank has it
     ends_epoch: list[bool]  # as each rank has it
+    content: list[int]  # 64 bits of the samples of the global batch, as each rank has it; 0: it has not looked
     changed: Tensor  # [shard, buffer]
     fingerprint: int  # of all samples (data/ledger.py)
     told: list[list[float]]  # by each rank, of earlier steps
@@ -106,7 +110,8 @@ class Tally:
         for one in batch.shards if batch is not None else ():
             by_shard[one.number, HIGH] = one.samples >> 32
             by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
-        mine = [stop, batch is None, samples, ends_epoch, move, *told]
+        content = batch.content if batch is not None else 0
+        mine = [stop, batch is None, samples, ends_epoch, move, content >> 32, content & 0xFFFFFFFF, *told]
         by_rank[self._rank] = torch.tensor(mine, dtype=torch.float64)
         for shard, loss, which in self._noted:
             if any(which):
@@ -156,8 +161,9 @@ class Tally:
             ended=_who(by_rank[:, ENDED]),
             samples=[int(count) for count in by_rank[:, SAMPLES].tolist()],
             ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
+            content=_words(by_rank[:, CONTENT_HIGH], by_rank[:, CONTENT_LOW]),
             changed=changed,
-            fingerprint=_sum_words(by_shard[:, HIGH], by_shard[:, LOW]),
+            fingerprint=sum(_words(by_shard[:, HIGH], by_shard[:, LOW])) % 2**64,
             told=by_rank[:, TOLD:].tolist(),
             metrics={
                 name: (_exact_sum(metrics[:, 2 * n]), _exact_sum(metrics[:, 2 * n + 1]))
@@ -198,6 +204,6 @@ def _who(votes: Tensor) -> list[int]:
     return [rank for rank, vote in enumerate(votes.tolist()) if vote]
 
 
-def _sum_words(high: Tensor, low: Tensor) -> int:
-    words = zip(high.tolist(), low.tolist(), strict=True)
-    return sum((int(a) << 32) + int(b) for a, b in words) % 2**64
+def _words(high: Tensor, low: Tensor) -> list[int]:
+    """Whole numbers of 64 bits from their halves."""
+    return [(int(a) << 32) + int(b) for a, b in zip(high.tolist(), low.tolist(), strict=True)]

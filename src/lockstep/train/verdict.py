@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from lockstep.replicate.replica import Leaf
 from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.schedule import LargeBatch
 from lockstep.train.tally import Outcome
+
+REMOVE_SPLIT: Final = (
+    "If it splits itself (by rank, split_dataset_by_node, get_worker_info), remove that, or say "
+    '`run.batches(..., split="worker")`'
+)
+SEED_IT: Final = (
+    "If its samples are random, draw from torch, random or numpy.random, which the run seeds, and not from a generator "
+    "that seeds itself."
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Look:
 
 def refuse_bad_data(outcome: Outcome, number: int) -> None:
     """Of step `number`: all workers must have a part of the same batch, and weights that make a mean."""
-    advice = "An iterable dataset must give every worker the same samples; Lockstep deals them out"
+    advice = "An iterable dataset must give every worker the same samples; Lockstep deals them out. " + REMOVE_SPLIT
     if outcome.ended and len(outcome.ended) < len(outcome.samples):
         raise UnevenDataError(
             f"the data of rank {_list(outcome.ended)} ended before step {number}, and that of other workers goes on. "
@@ -43,6 +52,14 @@ def refuse_bad_data(outcome: Outcome, number: int) -> None:
                 f"step {number}: the workers have different batches ({what}: {values[0]} on rank 0, {values[odd]} on "
                 f"rank {odd}). {advice}"
             )
+    seen = [rank for rank, content in enumerate(outcome.content) if content]
+    odd = next((rank for rank in seen if outcome.content[rank] != outcome.content[seen[0]]), None)
+    if odd is not None:
+        raise UnevenDataError(
+            f"step {number}: rank {odd} has read other samples for this batch than rank {seen[0]}; no worker has taken "
+            "the step. Dataset and order must give every worker the same samples; Lockstep deals them out. "
+            f"{REMOVE_SPLIT}. {SEED_IT}"
+        )
     if outcome.bad_weights:
         shard, weight = next(iter(outcome.bad_weights.items()))
         raise ValueError(
