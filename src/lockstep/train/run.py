@@ -108,6 +108,7 @@ class Run:
         self._observer: Observer = Blind(torch.device("cpu"))  # these see, show and save nothing
         self._board = Board(None, wanted=False)
         self._saving = Saving(None, None)
+        self._progress = Progress()
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
@@ -182,6 +183,8 @@ class Run:
                 self._put_away(late)
                 raise
         self._put_away(error)
+        if error is None:
+            self._progress.point_at_report(self._trace_folder() if self.options.trace else None)
         if error is None and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
         if error is None and self._stop_agreed is Stop.SIGNAL:
@@ -413,9 +416,8 @@ class Run:
         if self.world.rank == 0 and self.options.progress:
             print(f"lockstep: {introduce(plan, basis, self.world)}", file=sys.stderr, flush=True)
         is_shown = "LOCKSTEP_VIEW" in os.environ and self.options.trace  # in the launcher's picture (measure/live.py)
-        self._progress = Progress(
-            steps=steps or batches.steps_in_all, shown=self.world.rank == 0 and self.options.progress and not is_shown
-        )
+        speaks = lambda: self.world.rank == 0 and self.options.progress  # noqa: E731  (another worker may become rank 0)
+        self._progress = Progress(steps=steps or batches.steps_in_all, speaks=speaks, is_shown=is_shown)
         with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
             while not self._stop_agreed and (steps is None or batches.position.number < steps):
                 self._calls.begin_step(batches.position.number)
@@ -585,11 +587,12 @@ class Run:
             }
 
         reduced = self._calls.make("run.log", run)
-        self._chronicle.figures(reduced)
+        step, writes = self._plan.batches.position.number if self._plan is not None else 0, self.world.rank == 0
+        self._chronicle.log(step, reduced, writes=writes and self._calls.is_member)
+        self._progress.log(step, reduced)
         if self.directory is not None and self._calls.is_member:
-            step = self._plan.batches.position.number if self._plan is not None else 0
-            self._metrics.note(step, reduced, writes=self.world.rank == 0)
-            self._board.show(step, reduced, writes=self.world.rank == 0)
+            self._metrics.note(step, reduced, writes=writes)
+            self._board.show(step, reduced, writes=writes)
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:
