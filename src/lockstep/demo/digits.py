@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-# A shard is 32 images, which keep a core busy for more than 10 ms. What a step costs on every worker, however few images
-# it has (the update, the exchange, Python itself), is some 5 ms: two workers on two cores are nearly twice as fast as one.
+# A shard is 32 images, which keep a core busy for more than 10 ms. What a step costs on every worker however few images
+# it has (the update, the exchange, Python itself) is some 5 ms: so two workers on two cores are nearly twice as fast.
 EPOCHS, BATCH, TEST_SAMPLES, SEED = 30, 256, 360, 7
 LOOK_EVERY = 5  # epochs, until the accuracy is looked at
 SAVE_EVERY = 50  # steps
