@@ -150,6 +150,41 @@ def test_export(run: Path, tmp_path: Path, capsys: Any) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+EMA = """
+import torch, lockstep
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+with lockstep.Run("run", seed=1, progress=False, device="cpu") as run:
+    model = run.replicate(torch.nn.Linear(4, 1))
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    run.register_state(ema=ema)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in run.train(run.batches(TensorDataset(torch.ones(32, 4)), global_batch_size=8), optimizer):
+        run.step(lambda model, part: (model(part[0]).square().sum(), len(part[0])), batch)
+        ema.update_parameters(model)
+torch.save(ema.state_dict(), "wanted.pt")
+"""
+
+
+def test_export_of_what_was_registered(tmp_path: Path, capsys: Any) -> None:
+    """Of a program that keeps an average of its weights, as torch's own class does."""
+    done = subprocess.run([sys.executable, "-c", EMA], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    wanted = torch.load(tmp_path / "wanted.pt", weights_only=True)
+    out = tmp_path / "ema.safetensors"
+    assert main(["export", str(tmp_path / "run"), str(out), "--what", "ema"]) == 0
+    assert {name: found[2] for name, found in read_safetensors(out).items()} == {
+        name: bits(tensor)[2] for name, tensor in wanted.items()
+    }
+    assert "3 tensors of ema" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "ema.pt"), "--what", "ema"]) == 0
+    found = torch.load(tmp_path / "ema.pt", weights_only=True)
+    torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 1)).load_state_dict(found)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.pt"), "--what", "average"]) == 1
+    assert re.search(r"has no part 'average'; it has model, optimizer, .*\bema$", capsys.readouterr().err.strip())
+
+
 def test_an_export_that_fails_leaves_what_was_there(run: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     def fail(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

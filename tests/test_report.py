@@ -16,9 +16,12 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.errors import LockstepError
+from lockstep.files import point_at_each_other
 from lockstep.measure.buckets import split_buckets
 from lockstep.measure.curves import MOST_POINTS, advise_batch, draw, thin_out
-from lockstep.measure.eras import find_eras, find_scenes
+from lockstep.measure.eras import choose_scene, find_eras, find_scenes
+from lockstep.measure.launcher import worker_name
+from lockstep.measure.page import mark_code
 from lockstep.measure.shares import COMPUTE, Usage
 from lockstep.measure.story import Status, Story, tell
 from lockstep.measure.timeline import PHASES, Closeup, Span, read_trace
@@ -51,9 +54,9 @@ def test_a_slow_worker_is_named_with_its_figures(tmp_path: Path, rank: int) -> N
     story = plant(tmp_path, slow={rank: 1.6})
     worst = story.causes[0]
     assert worst.kind == "worker"
-    assert f"for rank {rank}, which computes slower" in worst.sentence
+    assert f"for worker {rank}, which computes slower" in worst.sentence
     late = story.late[0]
-    assert (late.worker, late.reason) == (f"rank{rank}", "compute")
+    assert (late.worker, late.reason) == (f"worker {rank}", "compute")
     assert late.own_s["compute"] == pytest.approx(0.08 * 1.6 * 1.015 + 0.004, rel=0.02)
     others = [usage for usage in story.usages if usage.rank != rank]
     waited = sum(usage.phases["waiting"] for usage in others) / sum(usage.seconds for usage in others)
@@ -77,7 +80,9 @@ def test_a_slow_network_is_named(tmp_path: Path) -> None:
 def test_the_loader_of_one_worker_is_told_as_that_worker(tmp_path: Path) -> None:
     story = plant(tmp_path, hungry={2: 30.0})
     assert story.causes[0].kind == "worker"
-    assert "rank 2, which gets its data later than the others: 60 ms per step against 2 ms" in story.causes[0].sentence
+    assert (
+        "worker 2, which gets its data later than the others: 60 ms per step against 2 ms" in story.causes[0].sentence
+    )
 
 
 def test_a_program_that_does_much_between_steps(tmp_path: Path) -> None:
@@ -181,17 +186,158 @@ def test_a_curve_of_nothing() -> None:
     assert (only.points, only.last, only.not_finite) == (((1, None),), None, 1)
 
 
-def test_what_the_noise_scale_says_of_the_batch(tmp_path: Path) -> None:
-    assert "pays almost linearly" in advise_batch(10_000, 256)
-    assert "50 % fewer steps" in advise_batch(1e9, 1)
-    assert "still pays" in advise_batch(256, 256)
-    assert "25 % fewer steps" in advise_batch(256, 256)
-    assert "hardly pays" in advise_batch(10, 256)
-    noise = plant(tmp_path).noise
+@pytest.mark.parametrize(
+    ("scale", "batch", "verdict"),
+    [
+        (27, 64, "which is more: a larger batch no longer pays"),
+        (127.9, 256, "which is more: a larger batch no longer pays"),
+        (128, 256, "which is about the same: it is near the largest that pays"),
+        (256, 256, "which is about the same: it is near the largest that pays"),
+        (512, 256, "which is about the same: it is near the largest that pays"),
+        (512.1, 256, "which is less: a larger batch pays."),
+        (10_000, 256, "which is less: a larger batch pays."),
+    ],
+)
+def test_what_the_noise_scale_says_of_the_batch(scale: float, batch: float, verdict: str) -> None:
+    said = advise_batch(scale, batch)
+    assert f"about {scale:,.0f} samples, the batch has {batch}, {verdict}" in said
+    assert ("fewer samples" in said) == ("no longer" in said)
+
+
+def test_what_twice_the_batch_costs() -> None:
+    assert "50 % fewer steps, and 0 % more samples" in advise_batch(1e9, 1)
+    assert "25 % fewer steps, and 50 % more samples" in advise_batch(256, 256)
+    assert "0 % fewer steps, and 100 % more samples" in advise_batch(0.1, 256)
+    assert "the batch size is not known" in advise_batch(27, 0)
+
+
+def test_the_noise_scale_is_compared_with_the_batch_that_was_asked_for(tmp_path: Path) -> None:
+    """The last batch of an epoch is smaller, so the mean of them is, too."""
+    run = write_trace(tmp_path, Plan())
+    rewrite(run, lambda line: line.replace('"batch": 256', '"batch": 251.3'))
+    noise = story_of(run).noise
     assert noise is not None
     assert noise.batch == 256
+    assert "the batch has 256" in noise.advice
     assert noise.scale == pytest.approx(1500, rel=0.1)
     assert plant(tmp_path / "none", noise=False).noise is None
+
+
+def test_advice_about_a_network_between_hosts_needs_hosts(tmp_path: Path) -> None:
+    (one, *_), (two, *_) = (
+        plant(tmp_path / "1", exposed_s=0.06).causes,
+        plant(tmp_path / "2", exposed_s=0.06, hosts=2).causes,
+    )
+    assert one.kind == two.kind == "communication"
+    assert "hosts" not in one.advice
+    assert "network between the hosts" in two.advice
+
+
+def test_code_is_marked_on_the_page_and_plain_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_trace(tmp_path, Plan(data_s=0.07))
+    assert main(["report", str(run)]) == 0
+    page, out = (run / "report.html").read_text(), capsys.readouterr().out
+    assert "Give it more processes (num_workers=)" in out
+    assert "`" not in out
+    assert "Give it more processes (<code>num_workers=</code>)" in page
+    assert "`" not in page.split("<body>")[1].split('<script type="application/json"')[0]
+    assert mark_code("a `b<c` and ` alone") == "a <code>b&lt;c</code> and ` alone"
+
+
+def test_the_timeline_begins_with_most_workers(tmp_path: Path) -> None:
+    """Also if the last steps that were looked at closely, and the last ones at all, are those of fewer."""
+    write_trace(tmp_path, Plan(workers=3, steps=60, ended=False))
+    write_trace(tmp_path, Plan(workers=1, steps=60, first=61, generation=1, begin_s=8.0, exposed_s=0.06))
+    trace = read_trace(tmp_path, now_s=NOW_S)
+    scenes = find_scenes(find_eras(trace))
+    best = choose_scene(scenes)
+    assert (scenes[best].era.size, scenes[-1].era.size) == (3, 1)
+    assert min(scenes[best].steps) == max(min(scene.steps) for scene in scenes if scene.era.size == 3)
+    assert [bucket.exposed_s for bucket in tell(trace).buckets] == pytest.approx([0, 0, 0, 0.004], abs=1e-4)
+    assert choose_scene([]) == 0
+    main(["report", str(tmp_path)])
+    data = json.loads(Scripts((tmp_path / "report.html").read_text()).texts[0])
+    assert len(data["scenes"][data["best"]]["rows"]) == 3
+    assert data["scenes"][data["best"]]["label"].endswith(" on 3 workers")
+
+
+def test_metrics_of_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_trace(tmp_path, Plan(workers=2))
+    path = min((run / "trace").glob("*.jsonl"))
+    noted = [{"kind": "metrics", "t": 1.0, "step": 100, "metrics": {"accuracy": 0.5, "odd": "x"}}]
+    noted += [{"kind": "metrics", "t": 2.0, "step": 200, "metrics": {"accuracy": 0.75, "`top 5`": math.nan}}]
+    path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in [*noted, {"kind": "metrics"}]))
+    story = story_of(run)
+    assert [(curve.name, curve.points) for curve in story.metrics] == [
+        ("accuracy", ((100, 0.5), (200, 0.75))),
+        ("`top 5`", ((200, None),)),
+    ]
+    assert story.left_out == 1
+    assert main(["report", str(run)]) == 0
+    assert "metrics     accuracy 0.75 at step 200, top 5 never finite at step 200\n" in capsys.readouterr().out
+
+
+LAUNCHER = [
+    {"time": UNIX_S - 1, "event": "started", "worker": "h0.0", "pid": 5, "slot": 0},
+    {"time": UNIX_S - 1, "event": "started", "worker": "h0.1", "pid": 6, "slot": 1},
+    {"time": UNIX_S + 4, "event": "lost", "worker": "h0.1", "code": -9},
+    {"time": UNIX_S + 4.1, "event": "started", "worker": "h0.2", "pid": 7, "slot": 1},
+    {"time": "x", "event": "lost", "worker": "h0.7"},
+    {"time": UNIX_S + 20, "event": "ended", "worker": "h0.0", "code": 0},
+]
+
+
+def test_what_the_launcher_knows_is_among_the_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, logs = tmp_path / "run", tmp_path / "logs"
+    write_trace(run, Plan(workers=2, steps=50, ended=False, names=("h0.0", "h0.1")))
+    write_trace(run, Plan(workers=2, steps=50, first=51, generation=2, begin_s=4.2, names=("h0.0", "h0.2")))
+    logs.mkdir()
+    (logs / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LAUNCHER) + '{"cut o')
+    (run / "launch.json").write_text(json.dumps({"logs": str(logs)}))
+    (logs / "run.json").write_text(json.dumps({"directory": str(run)}))
+    for place in (run, logs, run / "trace"):
+        found = [(one.what, one.text) for one in story_of(place).happenings if "worker" in one.what]
+        assert found == [
+            ("worker lost", "worker 1 was killed by SIGKILL"),
+            ("worker started", "worker 2, in place of worker 1"),
+        ]
+    assert main(["report", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "after 4 s: worker 1 was killed by SIGKILL\n" in out
+    (logs / "events.jsonl").unlink()  # the trace alone knows that it was lost, and not how
+    assert [one.text for one in story_of(run).happenings if one.what == "worker lost"] == ["worker 1 was lost"]
+
+
+def test_events_of_earlier_launches_are_found_too(tmp_path: Path) -> None:
+    run = write_trace(tmp_path / "run", Plan())
+    for number, code in enumerate((-9, 3)):
+        logs = tmp_path / f"logs{number}"
+        logs.mkdir()
+        line = {"time": UNIX_S + number, "event": "lost", "worker": f"node-{'ab12cd'}.{number}", "code": code}
+        (logs / "events.jsonl").write_text(json.dumps(line) + "\n")
+        point_at_each_other(run, logs)
+        point_at_each_other(run, logs)  # by the next generation of workers
+    assert [one.text for one in story_of(run).happenings if one.what == "worker lost"] == [
+        "worker 0 on node was killed by SIGKILL",
+        "worker 1 on node failed with exit status 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("worker", "host", "name"),
+    [
+        ("h0.12", "", "worker 12"),
+        ("h0.12", "vm", "worker 12"),
+        ("rank3", "", "worker 3"),
+        ("rank3", "vm", "worker 3 on vm"),
+        ("gpu-1-0a1b2c.4", "gpu-1.cluster", "worker 4 on gpu-1"),
+        ("my own", "", "my own"),
+    ],
+)
+def test_one_name_per_worker(worker: str, host: str, name: str) -> None:
+    assert worker_name(worker, host) == name
 
 
 def test_memory_adds_up(tmp_path: Path) -> None:
@@ -203,11 +349,11 @@ def test_memory_adds_up(tmp_path: Path) -> None:
 def test_an_event_of_all_workers_is_told_once(tmp_path: Path) -> None:
     happenings = plant(tmp_path).happenings
     assert [(one.what, one.step) for one in happenings] == [
-        ("work shared out", None),
+        ("training", None),
         ("checkpoint", 100),
         ("checkpoint", 200),
     ]
-    assert happenings[1].workers == ("rank0", "rank1", "rank2", "rank3")
+    assert happenings[1].workers == ("worker 0", "worker 1", "worker 2", "worker 3")
 
 
 # ---- launches, generations, hosts
@@ -253,12 +399,13 @@ def test_workers_that_come_and_go(tmp_path: Path) -> None:
     for number, lines in enumerate(first):
         (tmp_path / "trace" / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     story = story_of(tmp_path)
-    assert [usage.worker for usage in story.usages] == ["h0.0", "h0.1", "h0.2"]
-    assert {late.worker for late in story.late} == {"h0.1", "h0.2"}
+    assert [usage.worker for usage in story.usages] == ["worker 0", "worker 1", "worker 2"]
+    assert {late.worker for late in story.late} == {"worker 1", "worker 2"}
     assert (story.steps_done, story.workers, story.status) == (200, 2, Status.ENDED)
-    assert [one.text for one in story.happenings if one.what == "work shared out"] == [
-        "3 workers, generation 0",
-        "2 workers, generation 1",
+    assert [one.text for one in story.happenings if one.what in ("training", "worker lost")] == [
+        "begins on 3 workers",
+        "worker 1 was lost",
+        "continues on 2 workers: without worker 1",
     ]
 
 
@@ -424,7 +571,9 @@ def test_chrome_trace_events(tmp_path: Path) -> None:
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(names.values()) == {"main", "comm"}
-    assert {"rank0 on node0", "rank1 on node1"} < {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {"worker 0 on node0", "worker 1 on node1"} < {
+        e["args"]["name"] for e in events if e["name"] == "process_name"
+    }
     spans = [event for event in events if event["ph"] == "X"]
     trace = read_trace(run, now_s=NOW_S)
     expected = sum(len(one.spans) for process in trace.processes for one in process.stays[0].closeups)
@@ -456,7 +605,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["report", str(run), "--out", str(tmp_path / "p.html"), "--trace", str(tmp_path / "t.json")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert "The other workers waited 35 % of the time for ?[31mb (rank 1), which computes slower" in out
+    assert "The other workers waited 35 % of the time for ?[31mb, which computes slower" in out
     rows = [line.split() for line in out.splitlines()]
     assert ["worker", "steps", "per", "step", *PHASES] in rows
     assert str(tmp_path / "p.html") in out

@@ -26,7 +26,7 @@ from lockstep.train.board import Board
 from lockstep.train.chronicle import Chronicle, Window, merge
 from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
 from lockstep.train.step import Stop
-from lockstep.train.stopwatch import AFTER, APART_S, PHASES, StepTimes, Stopwatch, next_looked_at
+from lockstep.train.stopwatch import AFTER, APART_S, PHASES, Span, StepTimes, Stopwatch, next_looked_at
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -151,6 +151,46 @@ def test_what_is_known_of_all_steps_is_not_guessed() -> None:
     assert (line["phases"]["forward"], line["phases"]["backward"]) == (pytest.approx(5.5 / 3), pytest.approx(11 / 3))
 
 
+def test_a_window_in_which_no_step_was_timed_is_like_the_one_before() -> None:
+    before = dict.fromkeys(PHASES, 0.0) | {"forward": 0.3, "backward": 0.5, "data": 0.1, "between": 0.2}
+    for known in (None, (0.0, 0.0)):
+        window = Window(10.0, known)
+        window.count = 5
+        later = None if known is None else (0.1, 0.3)  # of two seconds: data, and what is done between steps
+        phases = window.close(12.0, later, before)["phases"]
+        assert sum(phases.values()) == pytest.approx(2.0)
+        assert phases["backward"] == pytest.approx(5 / 3 * phases["forward"])
+        assert phases["between"] == pytest.approx(0.0 if known is None else 0.3)
+    nothing = Window(10.0, None)
+    nothing.count = 5
+    assert nothing.close(12.0, None)["phases"]["between"] == 2.0
+
+
+def test_every_line_belongs_to_the_workers_above_it(tmp_path: Path) -> None:
+    """Steps of a new generation that end before it was described, and those of one that was never described."""
+    chronicle = Chronicle(tmp_path / "trace", "rank0", torch.device("cpu"))
+    chronicle.begin(None)
+    for generation, steps in ((1, range(3)), (2, range(3, 4)), (3, range(4, 8))):
+        chronicle.share_out(None, generation=generation, rank=0, size=1, first=steps[0])
+        for step in steps:
+            at_s = time.monotonic()
+            spans = [Span("forward 0", 0.0, 0.01)]
+            times = StepTimes(step, at_s, at_s + 0.01, {"forward": 0.01}, spans)
+            chronicle.step(step, 0.5, 8, time.monotonic())
+            chronicle.note(times, describe=dict)
+    chronicle.close(None, in_peace=True)
+    told: dict[int, list[Any]] = {}
+    generation = 0
+    for path in (tmp_path / "trace").glob("*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            generation = line["generation"] if line["kind"] == "world" else generation
+            if line["kind"] == "spans":
+                told.setdefault(generation, []).append(line["step"])
+            if line["kind"] == "steps":
+                told.setdefault(-generation, []).append((line["first"], line["count"]))
+    assert told == {1: [0, 1, 2], -1: [(0, 3)], 2: [3], -2: [(3, 1)], 3: [4, 5, 6, 7], -3: [(4, 4)]}
+
+
 def test_windows_that_follow_each_other_make_one() -> None:
     lines = []
     for first, loss in ((0, 4.0), (3, 1.0)):
@@ -167,7 +207,7 @@ def test_windows_that_follow_each_other_make_one() -> None:
 
 def test_who_is_slow_to_tell_is_waited_for_and_not_for_ever() -> None:
     chronicle = Chronicle(None, "rank0", CPU)
-    chronicle.share_out(size=2, first=0)
+    chronicle.share_out(None, size=2, first=0)
     for number in range(40):
         chronicle.note(StepTimes(number, 0.0, 1.0, {"wait": 0.5}), describe=dict)
         if number % 2 == 0:
@@ -352,7 +392,7 @@ def test_a_trace_says_who_wrote_it_and_how_things_are(tmp_path: Path) -> None:
     assert {1, 2, 3, 4, 5, 6, 10, 20, 50} <= {one["step"] for one in spans}
     assert any(name == "bucket 0" for one in spans for name, *_ in one["spans"])
     now = json.loads((tmp_path / "trace" / "rank0.now").read_text())
-    assert (now["state"], now["step"], now["steps"], now["figures"]) == ("ended", 100, 100, {"accuracy": 0.5})
+    assert (now["state"], now["step"], now["steps"], now["metrics"]) == ("ended", 100, 100, {"accuracy": 0.5})
 
 
 @SLOW

@@ -29,6 +29,7 @@ examples:
   lockstep checkpoint verify runs/digits && echo all whole
   lockstep checkpoint show runs/digits --step 200 --tensors
   lockstep checkpoint export runs/digits model.safetensors
+  lockstep checkpoint export runs/digits ema.safetensors --what ema      what run.register_state(ema=...) was given
   lockstep checkpoint export runs/digits model.pt        then: model.load_state_dict(torch.load("model.pt"))
 
 exit status: 0; 1 if a checkpoint is damaged; 2 if the command line makes no sense, or a file cannot be written
@@ -96,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="for programs")
     export = add("export", _export, "weights into one file")
     export.add_argument("out", metavar="OUT", type=Path, help="model.safetensors, or model.pt")
-    export.add_argument("--what", default="model", metavar="PART", help="of the state (default: model)")
+    what = "of the state, or a name that run.register_state was given (default: model)"
+    export.add_argument("--what", default="model", metavar="PART", help=what)
     export.add_argument("--force", action="store_true", help="write over OUT")
     for command in (show, export):
         command.add_argument("--step", type=int, metavar="N", help="which (default: the newest that is whole)")

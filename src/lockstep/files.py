@@ -14,6 +14,7 @@ from typing import Final
 
 from lockstep.errors import LockstepError
 
+LAUNCHES_KEPT: Final = 50  # that a directory knows of, to report what became of their workers
 _GONE: Final = "the directory of the run is gone: make it again, or mount its disk"
 _TAKEN: Final = "something else is in the place of a directory: move it away"
 _ADVICE: Final = {
@@ -57,7 +58,9 @@ def point_at_each_other(directory: Path, logs: Path) -> None:
     """
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "launch.json").write_text(json.dumps({"logs": str(logs)}))
+        pointer = directory / "launch.json"
+        earlier = [one for one in _launches(pointer) if one != str(logs)][-LAUNCHES_KEPT:]
+        pointer.write_text(json.dumps({"logs": str(logs), "earlier": earlier}))
         (logs / "run.json").write_text(json.dumps({"directory": str(directory)}))
 
 
@@ -75,6 +78,15 @@ def move_aside(directory: Path, *, stay: Iterable[str]) -> Path | None:
     for name in moved:
         (directory / name).rename(target / name)
     return target
+
+
+def _launches(pointer: Path) -> list[str]:
+    """The folders of logs of all launches so far, the latest last."""
+    try:
+        found = json.loads(pointer.read_text())
+        return [str(one) for one in [*found.get("earlier", []), found["logs"]]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> int:

@@ -7,12 +7,14 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lockstep.checkpoint import disk
 from lockstep.checkpoint.tensorfile import Entry, damaged, make_header
 from lockstep.checkpoint.verify import Contents
 from lockstep.errors import CheckpointError
+
+REGISTERED: Final = "kept"  # the part of a state that holds what was given to `run.register_state`, by name
 
 
 def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Path) -> int:
@@ -63,10 +65,15 @@ def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> 
 
 
 def _part(state: Mapping[Any, Any], part: str, checkpoint: Path) -> dict[Any, Any]:
-    value = state.get(part)
+    """A part of the state itself, or what was given to `run.register_state` under this name."""
+    registered = state.get(REGISTERED)
+    parts = {name: inside for name, inside in state.items() if name != REGISTERED}
+    for name, inside in registered.items() if isinstance(registered, dict) else ():
+        parts.setdefault(name, inside)
+    value = parts.get(part)
     if not isinstance(value, dict):
-        parts = [str(name) for name, inside in state.items() if isinstance(inside, dict)]
-        raise CheckpointError(f"{checkpoint} has no part {part!r}; it has {', '.join(parts) or 'none'}")
+        known = [str(name) for name, inside in parts.items() if isinstance(inside, dict)]
+        raise CheckpointError(f"{checkpoint} has no part {part!r}; it has {', '.join(known) or 'none'}")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -23,7 +24,7 @@ from lockstep.errors import LockstepError
 from lockstep.measure.now import find, look
 
 KILL_AT: Final = 0.4  # of the steps
-QUICK_EPOCHS: Final = 4
+QUICK_EPOCHS: Final = 12
 LOOK_EVERY_S: Final = 0.05
 END_WITHIN_S: Final = 300.0
 
@@ -46,17 +47,24 @@ class Training:
     def digest(self) -> str:
         return str(self.result["digest"])
 
-    def lines(self, kind: str) -> Iterator[dict[str, Any]]:
+    def lines(self, *kinds: str) -> Iterator[dict[str, Any]]:
         for path in sorted(self.folder.glob("trace/*.jsonl")):
             for line in path.read_text().splitlines():
-                with suppress(ValueError):  # who was killed may have left half a line
-                    if (found := json.loads(line)).get("kind") == kind:
+                with suppress(ValueError):  # a worker that was killed may have left half a line
+                    if (found := json.loads(line)).get("kind") in kinds:
                         yield found
 
-    @property
-    def samples_per_s(self) -> float:
-        """The middle of all windows: neither the first steps count, nor those in which a worker was missing."""
-        return float(statistics.median(line["samples"] / (line["t1"] - line["t0"]) for line in self.lines("steps")))
+    def samples_per_s(self, workers: int) -> float:
+        """The median over all windows of steps with so many workers, without the first ones of each generation."""
+        found, size, windows = [], 0, 0
+        for line in self.lines("world", "steps"):
+            if line["kind"] == "world":
+                size, windows = line["size"], 0
+                continue
+            windows += 1
+            if size == workers and windows > 1:
+                found.append(line["samples"] / (line["t1"] - line["t0"]))
+        return float(statistics.median(found)) if found else math.nan
 
     @property
     def recovered_s(self) -> float | None:
@@ -147,17 +155,18 @@ def play(stage: Stage, directory: Path, workers: int, *, quick: bool) -> int:
         text = stage.train("text", "text", workers=workers)
     stage.say("What came out")
     is_same = many.digest == alone.digest
-    speedup = many.samples_per_s / alone.samples_per_s
+    together, one = many.samples_per_s(workers), alone.samples_per_s(1)
     took = many.recovered_s
     stage.say(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
     verdict = "the same bits" if is_same else "NOT the same: please report it"
     stage.say(f"               {alone.digest[:16]}… on one: {verdict}")
     stage.say("  killed       " + (f"and the others went on after {1000 * took:.0f} ms" if took else "nobody in time"))
     stage.say(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
-    stage.say(
-        f"  speed        {many.samples_per_s:,.0f} samples/s, {alone.samples_per_s:,.0f} on one worker: "
-        f"x{speedup:.2f} of {workers}, efficiency {speedup / workers:.0%}"
-    )
+    if not math.isnan(together + one):  # a run that was too short has no figure
+        stage.say(
+            f"  speed        {together:,.0f} samples/s, {one:,.0f} on one worker: x{together / one:.2f} of {workers}, "
+            f"efficiency {together / one / workers:.0%}"
+        )
     if text is not None:
         wrote = " ".join(text.result["text"][-42:].split())
         stage.say(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: “{wrote}”")

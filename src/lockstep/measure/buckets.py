@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Final
 
-from lockstep.measure.eras import Scene
+from lockstep.measure.eras import Scene, choose_scene
 from lockstep.measure.timeline import Closeup, Span
 
 WARM_UP: Final = 2  # steps in the beginning that say nothing of the others, if there are others
@@ -24,11 +24,11 @@ class Bucket:
 
 
 def measure_buckets(scenes: list[Scene]) -> list[Bucket]:
-    """Of the last era that was looked at; another number of workers has other times. In every step the worker is taken
-    that waited least: it came last, so what it waited for was communication, and not another worker."""
+    """Of the last era with the most workers; another number of workers has other times. In every step the worker is
+    taken that waited least: it came last, so what it waited for was communication, and not another worker."""
     if not scenes:
         return []
-    era = scenes[-1].era
+    era = scenes[choose_scene(scenes)].era
     steps = [step for scene in scenes if scene.era is era for _, step in sorted(scene.steps.items())]
     steps = steps[WARM_UP:] if len(steps) > 2 * WARM_UP else steps
     exposed: dict[int, list[float]] = defaultdict(list)

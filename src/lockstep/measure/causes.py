@@ -18,7 +18,7 @@ _SLOWER: Final = {
     "compute": "which computes slower than the others",
     "data": "which gets its data later than the others",
     "between": "whose program does more between two steps than that of the others",
-    "": "which is late without being slower itself",
+    "": "which came last more often than the others, though it is not slower on average",
 }
 _LATE_ADVICE: Final = {
     "compute": "Look on {host} for other programs on its cores or its GPU, for fewer threads or a lower clock than the "
@@ -47,6 +47,7 @@ class Facts:
     events: Mapping[str, list[Event]]  # by worker
     elapsed_s: float
     size: int  # the most workers that there were at a time
+    hosts: int = 1
 
 
 def find_causes(facts: Facts) -> list[Cause]:
@@ -71,7 +72,7 @@ def _waiting(facts: Facts) -> Iterator[Cause]:
             detail = f": {ms(own[worst.reason])} per step against {ms(typical[worst.reason])}"
         others = "The other worker" if facts.size == 2 else "The other workers"
         sentence = (
-            f"{others} waited {percent(worst.share)} of the time for {_name(worst)}, {_SLOWER[worst.reason]}{detail}."
+            f"{others} waited {percent(worst.share)} of the time for {worst.worker}, {_SLOWER[worst.reason]}{detail}."
         )
         advice = _LATE_ADVICE[worst.reason].format(host=worst.host or "its host")
         own_s = sum(one.seconds for one in facts.usages if one.worker == worst.worker)
@@ -80,8 +81,8 @@ def _waiting(facts: Facts) -> Iterator[Cause]:
         return
     share = facts.total.share("waiting")
     sentence = (
-        f"Workers waited {percent(share)} of the time for each other, in turns: no single one is to blame, the "
-        "steps of all of them take now more and now less time."
+        f"Workers waited {percent(share)} of the time for each other, in turns: no single one is slower, but the time "
+        "of a step varies on all of them."
     )
     advice = "Samples of similar cost in every shard help, and so do cores that are not shared with other programs."
     yield Cause("turns", share, sentence, advice)
@@ -106,10 +107,9 @@ def _communication(facts: Facts) -> Iterator[Cause]:
         f"Communication that is not hidden behind the backward pass took {percent(share)} of the time: "
         f"{ms(share * step_s)} of a step of {ms(step_s)}."
     )
-    advice = (
-        "A larger batch per worker hides more of it; so do fewer workers, a faster network between the hosts, and more "
-        "of the workers on one host."
-    )
+    advice = "A larger batch per worker hides more of it, and fewer workers have less of it."
+    if facts.hosts > 1:
+        advice += " So does a faster network between the hosts, or more of the workers on one host."
     yield Cause("communication", share, sentence, advice)
 
 
@@ -129,7 +129,7 @@ def _recovery(facts: Facts) -> Iterator[Cause]:
         return
     share = min(1.0, took_s / facts.elapsed_s)
     sentence = f"Recoveries took {percent(share)} of the time: {took_s:.1f} s in all."
-    advice = "The events below say when; the logs of the workers that were lost say why."
+    advice = "The events of the report say when; the logs of the workers that were lost say why."
     yield Cause("recovery", share, sentence, advice)
 
 
@@ -140,11 +140,12 @@ def _took_s(facts: Facts, worker: str, what: str) -> float:
 def _well(facts: Facts) -> Cause:
     computing = facts.total.share(*COMPUTE)
     sentence = f"Nothing holds this run up: its workers compute {percent(computing)} of the time."
-    return Cause("none", 0.0, sentence, "To be faster, the computation itself has to be: precision, kernels, devices.")
-
-
-def _name(late: Late) -> str:
-    return f"rank {late.rank}" if late.worker == f"rank{late.rank}" else f"{late.worker} (rank {late.rank})"
+    return Cause(
+        "none",
+        0.0,
+        sentence,
+        "To be faster, the computation itself has to be: precision, kernels, more or faster devices.",
+    )
 
 
 def _step_s(facts: Facts) -> float:

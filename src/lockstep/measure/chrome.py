@@ -35,7 +35,8 @@ def _names(trace: Trace, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
     hosts = {process.head.worker: process.head.host for process in trace.processes}
     yield _meta("process_name", 0, {"name": f"run {trace.name}"})
     for worker, pid in pids.items():
-        yield _meta("process_name", pid, {"name": f"{worker} on {hosts[worker]}" if hosts[worker] else worker})
+        is_told = not hosts[worker] or worker.endswith(f" on {hosts[worker]}")
+        yield _meta("process_name", pid, {"name": worker if is_told else f"{worker} on {hosts[worker]}"})
         yield _meta("process_sort_index", pid, {"sort_index": pid})
         for tid, track in enumerate(TRACKS, start=1):
             yield _meta("thread_name", pid, {"name": track}, tid)

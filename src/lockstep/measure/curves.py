@@ -9,9 +9,10 @@ from statistics import median
 from typing import Final
 
 from lockstep.measure.eras import Era
-from lockstep.measure.timeline import Window
+from lockstep.measure.timeline import Logged, Window
 
 MOST_POINTS: Final = 400
+AROUND: Final = 2.0  # a noise scale that is off by no more than this factor is taken for the batch
 
 Point = tuple[int, float | None]  # step, value; None: not a number, or infinite
 
@@ -70,6 +71,15 @@ def thin_out(points: Sequence[Point], most: int) -> list[Point]:
     return [*kept, points[-1]]
 
 
+def draw_metrics(logged: Iterable[Logged]) -> list[Curve]:
+    """One curve for each name that `run.log` was given, in the order of their first steps; a step counts once."""
+    points: dict[str, dict[int, float]] = {}
+    for one in sorted(logged, key=lambda one: one.step):
+        for name, value in one.metrics.items():
+            points.setdefault(name, {})[one.step] = value
+    return [draw(name, "", list(found.items())) for name, found in points.items()]
+
+
 def judge_noise(eras: list[Era]) -> NoiseStory | None:
     """None: it was never known."""
     by_step: dict[int, tuple[float, float]] = {}  # scale, batch; a step that was done again counts as it was last
@@ -77,7 +87,7 @@ def judge_noise(eras: list[Era]) -> NoiseStory | None:
         for member in era.members.values():
             for noise in member.stay.noises:
                 if noise.scale is not None and noise.scale > 0:
-                    by_step[noise.step] = (noise.scale, noise.batch or member.stay.world.global_batch_size)
+                    by_step[noise.step] = (noise.scale, member.stay.world.global_batch_size or noise.batch)
     if not by_step:
         return None
     steps = sorted(by_step)
@@ -88,15 +98,22 @@ def judge_noise(eras: list[Era]) -> NoiseStory | None:
 
 
 def advise_batch(scale: float, batch: float) -> str:
-    """The steps to a given loss are proportional to 1 + scale / batch (McCandlish et al., 2018): a rough guide."""
+    """Says whether a larger batch pays.
+
+    The steps to a given loss are proportional to 1 + scale / batch, and the samples to 1 + batch / scale (McCandlish et
+    al., 2018). The scale is a rough estimate: within a factor of two of the batch it counts as equal to it.
+    """
     if batch <= 0:
-        return f"The noise scale is about {scale:,.0f} samples; the batch is not known."
-    saved = 1 - (1 + scale / (2 * batch)) / (1 + scale / batch)
+        return f"The noise scale is about {scale:,.0f} samples; the batch size is not known."
+    steps = (1 + scale / (2 * batch)) / (1 + scale / batch)  # of twice the batch, over those of the batch itself
     figures = f"The noise scale is about {scale:,.0f} samples, the batch has {batch:,.0f}"
-    if scale > 4 * batch:
-        what = "far below it: a larger batch pays almost linearly"
-    elif scale > batch / 4:
-        what = "near it: a larger batch still pays, but less and less"
-    else:
-        what = "far above it: a larger batch hardly pays, and a smaller one would learn as much from fewer samples"
-    return f"{figures}, {what}. Twice the batch would need about {100 * saved:.0f} % fewer steps."
+    cost = (
+        f"Twice the batch would need about {100 * (1 - steps):.0f} % fewer steps, and {100 * (2 * steps - 1):.0f} % "
+        "more samples"
+    )
+    if scale > AROUND * batch:
+        return f"{figures}, which is less: a larger batch pays. {cost}."
+    if scale >= batch / AROUND:
+        return f"{figures}, which is about the same: it is near the largest that pays. {cost}."
+    smaller = "a smaller batch would learn as much from fewer samples"
+    return f"{figures}, which is more: a larger batch no longer pays. {cost}; {smaller}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -42,7 +42,7 @@ class Era:
         )
 
     def name_of(self, rank: int) -> str:
-        return self.members[rank].worker if rank in self.members else f"rank{rank}"
+        return self.members[rank].worker if rank in self.members else f"rank {rank}, which left no trace"
 
 
 def find_eras(trace: Trace) -> list[Era]:
@@ -96,6 +96,11 @@ class Scene:
     @property
     def begin_s(self) -> float:
         return min(one.begin_s for step in self.steps.values() for one in step.values())
+
+
+def choose_scene(scenes: Sequence[Scene]) -> int:
+    """Returns the number of the scene to show first: the last one with as many workers as there ever were at a time."""
+    return max(range(len(scenes)), key=lambda number: (scenes[number].era.size, number), default=0)
 
 
 def find_scenes(eras: list[Era]) -> list[Scene]:

@@ -52,8 +52,9 @@ def describe(now: Snapshot) -> str:
         parts.append(f"{in_time(now.left_s)} left")
     if now.efficiency is not None:
         parts.append(f"{now.efficiency:.0%} computing")
-    parts += [f"{name} {value:.4g}" for name, value in now.figures.items()]
-    return "  ".join([*parts, f"{len(now.workers)} workers", now.state])
+    parts += [f"{name} {value:.4g}" for name, value in now.metrics.items()]
+    count = f"{len(now.workers)} worker{'s' * (len(now.workers) != 1)}"
+    return "  ".join([*parts, count, now.state])
 
 
 def in_time(seconds: float) -> str:
@@ -90,7 +91,7 @@ def draw(now: Snapshot | None) -> RenderableType:
     figures = [
         ("epoch", str(now.epoch)),
         ("loss", "" if now.loss is None else f"{now.loss:.4g}"),
-        *((name, f"{value:.4g}") for name, value in now.figures.items()),
+        *((name, f"{value:.4g}") for name, value in now.metrics.items()),
         ("lr", "" if now.lr is None else f"{now.lr:.3g}"),
         ("batch", str(now.global_batch_size or "")),
         ("samples/s", f"{now.samples_per_s:,.0f}" if now.samples_per_s else ""),
@@ -127,8 +128,7 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
-    table.add_column("rank", justify="right")
-    table.add_column("worker", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for name in ("computes", "data", "exposed", "waits"):
         table.add_column(name, justify="right")
     table.add_column("for")
@@ -140,12 +140,12 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
         compute = sum(shares.get(name, 0.0) for name in COMPUTE)
         shown = [compute, shares.get("data", 0.0), shares.get("exposed", 0.0), shares.get("waiting", 0.0)]
         cells = [Text(f"{share:.0%}", style="" if n == 0 or share < 0.2 else "yellow") for n, share in enumerate(shown)]
-        whom = f"rank {worker.waited_for}" if worker.waited_for is not None and shown[3] > 0.02 else ""
+        whom = worker.waited_for if shown[3] > 0.02 else ""
         memory = in_bytes(worker.memory_bytes)
-        about = [Text(str(worker.rank)), Text(worker.name), *(cells if shares else [Text()] * 4)]
+        about = [Text(worker.name), *(cells if shares else [Text()] * 4)]
         table.add_row(*about, Text(whom), Text(memory), Text(str(worker.restarts or "")), Text(str(worker.pid)))
     if len(workers) > FIRST_WORKERS:
-        table.add_row("", f"and {len(workers) - FIRST_WORKERS} more")
+        table.add_row(f"and {len(workers) - FIRST_WORKERS} more")
     return table
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
+from lockstep.measure.launcher import Told, count_restarts, read_told, worker_name
 
 COMPUTE: Final = ("forward", "backward", "update")
 STALE_S: Final = 15.0  # nobody has heard of a worker for so long
 TAIL_BYTES: Final = 20_000  # of a trace, in which events are few
-EVENTS_BYTES: Final = 1_000_000  # of the launcher's events
-WORDS: Final = {"started": "started", "lost": "was lost", "ended": "ended", "recovered": "goes on"}
+WORDS: Final = {"checkpoint": "checkpoint saved", "evaluate": "evaluation"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Worker:
     step: int
     samples_per_s: float | None
     shares: Mapping[str, float]  # of its time, by phase
-    waited_for: int | None  # the rank that it has waited for most
+    waited_for: str  # the name of the worker that it has waited for most; empty: for none
     memory_bytes: int
     restarts: int = 0  # workers that were lost in its place
 
@@ -56,7 +55,7 @@ class Snapshot:
     lr: float | None
     global_batch_size: int | None
     samples_per_s: float | None
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]  # what `run.log` noted last
     events: Sequence[Event] = field(default_factory=list)
     lost: int = 0  # workers, since the launcher started
 
@@ -112,12 +111,13 @@ def look(place: Place, *, now_s: float | None = None, since_s: float = 0.0) -> S
         if one.get("generation") == newest.get("generation") and one.get("rank") is not None:
             by_rank[one["rank"]] = one
     leader = by_rank.get(0, newest)
-    launched = list(_tail(place.logs / "events.jsonl", EVENTS_BYTES, b"")) if place.logs is not None else []
-    restarts = _restarts(launched)
+    launched = read_told(place.logs / "events.jsonl") if place.logs is not None else []
+    restarts, several_hosts = count_restarts(launched), len({one.get("host") for one in by_rank.values()}) > 1
+    names = {rank: _name(one, several_hosts=several_hosts) for rank, one in by_rank.items()}
     is_silent = now_s - newest["unix_s"] > STALE_S
     state = "silent" if is_silent and newest.get("state") not in ("ended", "failed") else str(newest.get("state", ""))
     return Snapshot(
-        workers=[_worker(one, restarts.get(str(one.get("worker")), 0)) for _, one in sorted(by_rank.items())],
+        workers=[_worker(one, names, restarts.get(names[rank], 0)) for rank, one in sorted(by_rank.items())],
         state=state,
         step=int(newest.get("step") or 0),
         steps=newest.get("steps"),
@@ -126,18 +126,24 @@ def look(place: Place, *, now_s: float | None = None, since_s: float = 0.0) -> S
         lr=leader.get("lr"),
         global_batch_size=newest.get("global_batch_size"),
         samples_per_s=leader.get("samples_per_s"),
-        figures=leader.get("figures") or {},
+        metrics=leader.get("metrics") or {},
         events=_events(launched, place.trace),
-        lost=sum(line.get("event") == "lost" for line in launched),
+        lost=sum(one.kind == "lost" for one in launched),
     )
 
 
-def _worker(said: Mapping[str, Any], restarts: int) -> Worker:
+def _name(said: Mapping[str, Any], *, several_hosts: bool) -> str:
+    return worker_name(str(said.get("worker", "?")), str(said.get("host", "")) if several_hosts else "")
+
+
+def _worker(said: Mapping[str, Any], names: Mapping[int, str], restarts: int) -> Worker:
+    """`names`: of all workers, by rank."""
     phases: Mapping[str, float] = said.get("phases") or {}
     whole = sum(phases.values())
     waited: Mapping[str, float] = said.get("waited_for") or {}
+    longest = int(max(waited, key=lambda rank: waited[rank])) if waited else -1
     return Worker(
-        name=in_words(str(said.get("worker", "?"))),
+        name=names[int(said["rank"])],
         rank=int(said["rank"]),
         host=str(said.get("host", "")),
         pid=int(said.get("pid", 0)),
@@ -146,34 +152,21 @@ def _worker(said: Mapping[str, Any], restarts: int) -> Worker:
         step=int(said.get("step") or 0),
         samples_per_s=said.get("samples_per_s"),
         shares={name: seconds / whole for name, seconds in phases.items()} if whole > 0 else {},
-        waited_for=int(max(waited, key=lambda rank: waited[rank])) if waited else None,
+        waited_for=names.get(longest, ""),
         memory_bytes=int(said.get("peak") or said.get("rss") or 0),
         restarts=restarts,
     )
 
 
-def _restarts(launched: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """By worker: how many were started in its place before it."""
-    before: dict[Any, int] = {}
-    found: dict[str, int] = {}
-    for line in launched:
-        if line.get("event") == "started":
-            found[str(line.get("worker"))] = before.get(line.get("slot"), 0)
-            before[line.get("slot")] = before.get(line.get("slot"), 0) + 1
-    return found
-
-
-def _events(launched: Iterable[Mapping[str, Any]], trace: Path) -> list[Event]:
+def _events(launched: Iterable[Told], trace: Path) -> list[Event]:
     """The newest last."""
-    found = [
-        Event(float(line.get("time", 0.0)), in_words(text)) for line in launched if (text := _tell(line)) is not None
-    ]
+    found = [Event(one.at_s, one.text) for one in launched if one.text]
     told: dict[str, float] = {}  # all workers evaluate, and each says so: once is enough
     for path in sorted(trace.glob("*.jsonl"))[-8:]:
         since_s = _clock_of(path)
         for line in _tail(path, TAIL_BYTES, b'"event"'):
             if line.get("kind") == "event" and line.get("what") != "recovery":
-                what = f"{line['what']} at step {line.get('step')}"
+                what = f"{WORDS.get(line['what'], line['what'])} at step {line.get('step')}"
                 text = f"{what}: {line['text']}" if "text" in line else what
                 told[text] = max(told.get(text, 0.0), since_s + float(line.get("t", 0.0)))
     found += [Event(unix_s, text) for text, unix_s in told.items()]
@@ -188,23 +181,6 @@ def _clock_of(path: Path) -> float:
         return float(head["unix_s"]) - float(head["t"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
-
-
-def in_words(text: str) -> str:
-    """On a single host, "h0.3" is worker 3, as its launcher says."""
-    return re.sub(r"\bh0\.(\d+)", r"worker \1", text)
-
-
-def _tell(line: Mapping[str, Any]) -> str | None:
-    event, worker = str(line.get("event")), str(line.get("worker", ""))
-    if event == "generation":
-        count = len(line.get("members") or ())
-        return f"generation {line.get('number')}: {count} worker{'s' if count != 1 else ''}"
-    if event == "recovered":
-        return f"{worker} goes on after {1000 * float(line.get('took_s', 0.0)):.0f} ms"
-    if event in WORDS:
-        return f"{worker} {WORDS[event]}" + (f" (status {line['code']})" if line.get("code") else "")
-    return None
 
 
 def _tail(path: Path, size_bytes: int, about: bytes) -> Iterable[dict[str, Any]]:

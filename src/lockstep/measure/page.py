@@ -23,7 +23,7 @@ from typing import Any, Final
 from lockstep import __version__
 from lockstep.measure.buckets import waited_us
 from lockstep.measure.chrome import to_chrome
-from lockstep.measure.eras import Era, Scene, find_eras, find_scenes
+from lockstep.measure.eras import Era, Scene, choose_scene, find_eras, find_scenes
 from lockstep.measure.story import Status, Story
 from lockstep.measure.timeline import TRACKS, Closeup, Span, Trace
 
@@ -32,6 +32,7 @@ MOST_TRACE_BYTES: Final = 300_000  # packed
 MOST_HAPPENINGS: Final = 200
 MOST_WAITS: Final = 400
 _UNIT: Final = re.compile(r"(?<=\d) (?=%|ms|s|µs)")  # a figure and its unit stay on one line
+_CODE: Final = re.compile(r"`([^`]+)`")
 _CLASSES: Final = {Status.ENDED: "ended", Status.GOING_ON: "going-on", Status.BROKEN_OFF: "broken-off"}
 
 
@@ -54,7 +55,7 @@ def render(shown: Shown, *, written_s: float) -> str:
     data = {
         "story": to_plain(few),
         "scenes": [compact(scene, eras) for scene in kept],
-        "best": len(kept) - 1,
+        "best": choose_scene(kept),
         "scenes_left_out": len(scenes) - len(kept),
         "happenings_left_out": len(story.happenings) - len(few.happenings),
         "begun": _clock(story.begin_s),
@@ -68,8 +69,8 @@ def render(shown: Shown, *, written_s: float) -> str:
         "NAME": html.escape(story.name),
         "STATUS": html.escape(story.status.value),
         "STATUS_CLASS": _CLASSES[story.status],
-        "HEADLINE": html.escape(_UNIT.sub("\u00a0", worst.sentence)),
-        "ADVICE": html.escape(worst.advice),
+        "HEADLINE": mark_code(_UNIT.sub("\u00a0", worst.sentence)),
+        "ADVICE": mark_code(worst.advice),
         "TEXT": html.escape(shown.text),
         "CSS": _part("report.css"),
         "JS": script,
@@ -78,6 +79,11 @@ def render(shown: Shown, *, written_s: float) -> str:
         "TRACE": base64.b64encode(packed).decode() if len(packed) <= MOST_TRACE_BYTES else "",
     }
     return _fill(_part("report.html"), values)
+
+
+def mark_code(text: str) -> str:
+    """Escaped text in which what stood between backticks is marked as code. One that has no partner stays."""
+    return _CODE.sub(r"<code>\1</code>", html.escape(text))
 
 
 def embed(data: object) -> str:
@@ -137,7 +143,7 @@ def compact(scene: Scene, eras: list[Era]) -> dict[str, Any]:
     first, last = min(scene.steps), max(scene.steps)
     label = f"step {first}" if first == last else f"steps {first} to {last}"
     if len(eras) > 1:
-        label += f", {scene.era.size} worker{'s' * (scene.era.size != 1)}, generation {scene.era.generation}"
+        label += f" on {scene.era.size} worker{'s' * (scene.era.size != 1)}"
     return {
         "label": label,
         "names": list(names),

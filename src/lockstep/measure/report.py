@@ -14,13 +14,17 @@ from typing import Final
 from lockstep.errors import LockstepError
 from lockstep.measure.causes import ms, percent
 from lockstep.measure.chrome import to_chrome
+from lockstep.measure.curves import Curve
 from lockstep.measure.eras import find_eras, find_scenes
 from lockstep.measure.page import Shown, render, to_plain
 from lockstep.measure.shares import OTHER, Usage
-from lockstep.measure.story import Story, tell
+from lockstep.measure.story import Happening, Story, tell
 from lockstep.measure.timeline import PHASES, Trace, read_trace
 
 MOST_ROWS: Final = 16  # of workers
+MOST_METRICS: Final = 8
+MOST_EVENTS: Final = 10
+ROUTINE: Final = ("checkpoint", "evaluate")
 _ABOUT: Final = """\
 Say where the time of a run went, who was waited for and why, and what to change; from the trace that every lockstep.Run
 leaves. Writes a page to look at, which needs no network, and the timeline for Perfetto. A run that goes on is fine.
@@ -115,10 +119,38 @@ def as_text(story: Story) -> str:
         lines.append(f"throughput  {story.samples_per_s:,.1f} samples/s")
     if story.noise is not None:
         lines.append(f"noise       {story.noise.advice}")
+    if story.metrics:
+        lines.append(f"metrics     {_metrics(story.metrics)}")
+    lines += [f"{'events' * (not n):12}{line}" for n, line in enumerate(_events(story.happenings))]
     if story.left_out:
         lines.append(f"{story.left_out} lines of the trace could not be read and are left out")
     # Names come from the trace: what is no sign to be read could command the terminal.
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in "\n".join(lines)) + "\n"
+    text = "\n".join(lines).replace("`", "")
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text) + "\n"
+
+
+def _metrics(curves: Sequence[Curve]) -> str:
+    """The last value of each, and the step at which it was noted."""
+    told = [f"{one.name} {_value(one.last)} at step {one.points[-1][0]}" for one in curves[:MOST_METRICS]]
+    left_out = len(curves) - len(told)
+    return ", ".join(told) + (f" ({left_out} more; --json has all)" if left_out else "")
+
+
+def _value(last: float | None) -> str:
+    return "never finite" if last is None else f"{last:.4g}"
+
+
+def _events(happenings: Sequence[Happening]) -> list[str]:
+    """Those that are not routine, with the time since the begin of the run."""
+    some = [one for one in happenings if one.what not in ROUTINE]
+    lines = [f"after {ms(max(0.0, one.at_s))}: {_event(one)}" for one in some[:MOST_EVENTS]]
+    left_out = len(some) - len(lines)
+    return [*lines, f"({left_out} more; --json has all)"] if left_out else lines
+
+
+def _event(one: Happening) -> str:
+    what = f"{one.what} {one.text}" if one.what in ("training", "resumed") else one.text or one.what
+    return what + (f" ({ms(one.took_s)})" if one.took_s is not None else "")
 
 
 def _table(story: Story) -> list[str]:

@@ -27,6 +27,8 @@ class Usage:
     steps: int
     seconds: float
     phases: Mapping[str, float]
+    first: int = 0  # its first step and its last one; 0: none was measured
+    last: int = 0
 
     def share(self, *names: str) -> float:
         return sum(self.phases[name] for name in names) / self.seconds if self.seconds else 0.0
@@ -74,7 +76,9 @@ def add_up(usages: Iterable[Usage]) -> Usage:
     several = list(usages)
     phases = {name: sum(one.phases[name] for one in several) for name in (*PHASES, OTHER)}
     steps, seconds = sum(one.steps for one in several), sum(one.seconds for one in several)
-    return Usage("all workers", None, "", "", steps, seconds, phases)
+    firsts = [one.first for one in several if one.first]
+    last = max((one.last for one in several), default=0)
+    return Usage("all workers", None, "", "", steps, seconds, phases, min(firsts, default=0), last)
 
 
 def measure_waits(eras: list[Era]) -> list[Wait]:
@@ -135,7 +139,17 @@ def _usage(member: Member, windows: list[Window]) -> Usage:
     left_s = sum(max(0.0, window.took_s - sum(window.phases.values())) for window in windows)
     phases[OTHER] = left_s if left_s > 0.001 * sum(phases.values()) else 0.0
     head, steps = member.process.head, sum(window.count for window in windows)
-    return Usage(member.worker, member.stay.world.rank, head.host, head.device, steps, sum(phases.values()), phases)
+    return Usage(
+        member.worker,
+        member.stay.world.rank,
+        head.host,
+        head.device,
+        steps,
+        sum(phases.values()),
+        phases,
+        first=min((window.first for window in windows), default=0),
+        last=max((window.last for window in windows), default=0),
+    )
 
 
 def _waited_s(era: Era) -> dict[int, float]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from lockstep.measure.buckets import Bucket, measure_buckets
 from lockstep.measure.causes import Cause, Facts, find_causes
-from lockstep.measure.curves import Curve, NoiseStory, draw_curves, judge_noise
+from lockstep.measure.curves import Curve, NoiseStory, draw_curves, draw_metrics, judge_noise
 from lockstep.measure.eras import Era, find_eras, find_scenes, tell_windows
+from lockstep.measure.launcher import find_replaced
 from lockstep.measure.shares import COMPUTE, Late, Usage, Wait, add_up, find_late, measure_usage, measure_waits
 from lockstep.measure.timeline import Event, Trace
 
@@ -19,7 +21,7 @@ _SAME_EVENT_S = 30.0
 
 class Status(Enum):
     ENDED = "ended"
-    GOING_ON = "goes on"
+    GOING_ON = "is running"
     BROKEN_OFF = "stopped without an end"
 
 
@@ -81,6 +83,7 @@ class Story:
     late: list[Late]
     buckets: list[Bucket]
     curves: list[Curve]
+    metrics: list[Curve]  # what `run.log` was given
     noise: NoiseStory | None
     memory: list[Memory]
     happenings: list[Happening]
@@ -93,7 +96,7 @@ def tell(trace: Trace) -> Story:
     windows, usages, waits = tell_windows(eras), measure_usage(eras), measure_waits(eras)
     total, late = add_up(usages), find_late(eras, waits)
     elapsed_s = max(0.0, trace.end_s - trace.begin_s)
-    size = max((len(era.members) for era in eras), default=1)
+    size, hosts = max((len(era.members) for era in eras), default=1), len({one.host for one in usages}) or 1
     events: dict[str, list[Event]] = defaultdict(list)
     for process in trace.processes:
         events[process.head.worker] += process.events
@@ -107,19 +110,20 @@ def tell(trace: Trace) -> Story:
         steps_done=max((one.last for one in windows), default=0),
         steps_in_all=world.steps if world else None,
         workers=world.size if world else len({process.head.worker for process in trace.processes}),
-        hosts=len({one.host for one in usages}) or 1,
+        hosts=hosts,
         backend=world.backend if world else "",
         global_batch_size=world.global_batch_size if world else 0,
         samples_per_s=samples / seconds if seconds and samples else None,
         compute_share=total.share(*COMPUTE) if total.seconds else None,
         scaling=_scaling(eras),
-        causes=find_causes(Facts(usages, total, late, events, elapsed_s, size)),
+        causes=find_causes(Facts(usages, total, late, events, elapsed_s, size, hosts)),
         total=total,
         usages=usages,
         waits=waits,
         late=late,
         buckets=measure_buckets(find_scenes(eras)),
         curves=draw_curves(windows),
+        metrics=draw_metrics(one for process in trace.processes for one in process.logged),
         noise=judge_noise(eras),
         memory=_memory(eras),
         happenings=_happenings(trace, eras, events),
@@ -136,11 +140,12 @@ def _status(trace: Trace, eras: list[Era]) -> Status:
 
 
 def _scaling(eras: list[Era]) -> Scaling | None:
-    """Of the largest number of workers that the run had for a while."""
+    """Of the largest number of workers that the run had for a while. The first window of an era is not counted: it
+    has what is slow only once, as a recovery and the first steps of a worker are."""
     samples: dict[int, float] = defaultdict(float)
     seconds: dict[int, float] = defaultdict(float)
     for era in eras:
-        for window in era.narrator.stay.windows:
+        for window in era.narrator.stay.windows[1:]:
             samples[era.size] += window.samples
             seconds[era.size] += window.took_s
     speeds = {size: samples[size] / seconds[size] for size in samples if seconds[size] and samples[size]}
@@ -165,11 +170,7 @@ def _memory(eras: list[Era]) -> list[Memory]:
 
 
 def _happenings(trace: Trace, eras: list[Era], events: Mapping[str, list[Event]]) -> list[Happening]:
-    found: list[Happening] = []
-    for era in eras:
-        text = f"{era.size} worker{'s' * (era.size != 1)}, generation {era.generation}"
-        names = tuple(member.worker for _, member in sorted(era.members.items()))
-        found.append(Happening(era.begin_s - trace.begin_s, None, "work shared out", text, None, None, names))
+    found = [*_changes(trace, eras), *_losses(trace, eras)]
     told = [(event.at_s, worker, event) for worker, own in events.items() for event in own]
     told.sort(key=lambda one: one[:2])
     groups: dict[tuple[str, int | None, str], list[tuple[str, Event]]] = {}
@@ -180,6 +181,56 @@ def _happenings(trace: Trace, eras: list[Era], events: Mapping[str, list[Event]]
         groups.setdefault(key, []).append((worker, event))
     found += [_one_of(trace, group) for group in groups.values()]
     return sorted(found, key=lambda happening: happening.at_s)
+
+
+def _changes(trace: Trace, eras: list[Era]) -> Iterator[Happening]:
+    """Where training began, and where it continued with other workers."""
+    before: Era | None = None
+    for era in eras:
+        names = tuple(member.worker for _, member in sorted(era.members.items()))
+        count = f"{era.size} worker{'s' * (era.size != 1)}"
+        if before is None:
+            text = f"begins on {count}"
+        elif before.launch != era.launch:
+            text = f"continues on {count}, which were started again"
+        else:
+            old = [member.worker for _, member in sorted(before.members.items())]
+            parts = [f"{join(sorted(set(names) - set(old)))} joined"] if set(names) - set(old) else []
+            parts += [f"without {join(sorted(set(old) - set(names)))}"] if set(old) - set(names) else []
+            text = f"continues on {count}" + (f": {', '.join(parts)}" if parts else "")
+        yield Happening(era.begin_s - trace.begin_s, None, "training", text, None, None, names)
+        before = era
+
+
+def _losses(trace: Trace, eras: list[Era]) -> Iterator[Happening]:
+    """Workers that were lost, and those that were started in their place: as the launcher has told, if it has."""
+    known: set[str] = set()
+    for launch in trace.launches:
+        replaced = find_replaced(launch)
+        for told in launch:
+            known |= {told.worker} if told.kind in ("lost", "ended") else set()
+            if told.kind == "lost":
+                yield _happening(trace, told.at_s, "worker lost", told.text, told.worker)
+            elif told.kind == "started" and told.worker in replaced:
+                text = f"{told.worker}, in place of {replaced[told.worker]}"
+                yield _happening(trace, told.at_s, "worker started", text, told.worker)
+            elif told.kind == "lease lost":
+                yield _happening(trace, told.at_s, "host cut off", told.text, "")
+    for before, after in pairwise(eras):
+        left = {one.worker: one for one in before.members.values()}
+        gone = set(left) - {one.worker for one in after.members.values()} if before.launch == after.launch else set()
+        for worker in sorted(gone - known):
+            if not left[worker].process.ended:
+                yield _happening(trace, left[worker].process.last_s, "worker lost", f"{worker} was lost", worker)
+
+
+def _happening(trace: Trace, at_s: float, what: str, text: str, worker: str) -> Happening:
+    return Happening(at_s - trace.begin_s, None, what, text, None, None, (worker,) if worker else ())
+
+
+def join(names: Sequence[str]) -> str:
+    """As one lists them in a sentence."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _one_of(trace: Trace, group: list[tuple[str, Event]]) -> Happening:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
+from lockstep.measure.launcher import Told, find_told, worker_name
 from lockstep.measure.loosely import any_number, bytes_of, list_of, load, mapping_of, number, whole
 
 PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
@@ -93,8 +94,16 @@ class Closeup:
 @dataclass(frozen=True)
 class Noise:
     step: int
-    batch: float
+    batch: float  # samples in the mean, which is less than the global batch where the last one of an epoch is
     scale: float | None
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What `run.log` was given, over all workers."""
+
+    step: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class Process:
     last_s: float  # its last sign of life
     ended: bool  # it said so itself
     left_out: int  # lines that could not be read
+    logged: tuple[Logged, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,7 @@ class Trace:
     folder: Path
     processes: tuple[Process, ...]  # the first to begin comes first
     is_going_on: bool
+    launches: tuple[tuple[Told, ...], ...] = ()  # what the launcher told, in each of them
 
     @property
     def begin_s(self) -> float:
@@ -163,10 +174,18 @@ def read_trace(run: Path, *, now_s: float) -> Trace:
             f"the trace in {folders[0]} is empty: {len(files)} files, and none of them says who wrote it; workers "
             "write when they begin to train, so wait for the first step, or look into their logs for why there was none"
         )
+    found = [_named(process, several_hosts=len({one.head.host for one in found}) > 1) for process in found]
     found.sort(key=lambda process: (process.head.begin_s, process.head.worker, process.head.pid))
     home = folders[0].parent if folders[0].name == "trace" else folders[0]
     alive = any(_is_alive(path, now_s) for folder in folders for path in folder.glob("*.now"))
-    return Trace(home.resolve().name or str(home), folders[0], tuple(found), alive)
+    told = tuple(tuple(launch) for launch in find_told(run))
+    return Trace(home.resolve().name or str(home), folders[0], tuple(found), alive, told)
+
+
+def _named(process: Process, *, several_hosts: bool) -> Process:
+    """With the worker's name as people know it, in place of the one in the file."""
+    head = process.head
+    return replace(process, head=replace(head, worker=worker_name(head.worker, head.host if several_hosts else "")))
 
 
 def find_folders(run: Path) -> list[Path]:
@@ -200,6 +219,7 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Pro
     ended, left_out = False, 0
     stays: list[_Stay] = []
     events: list[Event] = []
+    logged: list[Logged] = []
     for raw in lines:
         line = mapping_of(load(raw))
         kind, t = line.get("kind"), number(line.get("t"))
@@ -216,6 +236,9 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Pro
         elif kind == "event":
             known = event = _event(line, at_s)
             events += [event] if event is not None else []
+        elif kind == "metrics":
+            known = noted = _logged(line)
+            logged += [noted] if noted is not None else []
         elif kind == "end":
             ended = True
         elif kind in ("steps", "spans", "noise"):
@@ -228,7 +251,7 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Pro
         last_s = max(last_s, at_s or 0.0)
     if head is None:
         return None
-    return Process(head, tuple(stay.done() for stay in stays), tuple(events), last_s, ended, left_out)
+    return Process(head, tuple(stay.done() for stay in stays), tuple(events), last_s, ended, left_out, tuple(logged))
 
 
 class _Stay:
@@ -339,6 +362,14 @@ def _event(line: Mapping[str, Any], at_s: float | None) -> Event | None:
         return None
     took_s, size = number(line.get("took_s")), number(line.get("bytes"))
     return Event(at_s, whole(line.get("step")), str(line["what"]), took_s, size, str(line.get("text") or ""))
+
+
+def _logged(line: Mapping[str, Any]) -> Logged | None:
+    step, found = whole(line.get("step")), line.get("metrics")
+    if step is None or not isinstance(found, dict):
+        return None
+    metrics = {str(name): value for name, one in found.items() if (value := any_number(one)) is not None}
+    return Logged(step, metrics)
 
 
 def _bucket_name(found: Any) -> str:

@@ -54,8 +54,11 @@ class Window:
         """Not every step is timed, and without one that is, a window says little."""
         return now_s - self.began_s >= (WINDOW_S if self.timed else 10 * WINDOW_S)
 
-    def close(self, ended_s: float, known: Known) -> dict[str, Any]:
+    def close(self, ended_s: float, known: Known, like: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """`like`: the phases of the window before, which stand for this one if none of its steps was timed."""
         whole_s = ended_s - self.began_s
+        if not self.timed and like and sum(like.values()) > like["between"]:
+            self.phases |= {**like, "between": 0.0}
         phases, times = self._of_all_steps(whole_s, known)
         phases["between"] += whole_s - sum(phases.values())
         return {
@@ -73,9 +76,9 @@ class Window:
         """The steps that were timed stand for the others. Also returns for how many each of them stands."""
         phases = dict(self.phases)
         if known is None or self._known is None:
-            times = self.count / self.timed if self.timed else 0.0
             timed_s = sum(phases.values())
-            times = min(times, whole_s / timed_s) if timed_s else 0.0
+            times = whole_s / timed_s if timed_s else 0.0
+            times = min(times, self.count / self.timed) if self.timed else times
             return {name: seconds * times for name, seconds in phases.items()}, times
         (data_s, outside_s), (data_before_s, outside_before_s) = known, self._known
         data_s, outside_s = data_s - data_before_s, outside_s - outside_before_s
@@ -126,8 +129,11 @@ class Chronicle:
         self._tells: Told = NOTHING_TOLD
         self._world: dict[str, Any] = {}
         self._said_world = True
+        self._held: list[tuple[str, dict[str, Any]]] = []  # lines that follow what is said of the world
         self._facts: dict[str, Any] = {}
-        self._figures: Mapping[str, float] = {}
+        self._metrics: Mapping[str, float] = {}  # what `run.log` noted last
+        self._unwritten: dict[str, tuple[int, float]] = {}  # of them: step and value
+        self._metrics_due_s = 0.0  # to write them
         self.state = "starting"
         self.on_window: Callable[[int, Mapping[str, float | None]], None] = lambda _step, _figures: None
         if folder is not None:
@@ -157,8 +163,17 @@ class Chronicle:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def share_out(self, **world: Any) -> None:
-        """Other workers, or the first ones. What is said of them is said when their first step is done."""
+    def share_out(self, known: Known, **world: Any) -> None:
+        """Other workers, or the first ones. What is said of them is said when their first step is done.
+
+        The window of the workers before them ends here. What comes meanwhile is held back, so that every line of the
+        file belongs to the world above it.
+        """
+        if self._window.count:
+            self._close_window(known)
+            self._write_line()
+        if self._held:  # of workers of which nothing was said
+            self._say_world({})
         self._untold.clear()
         self._heard.clear()
         self._tells = NOTHING_TOLD
@@ -180,9 +195,21 @@ class Chronicle:
             self._untold[times.number] = times
             self._settle(times.number)
         if not self._said_world and times.number > self._world["first"]:
-            self._said_world = True
-            if self._file is not None:
-                self._file.add("world", **self._world, **describe())
+            self._say_world(describe())
+
+    def _say_world(self, facts: Mapping[str, Any]) -> None:
+        self._said_world = True
+        self._write("world", **self._world, **facts)
+        held, self._held = self._held, []
+        for kind, line in held:
+            self._write(kind, **line)
+
+    def _write(self, kind: str, **line: Any) -> None:
+        """Of steps: not before it was said whose they are."""
+        if self._file is not None and self._said_world:
+            self._file.add(kind, **line)
+        elif self._file is not None:
+            self._held.append((kind, line))
 
     def tell(self) -> Told:
         """To the others, with the next step."""
@@ -212,7 +239,7 @@ class Chronicle:
         self._window.add(times)
         if times.spans and self._file is not None:
             rows = [_row(span) for span in times.spans]
-            self._file.add("spans", step=times.number, t=round(times.began_s, 6), spans=rows)
+            self._write("spans", step=times.number, t=round(times.began_s, 6), spans=rows)
 
     def step(self, number: int, loss: float, samples: int, at_s: float) -> bool:
         """It was taken. Returns whether it is time to catch up."""
@@ -239,7 +266,7 @@ class Chronicle:
     def _close_window(self, known: Known) -> None:
         at_s = self._stepped_s
         if self._window.count:
-            self._last = self._window.close(at_s, known) | self._memory()
+            self._last = self._window.close(at_s, known, self._last.get("phases")) | self._memory()
             self._line = merge(self._line, self._last)
         self._window = Window(at_s, known)
 
@@ -247,10 +274,9 @@ class Chronicle:
         line, self._line = self._line, None
         if line is None:
             return
-        if self._file is not None:
-            self._file.add("steps", **line, **self._facts)
-            if self._noise is not None:
-                self._file.add("noise", **self._noise)
+        self._write("steps", **line, **self._facts)
+        if self._noise is not None:
+            self._write("noise", **self._noise)
         self.on_window(self._done, self._figures_of(line))
         self._noise = None
 
@@ -286,8 +312,22 @@ class Chronicle:
         """The last one of a window is written."""
         self._noise = {"t": time.monotonic(), **facts}
 
-    def figures(self, figures: Mapping[str, float]) -> None:
-        self._figures = dict(figures)
+    def log(self, step: int, metrics: Mapping[str, float], *, writes: bool) -> None:
+        """What `run.log` noted after so many steps. One worker writes; of what comes fast, the last value of each."""
+        self._metrics = dict(metrics)
+        if writes and self._file is not None:
+            self._unwritten |= {name: (step, value) for name, value in metrics.items()}
+            if time.monotonic() >= self._metrics_due_s:
+                self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        now_s = time.monotonic()
+        self._metrics_due_s = now_s + max(WINDOW_S, (now_s - self._began_s) / WINDOWS)
+        unwritten, self._unwritten = self._unwritten, {}
+        for step in sorted({step for step, _ in unwritten.values()}):
+            metrics = {name: value for name, (at, value) in unwritten.items() if at == step}
+            if self._file is not None:
+                self._file.add("metrics", t=now_s, step=step, metrics=metrics)
 
     def close(self, known: Known, *, in_peace: bool) -> None:
         """An evaluation after the last step is no part of the steps."""
@@ -298,6 +338,9 @@ class Chronicle:
             self._add(self._untold.pop(step))
         self._close_window(known)
         self._write_line()
+        if self._held:
+            self._say_world({})
+        self._write_metrics()
         if in_peace:
             self._file.add("end", t=time.monotonic(), step=self._done)
         self._file.close()
@@ -325,7 +368,7 @@ class Chronicle:
             "samples_per_s": last["samples"] / took_s if took_s else None,
             **{name: last.get(name) for name in ("phases", "waited_for", "rss", "peak")},
             "state": self.state,
-            "figures": dict(self._figures),
+            "metrics": dict(self._metrics),
         }
 
 

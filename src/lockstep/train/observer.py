@@ -56,8 +56,9 @@ class Observer:
         self._noise.population = sees.population
         self._norm = self._unread = self._mine = None
         self._shards, self.of_step = ShardLook(wanted=sees.shards), self
+        known = self._watch.know()  # of the steps that were taken
         self._watch.drop()
-        self.chronicle.share_out(**world)
+        self.chronicle.share_out(known, **world)
 
     # -- times -------------------------------------------------------------------------------------------------------
 

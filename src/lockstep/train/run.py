@@ -152,6 +152,7 @@ class Run:
         self._observer: Observer = Blind(torch.device("cpu"))  # these see, show and save nothing
         self._board = Board(None, wanted=False)
         self._saving = Saving(None, None)
+        self._progress = Progress()
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
@@ -232,6 +233,8 @@ class Run:
             assert error is not None
             self._save_after(error)
         self._put_away(None if is_planned else error)
+        if is_planned:
+            self._progress.point_at_report(self._trace_folder() if self.options.trace else None)
         if is_planned and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
         if error is None and self.interrupted:
@@ -519,15 +522,14 @@ class Run:
                 self._in_hand = False
                 if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
                     self.save()
-        self._observer.end_loop()
-        self._progress.end(batches.position.number)
 
     def _introduce(self, plan: Plan, basis: Basis) -> None:
         """Say what is trained, from where on; or why nothing is."""
         tells = self.world.rank == 0
         ends = self._steps or plan.batches.steps_in_all
         is_shown = "LOCKSTEP_VIEW" in os.environ and self.options.trace  # in the launcher's picture (measure/live.py)
-        self._progress = Progress(steps=ends, shown=tells and self.options.progress and not is_shown)
+        speaks = lambda: self.world.rank == 0 and self.options.progress  # noqa: E731  (another worker may become rank 0)
+        self._progress = Progress(steps=ends, speaks=speaks, is_shown=is_shown)
         step = plan.batches.position.number
         over = "--fresh, or Run(resume=False), starts over"
         if not tells:
@@ -544,8 +546,9 @@ class Run:
         """Save what was trained, all workers together. `is_stopped`: the program has left the loop for good."""
         plan = self._plan
         assert plan is not None
-        self._loop = Loop.ENDED
-        here = self._saved_position(plan)
+        self._loop, here = Loop.ENDED, self._saved_position(plan)
+        self._observer.end_loop()
+        self._progress.end(here.number)
         if not self._saving.has(here.number):
             self.save()
         directory, tells = self.directory, self.should_stop and self.world.rank == 0
@@ -784,11 +787,12 @@ class Run:
             }
 
         reduced = self._calls.make("run.log", run)
-        self._chronicle.figures(reduced)
+        step, writes = self._plan.batches.position.number if self._plan is not None else 0, self.world.rank == 0
+        self._chronicle.log(step, reduced, writes=writes and self._calls.is_member)
+        self._progress.log(step, reduced)
         if self.directory is not None and self._calls.is_member:
-            step = self._plan.batches.position.number if self._plan is not None else 0
-            self._metrics.note(step, reduced, writes=self.world.rank == 0)
-            self._board.show(step, reduced, writes=self.world.rank == 0)
+            self._metrics.note(step, reduced, writes=writes)
+            self._board.show(step, reduced, writes=writes)
         return reduced
 
     def _gather(self, mine: Mapping[int, Pairs], what: str) -> dict[str, list[tuple[float, float]]]:

@@ -96,15 +96,17 @@ function fold(holder, rows, what) {
   holder.append(...rows.slice(0, 12));
   if (rows.length > 12) holder.append(el("details", {}, el("summary", {}, `${rows.length - 12} more ${what}`), ...rows.slice(12)));
 }
+// Text in which what stands between backticks is code.
+const rich = (text) => text.split(/`([^`]+)`/).map((piece, index) => index % 2 ? el("code", {}, piece) : piece);
 const gone = (id) => { $(id).hidden = true; };
 
 // The top of the page.
-for (const cause of S.causes.slice(1, 4)) $("also").append(el("li", {}, cause.sentence.replace(/(\d) (?=%|ms|s|µs)/g, "$1\u00a0")));
+for (const cause of S.causes.slice(1, 4)) $("also").append(el("li", {}, ...rich(cause.sentence.replace(/(\d) (?=%|ms|s|µs)/g, "$1\u00a0"))));
 function tile(what, figure, unit, more) {
   $("tiles").append(el("div", { class: "tile" }, el("div", { class: "what" }, what),
     el("div", { class: "figure" }, figure, unit ? el("small", {}, " " + unit) : null), el("div", { class: "more" }, more || "")));
 }
-if (S.compute_share !== null) tile("Efficiency", percent(S.compute_share), "", "of a worker's time it computes: forward, backward, update");
+if (S.compute_share !== null) tile("Efficiency", percent(S.compute_share), "", "of a worker's time is forward, backward and update");
 if (S.scaling) tile(`${S.scaling.workers} workers against 1`, percent(S.scaling.efficiency), "", `${number(S.scaling.samples_per_s)} over ${S.scaling.workers} × ${number(S.scaling.alone_per_s)} samples/s, measured in this run`);
 if (S.samples_per_s !== null) tile("Samples per second", number(S.samples_per_s), "", S.global_batch_size ? `batches of ${number(S.global_batch_size)}` : "");
 if (S.total.steps) tile("A step takes", ...time(S.total.seconds / S.total.steps).split(" "), "on average");
@@ -121,7 +123,8 @@ function usageBar(usage, kind) {
     const share = usage.seconds ? usage.phases[name] / usage.seconds : 0;
     return { name, value: usage.phases[name], text: percent(share), tip: `${MEANING[name]}\n${percent(share)} of the time, ${time(share * step)} per step` };
   });
-  const about = kind ? "" : [usage.worker === "rank" + usage.rank ? "" : "rank " + usage.rank, S.hosts > 1 ? usage.host : ""].filter(Boolean).join(", ");
+  const whole = usage.first === S.total.first && usage.last === S.total.last;
+  const about = kind || whole || !usage.first ? "" : `steps ${usage.first.toLocaleString("en")} to ${usage.last.toLocaleString("en")}`;
   return bar([usage.worker, about ? el("small", {}, " " + about) : null], parts, usage.seconds, [time(step), el("small", {}, "per step")], kind);
 }
 const lateness = new Map(S.late.map((late) => [late.worker, late.seconds]));
@@ -294,7 +297,7 @@ if ($("trace").textContent.trim()) {
 } else for (const id of ["perfetto", "download"]) $(id).hidden = true;
 
 // Who waited for whom.
-const REASON = { compute: "computing", data: "data", between: "between steps", "": "nothing on average" };
+const REASON = { compute: "computing", data: "data", between: "between steps", "": "not slower on average" };
 const late = S.late.filter((one) => one.share >= 0.005);
 if (late.length) {
   const against = (one, what) => `${time(one.own_s[what])} (${time(one.typical_s[what])})`;
@@ -316,7 +319,7 @@ if (late.length) {
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "waits ↓ for →"), ...names.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, ...names.map((waiter) => el("tr", {}, el("th", { scope: "row" }, waiter), ...names.map((other) => cell(waiter, other))))))));
   }
-} else if (S.usages.length > 1) $("waits-body").append(el("p", { class: "lead" }, S.waits.length ? `Workers waited ${percent(S.total.seconds ? S.total.phases.waiting / S.total.seconds : 0)} of the time for each other, and for nobody much longer than for the rest.` : "Nobody waited for anybody."));
+} else if (S.usages.length > 1) $("waits-body").append(el("p", { class: "lead" }, S.waits.length ? `Workers waited ${percent(S.total.seconds ? S.total.phases.waiting / S.total.seconds : 0)} of the time for each other, and for none of them much longer than for the others.` : "No worker waited for another."));
 else gone("waits");
 
 // Buckets.
@@ -335,19 +338,20 @@ if (S.buckets.length) {
 } else gone("buckets");
 
 // Curves.
-function chart(curve, level) {
+function chart(curve, level, title) {
   const known = curve.points.filter(([, value]) => value !== null), holder = el("div", { class: "plot", tabindex: "0", role: "img" });
   const note = curve.not_finite ? `${curve.not_finite} not a number, first at step ${curve.first_not_finite}` : `last ${number(curve.last)} ${curve.unit}`;
-  const box = el("div", { class: "chart" }, el("header", {}, el("h3", {}, curve.name[0].toUpperCase() + curve.name.slice(1)), el("span", curve.not_finite ? { class: "bad" } : {}, note)), holder);
+  const box = el("div", { class: "chart" }, el("header", {}, el("h3", {}, title || curve.name[0].toUpperCase() + curve.name.slice(1), el("small", {}, "")), el("span", curve.not_finite ? { class: "bad" } : {}, note)), holder);
   const values = known.map(([, value]) => value).concat(level ? [level.value] : [], curve.name === "throughput" || !known.length ? [0] : []);
   const bound = (value) => Math.max(-8e307, Math.min(8e307, value)); // so that a difference is still a number
   let low = bound(Math.min(...values)), high = bound(Math.max(...values));
   const log = low > 0 && high / low > 200;
+  if (log) box.querySelector("h3 small").textContent = " log scale";
   const warp = log ? Math.log10 : (value) => value;
   if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= log ? 0 : room; high += room; }
   const [bottom, top] = [warp(low), warp(high)], room = (top - bottom) * 0.06 || 1;
   const first = curve.points[0][0], last = curve.points[curve.points.length - 1][0];
-  holder.setAttribute("aria-label", `${curve.name} from step ${first} to ${last}: ${number(known.length ? known[0][1] : null)} to ${number(curve.last)}, least ${number(low)}, greatest ${number(high)}`);
+  holder.setAttribute("aria-label", `${curve.name}${log ? ", log scale," : ""} from step ${first} to ${last}: ${number(known.length ? known[0][1] : null)} to ${number(curve.last)}, least ${number(low)}, greatest ${number(high)}`);
   let cursor = -1, geometry = null;
   function paint() {
     const width = Math.max(220, holder.clientWidth), height = 190, left = 58, right = width - 8, under = height - 24, over = 10;
@@ -410,8 +414,15 @@ function chart(curve, level) {
 }
 const charts = [];
 if (S.curves.length) $("curves-body").append(...S.curves.map((curve) => chart(curve))); else gone("curves");
+if (S.metrics.length) {
+  const many = S.metrics.filter((curve) => curve.points.length > 1).slice(0, 24);
+  $("metrics-charts").append(...many.map((curve) => chart(curve, null, curve.name)));
+  const least = (curve) => { const known = curve.points.map(([, value]) => value).filter((value) => value !== null); return known.length ? [Math.min(...known), Math.max(...known)] : [null, null]; };
+  const head = [{ name: "metric", text: 1 }, { name: "last", numeric: 1 }, { name: "at step", numeric: 1 }, { name: "least", numeric: 1 }, { name: "greatest", numeric: 1 }];
+  $("metrics-table").append(table(head, S.metrics.slice(0, 200).map((curve) => [curve.name, number(curve.last), number(curve.points[curve.points.length - 1][0]), ...least(curve).map(number)])));
+} else gone("metrics");
 if (S.noise) {
-  $("noise-lead").textContent = S.noise.advice;
+  $("noise-lead").append(...rich(S.noise.advice));
   $("noise-body").append(chart(S.noise.curve, S.noise.batch > 0 ? { value: S.noise.batch, name: "batch " + number(Math.round(S.noise.batch)) } : null));
 } else gone("noise");
 
@@ -427,9 +438,10 @@ if (S.memory.length) {
 // Events and environment.
 if (S.happenings.length) {
   const head = [{ name: "after" }, { name: "step", numeric: 1 }, { name: "what" }, { name: "", text: 1 }, { name: "took", numeric: 1 }, { name: "size", numeric: 1 }, { name: "workers", text: 1 }];
+  const WORDS = { checkpoint: "checkpoint saved", evaluate: "evaluation" }, ABOUT_ONE = ["worker lost", "worker started"];
   const ROUTINE = ["checkpoint", "evaluate"], few = (what) => S.happenings.filter((one) => one.what === what).length <= 5;
-  const toRows = (happenings) => happenings.map((one) => [time(Math.max(0, one.at_s)), one.step === null ? "" : number(one.step), one.what === "error" ? el("span", { class: "bad" }, "error") : one.what, one.text,
-    one.took_s === null ? "" : time(one.took_s), one.bytes === null ? "" : bytes(one.bytes), one.workers.length === S.usages.length && one.workers.length > 1 ? "all" : one.workers.slice(0, 8).join(", ") + (one.workers.length > 8 ? " …" : "")]);
+  const toRows = (happenings) => happenings.map((one) => [time(Math.max(0, one.at_s)), one.step === null ? "" : number(one.step), ["error", "worker lost"].includes(one.what) ? el("span", { class: "bad" }, one.what) : WORDS[one.what] || one.what, one.text,
+    one.took_s === null ? "" : time(one.took_s), one.bytes === null ? "" : bytes(one.bytes), ABOUT_ONE.includes(one.what) ? "" : one.workers.length === S.usages.length && one.workers.length > 1 ? "all" : one.workers.slice(0, 8).join(", ") + (one.workers.length > 8 ? " …" : "")]);
   const listed = (happenings) => {
     const rows = toRows(happenings), used = head.map((_, column) => column < 3 || rows.some((row) => row[column] !== ""));
     const keep = (row) => row.filter((_, column) => used[column]);
@@ -440,9 +452,9 @@ if (S.happenings.length) {
   for (const what of ROUTINE.filter((one) => !few(one))) {
     const own = S.happenings.filter((one) => one.what === what), took = own.map((one) => one.took_s).filter((one) => one !== null);
     const times = took.length ? `: ${time(took.reduce((a, b) => a + b, 0) / took.length)} each on average, ${time(Math.max(...took))} the longest` : "";
-    $("events-body").append(el("details", {}, el("summary", {}, `${own.length} × ${what}${times}`), listed(own)));
+    $("events-body").append(el("details", {}, el("summary", {}, `${own.length} × ${WORDS[what]}${times}`), listed(own)));
   }
-  if (D.happenings_left_out) $("events-body").append(el("p", { class: "note" }, `${D.happenings_left_out} more are left out here; \`lockstep report --json\` has all.`));
+  if (D.happenings_left_out) $("events-body").append(el("p", { class: "note" }, ...rich(`${D.happenings_left_out} more are left out here; \`lockstep report --json\` has all.`)));
 } else gone("events");
 const facts = Object.entries(S.environment);
 if (facts.length) {
@@ -454,8 +466,9 @@ if (facts.length) {
   $("environment-body").append(list);
 } else gone("environment");
 
-const foot = [`Begun ${D.begun}, ${S.status} ${time(S.elapsed_s)} later. Written ${D.written} by lockstep ${D.version}.`];
-if (S.status === "goes on") foot.push("The run goes on: make the report again to see more of it.");
+const LAST = { ended: "ended", "is running": "last heard of", "stopped without an end": "last heard of" };
+const foot = [`Begun ${D.begun}, ${LAST[S.status]} ${time(S.elapsed_s)} later. Written ${D.written} by lockstep ${D.version}.`];
+if (S.status === "is running") foot.push("The run is not over: make the report again to see more of it.");
 if (S.left_out) foot.push(`${S.left_out} lines of the trace could not be read and are left out.`);
 $("foot").append(...foot.map((text) => el("p", {}, text)));
 
