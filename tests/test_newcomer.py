@@ -694,3 +694,111 @@ def test_a_mark_that_is_damaged_is_no_mark(tmp_path: Path) -> None:
     for text in ("", "{", "[]", json.dumps({"step": "8"})):
         (tmp_path / "stopped.json").write_text(text)
         assert train(tmp_path, body=lambda batch: True)[:1] == [checkpoints(tmp_path)[-1] - 1]
+
+
+# ---- what people look for --------------------------------------------------------------------------------------------
+
+
+class Numbered(TensorDataset):
+    """Samples whose prediction is known: their number."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(torch.arange(samples).float())
+
+
+def found_by_evaluate(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with quiet(Path(folder) / f"of-{size}") as run:
+        model = run.replicate(net())
+        ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        run.register_state(ema=ema)
+        batches = run.batches(dataset(), global_batch_size=BATCH, shards=4)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
+            run.step(loss, batch)
+            ema.update_parameters(model)
+            accuracy = run.evaluate(lambda m, b: ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1])), dataset())
+            found[f"best {batch.number}"] = run.save_best(accuracy)
+            found[f"accuracy {batch.number}"] = float(accuracy)
+        is_training = []
+        figure = lambda m, b: (is_training.append(m.training), (m(b[0]).sum().double(), 1))[1]  # noqa: E731
+        found["of the average"] = float(run.evaluate(figure, dataset(), model=ema, batch_size=10))
+        found["of the model"] = float(run.evaluate(figure, dataset(), batch_size=10))
+        found["in training mode"] = any(is_training)
+        found["numbers"] = run.predict(lambda m, b: b[0], Numbered(37), batch_size=5).tolist()
+        pair = run.predict(lambda m, b: {"a": b[0], "b": -b[0].long()}, Numbered(3), batch_size=2)
+        found["pair"] = {name: (str(rows.dtype), rows.tolist()) for name, rows in pair.items()}
+        if size == 1:  # else it is an error on the worker that has the samples
+            found["no rows"] = error_of(lambda: run.predict(lambda m, b: b[0].sum(), Numbered(3)))
+            found["no row each"] = error_of(lambda: run.predict(lambda m, b: b[0][:1], Numbered(3)))
+        before = run.digest()
+        run.load(Path(folder) / f"of-{size}" / "best")
+        found["best accuracy"] = float(
+            run.evaluate(lambda m, b: ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1])), dataset())
+        )
+        found["no checkpoint"] = error_of(lambda: run.load(folder + "/nothing"))
+        found["no part"] = error_of(lambda: run.load(Path(folder) / f"of-{size}", "emma"))
+        run.load(Path(folder) / f"of-{size}", "ema")
+        found["loaded average"] = float(run.evaluate(figure, dataset(), batch_size=10))
+        run.load(Path(folder) / f"of-{size}")
+        found["back"] = run.digest() == before
+    return found
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_evaluating_other_models_predictions_and_the_best_checkpoint(tmp_path: Path) -> None:
+    alone = found_by_evaluate(0, 1, str(tmp_path))
+    accuracies = [alone[f"accuracy {n}"] for n in range(6)]
+    assert [alone[f"best {n}"] for n in range(6)] == [a > max([0.0, *accuracies[:n]]) for n, a in enumerate(accuracies)]
+    assert alone["best accuracy"] == max(accuracies)
+    assert alone["of the average"] != alone["of the model"]
+    assert alone["loaded average"] == alone["of the average"]
+    assert not alone["in training mode"]
+    assert alone["back"]
+    assert alone["numbers"] == list(range(37))
+    assert alone["pair"] == {"a": ("torch.float32", [0.0, 1.0, 2.0]), "b": ("torch.int64", [0, -1, -2])}
+    assert "the function given to predict returned a scalar; it must return a tensor with a row for" in alone["no rows"]
+    assert "returned 1 rows for 3 samples" in alone["no row each"]
+    assert "nothing is neither a run directory with checkpoints nor a checkpoint" in alone["no checkpoint"]
+    assert "has no part 'emma'; it has " in alone["no part"]
+    same = {name: value for name, value in alone.items() if not name.startswith("no ")}
+    for theirs in crew(found_by_evaluate, 2, str(tmp_path)):
+        assert {name: value for name, value in theirs.items() if not name.startswith("no ")} == same
+
+
+def test_the_best_so_far_survives_a_resume(tmp_path: Path) -> None:
+    def go(epochs: int, metric: float) -> list[bool]:
+        found = []
+        with quiet(tmp_path) as run:
+            model = run.replicate(net())
+            batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=epochs)
+            for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
+                run.step(loss, batch)
+                if batch.ends_epoch:
+                    found.append(run.save_best(metric, mode="min"))
+        return found
+
+    assert go(1, 0.5) == [True]
+    assert go(2, 0.7) == [False]
+    assert go(3, float("nan")) == [False]
+    assert go(4, 0.4) == [True]
+    assert checkpoints(tmp_path / "best") == [6, 24]
+    with pytest.raises(ValueError, match="mode='best' is not known"), quiet() as run:
+        run.save_best(1.0, mode="best")
+
+
+def test_weights_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    with quiet() as run:
+        model = run.replicate(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
+        before = run.digest()
+        with pytest.raises(lockstep.CheckpointError, match=r"2.weight is \[2, 16\] float32 in the checkpoint"):
+            run.load(tmp_path)
+        assert run.digest() == before
+        assert model

@@ -22,7 +22,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         return lost
     return [
         *_compare_run(saved["run"], now["run"]),
-        *_compare_named(saved["model"], now["model"]),
+        *compare_named(saved["model"], now["model"]),
         *_compare_optimizer(saved["optimizer"], now["optimizer"]),
         *_compare_kept(saved.get("kept") or {}, now.get("kept") or {}),
     ]
@@ -81,7 +81,7 @@ def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
             yield f"{name} is {saved[name]!r} in the checkpoint and {value!r} in the program"
 
 
-def _compare_named(saved: Mapping[Any, Any], now: Mapping[Any, Any], of: str = "") -> Iterator[str]:
+def compare_named(saved: Mapping[Any, Any], now: Mapping[Any, Any], of: str = "") -> Iterator[str]:
     """Tensors by name; what is not a tensor must only be there."""
     yield from _some(f"{of}{name} {_kind(now[name])} is not in the checkpoint" for name in now if name not in saved)
     yield from _some(f"{of}{name} {_kind(saved[name])} is not in the program" for name in saved if name not in now)
@@ -113,7 +113,7 @@ def _compare_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iter
     remembered, mine = saved.get("state", {}), now.get("state", {})
     for key in mine:
         if key in remembered:
-            yield from _compare_named(remembered[key], mine[key], of=f"the optimiser's memory of parameter {key}: ")
+            yield from compare_named(remembered[key], mine[key], of=f"the optimiser's memory of parameter {key}: ")
 
 
 def _compare_kept(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -6,14 +6,14 @@ The pieces do not depend on the number of workers, so neither does what the mode
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
 from itertools import count, islice
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.data.ahead import put_on
@@ -26,7 +26,6 @@ from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numb
 from lockstep.data.stream import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
 from lockstep.seed import kept_random_state, mix, sow
-from lockstep.train.metrics import Pairs, as_pairs
 from lockstep.train.verdict import SEED_IT
 from lockstep.world import World
 
@@ -74,7 +73,7 @@ class Figures:
     `content` is a hash of pieces of a stream, of this worker's and of others'; it must be equal on all workers.
     """
 
-    pieces: dict[int, Pairs]
+    pieces: dict[int, Any]
     samples: int = 0
     content: int = 0
 
@@ -87,10 +86,12 @@ def run(
     world: World,
     seed: int,
     go_on: Callable[[], None],
+    read: Callable[[Any], Any],
 ) -> Figures:
     """The model is in eval mode meanwhile. Every piece has random numbers of its own, from loading it on.
 
     go_on   asked before each piece; raises if the figures are of no use any more
+    read    what is kept of what `figures` returned for a piece; raises TypeError if that is not what it must be
     """
     was_training = [module for module in model.modules() if module.training]
     model.eval()
@@ -99,12 +100,37 @@ def run(
         with torch.no_grad(), kept_random_state(world.device):
             for number, data in _load(pieces, world, seed, found):
                 go_on()
-                returned = figures(model, put_on(world.device, data))
-                found.pieces[number] = as_pairs(returned, "the function given to evaluate")
+                found.pieces[number] = read(figures(model, put_on(world.device, data)))
     finally:
         for module in was_training:
             module.training = True
     return found
+
+
+def read_rows(returned: Any) -> dict[str, Tensor]:
+    """The predictions for a piece, on the CPU: a tensor, or several by name, each with a row per sample."""
+    named = returned if isinstance(returned, Mapping) else {"": returned}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise TypeError(
+                f"the function given to predict returned {what}{f' for {name!r}' if name else ''}; it must return a "
+                "tensor with a row for each sample, such as `model(batch[0])`, or a dict of such tensors"
+            )
+    return {str(name): value.detach().cpu() for name, value in named.items()}
+
+
+def join_rows(pieces: Mapping[int, Mapping[str, Tensor]], samples: int) -> dict[str, Tensor]:
+    """The predictions for all samples, in the order of the dataset. Raises ValueError if there is not one for each."""
+    names = next((list(piece) for piece in pieces.values()), [])
+    joined = {name: torch.cat([pieces[number][name] for number in sorted(pieces)]) for name in names}
+    for name, rows in joined.items():
+        if len(rows) != samples:
+            raise ValueError(
+                f"run.predict: the function returned {len(rows)} rows{f' of {name!r}' if name else ''} for "
+                f"{samples} samples; it must return one for each"
+            )
+    return joined
 
 
 def is_stream(dataset: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import Sampler
 
@@ -39,7 +39,7 @@ from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
 from lockstep.data.reader import DataError
 from lockstep.elastic import seat as seats
-from lockstep.errors import DivergenceError, LockstepError
+from lockstep.errors import CheckpointError, DivergenceError, LockstepError
 from lockstep.replicate import replica
 from lockstep.replicate.digest import named_state, sha256_of
 from lockstep.replicate.replica import Leaf
@@ -72,12 +72,12 @@ from lockstep.train.plan import (
 )
 from lockstep.train.progress import Progress
 from lockstep.train.run_directory import STOPPED, pending_stops, read_stop, start_over, starts_over, write_stop
-from lockstep.train.saving import Saving, named, restore
+from lockstep.train.saving import BestMetric, Saving, describe_misfit, named, read_weights, restore
 from lockstep.train.schedule import LRScaling
 from lockstep.train.signals import stop_signals
 from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, refuse_mean_loss, take_step
 from lockstep.train.tally import Tally, agree_on_metrics
-from lockstep.train.transfer import hand_over
+from lockstep.train.transfer import hand_over, tensors_from_text, tensors_to_text
 from lockstep.train.witness import Witness
 from lockstep.world import World, choose_device, init
 
@@ -97,7 +97,13 @@ class Loop(Enum):
 
 
 class Run:
-    """One training run. All its methods are called by all workers, in the same order."""
+    """One training run. All its methods are called by all workers, in the same order.
+
+    Inside the `with` block:
+    world   the workers there are now: `run.world.rank`, `.size`, `.backend`. In an elastic run they change; what a
+            program computes must not depend on them
+    device  the device of this worker, on which model and batches are
+    """
 
     def __init__(
         self,
@@ -152,6 +158,8 @@ class Run:
         self._observer: Observer = Blind(torch.device("cpu"))  # these see, show and save nothing
         self._board = Board(None, wanted=False)
         self._saving = Saving(None, None)
+        self._best = BestMetric()
+        self._best_saving: Saving | None = None
         self._progress = Progress()
 
     # -- begin and end -----------------------------------------------------------------------------------------------
@@ -245,6 +253,8 @@ class Run:
             self._end_loop(is_stopped=True)  # the program has left it, by `break` or `return`
         self._stack.close()
         self._saving.close()
+        if self._best_saving is not None:
+            self._best_saving.close()
         if self._group is not dist.group.WORLD:
             self._calls.make("the end of the run", self._part_in_peace)
         self._calls.end()
@@ -344,6 +354,7 @@ class Run:
                 things["kept"] = {}  # the program changes these itself, and ours is behind that of the source
             restore(things, state)
             take_over_trainable(plan, state)
+            self._best.restore(state.get("best"))
             self._applied = state["batches"]["number"]
         then()
         faults.at("restored")
@@ -736,39 +747,99 @@ class Run:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, figures: Callable[[Any, Any], Any], dataset: Any, *, batch_size: int = 256, **loading: Any
+        self,
+        figures: Callable[[Any, Any], Any],
+        dataset: Any,
+        *,
+        batch_size: int = 256,
+        model: nn.Module | None = None,
+        **loading: Any,
     ) -> Mean | dict[str, Mean]:
         """Every sample of `dataset` exactly once, over all workers; the same figure on any number of them.
 
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
-        loading: num_workers (processes), collate_fn.
+        model    what is evaluated, in eval mode, if not the replicated model: an average of its weights, say
+        loading  num_workers (processes), collate_fn
         """
-        evaluation.check_options(loading)
-        model = self._replicated("run.evaluate")
-        samples = evaluation.count_samples(dataset)
-        self._agree("run.evaluate", {"batch_size": batch_size, "len(dataset)": samples})
-        cut = evaluation.Pieces(dataset, batch_size, **loading)
 
-        began_s = time.monotonic()
-
-        def run() -> dict[str, list[float]]:
-            faults.at("evaluating")
-            with self.options.precision.autocast(self.device):
-                go_on = self._calls.check_left
-                mine = evaluation.run(figures, model, cut, world=self.world, seed=self.seed, go_on=go_on)
-            if samples is None:
-                evaluation.refuse_uneven_stream(mine, self._accord.compare)
-            if mine.samples == 0:
-                raise ValueError("run.evaluate: the dataset has no samples, so there is no mean")
+        def reduce(mine: evaluation.Figures) -> dict[str, list[float]]:
             pieces = self._gather(mine.pieces, "run.evaluate")
             totals = {name: mean_of(pairs) for name, pairs in pieces.items()}
             return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
 
-        with self._chronicle.during("evaluating"):
-            found = self._calls.make("run.evaluate: figures", run)
-        self._chronicle.event("evaluate", took_s=time.monotonic() - began_s)
+        read = partial(as_pairs, what="the function given to evaluate")
+        found = self._go_through("run.evaluate", figures, dataset, (batch_size, model, loading), read, reduce)
         means = {name: Mean(*pair) for name, pair in found.items()}
         return means[""] if list(means) == [""] else means
+
+    def predict(
+        self,
+        function: Callable[[Any, Any], Any],
+        dataset: Any,
+        *,
+        batch_size: int = 256,
+        model: nn.Module | None = None,
+        **loading: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        """What the model predicts for every sample, in the order of the dataset, on all workers, on the CPU.
+
+        `function(model, batch)` returns a tensor with a row for each sample, or a dict of such tensors. The other
+        arguments are those of `evaluate`.
+        """
+
+        def reduce(mine: evaluation.Figures) -> dict[str, Tensor]:
+            pieces: dict[int, dict[str, Tensor]] = {}
+            for rank in range(self.world.size):
+                theirs = {str(n): rows for n, rows in mine.pieces.items()} if rank == self.world.rank else None
+                told = hand_over(self._group, self.device, rank, theirs)
+                pieces |= {int(n): {name: rows.cpu() for name, rows in piece.items()} for n, piece in told.items()}
+            return evaluation.join_rows(pieces, mine.samples)
+
+        codec = (tensors_to_text, tensors_from_text)
+        asked = (batch_size, model, loading)
+        found = self._go_through("run.predict", function, dataset, asked, evaluation.read_rows, reduce, codec)
+        predictions: dict[str, Tensor] = found
+        return predictions[""] if list(predictions) == [""] else predictions
+
+    def _go_through(
+        self,
+        what: str,
+        function: Callable[[Any, Any], Any],
+        dataset: Any,
+        asked: tuple[int, nn.Module | None, dict[str, Any]],
+        read: Callable[[Any], Any],
+        reduce: Callable[[evaluation.Figures], Any],
+        codec: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda found: found, lambda found: found),
+    ) -> Any:
+        """All samples of `dataset` through `function`, over all workers; what `reduce` makes of all its pieces."""
+        batch_size, other, loading = asked
+        evaluation.check_options(loading)
+        if other is not None and not isinstance(other, nn.Module):
+            raise TypeError(f"{what}(model=...) takes a torch.nn.Module, not a {type(other).__name__}")
+        model = self._replicated(what) if other is None else other.to(self.device)
+        samples = evaluation.count_samples(dataset)
+        self._agree(what, {"batch_size": batch_size, "len(dataset)": samples})
+        cut = evaluation.Pieces(dataset, batch_size, **loading)
+        began_s = time.monotonic()
+
+        def run() -> Any:
+            faults.at("evaluating")
+            if other is not None:
+                advice = f"{what}(model=...) takes a model that is the same on all workers"
+                replica.check_same_values(self._group, model, set(), self.device, buffers=True, advice=advice)
+            with self.options.precision.autocast(self.device):
+                go_on = self._calls.check_left
+                mine = evaluation.run(function, model, cut, world=self.world, seed=self.seed, go_on=go_on, read=read)
+            if samples is None:
+                evaluation.refuse_uneven_stream(mine, self._accord.compare)
+            if mine.samples == 0:
+                raise ValueError(f"{what}: the dataset has no samples")
+            return reduce(mine)
+
+        with self._chronicle.during("evaluating"):
+            found = self._calls.make(f"{what}: figures", run, encode=codec[0], decode=codec[1])
+        self._chronicle.event("evaluate", took_s=time.monotonic() - began_s)
+        return found
 
     def log(self, **figures: Any) -> dict[str, float]:
         """Figures of this moment, over all workers, into metrics.jsonl. A figure is a number, or (sum, weight).
@@ -856,6 +927,47 @@ class Run:
 
         self._saving.save(here.number, state, writes=self.world.rank == 0)
 
+    def save_best(self, metric: float, *, mode: str = "max") -> bool:
+        """Save a checkpoint in the folder `best` of the run directory if `metric` is better than all before it.
+
+        All workers call it with the same value, for example that of `run.evaluate`. Returns whether it was better.
+        `run.load(directory / "best")` reads the weights back, and `lockstep checkpoint export DIR/best model.pt`.
+        mode  "max": larger is better; "min": smaller is
+        """
+        if mode not in ("max", "min"):
+            raise ValueError(f'mode={mode!r} is not known; choose "max" or "min"')
+        plan, value = self._plan, float(metric)
+        if plan is None:
+            raise LockstepError("run.save_best has nothing to save before `run.train(batches, optimizer)`")
+        self._agree("run.save_best", {"the metric": value, "mode": mode})
+        is_better = self._best.improves(value, mode)
+        if is_better and self.directory is not None:
+            if self._best_saving is None:
+                self._best_saving = Saving(self.directory / "best", None, fence=self._calls.may_commit)
+            here = self._saved_position(plan)
+            self._best_saving.save(here.number, lambda: self._state_at(plan, here), writes=self.world.rank == 0)
+        return is_better
+
+    def load(self, path: str | Path, what: str = "model") -> None:
+        """Read weights of a checkpoint into the replicated model, on all workers; rank 0 alone reads the disk.
+
+        path  a run directory (its newest checkpoint counts), its folder `best`, or one checkpoint
+        what  "model", or a name that `run.register_state` was given, if that has the weights of the model
+
+        Raises CheckpointError, and changes nothing, if the weights do not fit the model.
+        """
+        model = self._replicated("run.load")
+
+        def load() -> None:
+            self._accord.come_to("run.load")
+            found = self._once.run(lambda: describe_misfit(read_weights(path, what), model))
+            if found:
+                raise CheckpointError(f"{path} does not fit the model:\n  " + "\n  ".join(found))
+            mine = read_weights(path, what) if self.world.rank == 0 else None
+            model.load_state_dict(hand_over(self._group, self.device, 0, mine))
+
+        self._calls.make("run.load", load)
+
     def _saved_position(self, plan: Plan) -> Position:
         """Of the next step that is to be taken: that of the batch in hand, unless it has been."""
         return self._here if self._in_hand and self._applied <= self._here.number else plan.batches.position
@@ -892,7 +1004,8 @@ class Run:
         shards = plan.batches.settings.shards
         run = {"seed": self.seed, "exact": self.exact, "shards": shards, "optimizer": optimizer}
         trainable = [leaf.name for leaf in plan.leaves]
-        return named(self._named(plan)) | {"run": run, "trainable": trainable, "settings": plan.settings}
+        more = {"trainable": trainable, "settings": plan.settings, "best": self._best.state()}
+        return named(self._named(plan)) | {"run": run} | more
 
     def _resume(self, plan: Plan) -> None:
         """From where the last run in this directory ended; or where the others are, if they are in the loop."""
@@ -908,6 +1021,7 @@ class Run:
                 self._tell_changes(plan, found, step)
                 restore(self._named(plan), found)
                 take_over_trainable(plan, found)
+                self._best.restore(found.get("best"))
                 self._was_stopped = stopped == step
                 self._chronicle.event("resumed", text=f"from the checkpoint of step {step}")
             self._applied = plan.batches.position.number

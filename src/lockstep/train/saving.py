@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -9,7 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.differences import differences
+from torch import nn
+
+from lockstep.checkpoint import format as layout
+from lockstep.checkpoint.differences import compare_named, differences
+from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer, Written
 from lockstep.errors import CheckpointError
@@ -111,6 +116,62 @@ class Saving:
                 "Use what it was saved with, or another directory. Nothing was changed."
             )
         return found.state
+
+
+class BestMetric:
+    """The best value of a metric so far, and whether another one is better."""
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+
+    def improves(self, value: float, mode: str) -> bool:
+        """Whether `value` is better than all before it; it counts from now on. Not a number is never better."""
+        known = self._value
+        is_better = not math.isnan(value) and (known is None or (value > known if mode == "max" else value < known))
+        if is_better:
+            self._value = value
+        return is_better
+
+    def state(self) -> float | None:
+        return self._value
+
+    def restore(self, state: float | None) -> None:
+        self._value = state
+
+
+def read_part(path: Path, part: str) -> State:
+    """A part of a checkpoint, such as "model": of the newest in a run directory, or of one that is named itself.
+
+    Raises CheckpointError if there is none, or no such part in it.
+    """
+    if (path / MANIFEST).exists():
+        state = layout.read(path)
+    else:
+        found = Store(path).newest() if path.is_dir() else None
+        if found is None:
+            raise CheckpointError(
+                f"{path} is neither a run directory with checkpoints nor a checkpoint; `lockstep checkpoint ls DIR` "
+                "shows what there is. A file of weights is read with model.load_state_dict(torch.load(...)) before "
+                "run.replicate(model)"
+            )
+        path, state = found.path, found.state
+    parts = {**{name: value for name, value in state.items() if name != "kept"}, **(state.get("kept") or {})}
+    if not isinstance(parts.get(part), Mapping):
+        known = ", ".join(sorted(name for name, value in parts.items() if isinstance(value, Mapping)))
+        raise CheckpointError(f"{path} has no part {part!r}; it has {known}")
+    return dict(parts[part])
+
+
+def read_weights(path: str | Path, part: str) -> State:
+    """The state dict of a model in `part` of a checkpoint. torch's AveragedModel keeps one behind a prefix."""
+    state = read_part(Path(path).absolute(), part)
+    averaged = {name.removeprefix("module."): value for name, value in state.items() if name.startswith("module.")}
+    return averaged if len(averaged) == len(state) - ("n_averaged" in state) and averaged else state
+
+
+def describe_misfit(weights: State, model: nn.Module) -> list[str]:
+    """What forbids to load these weights into the model, in words; nothing: they fit."""
+    return list(compare_named(weights, dict(model.state_dict())))
 
 
 def named(things: Mapping[str, Any]) -> State:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.checkpoint import tree
-from lockstep.checkpoint.format import flatten
+from lockstep.checkpoint.format import bytes_of, flatten
 from lockstep.comm.broadcast import Broadcast
 
 MESSAGE_BYTES = 32 << 20
@@ -42,3 +44,23 @@ def hand_over(
     Broadcast(keep=False)(group, [t for t in tensors if t.numel()], source=source, message_bytes=MESSAGE_BYTES)
     by_name = {name: tensor for (name, _, _), tensor in zip(kinds, tensors, strict=True)}
     return tree.restore(structure, by_name, Path("the state of another worker"))
+
+
+def tensors_to_text(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Tensors as JSON: the result of a call that a worker may have to read instead of making it."""
+    found = {}
+    for name, tensor in tensors.items():
+        data = base64.b64encode(bytes_of(tensor)).decode()
+        found[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
+    return found
+
+
+def tensors_from_text(text: dict[str, list[Any]]) -> dict[str, Tensor]:
+    """The inverse of `tensors_to_text`."""
+    found = {}
+    for name, (dtype, shape, data) in text.items():
+        raw = torch.frombuffer(bytearray(base64.b64decode(data)) or bytearray(1), dtype=torch.uint8)
+        count = math.prod(shape)
+        kind = getattr(torch, dtype)
+        found[name] = raw.view(kind).view(shape).clone() if count else torch.empty(shape, dtype=kind)
+    return found
