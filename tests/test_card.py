@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from traceback import TracebackException
 
 import pytest
 
@@ -87,6 +89,65 @@ def test_without_a_traceback_nothing_is_known() -> None:
     assert trouble.read(["hello", "bye"]) == trouble.Trouble()
 
 
+def raised(*files: str, cause: Exception | None = None) -> Exception:
+    """An exception that went through functions in these files, the last of which raised it."""
+    scope: dict[str, object] = {"error": ValueError(files[-1]), "cause": cause}
+    code = "raise error from cause" if cause else "raise error"
+    for file in reversed(files):
+        exec(compile(f"def call():\n    {code}\n", file, "exec"), scope)
+        scope, code = {"inner": scope["call"]}, "inner()"
+    try:
+        scope["inner"]()  # type: ignore[operator]
+    except ValueError as error:
+        return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+    raise AssertionError
+
+
+def cut(error: Exception) -> tuple[str, int]:
+    told = TracebackException.from_exception(error)
+    left_out = trouble.cut(told)
+    return "".join(told.format()), left_out
+
+
+TORCHS = "/x/lib/python3.11/site-packages/torch/nn/modules/module.py"
+OTHERS = "/x/lib/python3.11/site-packages/wandb/sdk.py"
+
+
+def test_a_traceback_is_cut_to_the_users_own_frames() -> None:
+    text, left_out = cut(raised("train.py", OURS, TORCHS, "model.py", OTHERS, TORCHS))
+    assert re.findall(r'File "([^"]+)"', text) == ["train.py", "model.py"]
+    assert left_out == 4
+    assert text.endswith(f"ValueError: {TORCHS}\n")
+    same = raised("train.py", "model.py")
+    assert cut(same) == ("".join(TracebackException.from_exception(same).format()), 0)
+
+
+def test_a_program_that_is_installed_as_a_package_keeps_its_frames() -> None:
+    assert re.findall(r'File "([^"]+)"', cut(raised(OTHERS, OURS, OTHERS))[0]) == [OTHERS, OTHERS]
+    assert re.findall(r'File "([^"]+)"', cut(raised(OURS, TORCHS))[0]) == [TORCHS], "or else the last one"
+
+
+def test_a_cause_is_shown_where_it_has_a_frame_of_the_users() -> None:
+    theirs = raised(OURS, "data.py")
+    text, left_out = cut(raised("train.py", OURS, cause=theirs))
+    assert re.findall(r'File "([^"]+)"', text) == ["data.py", "train.py"]
+    assert text.count(trouble.BY_CAUSE) == 1
+    assert left_out == 2
+    text, left_out = cut(raised("train.py", OURS, cause=raised(OURS, TORCHS)))
+    assert re.findall(r'File "([^"]+)"', text) == ["train.py"]
+    assert trouble.BY_CAUSE not in text
+    assert left_out == 3
+
+
+def test_the_traceback_of_a_loader_process_is_cut_too() -> None:
+    told = "".join(TracebackException.from_exception(raised(OURS, "data.py", TORCHS)).format())
+    away = ValueError("away")
+    away.add_note(f"in the loader process:\n{told}")
+    text, left_out = cut(raised("train.py", OURS, cause=away))
+    assert re.findall(r'File "([^"]+)"', text) == ["data.py", "train.py"]
+    assert left_out == 3
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -167,18 +228,19 @@ def dead(folder: Path, code: int = 1) -> Dead:
 def test_facts_say_more_than_the_last_words(tmp_path: Path) -> None:
     where = {"rank": 1, "size": 2, "step": 5, "epoch": 1, "call": "run.step", "shard": 3}
     failure.write(tmp_path, Facts(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where))
-    card = hold(dead(tmp_path))
+    card = hold(dead(tmp_path), failure.read(tmp_path, 77, "rank1"))
     assert card.who == "rank 1 of 2, pid 77 on node2"
     assert card.where == "step 5, epoch 1 (both count from 0), shard 3, in run.step"
     assert card.place == ("/home/me/data.py:7, in __getitem__", '    raise ValueError("bad")')
     assert [path.name for path in tmp_path.iterdir()] == ["failure-rank1.json"]
-    assert hold(dead(tmp_path)).where == "", "those of a later process with the same name are its own"
+    assert failure.read(tmp_path, 77, "rank1") is None, "those of a later process with the same name are its own"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"pid": 77}', b'"x"'])
 def test_facts_that_are_damaged_are_left_alone(tmp_path: Path, damage: bytes) -> None:
     failure.path_of(tmp_path, 77).write_bytes(damage)
-    assert "DataError: dataset[3] failed" in hold(dead(tmp_path)).what
+    assert failure.read(tmp_path, 77, "rank1") is None
+    assert "DataError: dataset[3] failed" in hold(dead(tmp_path), None).what
 
 
 def test_of_one_that_was_killed_the_trace_says_how_far_it_was(tmp_path: Path) -> None:

@@ -352,7 +352,7 @@ def test_peers_that_do_not_obey_are_killed_after_the_grace(stage: Stage) -> None
     assert "[rank 0] no\n" in done.stdout
     lines, card = split_card(done.stderr)
     assert lines[-1] == "lockstep: rank 1 said nothing"
-    assert "| what   exit status 3; it said nothing" in card
+    assert "| what   the program called sys.exit(3)\n" in card
 
 
 def test_what_a_worker_started_ends_with_the_run(stage: Stage) -> None:

@@ -352,8 +352,43 @@ def test_two_elastic_programs_on_one_run_directory(stage: Stage) -> None:  # noq
 def test_only_rank_0_evaluates(stage: Stage, backend: str) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="evaluate", LOCKSTEP_BACKEND=backend)
     seen.has("DesyncError", "mismatching collectives", "if rank == 0:", "run.on_main(...)")
-    if backend == "gloo":
-        assert re.search(r"rank \d called run\.(evaluate|step), but rank \d called run\.(evaluate|step)", seen.card)
+    assert re.search(r"rank \d called run\.(evaluate|step), but rank \d called run\.(evaluate|step)", seen.card)
+
+
+OTHER_CALLS = """
+import torch, lockstep
+from torch.utils.data import TensorDataset
+with lockstep.Run(seed=1, progress=False) as run:
+    model = run.replicate(torch.nn.Linear(8, 1))
+    first, second = sys.argv[1:]
+    calls = {
+        "run.log": lambda: run.log(x=1.0),
+        "run.evaluate": lambda: run.evaluate(lambda model, batch: (1.0, 1), TensorDataset(torch.ones(8, 8))),
+        "run.on_main": lambda: run.on_main(lambda: 1),
+    }
+    run.log(y=2.0)
+    calls[sys.argv[1 + rank]]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "calls"),
+    [
+        ("shm", ["run.evaluate", "run.log"]),
+        pytest.param("shm", ["run.log", "run.on_main"], marks=pytest.mark.slow),
+        pytest.param("gloo", ["run.evaluate", "run.log"], marks=pytest.mark.slow),
+        pytest.param("gloo", ["run.log", "run.on_main"], marks=pytest.mark.slow),
+    ],
+)
+def test_workers_in_different_calls_of_the_run(stage: Stage, backend: str, calls: list[str]) -> None:  # noqa: F811
+    """On every backend both workers and both calls are named."""
+    script = stage.script(OTHER_CALLS)
+    done = stage.run("--plain", "-n", "2", script, *calls, OMP_NUM_THREADS="1", LOCKSTEP_BACKEND=backend)
+    assert done.returncode == 1
+    _, card = split_card(done.stderr)
+    text = " ".join(line.lstrip("| ") for line in card.splitlines())
+    said = [f"rank {one} called {calls[one]}, but rank {1 - one} called {calls[1 - one]}; look for" for one in (0, 1)]
+    assert any(f"DesyncError: {words}" in text for words in said), card
 
 
 @pytest.mark.slow

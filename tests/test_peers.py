@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_one_that_called_something_else_is_named() -> None:
     error = judge(US, [peer(rank=2), peer(inside=False, calls=9)], dead=[], where="there")
     assert isinstance(error, DesyncError)
     assert "rank 1" in str(error)
+
+
+def test_calls_of_a_run_are_compared_where_their_positions_are_equal() -> None:
+    us = replace(US, position=(2, 1), doing="run.log")
+    assert judge(us, [peer(position=(2, 0), doing="run.step", calls=8)], dead=[], where="there") is None
+    assert judge(us, [peer(position=(2, 1), doing="run.log", calls=8)], dead=[], where="there") is None
+    assert judge(us, [peer(position=(2, 1), doing="", calls=8)], dead=[], where="there") is None, "between two calls"
+    error = judge(us, [peer(position=(2, 1), doing="run.save", calls=8)], dead=[], where="there")
+    assert isinstance(error, DesyncError)
+    assert str(error).startswith("rank 0 called run.log, but rank 1 called run.save; look for control flow")
 
 
 SCRIPT = """

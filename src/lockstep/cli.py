@@ -233,7 +233,7 @@ def _run(chosen: argparse.Namespace) -> int:
         refuse(f"cannot write logs to {log_dir}: {error.strerror}; choose another folder with --log-dir")
     command = [*(["-m"] if chosen.module else []), *program]
     if chosen.drop_in:
-        command = ["-m", "lockstep.elastic.worker", *command]
+        command = ["--drop-in", *command]
     if chosen.checkpoint_every is not None:
         os.environ["LOCKSTEP_CHECKPOINT_EVERY"] = chosen.checkpoint_every
     if chosen.fresh:

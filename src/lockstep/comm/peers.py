@@ -69,7 +69,8 @@ class Report:
 def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: str) -> LockstepError | None:
     """Who is to blame for our waiting, if the reports say so. A worker that is merely slow is not to blame.
 
-    A DesyncError is a strong suspicion only: sends and receives of the user's own count as calls too.
+    A DesyncError about collectives is a strong suspicion only: sends and receives of the user's own count as calls too.
+    One about calls of the Run is certain: those at one position are the same on all workers.
     """
     for peer in peers:
         if peer.left is not None:
@@ -88,6 +89,8 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
                 rank=peer.rank,
                 pid=peer.pid,
             )
+    if (elsewhere := in_other_call(us, peers)) is not None:
+        return elsewhere
     for peer in peers:
         if peer.pid and not peer.inside and peer.calls == us.calls:
             return DesyncError(
@@ -96,6 +99,22 @@ def judge(us: Report, peers: Sequence[Report], *, dead: Sequence[int], where: st
                 "control flow depends on the rank: use `with model.join():` for uneven inputs, and look for a barrier, "
                 "a reduction or a checkpoint that only some workers reach."
             )
+    return None
+
+
+def other_call(rank: int, what: str, peer: int, theirs: str) -> DesyncError:
+    """For two workers that are in different calls of the Run."""
+    return DesyncError(
+        f"rank {rank} called {what}, but rank {peer} called {theirs}; look for control flow that depends on the rank "
+        "just before it: all workers make the same calls in the same order"
+    )
+
+
+def in_other_call(us: Report, peers: Sequence[Report]) -> DesyncError | None:
+    """If one of them is, at our position, in another call of the Run than we are."""
+    for peer in peers:
+        if us.doing and peer.doing not in ("", us.doing) and peer.position == us.position:
+            return other_call(us.rank, us.doing, peer.rank, peer.doing)
     return None
 
 

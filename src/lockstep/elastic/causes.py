@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -168,6 +169,22 @@ _RULES: Final = (
         "try that sample alone in a Python prompt: dataset[i]",
     ),
     _rule(
+        r"^(?:SyntaxError|IndentationError|TabError): ",
+        "Python cannot read that file",
+        "correct the syntax of that line, or of the one before it",
+    ),
+    _rule(
+        r"^ModuleNotFoundError: No module named '(?P<module>[^']+)'",
+        "there is no module {module} where this Python looks for it",
+        f"install it for {sys.executable} (`python -m pip install ...`), or correct its name; modules of your own are "
+        "looked for beside the script, and in PYTHONPATH",
+    ),
+    _rule(
+        r"^the program called sys\.exit",
+        "the program ended itself, with a status that is not 0",
+        "see what it said last, and why it ends there; a program that is done ends with sys.exit(0), or just ends",
+    ),
+    _rule(
         r"SharedMemory|No space left on device",
         "a disk is full",
         "free some space; `df -h` shows which disk it is",
@@ -229,5 +246,5 @@ def advise(evidence: Evidence) -> str:
     if evidence.what:
         return "correct the line above; the whole traceback is in the log"
     if evidence.code > 0:
-        return "it ended itself without an exception (sys.exit, os._exit?): see the end of its log"
+        return "it ended without an exception, and not by sys.exit (os._exit, in a library?): see the end of its log"
     return "see the end of its log"

@@ -333,8 +333,7 @@ class ElasticCrew(Crew):
         for worker in self._living():
             if worker.process.poll() is None:
                 continue
-            worker.out.drain()
-            worker.err.drain()
+            worker.take_last(self._job.log_dir)
             code, at_s = worker.process.returncode, time.monotonic()
             assert code is not None
             person = self._persons[worker.rank]

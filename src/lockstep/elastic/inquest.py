@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.card import ASCII, LINES, WIDTH, Box, Card, draw
-from lockstep.elastic import failure, trouble
+from lockstep.elastic import trouble
 from lockstep.elastic.causes import Evidence, advise, explain
-from lockstep.elastic.failure import Facts
+from lockstep.elastic.failure import ENDED_ITSELF, Facts
 from lockstep.elastic.screen import write_all
 from lockstep.elastic.trouble import Frame, Trouble
 from lockstep.elastic.verdict import describe
@@ -45,22 +45,23 @@ class Dead:
     pids: dict[str, int] = field(default_factory=dict)  # of all workers, by name
 
 
-def hold(dead: Dead) -> Card:
-    facts = failure.read(dead.log_dir, dead.pid, dead.log.removesuffix(".log"))
+def hold(dead: Dead, facts: Facts | None) -> Card:
+    """`facts`: what it wrote down, if it did."""
     return make_card(dead, facts, {} if facts is not None else last_seen(dead))
 
 
 def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
     """Pure. `seen`: how far it was, if it wrote down nothing."""
-    found = trouble.read(dead.words if facts is None else facts.trace.splitlines())
-    if facts is not None:
-        found = Trouble(trouble.shorten(f"{facts.kind}: {facts.text}".rstrip(": ")), found.cause, found.frame)
+    found = trouble.read(dead.words) if facts is None else read_facts(facts)
     evidence = Evidence(found.what, "\n".join(dead.words), dead.code, dead.out_of_memory, dead.told)
     cause = explain(evidence)
     if found.cause and cause is None:
         cause = explain(Evidence(found.cause, "", dead.code))
     early = _EARLY.search(found.what)
+    ended_itself = facts is not None and facts.kind == ENDED_ITSELF  # of which Python prints no traceback
     what = found.what or _ended(dead)
+    if ended_itself and (last := _last_line(dead)) and last not in what:
+        what += f"; the last that it said: {last}"
     if found.cause:
         what += f"\nbecause of {found.cause}"
     host = facts.host if facts is not None else socket.gethostname()
@@ -80,8 +81,18 @@ def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
         where=describe_place(facts.where if facts is not None else seen, is_certain=facts is not None),
         why=cause.why if cause is not None else "",
         do=cause.do if cause is not None else advise(evidence),
-        logs=f"{dead.log_dir / dead.log}" + ("\nwith the whole traceback, which is above, too" if found.what else ""),
+        logs=f"{dead.log_dir / dead.log}" + ("\nwith the whole traceback" if found.what and not ended_itself else ""),
     )
+
+
+def read_facts(facts: Facts) -> Trouble:
+    """What they are about. Of a SyntaxError and of sys.exit there may be no traceback, but there is a place."""
+    lines = facts.trace.splitlines()
+    found = trouble.read(lines)
+    frame = found.frame or trouble.find_frame(lines)
+    if facts.kind == ENDED_ITSELF:
+        return Trouble(facts.text, "", frame)
+    return Trouble(trouble.shorten(f"{facts.kind}: {facts.text}".rstrip(": ")), found.cause, frame)
 
 
 def named_by_all(what: str, dead: Dead) -> str | None:
@@ -136,9 +147,12 @@ def show(card: Card) -> None:
 
 def _ended(dead: Dead) -> str:
     """Without an exception."""
-    last = next((line.strip() for line in reversed(dead.words) if line.strip()), "")
-    ended = describe(dead.code).partition(";")[0]
-    return ended + (f"; the last that it said: {last[:300]}" if last else "; it said nothing")
+    ended, last = describe(dead.code).partition(";")[0], _last_line(dead)
+    return ended + (f"; the last that it said: {last}" if last else "; it said nothing")
+
+
+def _last_line(dead: Dead) -> str:
+    return next((line.strip()[:300] for line in reversed(dead.words) if line.strip()), "")
 
 
 def _place(frame: Frame | None) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, Final
 
+from lockstep.elastic import failure
+from lockstep.elastic.failure import Facts
 from lockstep.elastic.forked import Forked
 from lockstep.elastic.guardian import Guardian, adopt_orphans
 from lockstep.elastic.inquest import Dead, hold, show
@@ -63,7 +65,7 @@ STRAYS_S = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: `command` is what follows `python` on a command line."""
+    """What to run: `command` is for elastic/worker.py."""
 
     command: tuple[str, ...]
     workers: int  # on each host
@@ -112,6 +114,7 @@ def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores
         # system and fault them in anew: a third of the step of a 25 M parameter MLP on a CPU.
         env.update(MALLOC_TRIM_THRESHOLD_=str(2**30), MALLOC_MMAP_THRESHOLD_=str(2**25))
     env.update(LOCAL_RANK=str(rank), PYTHONUNBUFFERED="1", LOCKSTEP_RUN_DIR=str(job.log_dir), LOCKSTEP_RUN_ID=job.id)
+    env["LOCKSTEP_LAUNCHER"] = str(os.getpid())  # so that a worker knows itself from what it starts
     if job.hosts is not None:
         return _among_hosts(env, job.hosts)
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -237,6 +240,7 @@ class WorkerProcess:
         self.log = log
         self.tail = b""
         self.told = False
+        self.facts: Facts | None = None  # that it wrote down when it failed
         self.buried = False  # nothing of it is left, and its number may be somebody else's
         assert process.stdout is not None
         assert process.stderr is not None
@@ -256,6 +260,17 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return self.process.returncode is None
+
+    def take_last(self, log_dir: Path) -> None:
+        """It has ended: take what is left in its pipes, and the traceback that it left for its log."""
+        self.out.drain()
+        self.err.drain()
+        self.facts = failure.read(log_dir, self.process.pid, log_of(self.name).removesuffix(".log"))
+        if self.facts is not None and not self.facts.is_printed:
+            text = self.facts.trace.encode(errors="replace")
+            self.write_log(text)
+            self.err.tail = (self.err.tail + text)[-TAIL_BYTES:]
+            self.tail = (self.tail + text)[-TAIL_BYTES:]
 
     def words(self) -> list[str]:
         return last_words(self.err.tail.decode(errors="replace"), self.tail.decode(errors="replace"))
@@ -327,7 +342,7 @@ class Crew:
 
     def _launch(self, rank: int, name: str, env: Mapping[str, str]) -> None:
         process = subprocess.Popen(
-            [sys.executable, *self._job.command],
+            [sys.executable, "-m", "lockstep.elastic.worker", *self._job.command],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -460,9 +475,7 @@ class Crew:
             if worker.process.poll() is None:
                 continue
             at_s = time.monotonic()
-            # Its last words are all in the pipes by now: read them before we judge.
-            worker.out.drain()
-            worker.err.drain()
+            worker.take_last(self._job.log_dir)  # before we judge
             code = worker.process.returncode
             assert code is not None
             self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told))
@@ -476,13 +489,19 @@ class Crew:
             return INTERRUPTED if self._asked == signal.SIGINT else status
         if culprit is None or (culprit.told and self._asked is not None):
             return status
-        who, words = self._workers[culprit.rank].name, self._workers[culprit.rank].words()
+        worker = self._workers[culprit.rank]
+        who, words, facts = worker.name, worker.words(), worker.facts
         say(f"{who} of {self._job.workers} failed first: {describe(culprit.code)}")
         say(f"the logs of all workers are in {self._job.log_dir}")
-        say(f"the last words of {who}:" if words else f"{who} said nothing")
+        if facts is not None and facts.short:
+            cut = f", without {facts.left_out} frames of lockstep and torch, which {log_of(who)} has"
+            say(f"the traceback of {who}{cut if facts.left_out else ''}:")
+            words = facts.short.splitlines()
+        else:
+            say(f"the last words of {who}:" if words else f"{who} said nothing")
         with suppress(OSError):
             write_all(2, "".join(f"[{who}] {line}\n" for line in words).encode(errors="replace"))
-        show(hold(self._lay_out(culprit)))
+        show(hold(self._lay_out(culprit), facts))
         return status
 
     def _lay_out(self, exited: Exit) -> Dead:

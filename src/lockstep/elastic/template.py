@@ -22,13 +22,11 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-from lockstep.elastic import worker
 from lockstep.elastic.forked import Request
-from lockstep.elastic.worker import run_program
+from lockstep.elastic.worker import become
 
 _PR_SET_PDEATHSIG: Final = 1
 PARENT_WITHIN_S: Final = 10.0
-_OURS: Final = (__file__, worker.__file__)
 
 
 def main(descriptor: int) -> None:
@@ -49,24 +47,11 @@ def main(descriptor: int) -> None:
             request = Request(*json.load(told))
         pid, program = _fork(request, handles, line)
         if program is not None:
-            _become(list(program))
+            become(list(program))
             return
         line.send(str(pid).encode())
         for handle in handles:
             os.close(handle)
-
-
-def _become(program: list[str]) -> None:
-    """Run it as `python` would; its traceback begins with it, and not with us."""
-    try:
-        run_program(program)
-    except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OURS:
-            trace = trace.tb_next
-        sys.last_value = error
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.exit(1)
 
 
 def _fork(request: Request, handles: list[int], line: socket.socket) -> tuple[int, tuple[str, ...] | None]:

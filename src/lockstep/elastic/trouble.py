@@ -1,6 +1,7 @@
-"""What a traceback is about, read from its text: the exception, and the place in the user's own code. Pure.
+"""What a traceback is about: the exception, and the place in the user's own code. Pure.
 
-Text is all that a launcher has of a worker that knows nothing of us, or whose exception came from a loader process.
+It is read from the text, which is all that a launcher has of a worker that knows nothing of us, or whose exception came
+from a loader process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException
 from typing import Final
 
 BY_CAUSE: Final = "The above exception was the direct cause of the following exception:"
@@ -75,6 +77,70 @@ def find_frame(lines: Sequence[str]) -> Frame | None:
             source = "" if _FRAME.match(lines[n + 1] if after else "") else after
             found = Frame(match["file"], int(match["line"]), match["function"] or "", source)
     return found
+
+
+def cut(error: TracebackException) -> int:
+    """Leave only the user's own frames in it, and in what it was caused by. Returns how many others there were.
+
+    A cause that has none is left out: what broke inside of torch or of us is said in other words by then.
+    """
+    kept = _kept(error.stack)
+    left_out = len(error.stack) - len(kept)
+    error.stack = StackSummary.from_list(kept)
+    notes = error.__notes__ or []
+    for n, note in enumerate(notes):
+        notes[n] = cut_text(note)
+        left_out += len(_frames(note)) - len(_frames(notes[n]))
+    for one in error.exceptions or ():
+        left_out += cut(one)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None:
+        return left_out
+    if _is_about_users(cause):
+        return left_out + cut(cause)
+    error.__cause__, error.__suppress_context__ = None, True
+    return left_out + len(cause.stack)
+
+
+def _kept(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
+    """Where no frame is the user's (a program that was installed as a package), those of other libraries."""
+    users = [frame for frame in stack if is_users(frame.filename)]
+    others = [frame for frame in stack if not is_foundation(frame.filename)]
+    return users or others or list(stack[-1:])
+
+
+def _is_about_users(error: TracebackException) -> bool:
+    chain = (error.__cause__, error.__context__)
+    files = [frame.filename for frame in error.stack] + [
+        file for note in error.__notes__ or () for file in _frames(note)
+    ]
+    return any(map(is_users, files)) or any(_is_about_users(one) for one in chain if one)
+
+
+def _frames(text: str) -> list[str]:
+    """The file of each frame in it."""
+    return [match["file"] for line in text.splitlines() if (match := _FRAME.match(line))]
+
+
+def cut_text(text: str) -> str:
+    """The same without the frames that are not the user's: for the traceback of a loader process, which is text."""
+    kept, is_shown = [], True
+    for line in text.splitlines(keepends=True):
+        match = _FRAME.match(line.rstrip("\n"))
+        if match is not None:
+            is_shown = is_users(match["file"])
+        elif not line.startswith("    "):  # what belongs to a frame is indented further than it
+            is_shown = True
+        kept += [line] if is_shown else []
+    return "".join(kept)
+
+
+def is_foundation(file: str) -> bool:
+    """Of torch, of ours, or of Python itself."""
+    package = re.search(r"/(?:site|dist)-packages/(\w+)/", file)
+    if package is not None:
+        return package[1] in ("torch", "lockstep")
+    return file.startswith(("<frozen", _OURS + "/", _STANDARD + "/"))
 
 
 def is_users(file: str) -> bool:

@@ -1,9 +1,10 @@
-"""Runs a program as `python` would, after putting our DistributedDataParallel in torch's place.
+"""Runs a program as `python` would, and writes down what ends it (elastic/failure.py).
 
     python -m lockstep.elastic.worker train.py args...
     python -m lockstep.elastic.worker -m package.train args...
+    python -m lockstep.elastic.worker --drop-in train.py args...     our DistributedDataParallel is in torch's place
 
-This is what `lockstep run --drop-in` starts. Without --drop-in, workers are plain `python train.py`.
+This is what `lockstep run` starts.
 """
 
 from __future__ import annotations
@@ -13,18 +14,42 @@ import io
 import os
 import runpy
 import sys
+import zipfile
 from types import ModuleType
 
+from lockstep.elastic.failure import CrashHook
 
-def main() -> None:
-    import lockstep
 
-    lockstep.install_ddp()
-    run_program(sys.argv[1:])
+def become(program: list[str]) -> None:
+    """Run it as `python` would; its traceback begins with it, and not with us."""
+    hook = CrashHook(os.environ)
+    hook.install()
+    try:
+        run_program(program)
+    except SystemExit as error:
+        hook.note_exit(error)
+        raise
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and _is_start(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        sys.last_value = error
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def _is_start(file: str) -> bool:
+    """Of the code that starts a program."""
+    return file in (__file__, "<frozen runpy>")
 
 
 def run_program(arguments: list[str]) -> None:
-    """`arguments`: what follows `python` on a command line."""
+    """`arguments`: what follows `python` on a command line, perhaps after --drop-in."""
+    if arguments[:1] == ["--drop-in"]:
+        import lockstep
+
+        lockstep.install_ddp()
+        arguments = arguments[1:]
     if arguments[:1] == ["-m"]:
         sys.argv = arguments[1:]
         # `python -m` has put the working folder in sys.path[0] for us already, as it would for the program.
@@ -39,11 +64,12 @@ def run_script(path: str) -> None:
 
     `runpy.run_path` would take the module away again at the end, before atexit.
     """
-    if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
+    if os.path.isdir(path) or path.endswith(".pyc") or zipfile.is_zipfile(path):
         runpy.run_path(path, run_name="__main__")  # a folder or an archive with a __main__.py, or compiled code
         return
     path = os.path.abspath(path)
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
     main_module = ModuleType("__main__")
     main_module.__file__ = path
     main_module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
@@ -55,4 +81,4 @@ def run_script(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    become(sys.argv[1:])

@@ -117,6 +117,8 @@ class Calls:
 
     def __init__(self) -> None:
         self.doing = ""  # the call that we are in, or that failed
+        # Of an error about collectives: one about the calls that made them, where those differ (train/accord.py).
+        self.explain_desync: Callable[[Calls, DesyncError], DesyncError] = lambda calls, error: error
         self._begun = 0
 
     @property
@@ -145,9 +147,18 @@ class Calls:
         """
         self._begun += 1
         self.doing = what
-        result = call()
+        result = self._carry_out(call)
         self.doing = ""
         return result
+
+    def _carry_out(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except DesyncError as error:
+            explained = self.explain_desync(self, error)
+            if explained is error:
+                raise
+            raise explained from error
 
     @property
     def generation(self) -> int:
@@ -234,7 +245,7 @@ class ElasticCalls(Calls):
                     return decode(None)  # the others are in the loop, and so are we, with their state
                 continue
             try:
-                result = call()
+                result = self._carry_out(call)
                 break
             except Exception as error:
                 self._check_lost(error)

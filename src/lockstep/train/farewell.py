@@ -1,18 +1,12 @@
-"""What a worker writes down when an exception ends it, for the launcher's card (elastic/failure.py)."""
+"""What a Run adds to the record of an exception that ends its worker (elastic/failure.py)."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from lockstep.elastic.failure import LONGEST_TRACE, Facts, write
+from lockstep.elastic.failure import CrashHook
 from lockstep.train import step
 
 
@@ -22,35 +16,18 @@ class Farewell:
     it is not ended: the exception is yet to come to the top."""
 
     def __init__(self, env: Mapping[str, str], where: Callable[[], dict[str, Any]]) -> None:
-        folder = env.get("LOCKSTEP_RUN_DIR")  # without a launcher nobody would read it
-        self._folder = Path(folder) if folder else None
-        self._where, self._pid = where, os.getpid()
-        self._before = sys.excepthook
-        self._is_over = False
+        self._where = where
+        self._hook = CrashHook(env, self._describe)
 
     def begin(self) -> None:
-        if self._folder is not None:
-            self._before, sys.excepthook = sys.excepthook, self._tell
+        self._hook.install()
 
     def end(self) -> None:
-        self._is_over = True  # torch may have kept us, to put us back when its group ends
-        if sys.excepthook == self._tell:
-            sys.excepthook = self._before
+        self._hook.remove()
 
-    def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not self._is_over and os.getpid() == self._pid and isinstance(error, Exception):
-            with suppress(Exception):
-                self._write(kind, error, trace)
-        self._before(kind, error, trace)
-
-    def _write(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        assert self._folder is not None
-        where = self._where()
+    def _describe(self, trace: TracebackType | None) -> dict[str, Any]:
         shard = _shard_of(trace)
-        if shard is not None:
-            where["shard"] = shard
-        text = "".join(traceback.format_exception(kind, error, trace))[-LONGEST_TRACE:]
-        write(self._folder, Facts(self._pid, socket.gethostname(), kind.__name__, str(error), text, where))
+        return self._where() | ({} if shard is None else {"shard": shard})
 
 
 def _shard_of(trace: TracebackType | None) -> int | None:

@@ -15,8 +15,8 @@ from typing import Final, final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lockstep.comm.peers import Reporter, Watch
-from lockstep.errors import DesyncError, PeerLostError
+from lockstep.comm.peers import Reporter, Watch, other_call
+from lockstep.errors import PeerLostError
 
 FIRST_PAUSE_S: Final = 0.0005
 LONGEST_PAUSE_S: Final = 0.05
@@ -72,15 +72,9 @@ class Gate:
             if rank != self._rank and self._store.check([f"at {rank}"]):
                 place, theirs = json.loads(self._store.get(f"at {rank}"))
                 if tuple(place) > number or (tuple(place) == number and theirs != what):
-                    raise self._desync(what, rank, theirs)
+                    raise other_call(self._rank, what, rank, theirs)
         if self._reporter is not None and isinstance(gone := self._reporter.blame(what), PeerLostError):
             raise gone
         for peer in self._reporter.hear() if self._reporter is not None else ():
             if peer.position == number and peer.doing not in ("", what):
-                raise self._desync(what, peer.rank, peer.doing)
-
-    def _desync(self, what: str, rank: int, theirs: str) -> DesyncError:
-        return DesyncError(
-            f"rank {self._rank} called {what}, but rank {rank} called {theirs}; look for control flow that depends on "
-            "the rank just before it: all workers make the same calls in the same order"
-        )
+                raise other_call(self._rank, what, peer.rank, peer.doing)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lockstep.comm.peers import Reporter, judge
+from lockstep.comm.peers import Reporter, in_other_call, judge
 from lockstep.errors import LockstepError, PeerLostError
 
 ASK_EVERY_S = 0.02
@@ -84,6 +84,8 @@ class Once:
             error = judge(self._reporter.now(), them, dead=self._reporter.dead(them), where=where)
             if isinstance(error, PeerLostError):
                 raise error
+            if (elsewhere := in_other_call(self._reporter.now(), them)) is not None:
+                raise elsewhere
 
 
 def _as_text(value: Any, name: str) -> str:
