@@ -19,6 +19,8 @@ import pytest
 
 from lockstep.measure import live
 from lockstep.measure.now import find, look
+from lockstep.train import progress
+from lockstep.train.step import Result
 
 PROGRAM = """
 import time, torch, lockstep
@@ -132,6 +134,39 @@ def test_a_figure_stays_beside_its_name(run: Path, width: int) -> None:
     text = console.export_text()
     for part in ("epoch 2", "accuracy 0.9944", "perplexity 12.34", "samples/s 64", "computing 70%", "lost workers 1"):
         assert part in text, text
+
+
+def test_the_line_of_a_run_without_a_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the last metrics, and comes from the worker that is rank 0 now."""
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    leads, lines = [True], []
+    line = progress.Progress(steps=3, speaks=lambda: leads[0])
+    for number in range(3):
+        leads[0] = number != 1
+        result = Result(number, 0.5, 1.0, None, skipped=False, stop_asked_by=(), waited_s=0.0)
+        line.step(result, epoch=0, samples=8, waited_for_data_s=0.0)
+        line.log(number + 1, {"accuracy": 0.25 * number})
+        lines.append(re.sub(r"[\d,]+ samples/s", "8 samples/s", capsys.readouterr().err))
+    assert lines == [
+        "lockstep: step 1/3  epoch 0  loss 0.5  8 samples/s  waiting for data 0%\n",
+        "",
+        "lockstep: step 3/3  epoch 0  loss 0.5  accuracy 0.25  8 samples/s  waiting for data 0%\n",
+    ]
+    line.end(3)
+    capsys.readouterr()
+    line.log(3, {"accuracy": 0.75})
+    assert capsys.readouterr().err == "lockstep: step 3  accuracy 0.75\n"
+    (tmp_path / "trace").mkdir()
+    for trace in (None, tmp_path / "trace", tmp_path / "none"):
+        line.point_at_report(trace)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "trace" / "1.jsonl").touch()
+    line.point_at_report(tmp_path / "trace")
+    leads[0] = False
+    line.point_at_report(tmp_path / "trace")
+    assert capsys.readouterr().err == f"lockstep: where the time went: lockstep report {tmp_path}\n"
 
 
 def test_where_there_is_no_run(tmp_path: Path) -> None:

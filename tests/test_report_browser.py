@@ -17,6 +17,7 @@ from traces import Plan, write_trace
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 EVIL = "</script><img src=x onerror=\"document.title='harm'\">"
+METRICS: dict[int, dict[str, float]] = {100: {"accuracy": 0.5}, 300: {"accuracy": 0.75, EVIL: 3.0}}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("report") / "digits", Plan(steps=300, slow={1: 1.5}, losses={200: math.nan}))
+    run = tmp_path_factory.mktemp("report") / "digits"
+    return make(run, Plan(steps=300, slow={1: 1.5}, losses={200: math.nan, 300: 1e-3}, metrics=METRICS))
 
 
 def make(run: Path, plan: Plan) -> Path:
@@ -75,6 +77,32 @@ def test_it_draws_everything_without_an_error_or_a_request(page: Page, report: P
     assert page.ask(f"[...document.querySelectorAll('section')].filter({is_empty}).length") == 0
     assert page.errors == []
     assert page.requests == [report.as_uri()]
+
+
+def test_metrics_of_the_program(page: Page) -> None:
+    assert page.ask("[...document.querySelectorAll('#metrics h3')].map(e => e.firstChild.textContent)") == ["accuracy"]
+    assert page.ask("document.querySelectorAll('#metrics path.line').length") == 1
+    rows = page.ask(
+        "[...document.querySelectorAll('#metrics tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert rows == [["accuracy", "0.75", "300", "0.5", "0.75"], [EVIL, "3", "300", "3", "3"]]
+    assert page.errors == []
+
+
+def test_a_logarithmic_axis_says_so(page: Page) -> None:
+    headings = page.ask("[...document.querySelectorAll('#curves h3')].map(e => e.textContent)")
+    assert headings == ["Loss log scale", "Throughput", "Learning rate", "Gradient norm"]
+    assert "log scale" in page.ask("document.querySelector('#curves .plot').getAttribute('aria-label')")
+
+
+def test_code_in_advice_is_code(page: Page, tmp_path: Path) -> None:
+    """In the headline's advice, which is in the page, and in what its script adds."""
+    page.open(make(tmp_path / "run", Plan(workers=2, steps=40, data_s=0.1, between_s=0.05)))
+    assert page.ask("[...document.querySelectorAll('.advice code')].map(e => e.textContent)") == [
+        "num_workers=",
+        "prefetch_factor=",
+    ]
+    assert "`" not in page.ask("document.body.innerText")
 
 
 def test_zooming_moving_and_choosing(page: Page) -> None:
@@ -208,7 +236,7 @@ def test_the_trace_is_handed_on_only_when_asked_for(page: Page, report: Path) ->
     "plan",
     [
         Plan(workers=1, steps=1),
-        Plan(workers=1, steps=2, spans=False, noise=False),
+        Plan(workers=1, steps=2, spans=False, noise=False, metrics={1: {"loss": math.nan}, 2: {"loss": math.inf}}),
         Plan(workers=2, steps=40, names=(EVIL, "b"), losses=dict.fromkeys(range(99), math.nan)),
         Plan(workers=2, steps=40, losses={3: 1e308, 4: -1e308, 5: 1e-300}),
         Plan(workers=40, steps=12, slow={17: 1.3}),

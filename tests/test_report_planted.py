@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -90,6 +91,88 @@ def check_that_times_add_up(story: Story, folder: Path, steps: int) -> None:
         assert sum(usage.phases.values()) == pytest.approx(took_s, rel=0.03, abs=0.03)
 
 
+# docs/run.md has the two lines in the loop.
+LOGS = """
+import time, mlflow, torch, wandb, lockstep
+from torch.utils.data import TensorDataset
+
+def loss(model, part):
+    time.sleep(0.005)
+    return model(part[0]).square().sum(), len(part[0])
+
+with lockstep.Run("run", seed=1, device="cpu") as run:
+    model = run.replicate(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = run.batches(TensorDataset(torch.ones(640, 4)), global_batch_size=16, shards=4, epochs=None)
+    for batch in run.train(batches, optimizer, steps=60):
+        result = run.step(loss, batch)
+        metrics = run.log(loss=result.loss, half=0.5)
+        run.on_main(lambda: wandb.log(metrics, step=batch.number))
+        run.on_main(lambda: mlflow.log_metrics(metrics, step=batch.number))
+    run.log(accuracy=0.75)
+"""
+STAND_IN = """
+import json, os
+
+def {name}(metrics, step):
+    with open("{module}.jsonl", "a") as file:
+        print(json.dumps([os.getpid(), step, metrics["loss"]]), file=file)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that logs metrics and loses worker 1 in step 20: its folder, and what it wrote to the terminal."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "train.py").write_text(LOGS)
+    for module, name in (("wandb", "log"), ("mlflow", "log_metrics")):
+        (folder / f"{module}.py").write_text(STAND_IN.format(module=module, name=name))
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "train.py"]
+    env = os.environ | {"LOCKSTEP_FAULTS": json.dumps([{"at": "forward", "step": 20, "worker": "h0.1"}])}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout + done.stderr
+
+
+def test_a_worker_that_was_killed_is_among_the_events(killed: tuple[Path, str]) -> None:
+    folder, _ = killed
+    for place in ("run", "logs"):
+        story = tell(read_trace(folder / place, now_s=time.time()))
+        told = [one.text for one in story.happenings if one.what in ("training", "worker lost", "worker started")]
+        assert told[:2] == ["begins on 2 workers", "worker 1 was killed by SIGKILL"]
+        assert "worker 2, in place of worker 1" in told
+        assert "continues on 1 worker: without worker 1" in told
+        assert {usage.worker for usage in story.usages} >= {"worker 0", "worker 1"}
+    command = [sys.executable, "-m", "lockstep", "report", "run"]
+    text = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert ": worker 1 was killed by SIGKILL\n" in text
+    assert "accuracy 0.75 at step 60" in text
+    assert not re.search(r"\bh0\.|\brank\b|`", text), text
+
+
+def test_metrics_are_in_the_report_the_view_and_the_terminal(killed: tuple[Path, str]) -> None:
+    folder, seen = killed
+    curves = {curve.name: curve for curve in tell(read_trace(folder / "run", now_s=time.time())).metrics}
+    assert curves["accuracy"].points == ((60, 0.75),)
+    assert curves["half"].points[-1] == (60, 0.5)
+    assert len(curves["loss"].points) >= 2
+    command = [sys.executable, "-m", "lockstep", "watch", "run", "--once"]
+    now = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "accuracy 0.75" in now
+    assert re.search(r"lockstep: step 60  accuracy 0.75$", seen, re.MULTILINE), seen
+    assert len(re.findall(r"lockstep: where the time went: lockstep report run$", seen, re.MULTILINE)) == 1, seen
+
+
+@pytest.mark.parametrize("module", ["wandb", "mlflow"])
+def test_a_tracker_gets_every_step_once_from_one_worker(killed: tuple[Path, str], module: str) -> None:
+    folder, _ = killed
+    told = [json.loads(line) for line in (folder / f"{module}.jsonl").read_text().splitlines()]
+    assert [step for _, step, _ in told] == list(range(60))
+    assert len({pid for pid, _, _ in told}) == 1
+    losses = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [loss for *_, loss in told] == [line["loss"] for line in losses if "loss" in line]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", ["worker", "data"])
 def test_what_was_planted_is_on_top(planted: str, tmp_path: Path) -> None:
@@ -99,7 +182,7 @@ def test_what_was_planted_is_on_top(planted: str, tmp_path: Path) -> None:
     check_that_times_add_up(story, tmp_path, 100)
     assert story.causes[0].kind == planted, story.causes
     if planted == "worker":
-        assert "rank 1" in story.causes[0].sentence
+        assert "worker 1" in story.causes[0].sentence
         assert "compute" in story.causes[0].sentence
 
 

@@ -37,6 +37,7 @@ class Plan:
     ended: bool = True
     begin_s: float = 0.0
     losses: dict[int, Any] = field(default_factory=dict)  # step -> what the trace has instead
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> what `run.log` was given then
     global_batch_size: int = 256
     skew_s: float = 0.0  # how far the wall clock of each host is ahead of that of the one before
 
@@ -91,6 +92,9 @@ def make_trace(plan: Plan) -> list[list[dict[str, Any]]]:
                 if plan.noise and rank == 0 and step % 10 == 0:
                     worker.lines.append(_noise(plan, step, at))
             window_at, window_first = at, step + 1
+        if step in plan.metrics:
+            line = {"kind": "metrics", "t": at + _shift(plan, 0), "step": step, "metrics": plan.metrics[step]}
+            workers[0].lines.append(line)
         if step % 100 == 0:
             for rank, worker in enumerate(workers):
                 event = {"kind": "event", "t": at + _shift(plan, rank), "step": step, "what": "checkpoint"}
