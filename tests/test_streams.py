@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
-from lockstep.data.batches import Position, Settings
+import lockstep
+from crew import crew
+from lockstep.data.batches import Batches, DataError, Position, Settings
 from lockstep.data.order import cut
 from samples import (
     SkippingStream,
@@ -123,3 +128,180 @@ def test_a_stream_without_samples_is_an_error(loaders: int) -> None:
     short.seek(Position(0, 2, 2))
     with pytest.raises(ValueError, match="ended before sample 8 of epoch 0, where it should go on"):
         list(short)
+
+
+# ---- a stream that knows where it is ---------------------------------------------------------------------------------
+
+READ: list[int] = []  # the samples that were read in this process
+
+
+class Counted(IterableDataset):  # type: ignore[type-arg]
+    """Its own shuffle per epoch, and a state: {"at": number of the next sample}, or what `note` makes of it."""
+
+    def __init__(self, size: int = 40) -> None:
+        self.size, self.epoch, self.at = size, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": [torch.tensor(self.at)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        assert state["seen"] == [torch.tensor(self.at)]
+
+    def samples(self) -> list[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return torch.randperm(self.size, generator=generator).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.at = self.at, 0
+        for n, sample in enumerate(self.samples()[first:], first):
+            READ.append(sample)
+            self.at = n + 1
+            yield sample, torch.rand(())
+        self.at = 0
+
+
+class CountedIterator(Counted):
+    """The same, with the state in its iterator."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        return Cursor2(self.samples())
+
+
+class Cursor2:
+    def __init__(self, samples: list[int]) -> None:
+        self.samples, self.at = samples, 0
+
+    def __iter__(self) -> Cursor2:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.samples):
+            raise StopIteration
+        self.at += 1
+        READ.append(self.samples[self.at - 1])
+        return self.samples[self.at - 1], torch.rand(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Forgetful(Counted):
+    """As with a shuffle buffer that is not a part of the state: some samples are lost behind it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"] + 1
+
+
+class Refusing(Counted):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("of another version")
+
+
+class Odd(Counted):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "more": [{1, 2}]}
+
+
+def resume_all(dataset: Any, stop: int, loaders: int, workers: int) -> tuple[list[Any], list[Any]]:
+    """What comes after `stop` batches, and what should."""
+    settings = Settings(5, 5, epochs=2, num_workers=loaders)
+    whole = union(lambda rank, of: batches(dataset, settings), 1)
+    first = batches(dataset, settings)
+    for _ in itertools.islice(first, stop):
+        pass
+    state = first.state()
+    READ.clear()
+
+    def resumed(rank: int, of: int) -> Batches:
+        rest = batches(dataset, settings, rank=rank, size=of)
+        rest.restore(state)
+        return rest
+
+    return union(resumed, workers), whole[stop:]
+
+
+@pytest.mark.parametrize("dataset", [Counted(), CountedIterator(), Counted(38)], ids=["dataset", "iterator", "uneven"])
+@pytest.mark.parametrize("stop", [3, 7, 8, 9, 15, 16])
+def test_a_stream_is_resumed_from_its_own_state(dataset: Counted, stop: int) -> None:
+    given, expected = resume_all(dataset, stop, loaders=0, workers=1)
+    assert given == expected
+    assert len(READ) == 2 * dataset.size - min(5 * stop, dataset.size) - 5 * max(stop - 8, 0) or stop == 16
+    for loaders, workers in ((0, 2), (2, 1)):
+        given, expected = resume_all(dataset, stop, loaders, workers)
+        assert given == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Forgetful(), "load_state_dict() of the stream did not lead to sample 20 of epoch 0; the samples before that"),
+        (Refusing(), "load_state_dict() of the stream did not lead to sample 20 of epoch 0; the samples before that"),
+        (Odd(), "state_dict()['more'][0] of the stream is a set, and a checkpoint holds"),
+    ],
+    ids=["forgetful", "refusing", "odd"],
+)
+def test_a_state_that_leads_elsewhere_is_not_used(dataset: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for loaders, workers in ((0, 1), (2, 2)):
+        given, expected = resume_all(dataset, 4, loaders, workers)
+        assert given == expected
+        assert words in capfd.readouterr().err
+
+
+def test_the_state_is_that_of_the_batch_in_hand_or_of_the_next_one() -> None:
+    given = batches(Counted(), Settings(5, 5, num_workers=2, prefetch_factor=4))
+    assert "stream" not in given.state()
+    for batch in given:
+        before, after = given.state(batch.position), given.state()
+        assert before.get("stream", {"state": {"at": 0}})["state"]["at"] == 5 * batch.step
+        if not batch.ends_epoch:
+            assert after["stream"]["state"]["at"] == 5 * batch.step + 5
+        assert (before["step"], after["epoch"]) == (batch.step, int(batch.ends_epoch))
+
+
+def test_a_state_dict_that_fails_is_named() -> None:
+    class Broken(Counted):
+        def state_dict(self) -> dict[str, Any]:
+            raise OSError("no")
+
+    with pytest.raises(
+        DataError, match=r"rank 0: state_dict\(\) of the stream \(Broken\) failed at sample 5 of epoch 0"
+    ):
+        list(batches(Broken(), Settings(5, 5)))
+
+
+class Plain40(Counted):
+    """The same samples, without a state."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+def train(rank: int, size: int, folder: str, kind: type[Counted], steps: int | None = None) -> tuple[str, int]:
+    READ.clear()
+    with lockstep.Run(folder, seed=7, progress=False, device="cpu") as run:
+        model = run.replicate(torch.nn.Linear(1, 1))
+        given = run.batches(kind(), global_batch_size=5, shards=4, epochs=2)
+        for batch in run.train(given, torch.optim.SGD(model.parameters(), lr=0.01), steps=steps):
+            run.step(lambda model, data: (model(data[1].view(-1, 1)).sum() * data[0].sum(), len(data[0])), batch)
+        return run.digest(), len(READ)
+
+
+def test_a_run_is_resumed_without_reading_what_it_had(tmp_path: Path) -> None:
+    """On two workers and then one, and the other way round, in the first epoch and in the second one."""
+    whole, read = train(0, 1, str(tmp_path / "whole"), Counted)
+    assert read == 80
+    for kind, late, early in ((Counted, 25, 60), (Plain40, 40, 80)):
+        folder = str(tmp_path / kind.__name__)
+        crew(train, 2, folder, kind, 11)  # up to sample 15 of 40 of the second epoch
+        assert train(0, 1, folder, kind) == (whole, late)
+        folder = str(tmp_path / f"early {kind.__name__}")
+        assert train(0, 1, folder, kind, 4)[1] == 25  # one batch is read ahead
+        assert crew(train, 2, folder, kind) == [(whole, early)] * 2

@@ -9,6 +9,7 @@ position itself moves when a batch is handed out.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -23,7 +24,8 @@ from lockstep.data.ahead import arrive, put_on
 from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
 from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Division, Order, Position, SamplerOrder, check_seed, count_all_steps, count_steps, share
-from lockstep.data.reader import Batch, Collate, DataError, Failure, Reader, Recipe, Shard, draws_random_numbers
+from lockstep.data.parcel import over
+from lockstep.data.reader import Batch, Collate, DataError, Failure, Mark, Reader, Recipe, Shard, draws_random_numbers
 from lockstep.data.stream import Source, StreamReader
 from lockstep.errors import refuse_unknown_options
 
@@ -140,6 +142,7 @@ class Batches:
         self._recipe = Recipe(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
         self._is_compared = order is not None
         self._position = Position()
+        self._marks: dict[Position, Mark] = {}  # where the stream is before the batch in hand, and before the next
         self._arriving: Generator[Any, None, None] | None = None  # loading from the position on, if it has begun
         self._turn: object = None  # whose turn it is, of all iterators that were ever made
 
@@ -176,6 +179,7 @@ class Batches:
                 position = Position(position.epoch + 1, 0, position.number)
         self._stop_loading()
         self._position = position
+        self._marks = {place: mark for place, mark in self._marks.items() if place == position}
 
     def share_out(self, rank: int, size: int) -> None:
         """We are another worker now, or among others: the batch that comes next has our shards of then."""
@@ -186,15 +190,18 @@ class Batches:
         self._division = replace(self._division, mine=mine)
         self._recipe = replace(self._recipe, rank=rank)
 
-    def state(self) -> dict[str, int]:
-        """All that is needed to go on from here, in a world of any size."""
-        here = self._position
-        state = {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
+    def state(self, at: Position | None = None) -> dict[str, Any]:
+        """All that is needed to go on from the position, or from that of the batch in hand, in a world of any size."""
+        here = at or self._position
+        state: dict[str, Any] = {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
         if isinstance(self._order, SamplerOrder) and here.step > 0:
             state["sampled"] = self._order.fingerprint(here.epoch)
+        if here in self._marks:
+            mark = self._marks[here]
+            state["stream"] = {"state": pickle.loads(mark.state), "coming": mark.coming}
         return state
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         identity = self._identity()
         missing = [name for name in ("epoch", "step", "number", *identity) if name not in state]
         if missing:
@@ -209,8 +216,12 @@ class Batches:
             )
         self._check_sampler(position, state)
         self.seek(position)
+        stream = state.get("stream")
+        if stream is not None and self._order is None:
+            here = over(stream["state"], lambda leaf: leaf.to("cpu"))  # it may come from another worker's GPU
+            self._marks[position] = Mark(pickle.dumps(here), stream["coming"])
 
-    def _check_sampler(self, position: Position, state: Mapping[str, int]) -> None:
+    def _check_sampler(self, position: Position, state: Mapping[str, Any]) -> None:
         order = self._order
         if not isinstance(order, SamplerOrder) or position.step == 0 or "sampled" not in state:
             return
@@ -248,7 +259,9 @@ class Batches:
                 self.wait_s += time.perf_counter() - began
                 if batch is None:
                     return
-                self._position = batch.position.after(ends_epoch=batch.ends_epoch)
+                here, self._position = batch.position, batch.position.after(ends_epoch=batch.ends_epoch)
+                known = {here: self._marks.get(here), self._position: batch.mark}
+                self._marks = {place: mark for place, mark in known.items() if mark is not None}
                 yield batch
                 if self._turn is not turn:
                     raise RuntimeError(
@@ -307,7 +320,7 @@ class Batches:
         recipe = replace(self._recipe, device=None) if settings.num_workers > 0 else self._recipe
         if order is None:
             source = Source(self._dataset, settings.global_batch_size, settings.drop_last, settings.epochs)
-            parcels = load(StreamReader(source, recipe, self._division, start), count(), how)
+            parcels = load(StreamReader(source, recipe, self._division, start, self._marks.get(start)), count(), how)
         else:
             jobs = make_jobs(
                 order, start, settings.epochs, self._division, size=len(self._dataset), is_compared=self._is_compared

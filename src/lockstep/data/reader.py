@@ -48,6 +48,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Where a stream is between two batches."""
+
+    state: bytes  # of the dataset or its iterator, pickled: a copy that shares nothing with them
+    coming: int  # hash of samples of the next batch
+
+
+@dataclass(frozen=True)
 class Batch:
     """What one worker gets of a global batch."""
 
@@ -59,6 +67,7 @@ class Batch:
     shards: tuple[Shard, ...]  # this worker's
     of_shards: int  # of all workers together
     content: int = 0  # 64 bits of the samples of all workers, which must be equal on all of them; 0: not computed
+    mark: Mark | None = None  # where a stream is behind this batch, if it can tell
 
     @property
     def counts(self) -> tuple[int, ...]:

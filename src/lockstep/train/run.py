@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -346,7 +346,9 @@ class Run:
         if is_source:
             self._ledger.write()  # whoever gets our state does not know what came before it
         if mine is not None and plan.batches.position.number != self._applied:
-            mine["batches"] |= asdict(self._here)  # we have the batch of this step, and have not taken the step
+            mine["batches"] = plan.batches.state(
+                self._here
+            )  # we have the batch of this step, and have not taken the step
         state = hand_over(self._group, self.device, source, mine)
         if state["batches"]["number"] != self._applied and not is_source:
             things = self._named(plan)
@@ -984,8 +986,7 @@ class Run:
             self._saving.drain(go_on)
 
     def _state_at(self, plan: Plan, here: Position) -> dict[str, Any]:
-        found = self._state(plan)
-        return found | {"batches": found["batches"] | asdict(here)}
+        return self._state(plan) | {"batches": plan.batches.state(here)}
 
     def _named(self, plan: Plan) -> dict[str, Any]:
         """All that has a state, by name."""
