@@ -25,6 +25,7 @@ from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean
 from test_launch import Stage, stage, wait_for  # noqa: F401
 
 SAMPLES, BATCH = 96, 16  # six steps in an epoch
+DEVICE = "cpu"  # tests/test_newcomer_cuda.py sets another one
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:
@@ -43,7 +44,7 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def quiet(directory: Path | None = None, **options: Any) -> lockstep.Run:
-    return lockstep.Run(directory, **({"seed": 7, "progress": False, "device": "cpu"} | options))
+    return lockstep.Run(directory, **({"seed": 7, "progress": False, "device": DEVICE} | options))
 
 
 def checkpoints(directory: Path) -> list[int]:
