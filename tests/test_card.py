@@ -236,6 +236,13 @@ def test_facts_say_more_than_the_last_words(tmp_path: Path) -> None:
     assert failure.read(tmp_path, 77, "rank1") is None, "those of a later process with the same name are its own"
 
 
+def test_a_worker_whose_rank_changes_is_named_with_the_rank_that_errors_speak_of(tmp_path: Path) -> None:
+    facts = Facts(77, "node2", "DataError", "rank 1: dataset[3] failed", "\n".join(TRACE), {"rank": 1, "size": 2})
+    card = make_card(replace(dead(tmp_path), name="worker 5 on node2"), facts, {})
+    assert card.who == "worker 5 on node2 (rank 1 of 2 then), pid 77 on node2"
+    assert make_card(replace(dead(tmp_path), name="worker 5"), None, {}).who.startswith("worker 5 of 2, pid 77 on ")
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"pid": 77}', b'"x"'])
 def test_facts_that_are_damaged_are_left_alone(tmp_path: Path, damage: bytes) -> None:
     failure.path_of(tmp_path, 77).write_bytes(damage)

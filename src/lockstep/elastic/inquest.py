@@ -65,7 +65,7 @@ def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
     if found.cause:
         what += f"\nbecause of {found.cause}"
     host = facts.host if facts is not None else socket.gethostname()
-    title, who = f"lockstep: {dead.name} failed", f"{dead.name} of {dead.of}, pid {dead.pid} on {host}"
+    title, who = f"lockstep: {dead.name} failed", f"{name_with_rank(dead, facts)}, pid {dead.pid} on {host}"
     if early is not None:  # with status 0: those who waited for it failed, and are not to blame
         title = f"lockstep: rank {early['rank']} ended before the others"
         who = f"rank {early['rank']} of {dead.of}, pid {early['pid']} on {early['host']}; {dead.name} waited for it"
@@ -83,6 +83,14 @@ def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
         do=cause.do if cause is not None else advise(evidence),
         logs=f"{dead.log_dir / dead.log}" + ("\nwith the whole traceback" if found.what and not ended_itself else ""),
     )
+
+
+def name_with_rank(dead: Dead, facts: Facts | None) -> str:
+    """Of an elastic run, whose ranks change: the worker's number stays, and errors speak of the rank that it had."""
+    rank, size = (facts.where.get(name) for name in ("rank", "size")) if facts is not None else (None, None)
+    if dead.name.startswith("rank ") or rank is None:
+        return f"{dead.name} of {dead.of}"
+    return f"{dead.name} (rank {rank} of {size} then)"
 
 
 def read_facts(facts: Facts) -> Trouble:
