@@ -300,7 +300,7 @@ def test_what_the_launcher_knows_is_among_the_events(tmp_path: Path, capsys: pyt
         found = [(one.what, one.text) for one in story_of(place).happenings if "worker" in one.what]
         assert found == [
             ("worker lost", "worker 1 was killed by SIGKILL"),
-            ("worker started", "worker 2, in place of worker 1"),
+            ("worker started", "worker 2 was started in place of worker 1"),
         ]
     assert main(["report", str(run)]) == 0
     out = capsys.readouterr().out

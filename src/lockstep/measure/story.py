@@ -212,7 +212,7 @@ def _losses(trace: Trace, eras: list[Era]) -> Iterator[Happening]:
             if told.kind == "lost":
                 yield _happening(trace, told.at_s, "worker lost", told.text, told.worker)
             elif told.kind == "started" and told.worker in replaced:
-                text = f"{told.worker}, in place of {replaced[told.worker]}"
+                text = f"{told.worker} was started in place of {replaced[told.worker]}"
                 yield _happening(trace, told.at_s, "worker started", text, told.worker)
             elif told.kind == "lease lost":
                 yield _happening(trace, told.at_s, "host cut off", told.text, "")

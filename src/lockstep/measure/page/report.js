@@ -113,7 +113,7 @@ if (S.total.steps) tile("A step takes", ...time(S.total.seconds / S.total.steps)
 tile("Steps", number(S.steps_done), "", `${S.steps_in_all ? "of " + number(S.steps_in_all) + ", " : ""}in ${time(S.elapsed_s)}`);
 tile("Workers", S.workers, "", [S.hosts > 1 ? `on ${S.hosts} hosts` : "", S.backend ? `over ${S.backend}` : ""].filter(Boolean).join(", "));
 const loss = S.curves.find((curve) => curve.name === "loss");
-if (loss && loss.last !== null) tile("Loss", number(loss.last), "", loss.not_finite ? `the last; ${loss.not_finite} ${loss.not_finite > 1 ? "are" : "is"} not a number` : "the last");
+if (loss && loss.last !== null) tile("Loss", Math.abs(loss.last) < 0.01 && loss.last !== 0 ? fixed(loss.last, 2) : number(loss.last), "", loss.not_finite ? `the last; ${loss.not_finite} ${loss.not_finite > 1 ? "are" : "is"} not a number` : "the last");
 
 // Where the time went.
 const present = PHASES.filter((name) => S.total.phases[name] > 0);
