@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,15 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from crew import crew
-from lockstep.data.batches import Batches, DataError, Position, Settings
+from lockstep import cli
+from lockstep.data.batches import Batch, Batches, DataError, Position, Settings
 from lockstep.data.order import cut
+from lockstep.errors import UnevenDataError
 from samples import (
     SkippingStream,
     Stream,
     batches,
+    shards_of,
     union,
 )
 
@@ -305,3 +310,187 @@ def test_a_run_is_resumed_without_reading_what_it_had(tmp_path: Path) -> None:
         folder = str(tmp_path / f"early {kind.__name__}")
         assert train(0, 1, folder, kind, 4)[1] == 25  # one batch is read ahead
         assert crew(train, 2, folder, kind) == [(whole, early)] * 2
+
+
+# ---- streams that split themselves -----------------------------------------------------------------------------------
+
+
+class Part(IterableDataset):  # type: ignore[type-arg]
+    """Sample r, r + size, r + 2 * size, ... of rank r; the first rank may have more than its share."""
+
+    def __init__(self, rank: int, size: int, samples: int, more: int = 0) -> None:
+        self.numbers = list(range(rank, samples, size)) + (list(range(1000, 1000 + more)) if rank == 0 else [])
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((number, torch.rand(())) for number in self.numbers)
+
+
+def together(workers: int, make: Callable[[int], Any], settings: Settings, state: Any = None) -> list[list[Batch]]:
+    """The batches of several workers that talk to each other, each in a thread; one at a time draws random numbers."""
+    barrier, turn, rows = threading.Barrier(workers, timeout=30), threading.Lock(), [[0]] * workers
+
+    def work(rank: int) -> list[Batch] | Exception:
+        def exchange(row: list[int]) -> list[list[int]]:
+            rows[rank] = row
+            turn.release()
+            try:
+                barrier.wait()
+                told = list(rows)
+                barrier.wait()
+                return told
+            finally:
+                turn.acquire()
+
+        with turn:
+            given = batches(make(rank), settings, rank=rank, size=workers, exchange=exchange)
+            if state is not None:
+                given.restore(state)
+            try:
+                return list(given)
+            except Exception as error:
+                barrier.abort()
+                return error
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(work, range(workers)))
+    wrong = [one for one in found if isinstance(one, Exception) and not isinstance(one, threading.BrokenBarrierError)]
+    if wrong:
+        raise wrong[0]
+    return [one for one in found if isinstance(one, list)]
+
+
+def numbers_of(each: list[list[Batch]]) -> list[list[int]]:
+    """The samples of each global batch."""
+    found = []
+    for parts in zip(*each, strict=True):
+        shards = {shard.number: shard for batch in parts for shard in batch.shards}
+        assert len({(b.position, b.count, b.ends_epoch, b.counts, b.seen) for b in parts}) == 1
+        assert [shards[n].count for n in sorted(shards)] == list(parts[0].counts)
+        assert sum(parts[0].counts) == parts[0].count == len(parts[0].seen)
+        found.append([n for s in sorted(shards) if shards[s].count for n in shards[s].data[0].tolist()])
+    return found
+
+
+@pytest.mark.parametrize(("samples", "more"), [(48, 0), (45, 0), (45, 17), (12, 0)])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_parts_make_up_global_batches_and_no_sample_is_lost(workers: int, samples: int, more: int) -> None:
+    def make(rank: int) -> Part:
+        return Part(rank, workers, samples, more)
+
+    settings = Settings(12, 6, epochs=2, split="worker")
+    each = together(workers, make, settings)
+    given, all_of_them = numbers_of(each), sorted([*range(samples), *range(1000, 1000 + more)])
+    ends = [n + 1 for n, batch in enumerate(each[0]) if batch.ends_epoch]
+    assert ends[0] * 2 == ends[1] == len(given)
+    for epoch in (given[: ends[0]], given[ends[0] :]):
+        assert sorted(itertools.chain(*epoch)) == all_of_them
+    assert [len(one) for one in given[: samples // 12]] == [12] * (samples // 12)
+    for stop in range(1, len(given)):
+        before = each[0][stop].position
+        state = {"epoch": before.epoch, "step": before.step, "number": stop, "workers": workers}
+        state |= {"global_batch_size": 12, "samples": -1, "seed": 7}
+        rest = together(workers, make, settings, state)
+        assert numbers_of(rest) == given[stop:]
+        assert [list(map(shards_of, one)) for one in rest] == [list(map(shards_of, one[stop:])) for one in each]
+
+
+def test_parts_with_loader_processes_and_joined_shards_are_the_same_samples() -> None:
+    alone = numbers_of([list(batches(Part(0, 1, 45), Settings(12, 6, epochs=2, split="worker")))])
+    loaded = numbers_of([list(batches(Part(0, 1, 45), Settings(12, 6, epochs=2, split="worker", num_workers=2)))])
+    assert loaded == alone
+    for batch, numbers in zip(
+        batches(Part(0, 1, 45), Settings(12, 6, epochs=2, split="worker"), joined=True), alone, strict=True
+    ):
+        assert batch.shards[0].data[0].tolist() == numbers
+
+
+def test_an_epoch_of_parts_ends_before_the_first_incomplete_batch_if_that_is_dropped() -> None:
+    settings = Settings(12, 6, epochs=2, split="worker", drop_last=True)
+    given = numbers_of(together(2, lambda rank: Part(rank, 2, 45, 17), settings))
+    assert [len(one) for one in given] == [12] * 6
+    assert given[:3] == given[3:]
+
+
+def test_workers_with_parts_draw_other_random_numbers() -> None:
+    each = together(2, lambda rank: Part(rank, 2, 48), Settings(12, 6, split="worker"))
+    drawn = [value for one in each for batch in one for s in batch.shards for value in s.data[1].tolist()]
+    assert len(set(drawn)) == len(drawn) == 48
+
+
+def test_parts_that_are_the_same_are_refused_and_so_is_what_cannot_be_split() -> None:
+    class Whole(Part):
+        is_random = False
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(range(48))
+
+    with pytest.raises(
+        UnevenDataError, match=r"step 0: rank 1 has the same samples as rank 0; split=\"worker\" is for"
+    ):
+        together(2, lambda rank: Whole(rank, 2, 48), Settings(12, 6, split="worker"))
+    with pytest.raises(ValueError, match="split='rank' is not known"):
+        Settings(12, 6, split="rank")
+    with pytest.raises(ValueError, match=r'split="worker" for a list: a map-style dataset is not split'):
+        batches(list(range(48)), Settings(12, 6, split="worker"))
+    with pytest.raises(ValueError, match="gave no samples in epoch 0"):
+        together(2, lambda rank: Part(rank, 2, 1), Settings(12, 6, split="worker"))
+
+
+def train_parts(rank: int, size: int, folder: str, case: str, steps: int | None = None) -> Any:
+    """`case`: how the stream is split."""
+    kinds = {"env": SplitByEnvironment(), "overlap": Overlapping(rank)}
+    losses = []
+    with lockstep.Run(folder, seed=7, progress=False, device="cpu", exact=case == "env") as run:
+        model = run.replicate(torch.nn.Linear(1, 1))
+        given = run.batches(kinds[case], global_batch_size=8, shards=4, epochs=2, split="worker")
+        for batch in run.train(given, torch.optim.SGD(model.parameters(), lr=1e-5), steps=steps):
+            result = run.step(lambda model, x: (model(x.view(-1, 1)).sum(), len(x)), batch)
+            losses.append((batch.count, round(result.weight)))
+        return run.digest(), losses
+
+
+class SplitByEnvironment(IterableDataset):  # type: ignore[type-arg]
+    """As libraries do it: by the rank that torch knows. Rank 1 has less."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return (torch.tensor(float(n)) for n in range(rank, 41 if rank == 0 else 20, size))
+
+
+class Overlapping(IterableDataset):  # type: ignore[type-arg]
+    """Two samples are in both parts."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor(float(n)) for n in (range(20) if self.rank == 0 else range(18, 38)))
+
+
+def resume_parts(rank: int, size: int, folder: str) -> Any:
+    """Everything that two workers can try, in two processes."""
+    whole = train_parts(rank, size, f"{folder}/whole", "env")
+    train_parts(rank, size, f"{folder}/resumed", "env", 6)
+    resumed = train_parts(rank, size, f"{folder}/resumed", "env")
+    assert resumed[0] == whole[0]
+    train_parts(rank, size, f"{folder}/mid", "env", 2)
+    return [whole, train_parts(rank, size, f"{folder}/overlap", "overlap")]
+
+
+def test_a_run_over_parts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one, other = crew(resume_parts, 2, str(tmp_path))
+    assert one == other
+    (_, counts), (_, overlap) = one
+    assert [count for count, _ in counts] == [8, 8, 6, 4, 4, 1] * 2  # 21 samples on rank 0, 10 on rank 1
+    assert all(count == weight for count, weight in counts + overlap)
+    with pytest.raises(
+        ValueError, match=r"split=\"worker\" the samples of a step depend on the number of workers.* was 2"
+    ):
+        train_parts(0, 1, str(tmp_path / "mid"), "env")
+    assert "split='worker': the samples of a step, and so the bits, depend on the number" in capfd.readouterr().err
+    for name in ("whole", "resumed"):
+        assert cli.main(["ledger", str(tmp_path / name)]) == 0
+        said = capfd.readouterr().out
+        assert said.count("6 steps, 31 samples: 31 of them compared by content, none came twice") == 2
+    assert cli.main(["ledger", str(tmp_path / "overlap")]) == 1
+    assert "2 of 40 samples that were compared came twice" in capfd.readouterr().out

@@ -32,6 +32,15 @@ def is_same(group: dist.ProcessGroup, number: int, *, device: torch.device) -> b
     return bool(highest == -negated_lowest)
 
 
+def gather_rows(group: dist.ProcessGroup, row: list[int], *, device: torch.device) -> list[list[int]]:
+    """Every worker's row of whole numbers, in the order of ranks. All rows are equally long."""
+    table = torch.zeros(group.size(), len(row), dtype=torch.int64, device=device)
+    table[group.rank()] = torch.tensor(row, dtype=torch.int64)
+    _add_up(group, table)
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
 def tell_all(group: dist.ProcessGroup, value: Any, *, device: torch.device) -> list[Any]:
     """Every worker's value, in the order of ranks. For the moments when something is wrong: it is not fast."""
     text = json.dumps(value).encode()

@@ -26,6 +26,7 @@ from lockstep.data.loader import LoaderLost, Loading, load
 from lockstep.data.order import Division, Order, Position, SamplerOrder, check_seed, count_all_steps, count_steps, share
 from lockstep.data.parcel import over
 from lockstep.data.reader import Batch, Collate, DataError, Failure, Mark, Reader, Recipe, Shard, draws_random_numbers
+from lockstep.data.split import Assembler, Exchange, count_parts
 from lockstep.data.stream import Source, StreamReader
 from lockstep.errors import refuse_unknown_options
 
@@ -75,6 +76,7 @@ class Settings:
     collate_fn: Collate | None = None  # a list of samples -> data; None: torch's default
     pin_memory: bool | None = None  # page-locked memory, for copying to a GPU; None: if the device is one
     timeout_s: float = 1800.0  # for one batch from the loader processes
+    split: str | None = None  # "worker": a stream gives each worker its own samples; None: all give the same
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -104,6 +106,10 @@ class Settings:
             raise ValueError(
                 f"collate_fn={self.collate_fn!r} cannot be called; give a function: list of samples -> data"
             )
+        if self.split not in (None, "worker"):
+            raise ValueError(
+                f'split={self.split!r} is not known; "worker" is for streams that give each worker its own samples'
+            )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
 
@@ -132,8 +138,12 @@ class Batches:
         device: torch.device,
         order: Order | Sampler[Any] | None = None,
         joined: bool = False,
+        exchange: Exchange = lambda row: [row],
     ) -> None:
-        """`joined`: this worker's shards come as one, collated together and numbered as the first of them."""
+        """
+        joined    this worker's shards come as one, collated together and numbered as the first of them
+        exchange  for split="worker": called by all workers together, it returns what each of them gave
+        """
         check_seed(seed)
         self.wait_s = 0.0  # spent waiting for batches, in all
         self._dataset, self._settings, self._device = dataset, settings, device
@@ -141,6 +151,17 @@ class Batches:
         self._order = choose_order(dataset, settings.global_batch_size, settings.drop_last, seed=seed, order=order)
         self._recipe = Recipe(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
         self._is_compared = order is not None
+        self._parts: list[int] = []  # samples of each worker, with split="worker"
+        self._assembler: Assembler | None = None
+        if settings.split is not None:
+            if self._order is not None:
+                raise ValueError(
+                    f'split="worker" for a {type(dataset).__name__}: a map-style dataset is not split; leave it out: '
+                    "Lockstep deals the samples out"
+                )
+            drop_last = settings.drop_last
+            self._parts = count_parts(settings.global_batch_size, settings.shards, size)
+            self._assembler = Assembler(self._division, self._parts, drop_last=drop_last, exchange=exchange)
         self._position = Position()
         self._marks: dict[Position, Mark] = {}  # where the stream is before the batch in hand, and before the next
         self._arriving: Generator[Any, None, None] | None = None  # loading from the position on, if it has begun
@@ -183,6 +204,10 @@ class Batches:
 
     def share_out(self, rank: int, size: int) -> None:
         """We are another worker now, or among others: the batch that comes next has our shards of then."""
+        if self._assembler is not None and (rank, size) != (self._recipe.rank, len(self._parts)):
+            raise ValueError(
+                f'split="worker": these batches are of {len(self._parts)} workers, and cannot be of {size}'
+            )
         mine = share(self._settings.shards, size, rank)
         if (rank, mine) == (self._recipe.rank, self._division.mine):
             return
@@ -209,6 +234,13 @@ class Batches:
         position = Position(state["epoch"], state["step"], state["number"])
         differ = [f"{name} was {state[name]} and is {now}" for name, now in identity.items() if state[name] != now]
         if differ and position.step > 0:
+            why = "; ".join(differ)
+            if state.get("workers", 0) != identity.get("workers", 0):
+                raise ValueError(
+                    f'cannot go on at step {position.step} of epoch {position.epoch}: with split="worker" the samples '
+                    f"of a step depend on the number of workers, which must stay the same inside an epoch: {why}. "
+                    "Start as many workers as before"
+                )
             raise ValueError(
                 f"cannot go on at step {position.step} of epoch {position.epoch}, which is another place now: "
                 f"{'; '.join(differ)}. Use the same again, or seek(Position(epoch={position.epoch}, "
@@ -237,6 +269,8 @@ class Batches:
         order = "a stream" if self._order is None else type(self._order).__name__
         drop_last = bool(getattr(self._order, "drop_last", self._settings.drop_last))
         facts = {**self._identity(), "order": order, "drop_last": drop_last}
+        if self._settings.split is not None:
+            facts["split"] = self._settings.split
         if isinstance(self._order, SamplerOrder):
             once = self._order.uses_each_once(len(self._dataset))
             facts |= {"sampler": self._order.name, "each_once": once}
@@ -246,7 +280,8 @@ class Batches:
     def _identity(self) -> dict[str, int]:
         """What decides which samples come at a position."""
         samples = -1 if self._order is None else len(self._dataset)
-        return {"global_batch_size": self._settings.global_batch_size, "samples": samples, "seed": self._recipe.seed}
+        found = {"global_batch_size": self._settings.global_batch_size, "samples": samples, "seed": self._recipe.seed}
+        return found | ({"workers": len(self._parts)} if self._assembler is not None else {})
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +290,7 @@ class Batches:
         try:
             while not self.ended:
                 began = time.perf_counter()
-                batch = self._receive()
+                batch = self._receive() if self._assembler is None else self._assemble(self._assembler)
                 self.wait_s += time.perf_counter() - began
                 if batch is None:
                     return
@@ -293,6 +328,9 @@ class Batches:
         batch: Batch = put_on(self._device, batch_of(Reader(self._dataset, self._recipe)[job]))
         return batch
 
+    def _assemble(self, assembler: Assembler) -> Batch:
+        return assembler.assemble(self._position, self._receive)
+
     def _receive(self) -> Batch | None:
         for tries_left in reversed(range(TRIES)):
             if self._arriving is None:
@@ -319,7 +357,9 @@ class Batches:
         )
         recipe = replace(self._recipe, device=None) if settings.num_workers > 0 else self._recipe
         if order is None:
-            source = Source(self._dataset, settings.global_batch_size, settings.drop_last, settings.epochs)
+            is_part = self._assembler is not None
+            samples = self._parts[self._recipe.rank] if is_part else settings.global_batch_size
+            source = Source(self._dataset, samples, settings.drop_last, settings.epochs, is_part)
             parcels = load(StreamReader(source, recipe, self._division, start, self._marks.get(start)), count(), how)
         else:
             jobs = make_jobs(
@@ -332,6 +372,8 @@ class Batches:
         if self._arriving is not None:
             self._arriving.close()
             self._arriving = None
+        if self._assembler is not None:
+            self._assembler.forget()
 
 
 def batch_of(arrived: Any) -> Batch | None:

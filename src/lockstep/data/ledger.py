@@ -7,6 +7,11 @@ one known sum. A sample too many, too few, or twice gives another, but for one c
 from the samples that it loaded for its shards, and it travels with their losses: it tells what was computed, not what
 was planned.
 
+Note [Hashes]
+The samples of a stream have no numbers. Where a stream splits itself (`split="worker"`), a hash of each sample is
+written down, so that one that two workers have used is found. Of a long epoch only hashes below a limit are kept,
+which is halved whenever there are too many: equal samples have equal hashes, so both are kept or none is.
+
 Note [Who writes]
 All workers know all entries, and rank 0 writes them; after a loss that is another one, and whoever hands its state over
 to a newcomer writes first, because the newcomer may be rank 0 next. Everybody goes on behind the last line that it
@@ -34,6 +39,7 @@ from lockstep.files import Appender
 NAME: Final = "ledger.jsonl"
 WRITE_EVERY_S: Final = 1.0
 MOST_WAITING: Final = 4096
+MOST_SEEN: Final = 8192  # hashes of an epoch
 _WORD: Final = 2**64
 _AT_ONCE: Final = 1 << 20
 
@@ -75,10 +81,37 @@ class Entry:
     epoch: int
     samples: int
     fingerprint: int
+    seen: tuple[int, ...] = ()  # hashes of samples, of a stream that splits itself: see Note [Hashes]
+    below: int = _WORD  # only hashes below this one were kept
 
     def joined(self, after: Entry) -> Entry:
         total = (self.fingerprint + after.fingerprint) % _WORD
-        return Entry(self.start, after.stop, self.epoch, self.samples + after.samples, total)
+        seen, below = self.seen + after.seen, min(self.below, after.below)
+        return Entry(self.start, after.stop, self.epoch, self.samples + after.samples, total, seen, below)
+
+    def plain(self) -> dict[str, Any]:
+        found = asdict(self)
+        if self.below == _WORD and not self.seen:
+            del found["seen"], found["below"]
+        return found
+
+
+@dataclass
+class _Kept:
+    """How many hashes of an epoch were kept, and below which value."""
+
+    epoch: int = -1
+    count: int = 0
+    below: int = _WORD
+
+    def thin_out(self, epoch: int, seen: Sequence[int]) -> tuple[int, ...]:
+        if epoch != self.epoch:
+            self.epoch, self.count, self.below = epoch, 0, _WORD
+        found = tuple(word for word in seen if word < self.below)
+        self.count += len(found)
+        if self.count > MOST_SEEN:
+            self.below, self.count = self.below // 2, self.count // 2
+        return found
 
 
 class End(NamedTuple):
@@ -99,10 +132,12 @@ class Ledger:
         self._wrote_s = time.monotonic()
         self._end = End(size=-1, step=0)  # of the file, when we wrote last
         self._workers = 0
+        self._kept = _Kept()
 
     def begin(self, step: int, facts: dict[str, Any], *, writes: bool) -> None:
         """The run begins at this step, or goes back to it."""
         self._waiting.clear()
+        self._kept = _Kept()
         self._beginning = {"begin": step, **facts}
         if writes:
             self._begin = self._beginning
@@ -111,8 +146,13 @@ class Ledger:
     def share_out(self, workers: int) -> None:
         self._workers = workers
 
-    def note(self, number: int, *, epoch: int, samples: int, fingerprint: int, writes: bool) -> None:
-        self._waiting.append(Entry(number, number + 1, epoch, samples, fingerprint))
+    def note(
+        self, number: int, *, epoch: int, samples: int, fingerprint: int, writes: bool, seen: Sequence[int] = ()
+    ) -> None:
+        """`seen`: hashes of the samples, if they have no numbers."""
+        kept = self._kept.thin_out(epoch, seen) if seen else ()
+        below = self._kept.below if seen else _WORD
+        self._waiting.append(Entry(number, number + 1, epoch, samples, fingerprint, kept, below))
         due = time.monotonic() - self._wrote_s > WRITE_EVERY_S or len(self._waiting) > MOST_WAITING // 2
         if writes and due:
             self.write()
@@ -135,7 +175,7 @@ class Ledger:
         begin = [self._begin] if self._begin is not None else []
         entries = _joined(self._waiting, self._begin["begin"] if self._begin is not None else self._end.step)
         self._waiting = deque(entries, maxlen=MOST_WAITING)
-        lines = begin + [asdict(entry) | {"workers": self._workers} for entry in entries]
+        lines = begin + [entry.plain() | {"workers": self._workers} for entry in entries]
         if not lines:
             return
         wrote = self._file.add(map(json.dumps, lines))
@@ -222,7 +262,7 @@ def _read(path: Path) -> Read:
                 _go_back(found, record, f"{path}, line {n + 1}")
                 continue
             record.pop("workers")
-            entry = Entry(**record)
+            entry = Entry(**(record | {"seen": tuple(record.get("seen", ()))}))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise LockstepError(f"{path}, line {n + 1}, is no line of a ledger ({error}): {line[:80]!r}") from None
         if entry.start != found.end or entry.stop <= entry.start:
@@ -251,6 +291,8 @@ def prove(directory: Path) -> Proof:
         raise LockstepError(f"{path} is not there: the run had no directory, or has not made a step yet")
     read = _read(path)
     size = int(read.facts["samples"])
+    if size < 0 and read.facts.get("split") == "worker":
+        return _prove_parts(read)
     if size < 0:
         raise LockstepError(f"{path} is of a stream, whose samples have no numbers; there is nothing to prove")
     order = _order(read.facts)
@@ -264,6 +306,27 @@ def prove(directory: Path) -> Proof:
             epochs.append(_count_up(number, parts, read.facts))
     problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
     return Proof(read.end, read.restarts, size, epochs, problems)
+
+
+def _prove_parts(read: Read) -> Proof:
+    """Of a stream that splits itself: that no sample came twice in an epoch."""
+    epochs = []
+    for number in sorted({entry.epoch for entry in read.entries}):
+        parts = [entry for entry in read.entries if entry.epoch == number]
+        below = min(entry.below for entry in parts)
+        seen = [word for entry in parts for word in entry.seen if word < below]
+        again = len(seen) - len(set(seen))
+        note = f"{len(seen)} of them compared by content, none came twice"
+        problem = (
+            f"{again} of {len(seen)} samples that were compared came twice: two workers have read the same part of the "
+            "stream, or it has equal samples"
+        )
+        steps, samples = sum(entry.stop - entry.start for entry in parts), sum(entry.samples for entry in parts)
+        epochs.append(
+            Epoch(number, steps, samples, complete=False, exact=not again, problem=problem if again else "", note=note)
+        )
+    problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
+    return Proof(read.end, read.restarts, sum(epoch.samples for epoch in epochs), epochs, problems)
 
 
 def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:

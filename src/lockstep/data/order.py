@@ -94,6 +94,12 @@ class Division:
             return [(self.mine[0], range(cuts[self.mine[0]].start, cuts[self.mine[-1]].stop))]
         return [(number, cuts[number]) for number in self.mine]
 
+    def of_part(self, count: int) -> list[tuple[int, range]]:
+        """The same for `count` samples that are all for the shards wanted here."""
+        if self.joined:
+            return [(self.mine[0], range(count))]
+        return list(zip(self.mine, cut(count, len(self.mine)), strict=True))
+
 
 def walk(order: Order, start: Position, epochs: int | None) -> Iterator[tuple[Position, bool]]:
     """Every place from `start` on, and whether it is the last of its epoch. Endless if `epochs` is None."""

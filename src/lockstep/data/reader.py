@@ -44,7 +44,7 @@ class Shard:
     number: int
     count: int
     data: Any
-    samples: int = 0  # their fingerprint (data/ledger.py); 0 for a stream
+    samples: int = 0  # their fingerprint (data/ledger.py); 0 for a stream that all workers read
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,14 @@ class Batch:
     of_shards: int  # of all workers together
     content: int = 0  # 64 bits of the samples of all workers, which must be equal on all of them; 0: not computed
     mark: Mark | None = None  # where a stream is behind this batch, if it can tell
+    seen: tuple[int, ...] = ()  # with split="worker": 64 bits of each sample, of all workers
+    shard_counts: tuple[int, ...] = ()  # with split="worker": samples of every shard, of all workers
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Samples of every shard, of all workers."""
+        if self.shard_counts:
+            return self.shard_counts
         return tuple(len(places) for places in cut(self.count, self.of_shards))
 
     @property

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from lockstep.data.content import hash_of_samples
+from lockstep.data.content import hash_of_sample, hash_of_samples
 from lockstep.data.order import Division, Position
 from lockstep.data.reader import Batch, DataError, Failure, Mark, Recipe, Shard
 
@@ -62,9 +62,10 @@ class Source:
     """
 
     dataset: Any
-    global_batch_size: int
+    global_batch_size: int  # or this worker's part of it
     drop_last: bool
     epochs: int | None
+    is_part: bool = False  # this worker has samples of its own: see data/split.py
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ class StreamReader:
                     return None
                 self._say_notes(number)
                 here, count = chunk.position, len(chunk.samples)
-                is_compared = here.number - self._start.number < COMPARED_AT_START or here.number % COMPARE_EVERY == 0
-                content = hash_of_samples(chunk.samples) if is_compared else 0
+                content, seen = self._look_at(chunk)
                 shards = []
-                for shard, places in self._division.of(count):
+                is_part = self._source.is_part
+                for shard, places in self._division.of_part(count) if is_part else self._division.of(count):
                     items = chunk.samples[places.start : places.stop]
                     names = range(chunk.first + places.start, chunk.first + places.stop)
                     data = recipe.put_together(items, names, here, shard) if items else None
-                    shards.append(Shard(shard, len(items), data))
+                    shards.append(Shard(shard, len(items), data, sum(seen[places.start : places.stop]) % 2**64))
         except (DataError, ValueError) as error:
             return Failure(error, error.__cause__)
         return Batch(
@@ -122,7 +123,16 @@ class StreamReader:
             self._division.shards,
             content,
             chunk.after,
+            seen,
         )
+
+    def _look_at(self, chunk: _Chunk) -> tuple[int, tuple[int, ...]]:
+        """A hash of the whole global batch, if it is to be compared; or of each sample of our part of it."""
+        if self._source.is_part:
+            return 0, tuple(map(hash_of_sample, chunk.samples))
+        number = chunk.position.number
+        is_compared = number - self._start.number < COMPARED_AT_START or number % COMPARE_EVERY == 0
+        return hash_of_samples(chunk.samples) if is_compared else 0, ()
 
     def _say_notes(self, number: int) -> None:
         """Once, though every worker and every loader process has them."""
@@ -143,11 +153,15 @@ class StreamReader:
         here, source, mark = self._start, self._source, self._mark
         while source.epochs is None or here.epoch < source.epochs:
             samples, coming = self._begin_epoch(here, mark)
+            if not coming and source.is_part and here.step > 0:  # our part of this epoch was shorter than others'
+                here = here.after(ends_epoch=True)
+                continue
             if not coming:
                 raise ValueError(self._why_nothing_came(here))
             while coming:
                 # Before the next batch is read: the state belongs to the place between the two.
-                state, number = samples.state(), here.step * source.global_batch_size
+                state = samples.state() if not source.is_part else None  # that of one worker is of no use to others
+                number = here.step * source.global_batch_size
                 self._notes += samples.take_notes()
                 chunk, coming = coming, self._take(samples)
                 after = Mark(state, _hash_of_ends(coming)) if state is not None and coming else None
@@ -161,7 +175,7 @@ class StreamReader:
         for state in (None,) if mark is None else (mark.state, None):
             if self._dataset is None or mark is not None:
                 self._dataset = _copied(self._source.dataset)
-            samples = _Samples(self._dataset, self._recipe, here.epoch, first, state)
+            samples = _Samples(self._dataset, self._recipe, here.epoch, first, state, is_part=self._source.is_part)
             coming = self._take(samples)
             is_right = mark is None or _hash_of_ends(coming) == mark.coming
             if is_right:
@@ -194,8 +208,14 @@ class _Samples:
     Each sample is read with random numbers of its own, keyed by (seed, epoch, number).
     """
 
-    def __init__(self, dataset: Any, recipe: Recipe, epoch: int, first: int, state: bytes | None) -> None:
-        """`state`: of the dataset at sample `first`, if it is known."""
+    def __init__(
+        self, dataset: Any, recipe: Recipe, epoch: int, first: int, state: bytes | None, *, is_part: bool
+    ) -> None:
+        """
+        state    of the dataset at sample `first`, if it is known
+        is_part  other workers have other samples under the same numbers, and draw other random numbers
+        """
+        self._key = ("stream", "of rank", recipe.rank, epoch) if is_part else ("stream", epoch)
         self._dataset, self._recipe, self._epoch, self._first = dataset, recipe, epoch, first
         self._number = 0  # of the sample that is read next
         self._holder: Any = None  # what has a state: the dataset or its iterator
@@ -229,10 +249,10 @@ class _Samples:
 
     def _read(self, state: bytes | None) -> Iterator[Any]:
         try:
-            self._recipe.sow("stream", self._epoch)
+            self._recipe.sow(*self._key)
             samples = self._begin() if state is None else self._resume(state)
             while True:
-                self._recipe.sow("stream", self._epoch, self._number)
+                self._recipe.sow(*self._key, self._number)
                 try:
                     sample = next(samples)
                 except StopIteration:

@@ -33,7 +33,7 @@ from torch.utils.data import Sampler
 
 from lockstep import faults, files
 from lockstep.checkpoint.differences import changes
-from lockstep.comm import patience
+from lockstep.comm import agree, patience
 from lockstep.data.batches import Batch, Batches, Position, Settings, check_options
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
@@ -443,10 +443,15 @@ class Run:
         check_options(loading)
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
-        self._agree("run.batches", {**facts, "len(dataset)": samples, "order": order and type(order).__name__})
+        self._agree(
+            "run.batches",
+            {**facts, "len(dataset)": samples, "order": order and type(order).__name__, "split": loading.get("split")},
+        )
         settings = Settings(
             global_batch_size=global_batch_size, shards=shards, epochs=epochs, drop_last=drop_last, **loading
         )
+        is_main = self.world.rank == 0
+        setting.check_split(settings.split, exact=self.exact, is_elastic=self._calls.is_elastic, is_main=is_main)
         # A newcomer does not know yet among how many it will be; it is told when it is taken in.
         rank, size = (self.world.rank, self.world.size) if self._calls.is_member else (0, 1)
         return Batches(
@@ -458,7 +463,13 @@ class Run:
             device=self.device,
             order=order,
             joined=not self.exact,
+            exchange=self._exchange,
         )
+
+    def _exchange(self, row: list[int]) -> list[list[int]]:
+        """What all workers say of the next batch of a stream that splits itself."""
+        with self._accord.explains("the next batch"):
+            return agree.gather_rows(self._group, row, device=self.device)
 
     def train(
         self,
@@ -649,6 +660,7 @@ class Run:
             epoch=batch.epoch,
             samples=batch.count,
             fingerprint=result.samples,
+            seen=batch.seen,
             writes=self.world.rank == 0,
         )
         self._calls.make("the comparison of replicas", lambda: self._compare_replicas(batch.number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import nn
 
 from lockstep.comm.register import backend_name
 from lockstep.data.batches import Batch
+from lockstep.errors import LockstepError
 from lockstep.world import World
 
 
@@ -89,6 +91,23 @@ def describe_synced(layer: str) -> str:
         "change that at any time. Use BatchNorm, whose running averages are those of all shards here anyway; or start "
         "without --min and --max; or give Run exact=False"
     )
+
+
+def check_split(split: str | None, *, exact: bool, is_elastic: bool, is_main: bool) -> None:
+    """Of `run.batches(split=)`: raise where the workers may change; say what it costs."""
+    if split is None:
+        return
+    if is_elastic:
+        raise LockstepError(
+            f"split={split!r} with workers that may come and go: a stream that splits itself cannot be split anew in "
+            "an epoch. Start without --min, --max and --hosts; or leave split= out, and let each worker read all of it"
+        )
+    if exact and is_main:
+        print(
+            f"lockstep: split={split!r}: the samples of a step, and so the bits, depend on the number of workers",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_sync_batch_norm(model: nn.Module, shares: Sequence[range], *, exact: bool, is_main: bool) -> None:
