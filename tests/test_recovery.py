@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.store import Store
-from lockstep.train.run import PREEMPTED
+from lockstep.train.signals import PREEMPTED
 from test_launch import outer_env, processes_of, split_card, wait_for
 
 DEADLINE_S = 90.0
@@ -148,7 +148,7 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.g
             figures[batch.epoch] = run.log(accuracy=run.evaluate(correct, data(50), batch_size=8))
         if str(batch.number) in pauses:
             Path(f"paused {{batch.number}}").touch()
-            wait(lambda: run._stop_asked or Path(f"go {{batch.number}}").exists())
+            wait(lambda: run._stops.asked or Path(f"go {{batch.number}}").exists())
     sha = hashlib.sha256(b"".join(value.numpy().tobytes() for value in average.values)).hexdigest()
     after = run.evaluate(correct, data(50), batch_size=8)
     last = figures.get(7)

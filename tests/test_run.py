@@ -37,7 +37,7 @@ from lockstep.data.ledger import prove
 from lockstep.elastic.supervisor import reserve_port
 from lockstep.seed import sow
 from lockstep.train import once, setting
-from lockstep.train.run import PREEMPTED
+from lockstep.train.signals import PREEMPTED
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)
 
@@ -191,7 +191,7 @@ def saving(rank: int, size: int, folder: Path) -> Any:
             batches = run.batches(data(100), global_batch_size=32, epochs=2)
             steps = []
             for batch in run.train(batches, sgd(model.parameters())):
-                run.on_main(run._saving.drain)  # they are written in the background
+                run.on_main(run._checkpoints.saving.drain)  # they are written in the background
                 steps.append(saved(name))
                 run.step(classify, batch)
             after_track = saved(name)  # nobody has waited here but in `train`
@@ -682,7 +682,7 @@ with lockstep.Run("run", seed=7, progress=False, exit_on_interrupt=False) as run
         steps.append(batch.number)
         if os.environ.get("PAUSE_AT") == str(batch.number):
             pathlib.Path(f"pid-{{rank}}").write_text(str(os.getpid()))
-            while rank == 1 and not run._stop_asked:
+            while rank == 1 and not run._stops.asked:
                 time.sleep(0.01)
     print("steps", steps, run.should_stop, run.digest(), flush=True)
 """
@@ -720,7 +720,7 @@ def test_how_often_to_save_may_be_said_from_outside(tmp_path: Path, monkeypatch:
             model = run.replicate(mlp())
             for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters())):
                 run.step(classify, batch)
-                run._saving.drain()
+                run._checkpoints.saving.drain()
         saved[name] = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
     assert saved["outside"] == ["step-000000006", "step-000000008"]
     assert saved["inside"] == ["step-000000005", "step-000000008"]
@@ -828,7 +828,7 @@ def saves_before_its_step(folder: Path, *, steps: int | None, saves: bool) -> st
         ):
             if saves and batch.number == 2:
                 run.save()
-                run._saving.drain()
+                run._checkpoints.saving.drain()
                 return ""
             run.step(classify, batch)
         return run.digest()

@@ -21,6 +21,7 @@ from lockstep.train.audit import Audit
 from lockstep.train.observer import Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
+from lockstep.train.run_directory import STOPPED
 from lockstep.train.schedule import LargeBatch, LRScaling
 from lockstep.train.step import Plan, Result, Training
 from lockstep.world import World
@@ -187,6 +188,20 @@ def describe(plan: Plan, training: Training) -> dict[str, Any]:
             "optimizer": sum(state.nbytes for state in states),
         },
     }
+
+
+def describe_nothing_to_train(plan: Plan, steps: int | None, *, was_stopped: bool) -> str | None:
+    """Why there is nothing to train in this start; None if there is something.
+
+    steps        after which the program wants to end
+    was_stopped  the program itself has ended the training in an earlier start
+    """
+    step, over = plan.batches.position.number, "--fresh, or Run(resume=False), starts over"
+    if was_stopped:
+        return f"stopped at step {step} by the program; nothing to train; {over}; without {STOPPED} it trains on"
+    if step and (plan.batches.ended or (steps is not None and step >= steps)):
+        return f"finished at step {step}; nothing to train; {over}; more epochs= (or steps=) train on"
+    return None
 
 
 def introduce(plan: Plan, basis: Basis, world: World) -> str:

@@ -14,7 +14,6 @@ The same program runs on one worker or many, and computes the same bits.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -32,10 +31,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import Sampler
 
 from lockstep import faults, files
-from lockstep.checkpoint.differences import changes
 from lockstep.comm import agree, patience
 from lockstep.data.batches import Batch, Batches, Position, Settings, check_options
-from lockstep.data.ledger import Ledger
 from lockstep.data.order import Order
 from lockstep.data.reader import DataError
 from lockstep.elastic import seat as seats
@@ -49,6 +46,7 @@ from lockstep.train.accord import Accord
 from lockstep.train.board import Board
 from lockstep.train.calls import Calls, ElasticCalls, say
 from lockstep.train.check import ReplicaCheck
+from lockstep.train.checkpoints import Checkpoints, plan_of
 from lockstep.train.chronicle import Chronicle
 from lockstep.train.claim import FILE as RUN_LOCK
 from lockstep.train.claim import Claim
@@ -61,6 +59,7 @@ from lockstep.train.options import OptionNames, Options
 from lockstep.train.plan import (
     Basis,
     describe,
+    describe_nothing_to_train,
     facts_of,
     follow_trainable,
     introduce,
@@ -68,13 +67,12 @@ from lockstep.train.plan import (
     settings_of,
     share_out,
     sight_of,
-    take_over_trainable,
 )
 from lockstep.train.progress import Progress
-from lockstep.train.run_directory import STOPPED, pending_stops, read_stop, start_over, starts_over, write_stop
-from lockstep.train.saving import BestMetric, Saving, describe_misfit, named, read_weights, restore
+from lockstep.train.run_directory import pending_stops, start_over, starts_over, write_stop
+from lockstep.train.saving import describe_misfit, read_weights
 from lockstep.train.schedule import LRScaling
-from lockstep.train.signals import stop_signals
+from lockstep.train.signals import StopRequests
 from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, refuse_mean_loss, take_step
 from lockstep.train.tally import Tally, agree_on_metrics
 from lockstep.train.transfer import hand_over, tensors_from_text, tensors_to_text
@@ -83,8 +81,6 @@ from lockstep.world import World, choose_device, init
 
 Model = TypeVar("Model", bound=nn.Module)
 
-PREEMPTED = 75  # exit status of a run that was asked to end by a signal, and has saved: "try again later"
-INTERRUPTED = 128 + signal.SIGINT  # the same after Ctrl-C, where no launcher looks at the status
 SAVE_AFTER_ERROR_S = 120.0
 
 
@@ -138,9 +134,7 @@ class Run:
         self._model: nn.Module | None = None
         self._plan: Plan | None = None
         self._training: Training | None = None
-        self._registered: dict[str, Any] = {}
         self._calls = Calls()
-        self._was_stopped = False  # by the program, in an earlier start
         self._generation = 0  # how often the work was shared out
         self._parted_s: float | None = None  # since when we have no generation
         self._steps: int | None = None  # after which to end
@@ -149,17 +143,12 @@ class Run:
         self._in_hand = False  # the program has that batch, and may yet take it
         self._loop, self._loop_check = Loop.BEFORE, None  # type: tuple[Loop, LoopCheck | None]
         self._is_applying = False  # a step that is half done cannot be saved
-        self._ending: SystemExit | None = None  # by which we end the program after a signal
-        self._stop_asked = Stop.NO  # on this worker
-        self._stop_signal: signal.Signals | None = None  # that this worker got
-        self._stop_agreed = Stop.NO
+        self._stops = StopRequests(os.environ)
         self._farewell = Farewell(os.environ, self._whereabouts)
         self._claim = Claim(self.directory, os.environ) if self.directory is not None else None
         self._observer: Observer = Blind(torch.device("cpu"))  # these see, show and save nothing
         self._board = Board(None, wanted=False)
-        self._saving = Saving(None, None)
-        self._best = BestMetric()
-        self._best_saving: Saving | None = None
+        self._checkpoints = Checkpoints()
         self._progress = Progress()
 
     # -- begin and end -----------------------------------------------------------------------------------------------
@@ -191,23 +180,26 @@ class Run:
         self._open_files()  # not before: by now the directory is ours
         self._stack.enter_context(kept_random_state(self.device))
         self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
-        is_training = lambda: self._loop is Loop.RUNNING  # noqa: E731
-        self._stack.enter_context(stop_signals(self._end_soon, is_training=is_training, env=os.environ))
+        self._stack.enter_context(self._stops.handle_signals(is_training=lambda: self._loop is Loop.RUNNING))
         sow(mix(self.seed, "start"), self.device)
 
     def _open_files(self) -> None:
         options = self.options
-        self._ledger = Ledger(self.directory)
         if self.directory is not None:
             self._metrics = MetricsFile(self.directory)
         if options.trace:
             self._observer = Observer(Chronicle(self._trace_folder(), self._name(), self.device), self.device)
         board = self._board = Board(self.directory, wanted=options.tensorboard and self._witness is None)
         self._chronicle.on_window = lambda step, figures: board.show(step, figures, writes=self.world.rank == 0)
-        every = options.save_every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY")
-        self._saving = Saving(
-            self.directory, every, fence=self._calls.may_commit, on_written=self._chronicle.checkpoint_written
+        registered = self._checkpoints.registered
+        self._checkpoints = Checkpoints(
+            self.directory,
+            identity={"seed": self.seed, "exact": self.exact},
+            every=options.save_every,
+            fence=self._calls.may_commit,
+            on_written=self._chronicle.checkpoint_written,
         )
+        self._checkpoints.registered = registered
 
     def _foresee(self, welcome: seats.Welcome) -> World:
         """What we know of a world that we are not yet in."""
@@ -230,7 +222,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_planned = error is None or error is self._ending
+        is_planned = error is None or error is self._stops.ending
         if is_planned:
             try:
                 self._end_together()
@@ -246,15 +238,13 @@ class Run:
         if is_planned and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
         if error is None and self.interrupted:
-            raise self._exit()
+            raise self._stops.exit()
 
     def _end_together(self) -> None:
         if self._loop is Loop.RUNNING:
             self._end_loop(is_stopped=True)  # the program has left it, by `break` or `return`
         self._stack.close()
-        self._saving.close()
-        if self._best_saving is not None:
-            self._best_saving.close()
+        self._checkpoints.close()
         if self._group is not dist.group.WORLD:
             self._calls.make("the end of the run", self._part_in_peace)
         self._calls.end()
@@ -267,7 +257,9 @@ class Run:
                 last_first.callback(self._loop_check.close)
             if self._training is not None:
                 last_first.callback(self._training.sum.close)
-            if self._claim is not None and self._saving.is_idle:  # else it ends with the process, which still writes
+            if (
+                self._claim is not None and self._checkpoints.saving.is_idle
+            ):  # else it ends with the process, which still writes
                 last_first.callback(self._claim.release)
             last_first.callback(self._board.close)
             last_first.callback(self._observer.close, in_peace=error is None)
@@ -342,33 +334,21 @@ class Run:
     def hand_over(self, source: int, then: Callable[[], None]) -> None:
         plan, is_source = self._plan, self.world.rank == source
         assert plan is not None
-        mine = self._state(plan) if is_source else None
+        mine = None
         if is_source:
-            self._ledger.write()  # whoever gets our state does not know what came before it
-        if mine is not None and plan.batches.position.number != self._applied:
-            mine["batches"] = plan.batches.state(
-                self._here
-            )  # we have the batch of this step, and have not taken the step
+            self._checkpoints.ledger.write()  # a worker that gets our state does not know what came before it
+            # Where we have the batch of this step, and have not taken the step, the state is the one before it.
+            here = self._here if plan.batches.position.number != self._applied else None
+            mine = self._checkpoints.state(plan, here)
         state = hand_over(self._group, self.device, source, mine)
         if state["batches"]["number"] != self._applied and not is_source:
-            things = self._named(plan)
-            if self._applied >= 0:
-                things["kept"] = {}  # the program changes these itself, and ours is behind that of the source
-            restore(things, state)
-            take_over_trainable(plan, state)
-            self._best.restore(state.get("best"))
+            # What is registered the program changes itself; a worker that is behind does so once more.
+            self._checkpoints.restore(plan, state, registered=self._applied < 0)
             self._applied = state["batches"]["number"]
         then()
         faults.at("restored")
         check = ReplicaCheck(self._group, self.device, every=1)
         check.compare(self._applied, named_state(plan.model, plan.optimizer))
-
-    def _end_soon(self, number: int) -> None:
-        """Save, and end after the step that is running, all workers together."""
-        self._stop_asked = Stop.SIGNAL
-        self._stop_signal = signal.Signals(number)
-        if number == signal.SIGINT and self.world.rank == 0 and not os.environ.get("LOCKSTEP_RUN_DIR"):
-            say("Ctrl-C: this step is finished and saved; Ctrl-C again ends at once")
 
     def _agree(self, what: str, facts: Mapping[str, Any]) -> None:
         """All workers together: the same arguments everywhere, or an error everywhere."""
@@ -420,7 +400,7 @@ class Run:
                 )
         if self._plan is not None:
             raise LockstepError("run.register_state comes before run.train: what is resumed there must be known")
-        self._registered |= objects
+        self._checkpoints.registered |= objects
 
     def batches(
         self,
@@ -515,7 +495,7 @@ class Run:
             self._share_out(plan)
         self._loop_check = LoopCheck(model, optimizer, plan.leaves)
         self._introduce(plan, basis)
-        if self._was_stopped:
+        if self._checkpoints.was_stopped:
             self._loop = Loop.ENDED
             return
         yield from self._hand_out(plan, steps)
@@ -523,14 +503,14 @@ class Run:
             raise SystemExit(0)  # the rest of the program is not asked for
         self._end_loop()
         if self.interrupted and self.options.exit_on_interrupt:
-            raise self._exit()
+            raise self._stops.exit()
 
     def _hand_out(self, plan: Plan, steps: int | None) -> Iterator[Batch]:
         batches, check = plan.batches, self._loop_check
         assert check is not None
         self._loop = Loop.RUNNING
         with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
-            while not self._stop_agreed and (steps is None or batches.position.number < steps):
+            while not self.should_stop and (steps is None or batches.position.number < steps):
                 self._calls.begin_step(batches.position.number)
                 self._handed_out, self._here = self._generation, batches.position
                 self._observer.top(batches.position.number)
@@ -544,26 +524,22 @@ class Run:
                 yield batch
                 check.end_iteration()
                 self._in_hand = False
-                if self._saving.is_due(batch.number, ends_epoch=batch.ends_epoch) and not self._stop_agreed:
+                is_due = self._checkpoints.saving.is_due(batch.number, ends_epoch=batch.ends_epoch)
+                if is_due and not self.should_stop:
                     self.save()
 
     def _introduce(self, plan: Plan, basis: Basis) -> None:
         """Say what is trained, from where on; or why nothing is."""
-        tells = self.world.rank == 0
         ends = self._steps or plan.batches.steps_in_all
         is_shown = "LOCKSTEP_VIEW" in os.environ and self.options.trace  # in the launcher's picture (measure/live.py)
         speaks = lambda: self.world.rank == 0 and self.options.progress  # noqa: E731  (another worker may become rank 0)
         self._progress = Progress(steps=ends, speaks=speaks, is_shown=is_shown)
-        step = plan.batches.position.number
-        over = "--fresh, or Run(resume=False), starts over"
-        if not tells:
-            return
-        if self._was_stopped:
-            say(f"stopped at step {step} by the program; nothing to train; {over}; without {STOPPED} it trains on")
-        elif step and (plan.batches.ended or (self._steps is not None and step >= self._steps)):
-            say(f"finished at step {step}; nothing to train; {over}; more epochs= (or steps=) train on")
-        elif self.options.progress:
-            say(introduce(plan, basis, self.world))
+        if self.world.rank == 0:
+            nothing = describe_nothing_to_train(plan, self._steps, was_stopped=self._checkpoints.was_stopped)
+            if nothing is not None:
+                say(nothing)
+            elif self.options.progress:
+                say(introduce(plan, basis, self.world))
         self._tell_untrained(plan)
 
     def _end_loop(self, *, is_stopped: bool = False) -> None:
@@ -573,7 +549,7 @@ class Run:
         self._loop, here = Loop.ENDED, self._saved_position(plan)
         self._observer.end_loop()
         self._progress.end(here.number)
-        if not self._saving.has(here.number):
+        if not self._checkpoints.saving.has(here.number):
             self.save()
         directory, tells = self.directory, self.should_stop and self.world.rank == 0
         if directory is None:
@@ -582,20 +558,13 @@ class Run:
             return
 
         def keep() -> None:
-            self._keep_last(here)
+            self._checkpoints.keep_last(plan, here, self._calls.check_left)
             if is_stopped:
                 write_stop(directory, here.number)
 
         self._calls.make("the last checkpoint", lambda: self._once.run(keep))
         if tells and not is_stopped:
             say(f"saved at step {here.number}; the same command continues")
-
-    def _exit(self) -> SystemExit:
-        """The end of the program after a signal, once everything is saved."""
-        is_launched = bool(os.environ.get("LOCKSTEP_RUN_DIR"))  # the launcher knows which signal it was
-        is_ctrl_c = self._stop_signal is signal.SIGINT and not is_launched
-        self._ending = SystemExit(INTERRUPTED if is_ctrl_c else PREEMPTED)
-        return self._ending
 
     def _save_after(self, error: BaseException) -> None:
         """Keep what was trained when an exception leaves the loop: rank 0 writes a checkpoint, without the others.
@@ -618,7 +587,7 @@ class Run:
         try:
             if self._training is not None:
                 self._training.running.abandon()
-            self._keep_last(here, go_on)
+            self._checkpoints.keep_last(plan, here, go_on)
             if isinstance(error, SystemExit) and not error.code:
                 write_stop(self.directory, here.number)
             elif isinstance(error, Exception):
@@ -652,10 +621,10 @@ class Run:
         finally:
             check.is_stepping = False
         check.end_step()
-        self._stop_agreed = max(self._stop_agreed, result.stop)
+        self._stops.agreed = max(self._stops.agreed, result.stop)
         if result.move:
             self._calls.move_at_next_step(result.move)
-        self._ledger.note(
+        self._checkpoints.ledger.note(
             batch.number,
             epoch=batch.epoch,
             samples=batch.count,
@@ -688,7 +657,7 @@ class Run:
             )
         if batch.number == 0:
             refuse_mean_loss(training, loss, batch)
-        wishes = Wishes(self._stop_asked, self._calls.wants_to_move, self._commit, self._calls.check_left)
+        wishes = Wishes(self._stops.asked, self._calls.wants_to_move, self._commit, self._calls.check_left)
         result = take_step(training, loss, batch, wishes)
         if plan.schedule is not None and (batch.ends_epoch if plan.interval == "epoch" else not result.skipped):
             plan.schedule.step()
@@ -744,7 +713,7 @@ class Run:
             steps=self._steps or plan.batches.steps_in_all,
         )
         self._check = ReplicaCheck(self._group, self.device, every=self.options.check_every)
-        self._ledger.share_out(self.world.size)
+        self._checkpoints.ledger.share_out(self.world.size)
         self._generation += 1
 
     def _agree_on_end(self, batches: Batches) -> None:
@@ -899,17 +868,17 @@ class Run:
     @property
     def should_stop(self) -> bool:
         """Some worker was asked to end (SIGTERM, or `run.stop()`), and all have agreed to: `train` ends here."""
-        return self._stop_agreed is not Stop.NO
+        return self._stops.agreed is not Stop.NO
 
     @property
     def interrupted(self) -> bool:
         """Whether the training was ended by a signal (SIGTERM, SIGUSR1, Ctrl-C) before it was through."""
-        return self._stop_agreed is Stop.SIGNAL
+        return self._stops.agreed is Stop.SIGNAL
 
     def stop(self) -> None:
         """Ask all workers to leave the loop after the next step; one of them is enough. A later start trains on; to end
         the training for good, `break` out of the loop on all workers."""
-        self._stop_asked = max(self._stop_asked, Stop.ASKED)
+        self._stops.asked = max(self._stops.asked, Stop.ASKED)
 
     @property
     def noise_scale(self) -> float | None:
@@ -928,18 +897,8 @@ class Run:
 
     def save(self) -> None:
         """Have a checkpoint written, by one worker, in the background: this waits only for a copy of the tensors."""
-        plan = self._plan
-        if plan is None:
-            raise LockstepError("run.save has nothing to save before `run.train(batches, optimizer)`")
-        plan.last_norm.check(plan.leaves)
-        if self.world.rank == 0:
-            self._ledger.write()
-        here = self._saved_position(plan)
-
-        def state() -> dict[str, Any]:
-            return self._state_at(plan, here)
-
-        self._saving.save(here.number, state, writes=self.world.rank == 0)
+        plan = plan_of(self._plan, "run.save")
+        self._checkpoints.save(plan, self._saved_position(plan), writes=self.world.rank == 0)
 
     def save_best(self, metric: float, *, mode: str = "max") -> bool:
         """Save a checkpoint in the folder `best` of the run directory if `metric` is better than all before it.
@@ -950,17 +909,10 @@ class Run:
         """
         if mode not in ("max", "min"):
             raise ValueError(f'mode={mode!r} is not known; choose "max" or "min"')
-        plan, value = self._plan, float(metric)
-        if plan is None:
-            raise LockstepError("run.save_best has nothing to save before `run.train(batches, optimizer)`")
+        plan, value = plan_of(self._plan, "run.save_best"), float(metric)
         self._agree("run.save_best", {"the metric": value, "mode": mode})
-        is_better = self._best.improves(value, mode)
-        if is_better and self.directory is not None:
-            if self._best_saving is None:
-                self._best_saving = Saving(self.directory / "best", None, fence=self._calls.may_commit)
-            here = self._saved_position(plan)
-            self._best_saving.save(here.number, lambda: self._state_at(plan, here), writes=self.world.rank == 0)
-        return is_better
+        here, writes = self._saved_position(plan), self.world.rank == 0
+        return self._checkpoints.save_best(plan, here, value, mode=mode, writes=writes)
 
     def load(self, path: str | Path, what: str = "model") -> None:
         """Read weights of a checkpoint into the replicated model, on all workers; rank 0 alone reads the disk.
@@ -986,76 +938,19 @@ class Run:
         """Of the next step that is to be taken: that of the batch in hand, unless it has been."""
         return self._here if self._in_hand and self._applied <= self._here.number else plan.batches.position
 
-    def _keep_last(self, here: Position, go_on: Callable[[], None] | None = None) -> None:
-        """By rank 0, at the end: an earlier rank 0 may have been lost with what it had not written yet."""
-        plan, go_on = self._plan, go_on or self._calls.check_left
-        assert plan is not None
-        self._ledger.write()
-        self._saving.drain(go_on)
-        if not self._saving.has_written(here.number):
-            plan.last_norm.check(plan.leaves)
-            self._saving.save(here.number, lambda: self._state_at(plan, here), writes=True)
-            self._saving.drain(go_on)
-
-    def _state_at(self, plan: Plan, here: Position) -> dict[str, Any]:
-        return self._state(plan) | {"batches": plan.batches.state(here)}
-
-    def _named(self, plan: Plan) -> dict[str, Any]:
-        """All that has a state, by name."""
-        return {
-            "model": plan.model,
-            "optimizer": plan.optimizer,
-            "schedule": plan.schedule,
-            "loss_scale": plan.loss_scale,
-            "batches": plan.batches,
-            "kept": self._registered,
-        }
-
-    def _state(self, plan: Plan) -> dict[str, Any]:
-        """`run`: what must not change between the parts of a run, or it would be another run."""
-        optimizer = type(plan.optimizer).__name__
-        shards = plan.batches.settings.shards
-        run = {"seed": self.seed, "exact": self.exact, "shards": shards, "optimizer": optimizer}
-        trainable = [leaf.name for leaf in plan.leaves]
-        more = {"trainable": trainable, "settings": plan.settings, "best": self._best.state()}
-        return named(self._named(plan)) | {"run": run} | more
-
     def _resume(self, plan: Plan) -> None:
         """From where the last run in this directory ended; or where the others are, if they are in the loop."""
 
         def resume() -> None:
-            if self.directory is not None and self.world.rank == 0:
-                files.prepare(self.directory)
-            found = self._saving.find(self._state(plan), tells=self.world.rank == 0)
-            step = found["batches"]["number"] if found is not None else None
-            stopped = read_stop(self.directory)
-            self._accord.compare("resuming", {"step": str(step), "stopped": str(stopped)})
-            if found is not None:
-                self._tell_changes(plan, found, step)
-                restore(self._named(plan), found)
-                take_over_trainable(plan, found)
-                self._best.restore(found.get("best"))
-                self._was_stopped = stopped == step
+            compare = partial(self._accord.compare, "resuming")
+            is_main = self.world.rank == 0
+            step = self._checkpoints.resume(plan, compare, writes=is_main, tells=self.options.progress)
+            if step is not None:
                 self._chronicle.event("resumed", text=f"from the checkpoint of step {step}")
             self._applied = plan.batches.position.number
-            self._ledger.begin(self._applied, plan.batches.facts(), writes=self.world.rank == 0)
 
         self._calls.make("resuming", resume, begins_loop=True)
-        self._saving.begin(plan.batches.position.number)
-
-    def _tell_changes(self, plan: Plan, found: dict[str, Any], step: int | None) -> None:
-        """Say which settings have changed since the checkpoint was saved, and which value of each counts."""
-        saved, now = found.get("settings") or {}, plan.settings
-        changed = changes(saved, now)
-        if self.world.rank == 0 and (changed or self.options.progress):
-            what = ", with other settings than it was saved with:" if changed else ""
-            say(f"resumed from step {step} in {self.directory}{what}")
-            for change in changed:
-                say(f"  {change}")
-        if saved.get("options", {}).get("scheduler") != now["options"]["scheduler"]:
-            found["schedule"] = None  # the state of a scheduler of another class means nothing to this one
-        # What is restored with its state stays what it was, and so do the words about it in later checkpoints.
-        plan.settings = now | {name: saved[name] for name in ("optimizer", "scheduler") if saved.get(name)}
+        self._checkpoints.saving.begin(plan.batches.position.number)
 
     def _replicated(self, who: str) -> nn.Module:
         if self._model is None:

@@ -45,7 +45,6 @@ class Saving:
         self,
         directory: Path | None,
         every: str | int | None,
-        *,
         fence: Callable[[], bool] = lambda: True,
         on_written: Callable[[Written], None] = lambda _: None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: SIGTERM and SIGUSR1 from a scheduler, SIGINT (Ctrl-C) from a person."""
+"""Requests to end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT (Ctrl-C) from a person, `run.stop()`."""
 
 from __future__ import annotations
 
@@ -9,47 +9,68 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Final, final
 
 from lockstep.elastic.verdict import finishing_file
+from lockstep.train.calls import say
+from lockstep.train.step import Stop
+
+PREEMPTED: Final = 75  # exit status of a run that was asked to end by a signal, and has saved: "try again later"
+INTERRUPTED: Final = 128 + signal.SIGINT  # the same after Ctrl-C, where no launcher looks at the status
 
 
-@contextmanager
-def stop_signals(
-    ask: Callable[[int], None], *, is_training: Callable[[], bool], env: Mapping[str, str]
-) -> Iterator[None]:
-    """Install handlers for the duration of the block. Only the main thread can; in another one nothing is changed.
+@final
+class StopRequests:
+    """What was asked of this worker, and what all workers have agreed on."""
 
-    SIGTERM and SIGUSR1 call `ask(number)`. So does the first SIGINT while `is_training()` is true; a second one ends
-    the process at once, without a traceback. Outside of training, SIGINT raises KeyboardInterrupt, as always in Python.
-    A SIGINT that is ignored (nohup) or has a handler of the program's own is left alone.
-    """
-    with ExitStack() as undo:
-        if threading.current_thread() is threading.main_thread():
-            pid, asked = os.getpid(), set[int]()
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.asked = Stop.NO  # of this worker
+        self.agreed = Stop.NO  # by all workers, after a step
+        self.ending: SystemExit | None = None  # by which the program ends after a signal
+        self._logs = env.get("LOCKSTEP_RUN_DIR")  # of the launcher
+        self._signal: int | None = None
 
-            def on_signal(number: int, frame: FrameType | None) -> None:
-                if os.getpid() != pid or (number == signal.SIGINT and number in asked):
-                    signal.signal(number, signal.SIG_DFL)  # a child of the program has no run that could end
-                    os.kill(os.getpid(), number)
-                elif number == signal.SIGINT and not is_training():
-                    signal.default_int_handler(number, frame)
-                else:
-                    asked.add(number)
-                    _announce(env, pid)
-                    ask(number)
+    def exit(self) -> SystemExit:
+        """The end of the program after a signal, once everything is saved. A launcher knows which signal it was."""
+        is_ctrl_c = self._signal == signal.SIGINT and not self._logs
+        self.ending = SystemExit(INTERRUPTED if is_ctrl_c else PREEMPTED)
+        return self.ending
 
-            numbers = [signal.SIGTERM, signal.SIGUSR1]
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                numbers.append(signal.SIGINT)
-            for one in numbers:
-                before = signal.signal(one, on_signal)
-                undo.callback(signal.signal, one, signal.SIG_DFL if before is None else before)
-        yield
+    def _ask(self, number: int) -> None:
+        """Save, and end after the step that is running, all workers together."""
+        self.asked, self._signal = Stop.SIGNAL, number
+        if self._logs:  # the launcher must not kill us meanwhile
+            with suppress(OSError):
+                finishing_file(Path(self._logs), os.getpid()).touch()
+        elif number == signal.SIGINT:
+            say("Ctrl-C: this step is finished and saved; Ctrl-C again ends at once")
 
+    @contextmanager
+    def handle_signals(self, *, is_training: Callable[[], bool]) -> Iterator[None]:
+        """Install handlers for the duration of the block. Only the main thread can; in another one nothing is changed.
 
-def _announce(env: Mapping[str, str], pid: int) -> None:
-    """Tell the launcher that this worker finishes its step and saves, so that it is not killed meanwhile."""
-    logs = env.get("LOCKSTEP_RUN_DIR")
-    if logs:
-        with suppress(OSError):
-            finishing_file(Path(logs), pid).touch()
+        SIGTERM and SIGUSR1 ask for the end, and so does the first SIGINT while `is_training()`; a second one ends the
+        process at once, without a traceback. Outside of training, SIGINT raises KeyboardInterrupt, as always in Python.
+        A SIGINT that is ignored (nohup) or has a handler of the program's own is left alone.
+        """
+        with ExitStack() as undo:
+            if threading.current_thread() is threading.main_thread():
+                pid, seen = os.getpid(), set[int]()
+
+                def on_signal(number: int, frame: FrameType | None) -> None:
+                    if os.getpid() != pid or (number == signal.SIGINT and number in seen):
+                        signal.signal(number, signal.SIG_DFL)  # a child of the program has no run that could end
+                        os.kill(os.getpid(), number)
+                    elif number == signal.SIGINT and not is_training():
+                        signal.default_int_handler(number, frame)
+                    else:
+                        seen.add(number)
+                        self._ask(number)
+
+                numbers = [signal.SIGTERM, signal.SIGUSR1]
+                if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    numbers.append(signal.SIGINT)
+                for one in numbers:
+                    before = signal.signal(one, on_signal)
+                    undo.callback(signal.signal, one, signal.SIG_DFL if before is None else before)
+            yield

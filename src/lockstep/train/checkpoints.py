@@ -1,0 +1,163 @@
+"""The state of a run: what it consists of, when and where it is saved, and from where it resumes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from lockstep import files
+from lockstep.checkpoint.differences import changes
+from lockstep.checkpoint.writer import Written
+from lockstep.data.ledger import Ledger
+from lockstep.data.order import Position
+from lockstep.errors import LockstepError
+from lockstep.train.calls import say
+from lockstep.train.plan import take_over_trainable
+from lockstep.train.run_directory import read_stop
+from lockstep.train.saving import BestMetric, Saving, State, named, restore
+from lockstep.train.step import Plan
+
+
+@final
+class Checkpoints:
+    """One worker, that of rank 0, writes them; `writes` says whether this is it."""
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        identity: Mapping[str, Any] | None = None,
+        every: str | int | None = None,
+        fence: Callable[[], bool] = lambda: True,
+        on_written: Callable[[Written], None] = lambda _: None,
+    ) -> None:
+        """
+        directory   of the run; None: nothing is saved
+        identity    what must not change between the parts of a run, beside what a plan has
+        every       steps or a time between two checkpoints; None: after every epoch
+        fence       asked right before a checkpoint would be seen; False: it is dropped
+        on_written  told of each that is written, from another thread
+        """
+        self.directory, self._identity, self._fence = directory, dict(identity or {}), fence
+        self.ledger = Ledger(directory)
+        self.saving = Saving(directory, every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY"), fence, on_written)
+        self.registered: dict[str, Any] = {}  # by run.register_state
+        self._best = BestMetric()
+        self._best_saving: Saving | None = None
+        self.was_stopped = False  # by the program, in an earlier start
+
+    # -- what a state is ---------------------------------------------------------------------------------------------
+
+    def state(self, plan: Plan, here: Position | None = None) -> State:
+        """Everything that a worker must have to take the step at `here`; None: the next one of the batches.
+
+        `run`: what must not change between the parts of a run, or it would be another run.
+        """
+        run = {"shards": plan.batches.settings.shards, "optimizer": type(plan.optimizer).__name__}
+        more = {
+            "trainable": [leaf.name for leaf in plan.leaves],
+            "settings": plan.settings,
+            "best": self._best.state(),
+        }
+        found = named(self._things(plan)) | {"run": self._identity | run} | more
+        return found if here is None else found | {"batches": plan.batches.state(here)}
+
+    def restore(self, plan: Plan, state: State, *, registered: bool = True) -> None:
+        """Take over a state. `registered`: also of what the program has registered."""
+        things = self._things(plan)
+        if not registered:
+            things["kept"] = {}
+        restore(things, state)
+        take_over_trainable(plan, state)
+        self._best.restore(state.get("best"))
+
+    def _things(self, plan: Plan) -> dict[str, Any]:
+        """All that has a state, by name."""
+        return {
+            "model": plan.model,
+            "optimizer": plan.optimizer,
+            "schedule": plan.schedule,
+            "loss_scale": plan.loss_scale,
+            "batches": plan.batches,
+            "kept": self.registered,
+        }
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, plan: Plan, here: Position, *, writes: bool) -> None:
+        """Have a checkpoint written in the background; this waits only for a copy of the tensors."""
+        plan.last_norm.check(plan.leaves)
+        if writes:
+            self.ledger.write()
+        self.saving.save(here.number, lambda: self.state(plan, here), writes=writes)
+
+    def save_best(self, plan: Plan, here: Position, metric: float, *, mode: str, writes: bool) -> bool:
+        """Save to the folder `best` if `metric` is better than all before it. Returns whether it was."""
+        is_better = self._best.improves(metric, mode)
+        if is_better and self.directory is not None:
+            if self._best_saving is None:
+                self._best_saving = Saving(self.directory / "best", None, self._fence)
+            self._best_saving.save(here.number, lambda: self.state(plan, here), writes=writes)
+        return is_better
+
+    def keep_last(self, plan: Plan, here: Position, go_on: Callable[[], None]) -> None:
+        """By rank 0, at the end: an earlier rank 0 may have been lost with what it had not written yet.
+
+        go_on  called again and again while it is written; raises if we are wanted elsewhere, or it takes too long
+        """
+        self.ledger.write()
+        self.saving.drain(go_on)
+        if not self.saving.has_written(here.number):
+            plan.last_norm.check(plan.leaves)
+            self.saving.save(here.number, lambda: self.state(plan, here), writes=True)
+            self.saving.drain(go_on)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        for one in (self.saving, self._best_saving):
+            if one is not None:
+                one.close()
+
+    # -- resuming ----------------------------------------------------------------------------------------------------
+
+    def resume(self, plan: Plan, compare: Callable[[dict[str, str]], None], *, writes: bool, tells: bool) -> int | None:
+        """From where the last run in this directory ended. Returns the step; None: there is no checkpoint.
+
+        compare  all workers: raises if they have not found the same
+        tells    whether to say from where the run resumes, also if no setting has changed
+        """
+        if self.directory is not None and writes:
+            files.prepare(self.directory)
+        found = self.saving.find(self.state(plan), tells=writes)
+        step = found["batches"]["number"] if found is not None else None
+        stopped = read_stop(self.directory)
+        compare({"step": str(step), "stopped": str(stopped)})
+        if found is not None:
+            self._compare_settings(plan, found, writes=writes, tells=tells)
+            self.restore(plan, found)
+            self.was_stopped = stopped == step
+        self.ledger.begin(plan.batches.position.number, plan.batches.facts(), writes=writes)
+        return step
+
+    def _compare_settings(self, plan: Plan, found: State, *, writes: bool, tells: bool) -> None:
+        """Say which settings have changed since the checkpoint was saved, and which value of each counts."""
+        saved, now = found.get("settings") or {}, plan.settings
+        changed = changes(saved, now)
+        if writes and (changed or tells):
+            what = ", with other settings than it was saved with:" if changed else ""
+            say(f"resumed from step {found['batches']['number']} in {self.directory}{what}")
+            for change in changed:
+                say(f"  {change}")
+        if saved.get("options", {}).get("scheduler") != now["options"]["scheduler"]:
+            found["schedule"] = None  # the state of a scheduler of another class means nothing to this one
+        # What is restored with its state stays what it was, and so do the words about it in later checkpoints.
+        plan.settings = now | {name: saved[name] for name in ("optimizer", "scheduler") if saved.get(name)}
+
+
+def plan_of(plan: Plan | None, who: str) -> Plan:
+    """The plan, or LockstepError if there is none yet."""
+    if plan is None:
+        raise LockstepError(f"{who} has nothing to save before `run.train(batches, optimizer)`")
+    return plan
