@@ -28,6 +28,7 @@ from lockstep import cli
 from lockstep.data.reader import DataError
 from lockstep.errors import UnevenDataError
 from runs import classify, data, mlp, sgd
+from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
@@ -271,6 +272,22 @@ def split_twice(rank: int, size: int, folder: Path) -> str:
 
 def test_a_sampler_that_splits_by_rank_is_noticed(tmp_path: Path) -> None:
     assert crew(split_twice, 2, tmp_path) == ["refused"] * 2
+
+
+# ---- a stream that splits itself -------------------------------------------------------------------------------------
+
+
+def test_a_split_stream_is_refused_where_workers_come_and_go(stage: Stage) -> None:  # noqa: F811
+    script = stage.script(
+        "import lockstep, torch\n"
+        "class Part(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self): return iter(range(8))\n"
+        "with lockstep.Run(progress=False, device='cpu') as run:\n"
+        "    run.batches(Part(), global_batch_size=8, split='worker')\n"
+    )
+    done = stage.run("-n", "1", "--min", "1", script)
+    assert done.returncode != 0
+    assert "split='worker' with workers that may come and go" in done.stderr
 
 
 # ---- a batch is no tuple ---------------------------------------------------------------------------------------------
