@@ -55,6 +55,7 @@ INNER = {
     "Run": {"gather", "part", "settle", "applied", "hand_over"},
     "Result": {"norm", "stop", "move", "samples", "plain", "of"},
     "Shard": {"samples"},
+    "Batch": {"content", "mark", "seen", "shard_counts"},
     "Batches": {"seek", "share_out", "state", "restore", "facts", "fetch"},
 }
 # Torch's own methods on classes that stand in for torch's: documented there.

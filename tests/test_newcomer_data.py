@@ -28,6 +28,7 @@ from lockstep import cli
 from lockstep.data.reader import DataError
 from lockstep.errors import UnevenDataError
 from runs import classify, data, mlp, sgd
+from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
@@ -196,11 +197,11 @@ def train_sampled(sampler: Any, folder: Path, steps: int | None = None) -> str:
         batches = run.batches(data(64), global_batch_size=16, epochs=3, order=sampler)
         for batch in run.train(batches, sgd(model.parameters()), steps=steps):
             run.step(classify, batch)
+            torch.rand(1 + run.world.rank)  # what else a program draws does not matter
         return run.digest()
 
 
 def sample_all(rank: int, size: int, folder: Path, steps: int | None) -> dict[str, str]:
-    torch.manual_seed(rank)  # what the program draws besides does not matter
     return {name: train_sampled(sampler, folder / name, steps) for name, sampler in samplers().items()}
 
 
@@ -271,6 +272,22 @@ def split_twice(rank: int, size: int, folder: Path) -> str:
 
 def test_a_sampler_that_splits_by_rank_is_noticed(tmp_path: Path) -> None:
     assert crew(split_twice, 2, tmp_path) == ["refused"] * 2
+
+
+# ---- a stream that splits itself -------------------------------------------------------------------------------------
+
+
+def test_a_split_stream_is_refused_where_workers_come_and_go(stage: Stage) -> None:  # noqa: F811
+    script = stage.script(
+        "import lockstep, torch\n"
+        "class Part(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self): return iter(range(8))\n"
+        "with lockstep.Run(progress=False, device='cpu') as run:\n"
+        "    run.batches(Part(), global_batch_size=8, split='worker')\n"
+    )
+    done = stage.run("-n", "1", "--min", "1", script)
+    assert done.returncode != 0
+    assert "split='worker' with workers that may come and go" in done.stderr
 
 
 # ---- a batch is no tuple ---------------------------------------------------------------------------------------------

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, RandomSampler
 
 from lockstep.data.order import (
     ByLength,
     Division,
     Order,
     Position,
+    SamplerOrder,
     Sequential,
     Shuffled,
     count_all_steps,
@@ -233,3 +236,32 @@ def test_an_epoch_without_batches_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Empty.steps\(1\) is 0; an epoch has at least one batch"):
         list(walk(Empty(), Position(), 3))
+
+
+# ---- samplers of torch -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_a_sampler_draws_from_seed_and_epoch_alone(has_generator: bool, is_batched: bool) -> None:
+    generator = torch.Generator().manual_seed(3) if has_generator else None
+    sampler: Any = RandomSampler(range(20), generator=generator)
+    sampler = BatchSampler(sampler, 6, drop_last=False) if is_batched else sampler
+
+    def epochs(order: SamplerOrder, numbers: Sequence[int]) -> list[list[list[int]]]:
+        return [[order.batch(epoch, step) for step in range(order.steps(epoch))] for epoch in numbers]
+
+    first = epochs(SamplerOrder(sampler, 6, 7), range(3))
+    assert [len(batch) for batch in first[0]] == [6, 6, 6, 2]
+    assert all(sorted(itertools.chain(*epoch)) == list(range(20)) for epoch in first)
+    assert first[0] != first[1] != first[2] != first[0]
+    torch.manual_seed(1)
+    before = generator.get_state() if generator is not None else None
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert epochs(SamplerOrder(sampler, 6, 7), [2, 0, 1]) == [first[2], first[0], first[1]]
+    assert torch.equal(torch.rand(3), drawn)
+    assert generator is None or before is None or torch.equal(generator.get_state(), before)
+    assert epochs(SamplerOrder(sampler, 6, 8), [0]) != first[:1]
+    if not is_batched:
+        assert epochs(SamplerOrder(sampler, 6, 7, drop_last=True), [0]) == [first[0][:3]]

@@ -417,8 +417,8 @@ class Run:
 
         global_batch_size must be given: the samples of one step, over all workers.
         order: an `Order`, or a torch `Sampler` or `BatchSampler` as for one worker; None: shuffled anew in each epoch.
-        loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s;
-        see `lockstep.data.batches.Settings`.
+        loading: num_workers (processes), prefetch_factor (batches of each), collate_fn, pin_memory, timeout_s, and
+        split="worker" for a stream that gives each worker its own samples; see `lockstep.data.batches.Settings`.
         """
         check_options(loading)
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
