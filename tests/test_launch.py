@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.demo.show import Training
 from lockstep.elastic.supervisor import Job, reserve_port, worker_env
 from lockstep.elastic.verdict import (
     SETTLE_S,
@@ -245,11 +247,30 @@ def test_the_demo(tmp_path: Path, quick: bool) -> None:
     assert "… on one: the same bits" in done.stdout
     assert "was lost: killed by SIGKILL" in done.stderr
     assert re.search(r"killed +and the others went on after \d+ ms", done.stdout)
-    assert (tmp_path / "demo" / "digits" / "report.html").exists()
+    page = (tmp_path / "demo" / "digits" / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    shown = [row["worker"] for row in data["scenes"][data["best"]]["rows"]]
+    assert len(shown) >= 2
+    assert "worker 0" in shown
+    assert "worker lost" in [one["what"] for one in data["story"]["happenings"]]
+    assert done.stderr.count("where the time went: lockstep report ") == (2 if quick else 3)
     assert float(re.findall(r"accuracy +([\d.]+)%", done.stdout)[-1]) > 95
     again = subprocess.run(command, env=outer_env(), capture_output=True, text=True, timeout=DEADLINE_S)
     assert again.returncode == 2
     assert "is not empty; give another --directory" in again.stderr
+
+
+def test_the_speed_of_the_demo_is_that_of_all_workers(tmp_path: Path) -> None:
+    """Without what was measured while one was missing, and without the first windows after each change."""
+    lines: list[dict[str, object]] = []
+    for size, speeds in ((2, (5, 90, 100, 110)), (1, (4, 50)), (2, (6, 100, 1000))):
+        lines.append({"kind": "world", "size": size})
+        lines += [{"kind": "steps", "samples": speed, "t0": 1.0, "t1": 2.0} for speed in speeds]
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
+    training = Training(tmp_path, {})
+    assert (training.samples_per_s(2), training.samples_per_s(1)) == (100, 50)
+    assert math.isnan(training.samples_per_s(3))
 
 
 # ---- a command line that makes no sense ----------------------------------------------------------------------------
