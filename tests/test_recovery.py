@@ -66,7 +66,7 @@ def correct(model, batch):
 
 def is_whole():
     wanted = Path("whole").read_text() if Path("whole").exists() else env.get("WHOLE", "1")
-    return str(run.world.size) in wanted.split() or run._calls.wants_to_move
+    return str(run.world.size) in wanted.split() or run._session.calls.wants_to_move
 
 
 def wait(until, at_most_s=30.0):
@@ -77,7 +77,7 @@ def wait(until, at_most_s=30.0):
 
 def scene(place):
     '''In which order workers come to a place.'''
-    me, seat = faults.here.get("worker"), run._calls._seat
+    me, seat = faults.here.get("worker"), run._session.calls._seat
     if env["SCENE"] == "backward":
         if faults.here.get("step") == 4 and seat.generation == 1 and place == "backward":
             if me == "h0.1":
@@ -104,7 +104,7 @@ def scene(place):
     if place == "top" and me == "h0.1" and not behind:
         os.kill(os.getpid(), 9)
     if place == "reduced" and me in ("h0.0", "h0.2") and seat.generation == 2:
-        wait(lambda: run._calls.wants_to_move)  # somebody is there to be let in when this step is over
+        wait(lambda: run._session.calls.wants_to_move)  # somebody is there to be let in when this step is over
     if place == "applied" and me == "h0.0":
         Path("applied").touch()
     if place == "committed" and me == "h0.2" and seat.generation == turn:
@@ -114,9 +114,9 @@ def scene(place):
 
 def commit_late():
     '''It has not taken the step when it hears that somebody was lost, and another one has.'''
-    if faults.here.get("step") == 4 and faults.here["worker"] == "h0.1" and run._calls._seat.generation == 1:
-        wait(lambda: run._calls._seat.why_left() is not None)
-    run._calls._seat.check_commit()
+    if faults.here.get("step") == 4 and faults.here["worker"] == "h0.1" and run._session.calls._seat.generation == 1:
+        wait(lambda: run._session.calls._seat.why_left() is not None)
+    run._session.calls._seat.check_commit()
 
 
 if "DIES" in env and env["LOCAL_RANK"] == "0" and not Path("died").exists():
@@ -126,7 +126,7 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.g
     if "SCENE" in env:
         faults.hook = scene
         if env["SCENE"] in ("behind", "orphan"):
-            run._calls.check_commit = commit_late
+            run._session.calls.check_commit = commit_late
     model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 10)))
     optimizer = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
@@ -148,7 +148,7 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.g
             figures[batch.epoch] = run.log(accuracy=run.evaluate(correct, data(50), batch_size=8))
         if str(batch.number) in pauses:
             Path(f"paused {{batch.number}}").touch()
-            wait(lambda: run._stops.asked or Path(f"go {{batch.number}}").exists())
+            wait(lambda: run._session.stops.asked or Path(f"go {{batch.number}}").exists())
     sha = hashlib.sha256(b"".join(value.numpy().tobytes() for value in average.values)).hexdigest()
     after = run.evaluate(correct, data(50), batch_size=8)
     last = figures.get(7)
@@ -200,10 +200,10 @@ with lockstep.Run(seed=7, progress=False) as run:
     batches = run.batches(data(96), global_batch_size=32, epochs=None)
     for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01), steps=300):
         end_s = time.monotonic() + 30
-        while run.world.size < 2 and not run._calls.wants_to_move and time.monotonic() < end_s:
+        while run.world.size < 2 and not run._session.calls.wants_to_move and time.monotonic() < end_s:
             time.sleep(0.005)
         run.step(classify, batch)
-        awake = run._observer.of_step is run._observer
+        awake = run._session.observer.of_step is run._session.observer
         print("step", batch.number, "awake" if awake else "asleep", flush=True)
 """
 

@@ -191,7 +191,7 @@ def saving(rank: int, size: int, folder: Path) -> Any:
             batches = run.batches(data(100), global_batch_size=32, epochs=2)
             steps = []
             for batch in run.train(batches, sgd(model.parameters())):
-                run.on_main(run._checkpoints.saving.drain)  # they are written in the background
+                run.on_main(run._session.checkpoints.saving.drain)  # they are written in the background
                 steps.append(saved(name))
                 run.step(classify, batch)
             after_track = saved(name)  # nobody has waited here but in `train`
@@ -253,7 +253,7 @@ def overflow(rank: int, size: int, folder: Path) -> Any:
         for batch in run.train(batches, sgd(model.parameters())):
             result = run.step(loss, batch)
             results.append((result.skipped, result.loss))
-            scales.append(run._training.loss_scale.value)
+            scales.append(run._loop.training.loss_scale.value)
         return {"results": results, "scales": scales, "digest": run.digest()}
 
 
@@ -580,7 +580,7 @@ def wait_long(rank: int, size: int, port: int) -> Any:
         with contextlib.redirect_stderr(io.StringIO()) as said, quiet() as run:
             found[backend] = [
                 run.on_main(lambda seconds=seconds: time.sleep(seconds) or "done", rank=1),
-                setting._timeout_of(run._group, run.device).total_seconds(),
+                setting._timeout_of(run._session.group, run.device).total_seconds(),
                 train(PROGRAMS["mlp, momentum, uneven last batch"]),
             ]
         dist.destroy_process_group()
@@ -682,7 +682,7 @@ with lockstep.Run("run", seed=7, progress=False, exit_on_interrupt=False) as run
         steps.append(batch.number)
         if os.environ.get("PAUSE_AT") == str(batch.number):
             pathlib.Path(f"pid-{{rank}}").write_text(str(os.getpid()))
-            while rank == 1 and not run._stops.asked:
+            while rank == 1 and not run._session.stops.asked:
                 time.sleep(0.01)
     print("steps", steps, run.should_stop, run.digest(), flush=True)
 """
@@ -720,7 +720,7 @@ def test_how_often_to_save_may_be_said_from_outside(tmp_path: Path, monkeypatch:
             model = run.replicate(mlp())
             for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters())):
                 run.step(classify, batch)
-                run._checkpoints.saving.drain()
+                run._session.checkpoints.saving.drain()
         saved[name] = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
     assert saved["outside"] == ["step-000000006", "step-000000008"]
     assert saved["inside"] == ["step-000000005", "step-000000008"]
@@ -828,7 +828,7 @@ def saves_before_its_step(folder: Path, *, steps: int | None, saves: bool) -> st
         ):
             if saves and batch.number == 2:
                 run.save()
-                run._checkpoints.saving.drain()
+                run._session.checkpoints.saving.drain()
                 return ""
             run.step(classify, batch)
         return run.digest()

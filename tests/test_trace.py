@@ -427,8 +427,8 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, monkeypat
 
 def test_a_run_that_cannot_end_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is gone"), lockstep.Run(tmp_path, progress=False, device="cpu") as run:
-        run._stops.agreed = Stop.SIGNAL  # the error is what the user must see, not that it was told to end
-        run._checkpoints.saving.close = lambda: fail(OSError("the disk is gone"))  # type: ignore[method-assign]
+        run._session.stops.agreed = Stop.SIGNAL  # the error is what the user must see, not that it was told to end
+        run._session.checkpoints.saving.close = lambda: fail(OSError("the disk is gone"))  # type: ignore[method-assign]
     assert "lockstep-trace" not in {thread.name for thread in threading.enumerate()}
     assert [event["what"] for event in lines_of(tmp_path, "event")] == ["error"]
     assert list(lines_of(tmp_path, "end")) == []
@@ -467,7 +467,7 @@ def test_an_optimiser_may_keep_what_it_likes(tmp_path: Path) -> None:
         for part in run.train(run.batches(Slow(0), global_batch_size=16), Named(model.parameters(), lr=0.1), steps=4):
             run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
         run.directory = None  # no checkpoint can hold such a state
-        run._checkpoints.saving._store = None
+        run._session.checkpoints.saving._store = None
     assert [world["memory"]["weights"] for world in lines_of(tmp_path, "world")] == [72]
 
 

@@ -6,9 +6,11 @@ The pieces do not depend on the number of workers, so neither does what the mode
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count, islice
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from lockstep import faults
 from lockstep.data.ahead import put_on
 from lockstep.data.batches import LOADER_NAMES, TRIES, batch_of
 from lockstep.data.content import hash_of_samples
@@ -25,7 +28,11 @@ from lockstep.data.order import Position
 from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
 from lockstep.data.stream import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
+from lockstep.replicate import replica
 from lockstep.seed import kept_random_state, mix, sow
+from lockstep.train.metrics import Mean, as_pairs, gather_pieces, mean_of
+from lockstep.train.session import Session
+from lockstep.train.transfer import hand_over, tensors_from_text, tensors_to_text
 from lockstep.train.verdict import SEED_IT
 from lockstep.world import World
 
@@ -212,3 +219,84 @@ def refuse_uneven_stream(found: Figures, compare: Callable[[str, dict[str, str]]
 def _cut_out(number: int, batch: int, samples: int) -> Job:
     span = range(number * batch, min((number + 1) * batch, samples))
     return Job(Position(0, number, number), ends_epoch=False, count=len(span), of_shards=1, shards=((0, span),))
+
+
+# ---- all workers together --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of `run.evaluate` or `run.predict`."""
+
+    what: str  # the call
+    model: nn.Module
+    other: nn.Module | None  # what is evaluated in place of the model
+    dataset: Any
+    batch_size: int
+    loading: dict[str, Any]
+
+
+def evaluate(session: Session, figures: Callable[[Any, Any], Any], asked: Asked) -> dict[str, Mean]:
+    """The means of all figures over all samples, the same on all workers."""
+
+    def reduce(mine: Figures) -> dict[str, list[float]]:
+        with session.accord.explains(asked.what):
+            pieces = gather_pieces(session.group, session.device, mine.pieces, what=asked.what)
+        totals = {name: mean_of(pairs) for name, pairs in pieces.items()}
+        return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
+
+    read = partial(as_pairs, what="the function given to evaluate")
+    found = _go_through(session, figures, asked, read, reduce)
+    return {name: Mean(*pair) for name, pair in found.items()}
+
+
+def predict(session: Session, function: Callable[[Any, Any], Any], asked: Asked) -> dict[str, Tensor]:
+    """What the function returns for all samples, in the order of the dataset, on all workers."""
+
+    def reduce(mine: Figures) -> dict[str, list[Any]]:
+        pieces: dict[int, dict[str, Tensor]] = {}
+        for rank in range(session.world.size):
+            theirs = {str(n): rows for n, rows in mine.pieces.items()} if rank == session.world.rank else None
+            told = hand_over(session.group, session.device, rank, theirs)
+            pieces |= {int(n): {name: rows.cpu() for name, rows in piece.items()} for n, piece in told.items()}
+        return tensors_to_text(join_rows(pieces, mine.samples))
+
+    return tensors_from_text(_go_through(session, function, asked, read_rows, reduce))
+
+
+def _go_through(
+    session: Session,
+    function: Callable[[Any, Any], Any],
+    asked: Asked,
+    read: Callable[[Any], Any],
+    reduce: Callable[[Figures], Any],
+) -> Any:
+    """All samples through the function, over all workers; what `reduce` makes of all pieces, as JSON."""
+    what, other = asked.what, asked.other
+    check_options(asked.loading)
+    if other is not None and not isinstance(other, nn.Module):
+        raise TypeError(f"{what}(model=...) takes a torch.nn.Module, not a {type(other).__name__}")
+    model = asked.model if other is None else other.to(session.device)
+    samples = count_samples(asked.dataset)
+    session.agree(what, {"batch_size": asked.batch_size, "len(dataset)": samples})
+    cut = Pieces(asked.dataset, asked.batch_size, **asked.loading)
+    began_s = time.monotonic()
+
+    def go() -> Any:
+        faults.at("evaluating")
+        if other is not None:
+            advice = f"{what}(model=...) takes a model that is the same on all workers"
+            replica.check_same_values(session.group, model, set(), session.device, buffers=True, advice=advice)
+        with session.options.precision.autocast(session.device):
+            go_on, seed = session.calls.check_left, session.seed
+            mine = run(function, model, cut, world=session.world, seed=seed, go_on=go_on, read=read)
+        if samples is None:
+            refuse_uneven_stream(mine, session.accord.compare)
+        if mine.samples == 0:
+            raise ValueError(f"{what}: the dataset has no samples")
+        return reduce(mine)
+
+    with session.chronicle.during("evaluating"):
+        found = session.calls.make(f"{what}: figures", go)
+    session.chronicle.event("evaluate", took_s=time.monotonic() - began_s)
+    return found
