@@ -13,14 +13,17 @@ from lockstep.arrival import register_backends
 
 if TYPE_CHECKING:
     from lockstep.data.order import ByLength, Sequential, Shuffled
+    from lockstep.data.reader import DataError
     from lockstep.errors import (
         CheckpointError,
         DesyncError,
+        DirectoryInUseError,
         DivergenceError,
         LockstepError,
         NonFiniteError,
         PeerLostError,
         ReplicaMismatchError,
+        SharedMemoryFullError,
         UnevenDataError,
         WorkerFailedError,
         WorldError,
@@ -40,6 +43,8 @@ _HOME = {
     "ByLength": "lockstep.data.order",
     "CheckpointError": "lockstep.errors",
     "DesyncError": "lockstep.errors",
+    "DataError": "lockstep.data.reader",
+    "DirectoryInUseError": "lockstep.errors",
     "DistributedDataParallel": "lockstep.replicate.ddp",
     "DivergenceError": "lockstep.errors",
     "Sequential": "lockstep.data.order",
@@ -51,6 +56,7 @@ _HOME = {
     "ReplicaMismatchError": "lockstep.errors",
     "Run": "lockstep.train.run",
     "LRScaling": "lockstep.train.schedule",
+    "SharedMemoryFullError": "lockstep.errors",
     "Shuffled": "lockstep.data.order",
     "SyncBatchNorm": "lockstep.replicate.batchnorm",
     "UnevenDataError": "lockstep.errors",
@@ -67,7 +73,9 @@ __all__ = [
     "LARS",
     "ByLength",
     "CheckpointError",
+    "DataError",
     "DesyncError",
+    "DirectoryInUseError",
     "DistributedDataParallel",
     "DivergenceError",
     "LRScaling",
@@ -77,6 +85,7 @@ __all__ = [
     "ReplicaMismatchError",
     "Run",
     "Sequential",
+    "SharedMemoryFullError",
     "Shuffled",
     "SyncBatchNorm",
     "UnevenDataError",

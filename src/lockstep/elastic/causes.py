@@ -45,7 +45,8 @@ _SHM: Final = (
     "a DataLoader with num_workers=0 needs none, nor do run.batches(num_workers=...)"
 )
 _SAME_DATA: Final = (
-    "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out"
+    "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out; "
+    'or, for a stream that must split itself, run.batches(split="worker")'
 )
 
 # Before those that need more words: what an exception says of itself.

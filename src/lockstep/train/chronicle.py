@@ -314,7 +314,7 @@ class Chronicle:
 
     def log(self, step: int, metrics: Mapping[str, float], *, writes: bool) -> None:
         """What `run.log` noted after so many steps. One worker writes; of what comes fast, the last value of each."""
-        self._metrics = dict(metrics)
+        self._metrics = {**self._metrics, **metrics}
         if writes and self._file is not None:
             self._unwritten |= {name: (step, value) for name, value in metrics.items()}
             if time.monotonic() >= self._metrics_due_s:

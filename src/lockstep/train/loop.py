@@ -258,6 +258,8 @@ class TrainLoop:
         session.calls.make("the comparison of replicas", lambda: self._compare_replicas(batch.number))
         if session.witness is not None and session.is_main:
             session.witness.note(batch.number, result.loss, named_state(plan.model, plan.optimizer))
+        if result.metrics:
+            session.chronicle.log(batch.number + 1, result.metrics, writes=session.is_main)
         self.progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
         facts = partial(facts_of, plan, result)
         session.observer.stepped(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
