@@ -44,7 +44,8 @@ ROOMS = {
             "NonFiniteError",
             "DivergenceError",
         ],
-        *["UnevenDataError", "CheckpointError", "WorkerFailedError"],
+        *["UnevenDataError", "DataError", "CheckpointError", "DirectoryInUseError"],
+        *["SharedMemoryFullError", "WorkerFailedError"],
     ],
 }
 HANDED_OUT = [Result, Mean, Batches, Batch, Shard, Order]
@@ -52,7 +53,6 @@ HANDED_OUT = [Result, Mean, Batches, Batch, Shard, Order]
 KEYWORDS = {"Run": ("Options of `Run`", Options), "batches": ("Options of `run.batches`", Settings)}
 # What belongs to the house and not to its guests, though Python would let them in.
 INNER = {
-    "Run": {"gather", "part", "settle", "applied", "hand_over"},
     "Result": {"norm", "stop", "move", "samples", "plain", "of"},
     "Shard": {"samples"},
     "Batch": {"content", "mark", "seen", "shard_counts"},
