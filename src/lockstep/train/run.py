@@ -53,13 +53,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Run:
-    """One training run. All its methods are called by all workers, in the same order.
-
-    Inside the `with` block:
-    world   the workers there are now: `run.world.rank`, `.size`, `.backend`. In an elastic run they change; what a
-            program computes must not depend on them
-    device  the device of this worker, on which model and batches are
-    """
+    """One training run. All its methods are called by all workers, in the same order."""
 
     def __init__(
         self,
@@ -95,10 +89,12 @@ class Run:
 
     @property
     def world(self) -> World:
+        """The workers there are now. In an elastic run they change; what a program computes must not depend on them."""
         return self._session.world
 
     @property
     def device(self) -> torch.device:
+        """The device of this worker, on which the model and the batches are."""
         return self._session.device
 
     # -- begin and end -----------------------------------------------------------------------------------------------
