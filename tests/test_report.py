@@ -80,9 +80,7 @@ def test_a_slow_network_is_named(tmp_path: Path) -> None:
 def test_the_loader_of_one_worker_is_told_as_that_worker(tmp_path: Path) -> None:
     story = plant(tmp_path, hungry={2: 30.0})
     assert story.causes[0].kind == "worker"
-    assert (
-        "rank 2, which gets its data later than the others: 60 ms per step against 2 ms" in story.causes[0].sentence
-    )
+    assert "rank 2, which gets its data later than the others: 60 ms per step against 2 ms" in story.causes[0].sentence
 
 
 def test_a_program_that_does_much_between_steps(tmp_path: Path) -> None:
@@ -570,9 +568,7 @@ def test_chrome_trace_events(tmp_path: Path) -> None:
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(names.values()) == {"main", "comm"}
-    assert {"rank 0 on node0", "rank 1 on node1"} < {
-        e["args"]["name"] for e in events if e["name"] == "process_name"
-    }
+    assert {"rank 0 on node0", "rank 1 on node1"} < {e["args"]["name"] for e in events if e["name"] == "process_name"}
     spans = [event for event in events if event["ph"] == "X"]
     trace = read_trace(run, now_s=NOW_S)
     expected = sum(len(one.spans) for process in trace.processes for one in process.stays[0].closeups)
