@@ -216,7 +216,7 @@ def test_a_run_shows_itself_below_what_its_workers_print(tmp_path: Path) -> None
     assert "[rank 0] the program itself speaks" in seen
     assert "╭─ lockstep" in seen
     last = seen[seen.rindex("╭─ lockstep") :]
-    for part in ("240", "accuracy", "0.75", "worker 0", "worker 1", "ended"):
+    for part in ("240", "accuracy", "0.75", "rank 0", "rank 1", "ended"):
         assert part in last, last
     assert "samples/s  waiting for data" not in seen  # that line is for those who have no picture
 

@@ -584,7 +584,7 @@ def test_a_mean_passed_off_as_a_sum_is_refused_in_the_first_step(tmp_path: Path)
     for model in (net, lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))):
         with (
             pytest.raises(ValueError, match=r"returns a mean as if it were a sum: .*reduction=\"sum\""),
-            quiet() as run,
+            quiet(tmp_path) as run,
         ):
             trained = run.replicate(model())
             before = [p.clone() for p in (*trained.parameters(), *trained.buffers())]
@@ -592,6 +592,7 @@ def test_a_mean_passed_off_as_a_sum_is_refused_in_the_first_step(tmp_path: Path)
             for batch in run.train(batches, torch.optim.SGD(trained.parameters(), lr=0.1)):
                 run.step(as_mean, batch)
         assert all(map(torch.equal, before, (*trained.parameters(), *trained.buffers())))
+        assert not (tmp_path / "checkpoints").exists()  # there was nothing to keep
 
 
 def of_tokens(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -54,9 +54,9 @@ def test_a_slow_worker_is_named_with_its_figures(tmp_path: Path, rank: int) -> N
     story = plant(tmp_path, slow={rank: 1.6})
     worst = story.causes[0]
     assert worst.kind == "worker"
-    assert f"for worker {rank}, which computes slower" in worst.sentence
+    assert f"for rank {rank}, which computes slower" in worst.sentence
     late = story.late[0]
-    assert (late.worker, late.reason) == (f"worker {rank}", "compute")
+    assert (late.worker, late.reason) == (f"rank {rank}", "compute")
     assert late.own_s["compute"] == pytest.approx(0.08 * 1.6 * 1.015 + 0.004, rel=0.02)
     others = [usage for usage in story.usages if usage.rank != rank]
     waited = sum(usage.phases["waiting"] for usage in others) / sum(usage.seconds for usage in others)
@@ -80,9 +80,7 @@ def test_a_slow_network_is_named(tmp_path: Path) -> None:
 def test_the_loader_of_one_worker_is_told_as_that_worker(tmp_path: Path) -> None:
     story = plant(tmp_path, hungry={2: 30.0})
     assert story.causes[0].kind == "worker"
-    assert (
-        "worker 2, which gets its data later than the others: 60 ms per step against 2 ms" in story.causes[0].sentence
-    )
+    assert "rank 2, which gets its data later than the others: 60 ms per step against 2 ms" in story.causes[0].sentence
 
 
 def test_a_program_that_does_much_between_steps(tmp_path: Path) -> None:
@@ -329,8 +327,8 @@ def test_events_of_earlier_launches_are_found_too(tmp_path: Path) -> None:
     [
         ("h0.12", "", "worker 12"),
         ("h0.12", "vm", "worker 12"),
-        ("rank3", "", "worker 3"),
-        ("rank3", "vm", "worker 3 on vm"),
+        ("rank3", "", "rank 3"),
+        ("rank3", "vm", "rank 3 on vm"),
         ("gpu-1-0a1b2c.4", "gpu-1.cluster", "worker 4 on gpu-1"),
         ("my own", "", "my own"),
     ],
@@ -352,7 +350,7 @@ def test_an_event_of_all_workers_is_told_once(tmp_path: Path) -> None:
         ("checkpoint", 100),
         ("checkpoint", 200),
     ]
-    assert happenings[1].workers == ("worker 0", "worker 1", "worker 2", "worker 3")
+    assert happenings[1].workers == ("rank 0", "rank 1", "rank 2", "rank 3")
 
 
 # ---- launches, generations, hosts
@@ -570,9 +568,7 @@ def test_chrome_trace_events(tmp_path: Path) -> None:
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(names.values()) == {"main", "comm"}
-    assert {"worker 0 on node0", "worker 1 on node1"} < {
-        e["args"]["name"] for e in events if e["name"] == "process_name"
-    }
+    assert {"rank 0 on node0", "rank 1 on node1"} < {e["args"]["name"] for e in events if e["name"] == "process_name"}
     spans = [event for event in events if event["ph"] == "X"]
     trace = read_trace(run, now_s=NOW_S)
     expected = sum(len(one.spans) for process in trace.processes for one in process.stays[0].closeups)

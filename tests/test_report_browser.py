@@ -64,7 +64,7 @@ def test_it_draws_everything_without_an_error_or_a_request(page: Page, report: P
     assert (
         page.ask("document.querySelector('h1').textContent")
         .replace("\u00a0", " ")
-        .startswith("The other workers waited 31 % of the time for worker 1, which computes slower")
+        .startswith("The other workers waited 31 % of the time for rank 1, which computes slower")
     )
     assert page.ask("document.querySelectorAll('.tile').length") >= 6
     assert page.ask("document.querySelectorAll('#bars .row').length") == 5
@@ -145,14 +145,14 @@ def test_tooltips_for_mouse_and_keyboard(page: Page) -> None:
     page.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + 5)
     text = page.ask("document.getElementById('tip').textContent")
     assert text.startswith("backward")
-    assert " ms on worker " in text
+    assert " ms on rank " in text
     assert not page.ask("document.getElementById('tip').hidden")
     page.mouse("mouseMoved", 5, 5)
     assert page.ask("document.getElementById('tip').hidden")
     page.ask("document.getElementById('stage').focus()")
     page.key("ArrowDown")
     page.key("ArrowDown")
-    assert "on worker 0, step" in page.ask("document.getElementById('live').textContent")
+    assert "on rank 0, step" in page.ask("document.getElementById('live').textContent")
     box = rectangle(page, "#curves .plot")
     page.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + 50)
     assert page.ask("document.getElementById('tip').textContent").startswith("step 1")

@@ -97,7 +97,7 @@ def test_without_a_launcher_of_ours(stage: Stage, torchrun: bool) -> None:  # no
     short = run()
     assert short.count('raise ValueError(f"bad sample {i}")') == 1
     assert short.count("for batch in run.train") == 1
-    assert "frames of lockstep and torch are left out; LOCKSTEP_TRACEBACK=full shows them)" in short.splitlines()[-1]
+    assert "frames of lockstep and torch left out; LOCKSTEP_TRACEBACK=full shows all)" in short.splitlines()[-1]
     assert OURS not in short
     if torchrun:
         assert OURS in run(LOCKSTEP_TRACEBACK="full")

@@ -125,7 +125,8 @@ class CrashHook:
             return True
         if left_out == 0 or self._prints_all:
             return False
-        note = f"({left_out} frames of lockstep and torch are left out; LOCKSTEP_TRACEBACK=full shows them)"
+        what = f"{left_out} frame{'s' if left_out > 1 else ''} of lockstep and torch"
+        note = f"({what} left out; LOCKSTEP_TRACEBACK=full shows all)"
         print(f"{short}{note}", file=sys.stderr, flush=True)
         return True
 

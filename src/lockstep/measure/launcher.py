@@ -24,9 +24,12 @@ def in_words(text: str) -> str:
 
 
 def worker_name(worker: str, host: str = "") -> str:
-    """Returns the name under which people know a worker. `worker` is its name in the trace; `host`: to be named too."""
+    """Returns the name that the launcher's output has: "rank 3" where workers cannot be replaced, else "worker 3".
+
+    `worker` is its name in the trace; `host`: to be named too.
+    """
     if (found := _RANK.fullmatch(worker)) is not None:
-        return f"worker {found[1]}" + (f" on {host}" if host else "")
+        return f"rank {found[1]}" + (f" on {host}" if host else "")
     return in_words(worker)
 
 

@@ -65,6 +65,7 @@ class TrainLoop:
         self._generation = 0  # how often the work was shared out
         self._parted_s: float | None = None  # since when there is no generation
         self._applied = -1  # steps in our state
+        self._resumed_at = 0  # steps in it when the loop began
         self._is_applying = False  # a step that is half done cannot be saved
         self._here = Position()  # of the batch that was handed out last
         self._in_hand = False  # the program has that batch, and may yet take it
@@ -115,7 +116,8 @@ class TrainLoop:
             self._applied = plan.batches.position.number
 
         session.calls.make("resuming", resume, begins_loop=True)
-        session.checkpoints.saving.begin(plan.batches.position.number)
+        self._resumed_at = plan.batches.position.number
+        session.checkpoints.saving.begin(self._resumed_at)
 
     def _introduce(self, plan: Plan) -> None:
         """Say what is trained, from where on; or why nothing is."""
@@ -188,7 +190,7 @@ class TrainLoop:
         is_ours = isinstance(error, LockstepError) and not isinstance(error, DataError)
         if plan is None or directory is None or not self.is_running or is_ours or self._is_applying:
             return
-        if not session.is_main or self._applied < 0 or not session.calls.may_commit():
+        if not session.is_main or self._applied <= self._resumed_at or not session.calls.may_commit():
             return
         end_s, here = time.monotonic() + SAVE_AFTER_ERROR_S, self.position(plan)
 
