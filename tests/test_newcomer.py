@@ -806,6 +806,22 @@ def test_weights_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:
         assert model
 
 
+def test_a_loss_function_with_metrics_can_be_evaluated() -> None:
+    def with_accuracy(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Any]]:
+        right = (model(batch[0]).argmax(1) == batch[1]).sum()
+        return *loss(model, batch), {"accuracy": (right, len(batch[1]))}
+
+    with quiet() as run:
+        run.replicate(net())
+        found = run.evaluate(with_accuracy, dataset(), batch_size=10)
+        assert isinstance(found, dict)
+        assert set(found) == {"loss", "accuracy"}
+        assert found["loss"] == run.evaluate(loss, dataset(), batch_size=10)
+        assert found["accuracy"].weight == SAMPLES
+        with pytest.raises(TypeError, match=r"returned 3 values; it must return \(sum, weight\)"):
+            run.evaluate(lambda model, batch: (*loss(model, batch), 1), dataset())
+
+
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 

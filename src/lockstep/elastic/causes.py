@@ -112,8 +112,8 @@ _RULES: Final = (
     ),
     _rule(
         r"FailOnRecompileLimitHit",
-        "torch.compile met too many shapes: in a Run it compiles once for each, so that the bits do not depend on which "
-        "shapes a worker met before",
+        "torch.compile met too many shapes: in a Run it compiles once for each, so that the bits do not depend on "
+        "which ones a worker met before",
         "compile once for all shapes, torch.compile(model, dynamic=True); or pad to few lengths (drop_last=True leaves "
         "out the smaller last batch); or give Run exact=False",
     ),
