@@ -34,7 +34,7 @@ from lockstep.train.plan import (
 from lockstep.train.progress import Progress
 from lockstep.train.run_directory import pending_stops, write_stop
 from lockstep.train.session import Session
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, refuse_mean_loss, take_step
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
 from lockstep.train.tally import Tally, agree_on_metrics
 from lockstep.train.transfer import hand_over
 from lockstep.world import World
@@ -281,8 +281,6 @@ class TrainLoop:
             raise DivergenceError(
                 f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this"
             )
-        if batch.number == 0:
-            refuse_mean_loss(training, loss, batch)
         calls = session.calls
         wishes = Wishes(session.stops.asked, calls.wants_to_move, self._commit, calls.check_left)
         result = take_step(training, loss, batch, wishes)
