@@ -160,6 +160,7 @@ def test_the_traceback_of_a_loader_process_is_cut_too() -> None:
         ("UnevenDataError: (samples: 8 on rank 0, 4 on rank 1)", "a batch of 4 samples where that one has 8"),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...", "the GPU is out of memory"),
         ("MemoryError: ", "could not get more memory"),
+        ("FailOnRecompileLimitHit: Hard failure due to fail_on_recompile_limit_hit", "too many shapes"),
         ("OSError: [Errno 98] Address already in use", "has the port"),
         ("DistNetworkError: EADDRINUSE, address: :29500", "has the port"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "a loader process was killed"),

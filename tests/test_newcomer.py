@@ -843,3 +843,51 @@ def test_weights_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:
             run.load(tmp_path)
         assert run.digest() == before
         assert model
+
+
+def test_a_loss_function_with_metrics_can_be_evaluated() -> None:
+    def with_accuracy(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Any]]:
+        right = (model(batch[0]).argmax(1) == batch[1]).sum()
+        return *loss(model, batch), {"accuracy": (right, len(batch[1]))}
+
+    with quiet() as run:
+        run.replicate(net())
+        found = run.evaluate(with_accuracy, dataset(), batch_size=10)
+        assert isinstance(found, dict)
+        assert set(found) == {"loss", "accuracy"}
+        assert found["loss"] == run.evaluate(loss, dataset(), batch_size=10)
+        assert found["accuracy"].weight == SAMPLES
+        with pytest.raises(TypeError, match=r"returned 3 values; it must return \(sum, weight\)"):
+            run.evaluate(lambda model, batch: (*loss(model, batch), 1), dataset())
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_model_is_compiled_for_each_size_of_a_shard_whatever_was_seen_before() -> None:
+    """Code for any size rounds differently, and which sizes come first depends on the number of workers."""
+    compiled: list[list[Any]] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        compiled.append([value for value in inputs if isinstance(value, torch.SymInt)])
+        return graph.forward
+
+    def config() -> tuple[Any, ...]:
+        now: Any = torch._dynamo.config
+        return now.automatic_dynamic_shapes, now.recompile_limit, now.fail_on_recompile_limit_hit
+
+    torch._dynamo.reset()
+    before, x = config(), torch.randn(46, 8)
+    with quiet() as run:
+        model = run.replicate(Scaled(8, 2))
+        model.compile(backend=backend)
+        batches = run.batches(TensorDataset(x, torch.zeros(46).long()), global_batch_size=14, shards=4)  # 3, 4; 1
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+            run.step(loss, batch)
+    assert compiled == [[], [], []]
+    assert config() == before

@@ -111,6 +111,13 @@ _RULES: Final = (
         'max_grad_norm= may help; Run(on_nonfinite="skip") leaves such batches out',
     ),
     _rule(
+        r"FailOnRecompileLimitHit",
+        "torch.compile met too many shapes: in a Run it compiles once for each, so that the bits do not depend on "
+        "which ones a worker met before",
+        "compile once for all shapes, torch.compile(model, dynamic=True); or pad to few lengths (drop_last=True leaves "
+        "out the smaller last batch); or give Run exact=False",
+    ),
+    _rule(
         r"CUDA out of memory|OutOfMemoryError",
         "the GPU is out of memory: the numbers are above",
         "use more shards of the global batch (shards=), a smaller global_batch_size or model, or precision='bf16'; see "

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import count, islice
 from typing import Any, Final
 
@@ -30,7 +29,7 @@ from lockstep.data.stream import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
 from lockstep.replicate import replica
 from lockstep.seed import kept_random_state, mix, sow
-from lockstep.train.metrics import Mean, as_pairs, gather_pieces, mean_of
+from lockstep.train.metrics import Mean, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.session import Session
 from lockstep.train.transfer import hand_over, tensors_from_text, tensors_to_text
 from lockstep.train.verdict import SEED_IT
@@ -112,6 +111,14 @@ def run(
         for module in was_training:
             module.training = True
     return found
+
+
+def read_figures(returned: Any) -> Pairs:
+    """The figures of a piece: (sum, weight), or several by name. What a loss function returns with metrics is these and
+    the loss itself, as "loss"."""
+    if isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], Mapping):
+        returned = {"loss": returned[:2], **returned[2]}
+    return as_pairs(returned, "the function given to evaluate")
 
 
 def read_rows(returned: Any) -> dict[str, Tensor]:
@@ -245,8 +252,7 @@ def evaluate(session: Session, figures: Callable[[Any, Any], Any], asked: Asked)
         totals = {name: mean_of(pairs) for name, pairs in pieces.items()}
         return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
 
-    read = partial(as_pairs, what="the function given to evaluate")
-    found = _go_through(session, figures, asked, read, reduce)
+    found = _go_through(session, figures, asked, read_figures, reduce)
     return {name: Mean(*pair) for name, pair in found.items()}
 
 

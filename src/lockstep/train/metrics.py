@@ -88,8 +88,9 @@ def as_pairs(returned: Any, what: str) -> Pairs:
     pairs: Pairs = {}
     for name, pair in named.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
+            found = f"{len(pair)} values" if isinstance(pair, tuple) else f"a {type(pair).__name__}"
             raise TypeError(
-                f"{what} returned a {type(pair).__name__}{f' for {name!r}' if name else ''}; it must return "
+                f"{what} returned {found}{f' for {name!r}' if name else ''}; it must return "
                 "(sum, weight), such as (correct answers, all answers), or a dict of such pairs"
             )
         try:

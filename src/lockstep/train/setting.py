@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from lockstep.comm.register import backend_name
 from lockstep.data.batches import Batch
 from lockstep.errors import LockstepError
 from lockstep.world import World
+
+COMPILED_SHAPES: Final = 32  # of one model, in exact runs: shards of two sizes, those of a last batch, evaluation, ...
 
 
 def private_group(world: World) -> dist.ProcessGroup:
@@ -63,12 +65,33 @@ def arithmetic(device: torch.device, *, exact: bool, threads: int) -> Iterator[N
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
             deterministic.fill_uninitialized_memory = False
-        yield
+        with _compiling_by_shape():
+            yield
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
         deterministic.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def _compiling_by_shape() -> Iterator[None]:
+    """Let what torch.compile makes of a call follow from the shapes of this call alone.
+
+    By itself it compiles for any size as soon as it has seen a second one, and gives up after eight compilations. Which
+    sizes a process sees, and in which order, depends on its shards, so on the number of workers; and code for any size
+    rounds differently. Here it compiles once for each size, and raises an error where it would give up. What the
+    program asks for with `dynamic=True` stays as it is.
+    """
+    import torch._dynamo  # which the first optimiser imports anyway
+
+    config: Any = torch._dynamo.config
+    with config.patch(
+        automatic_dynamic_shapes=False,
+        recompile_limit=max(COMPILED_SHAPES, config.recompile_limit),
+        fail_on_recompile_limit_hit=True,
+    ):
+        yield
 
 
 def synced_layers(model: nn.Module) -> list[str]:
