@@ -199,8 +199,6 @@ class TrainLoop:
                 raise TimeoutError(f"it was not written within {SAVE_AFTER_ERROR_S:.0f} s")
 
         try:
-            if self.training is not None:
-                self.training.running.abandon()
             session.checkpoints.keep_last(plan, here, go_on)
             if isinstance(error, SystemExit) and not error.code:
                 write_stop(directory, here.number)
@@ -243,6 +241,10 @@ class TrainLoop:
         try:
             take = partial(self._take, plan, loss, batch)
             result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of)
+        except Exception:
+            if self.training is not None:
+                self.training.running.abandon()  # a step that failed has not changed the buffers either
+            raise
         finally:
             check.is_stepping = False
         check.end_step()
