@@ -241,7 +241,7 @@ class TrainLoop:
         try:
             take = partial(self._take, plan, loss, batch)
             result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of)
-        except Exception:
+        except BaseException:
             if self.training is not None:
                 self.training.running.abandon()  # a step that failed has not changed the buffers either
             raise
