@@ -21,7 +21,7 @@ import lockstep
 from crew import crew
 from lockstep.checkpoint.differences import changes
 from lockstep.errors import LockstepError
-from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean
+from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
 from test_launch import Stage, stage, wait_for  # noqa: F401
 
 SAMPLES, BATCH = 96, 16  # six steps in an epoch
@@ -613,6 +613,45 @@ def of_tokens(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 )
 def test_other_losses_are_not_taken_for_a_mean(right: Any) -> None:
     loop(lambda run, batch, *_: run.step(right, batch))
+
+
+MEANS = {
+    "cross_entropy": lambda x, z, y: F.cross_entropy(x, y),
+    "label smoothing": lambda x, z, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "soft targets": lambda x, z, y: F.cross_entropy(x, z.softmax(1)),
+    "mse_loss": lambda x, z, y: F.mse_loss(x, z),
+    "l1_loss": lambda x, z, y: F.l1_loss(x, z),
+    "binary": lambda x, z, y: F.binary_cross_entropy_with_logits(x, z.sigmoid()),
+    ".mean()": lambda x, z, y: (x - z).square().mean(),
+    "sum / n": lambda x, z, y: F.cross_entropy(x, y, reduction="none").sum() / len(y),
+    "with a penalty": lambda x, z, y: F.cross_entropy(x, y) + 0.01 * x.square().sum(),
+    "batchmean": lambda x, z, y: F.kl_div(x.log_softmax(1), z.softmax(1), reduction="batchmean"),
+}
+SUMS = {
+    "cross_entropy": lambda x, z, y: F.cross_entropy(x, y, reduction="sum"),
+    "label smoothing": lambda x, z, y: F.cross_entropy(x, y, reduction="sum", label_smoothing=0.1),
+    "mse_loss": lambda x, z, y: F.mse_loss(x, z, reduction="sum"),
+    ".sum()": lambda x, z, y: (x - z).square().sum() * 0.5,
+    "masked": lambda x, z, y: (F.cross_entropy(x, y, reduction="none") * (y > 0)).sum(),
+}
+
+
+@pytest.mark.parametrize(("name", "is_suspect"), [*((n, True) for n in MEANS), *((n, False) for n in SUMS)])
+def test_which_losses_are_looked_at_closer(name: str, is_suspect: bool) -> None:
+    x, z = torch.randn(8, 5, requires_grad=True), torch.randn(8, 5)
+    total = (MEANS if is_suspect else SUMS)[name](x, z, torch.arange(8) % 5)
+    assert may_be_mean(total) is is_suspect
+
+
+def test_a_loss_that_is_a_sum_is_called_once_for_each_shard() -> None:
+    calls: list[int] = []
+
+    def counted(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        calls.append(len(batch[1]))
+        return loss(model, batch)
+
+    loop(lambda run, batch, *_: run.step(counted, batch))
+    assert calls == [4] * 24
 
 
 def test_what_tells_a_mean() -> None:

@@ -174,6 +174,7 @@ def _whom_to_follow() -> int | None:
 
 def _settle(parent: int | None, hide_worker_info: bool, hatches: Sequence[Hatch], loader: int) -> None:
     """First thing in a loader process. Torch has set the number of threads to one already."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the worker decides, and ends us
     if parent is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before that; neither the kernel nor torch's watchdog would notice any more

@@ -66,10 +66,10 @@ class Pieces:
             raise ValueError(f"num_workers={self.num_workers!r} must be a whole number, 0 or more")
 
 
-def check_options(given: Iterable[str]) -> None:
-    """Raise TypeError for keywords that `run.evaluate` does not have."""
+def check_options(what: str, given: Iterable[str]) -> None:
+    """Raise TypeError for keywords that `what`, run.evaluate or run.predict, does not have."""
     known = [field.name for field in fields(Pieces) if field.name != "dataset"]
-    refuse_unknown_options("run.evaluate", given, known, EVALUATE_NAMES)
+    refuse_unknown_options(what, given, known, EVALUATE_NAMES)
 
 
 @dataclass
@@ -279,7 +279,6 @@ def _go_through(
 ) -> Any:
     """All samples through the function, over all workers; what `reduce` makes of all pieces, as JSON."""
     what, other = asked.what, asked.other
-    check_options(asked.loading)
     if other is not None and not isinstance(other, nn.Module):
         raise TypeError(f"{what}(model=...) takes a torch.nn.Module, not a {type(other).__name__}")
     model = asked.model if other is None else other.to(session.device)

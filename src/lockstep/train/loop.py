@@ -34,7 +34,7 @@ from lockstep.train.plan import (
 from lockstep.train.progress import Progress
 from lockstep.train.run_directory import pending_stops, write_stop
 from lockstep.train.session import Session
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, refuse_mean_loss, take_step
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
 from lockstep.train.tally import Tally, agree_on_metrics
 from lockstep.train.transfer import hand_over
 from lockstep.world import World
@@ -199,8 +199,6 @@ class TrainLoop:
                 raise TimeoutError(f"it was not written within {SAVE_AFTER_ERROR_S:.0f} s")
 
         try:
-            if self.training is not None:
-                self.training.running.abandon()
             session.checkpoints.keep_last(plan, here, go_on)
             if isinstance(error, SystemExit) and not error.code:
                 write_stop(directory, here.number)
@@ -243,6 +241,10 @@ class TrainLoop:
         try:
             take = partial(self._take, plan, loss, batch)
             result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of)
+        except BaseException:
+            if self.training is not None:
+                self.training.running.abandon()  # a step that failed has not changed the buffers either
+            raise
         finally:
             check.is_stepping = False
         check.end_step()
@@ -281,8 +283,6 @@ class TrainLoop:
             raise DivergenceError(
                 f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this"
             )
-        if batch.number == 0:
-            refuse_mean_loss(training, loss, batch)
         calls = session.calls
         wishes = Wishes(session.stops.asked, calls.wants_to_move, self._commit, calls.check_left)
         result = take_step(training, loss, batch, wishes)

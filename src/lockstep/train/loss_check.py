@@ -2,9 +2,10 @@
 
 Note [A mean passed off as a sum]
 `(mean, number of samples)` is the likeliest mistake in a loss function. It trains, with gradients that are smaller by
-the size of a shard. A sum over a shard is the sum over its two halves; a mean is their mean. So the first shard is
-evaluated three times in the first step of a run, in eval mode and without gradients. Where that cannot be (samples that
-cannot be cut in two, a model that has no loss in eval mode), nothing is said.
+the size of a shard. A sum over a shard is the sum over its two halves; a mean is their mean. So where the last
+operations of a loss divide or average, the first shard of a run is evaluated three times more, in eval mode and without
+gradients. Where that cannot be (samples that cannot be cut in two, a model that has no loss in eval mode), nothing is
+said.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ import torch
 from torch import Tensor, nn
 
 TOLERANCE: Final = 1e-3  # relative: the halves are computed by other kernels
+LAST_OPERATIONS: Final = 32
+MEAN: Final = 1  # torch's number for reduction="mean"
+ELEMENTWISE: Final = (
+    *("Add", "Sub", "Mul", "Neg", "Clone", "Alias", "ToCopy", "View", "Reshape", "Unsafe", "Squeeze", "Unsqueeze"),
+    *("Select", "Where", "Expand", "Cat", "Stack", "SumBackward"),
+)
 APART: Final = 0.2  # relative: so far a sum of the halves is from their mean, or nothing can be told
 ADVICE: Final = (
     'return the sum: `F.cross_entropy(model(x), y, reduction="sum"), len(y)`; or, of a mean that a model gives you, '
@@ -90,6 +97,21 @@ class Evaluated:
     loss: float
     weight: float
     samples: int
+
+
+def may_be_mean(total: Tensor) -> bool:
+    """Whether the operations that a loss ends with, as autograd has them, divide or average."""
+    nodes, seen = [total.grad_fn], 0
+    while nodes and seen < LAST_OPERATIONS:
+        node, seen = nodes.pop(0), seen + 1
+        if node is None:
+            continue
+        name = node.name()
+        if getattr(node, "_saved_reduction", None) == MEAN or name.startswith(("Mean", "Div")):
+            return True
+        if name.startswith(ELEMENTWISE):
+            nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def is_mean(whole: Evaluated, first: Evaluated, second: Evaluated) -> bool:

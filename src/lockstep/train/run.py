@@ -311,6 +311,7 @@ class Run:
         model    what is evaluated, in eval mode, if not the replicated model: an average of its weights, say
         loading  num_workers (processes), collate_fn
         """
+        evaluation.check_options("run.evaluate", loading)
         asked = evaluation.Asked("run.evaluate", self._replicated("run.evaluate"), model, dataset, batch_size, loading)
         means = evaluation.evaluate(self._session, figures, asked)
         return means[""] if list(means) == [""] else means
@@ -329,6 +330,7 @@ class Run:
         `function(model, batch)` returns a tensor with a row for each sample, or a dict of such tensors. The other
         arguments are those of `evaluate`.
         """
+        evaluation.check_options("run.predict", loading)
         asked = evaluation.Asked("run.predict", self._replicated("run.predict"), model, dataset, batch_size, loading)
         found = evaluation.predict(self._session, function, asked)
         return found[""] if list(found) == [""] else found

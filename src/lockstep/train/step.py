@@ -72,6 +72,7 @@ class Training:
     large_batch: LargeBatch | None = None
     last_norm: LastNorm = field(default_factory=LastNorm)
     metric_names: tuple[str, ...] | None = None  # that the loss function returns; None until the first step
+    is_loss_checked: bool = False  # whether it returns a sum
 
 
 class Stop(IntEnum):
@@ -205,7 +206,11 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
 def forward(t: Training, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
     sow(mix(t.seed, "shard", batch.number, shard.number), t.sum.device)
     with t.options.precision.autocast(t.sum.device), t.audit.listening(batch, shard.number):
-        return checked(loss(t.model, shard.data))
+        one = checked(loss(t.model, shard.data))
+    if batch.number == 0 and shard.count > 1 and not t.is_loss_checked:
+        t.is_loss_checked = True
+        refuse_mean_loss(t, loss, shard, one)
+    return one
 
 
 def backward(t: Training, total: Tensor) -> None:
@@ -227,15 +232,14 @@ def metric_names(t: Training, tally: Tally) -> tuple[str, ...]:
     return t.metric_names
 
 
-def refuse_mean_loss(t: Training, loss: Loss, batch: Batch) -> None:
-    """Raise ValueError if the loss function returns a mean as a sum: see Note [A mean passed off as a sum]."""
-    shard = next((shard for shard in batch.shards if shard.count > 1), None)
-    if shard is not None:
+def refuse_mean_loss(t: Training, loss: Loss, shard: Shard, returned: ShardLoss) -> None:
+    """Raise ValueError if the loss function returned a mean as a sum: see Note [A mean passed off as a sum]."""
 
-        def evaluate(data: Any) -> ShardLoss:
-            sow(mix(t.seed, "shard", batch.number, shard.number), t.sum.device)
-            with t.options.precision.autocast(t.sum.device):
-                return checked(loss(t.model, data))
+    def evaluate(data: Any) -> ShardLoss:
+        sow(mix(t.seed, "shard", 0, shard.number), t.sum.device)
+        with t.options.precision.autocast(t.sum.device):
+            return checked(loss(t.model, data))
 
+    if loss_check.may_be_mean(returned.total):
         with kept_random_state(t.sum.device):
             loss_check.refuse_mean(evaluate, t.model, shard.data, shard.count)
