@@ -19,11 +19,13 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 import lockstep
-from crew import crew
+from crew import Failure, crew, try_crew
 from lockstep import cli
 from lockstep.data.reader import DataError
 from lockstep.errors import UnevenDataError
@@ -319,3 +321,54 @@ def test_a_batch_says_where_its_data_is(use: Callable[[Any], object], kind: type
             assert "for batch in run.train(batches, optimizer):\n        run.step(loss, batch)" in str(caught.value)
             assert batch
             run.step(classify, batch)
+
+
+# ---- another dataset on each worker ----------------------------------------------------------------------------------
+
+
+def random_split_of(seed: int) -> Any:
+    return random_split(data(64), [48, 16], generator=torch.Generator().manual_seed(seed))[0]
+
+
+class OwnDice(Dataset[Any]):
+    """Other samples each time: nothing can be said about them."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, number: int) -> Any:
+        x, y = data(64)[number]
+        return x + torch.from_numpy(np.random.default_rng().normal(size=x.shape)).to(x.dtype), y
+
+
+def trained_on(rank: int, size: int, case: str) -> int:
+    torch.manual_seed(rank)
+    datasets: dict[str, Callable[[], Any]] = {
+        "split": lambda: random_split_of(seed=rank),
+        "the same split": lambda: random_split_of(seed=1),
+        "noise": lambda: TensorDataset(torch.randn(48, 16), torch.zeros(48).long()),
+        "own dice": OwnDice,
+    }
+    dataset, steps = datasets[case](), 0
+    order = RandomSampler(dataset) if case == "noise" else None
+    with lockstep.Run(seed=1, progress=False, device="cpu") as run:
+        model = run.replicate(mlp())
+        batches = run.batches(dataset, global_batch_size=16, shards=4, order=order)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+            run.step(classify, batch)
+            steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("case", ["split", "noise"])
+def test_another_dataset_on_each_worker_is_refused_before_a_step_is_applied(case: str) -> None:
+    for outcome in try_crew(trained_on, 2, case):
+        assert isinstance(outcome, Failure)
+        number = 1 if case == "noise" else 0  # with a sampler of the program's own the first one compares the order
+        assert f"UnevenDataError: step {number}: rank 1 has read other samples for this batch than rank 0" in outcome
+        assert "Make random data and random splits inside of the `with` block of the Run" in outcome
+
+
+@pytest.mark.parametrize("case", ["the same split", "own dice"])
+def test_the_same_dataset_and_one_that_is_different_each_time_are_not(case: str) -> None:
+    assert crew(trained_on, 2, case) == [3, 3]

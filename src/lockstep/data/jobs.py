@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.data.ledger import fingerprint
 from lockstep.data.order import Division, Order, Position, SamplerOrder, Shuffled, count_steps, walk
 from lockstep.data.reader import DataError, Failure, Job
+
+LOOKED_AT: Final = 4  # samples whose content is compared, of one batch after each start
 
 
 def make_jobs(
@@ -21,15 +23,25 @@ def make_jobs(
 
     is_compared  the step compares what the order gave to each worker: for an order that is not our own
     """
+    is_alone = len(division.mine) == division.shards
     try:
         for position, ends_epoch in walk(order, start, epochs):
             samples = ask(order, position, size)
             job = make_job(samples, position, division, ends_epoch=ends_epoch)
-            yield replace(job, content=fingerprint(samples) or 1) if is_compared else job
+            if position.number == start.number + is_compared and not is_alone:  # the order first, where it is compared
+                yield replace(job, looked_at=_some(samples))
+            else:
+                yield replace(job, content=fingerprint(samples) or 1) if is_compared else job
     except Exception as error:
         kind = ValueError if isinstance(error, ValueError) else DataError
         # A new one, because it has to go to a loader process and back, which not every exception survives.
         yield Failure(kind(f"{type(order).__name__}, as order of the samples: {error}"), error)
+
+
+def _some(samples: Sequence[int]) -> tuple[int, ...]:
+    """A few of them, spread evenly."""
+    count = min(LOOKED_AT, len(samples))
+    return tuple(samples[n * len(samples) // count] for n in range(count))
 
 
 def make_job(samples: Sequence[int], position: Position, division: Division, *, ends_epoch: bool) -> Job:

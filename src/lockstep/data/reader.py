@@ -6,6 +6,13 @@ collate function of the user's with (seed, epoch, step, shard). So an augmentati
 the sample, whatever was loaded before it, and whether a run was resumed. Around a batch the random state is kept: a
 training process that loads for itself does not notice. A generator that the dataset seeds from the system
 (`numpy.random.default_rng()`) is out of reach.
+
+Note [The same dataset on all workers]
+Each worker makes its own dataset. One that is made of random numbers before the run seeds them (noise, or a random
+split into training and test samples), or from files in the order in which a file system lists them, is another one on
+each worker, and the ledger, which knows numbers of samples, would not notice. So some samples of the first batch after
+each start are read by all workers, in the process that loads; their hash travels with the batch, and the step refuses
+batches that differ. They are read twice: samples that are different each time say nothing about the dataset.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import worker
 
+from lockstep.data.content import hash_of_samples
 from lockstep.data.ledger import fingerprint
 from lockstep.data.order import Position, cut
 from lockstep.errors import LockstepError
@@ -110,6 +118,7 @@ class Job:
     of_shards: int
     shards: tuple[tuple[int, Sequence[int]], ...]  # (shard number, sample numbers)
     content: int = 0  # as in Batch
+    looked_at: tuple[int, ...] = ()  # samples whose content all workers compare: see the Note
 
 
 @dataclass(frozen=True)
@@ -193,12 +202,25 @@ class Reader:
                     )
                     for number, samples in job.shards
                 ]
+                content = job.content or self._hash_of(job.looked_at, job.position)
         except DataError as error:
             return Failure(error, error.__cause__)
         here = job.position
         return Batch(
-            here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards, job.content
+            here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards, content
         )
+
+    def _hash_of(self, samples: Sequence[int], position: Position) -> int:
+        """64 bits of the content of samples; 0 if there are none, one cannot be read, or they differ each time."""
+        if not samples:
+            return 0
+        try:
+            first, second = (
+                hash_of_samples([self._load_one(sample, position) for sample in samples]) for _ in range(2)
+            )
+        except DataError:  # which is told by the worker that trains on it
+            return 0
+        return first if first == second else 0
 
     def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
         if self.recipe.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:

@@ -46,7 +46,8 @@ _SHM: Final = (
 )
 _SAME_DATA: Final = (
     "let the dataset give every worker the same samples: do not split it by rank yourself, Lockstep deals them out; "
-    'or, for a stream that must split itself, run.batches(split="worker")'
+    'or, for a stream that must split itself, run.batches(split="worker"). Make random data and random splits inside '
+    "of the `with` block of the Run, or with a seed; sort lists of files"
 )
 
 # Before those that need more words: what an exception says of itself.

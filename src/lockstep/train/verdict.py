@@ -24,7 +24,8 @@ REMOVE_SPLIT: Final = (
 )
 SEED_IT: Final = (
     "If its samples are random, draw from torch, random or numpy.random, which the run seeds, and not from a generator "
-    "that seeds itself."
+    "that seeds itself. Make random data and random splits inside of the `with` block of the Run, or with a seed; sort "
+    "lists of files."
 )
 
 
