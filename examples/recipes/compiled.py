@@ -25,7 +25,7 @@ BACKEND = sys.argv[2] if len(sys.argv) > 2 else "inductor" if shutil.which("g++"
 class Product(nn.Module):
     def __init__(self):
         super().__init__()
-        self.wide, self.norm, self.out = nn.Linear(2, 64), nn.LayerNorm(64), nn.Linear(64, 1)
+        self.wide, self.norm, self.out = nn.Linear(2, 64), nn.BatchNorm1d(64), nn.Linear(64, 1)
 
     def forward(self, factors):
         return self.out(self.norm(nn.functional.gelu(self.wide(factors))))
@@ -47,7 +47,7 @@ with lockstep.Run(seed=1) as run:
     model = run.replicate(Product())
     model.compile(backend=BACKEND)  # torch.compile(model) would put `_orig_mod.` before all names
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for batch in run.train(run.batches(train_set, global_batch_size=64, epochs=5), optimizer, steps=STEPS):
+    for batch in run.train(run.batches(train_set, global_batch_size=60, epochs=5), optimizer, steps=STEPS):
         run.step(squared_error, batch)
     error, digest = run.evaluate(squared_error, test_set), run.digest()
     run.on_main(lambda: print(f"squared error {error:.5f}  digest {digest}"))
