@@ -29,7 +29,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that is not what it was when the checkpoint was saved. `counts`: whose value is used from now on."""
 
     name: str
@@ -42,7 +42,7 @@ class Change:
         return f"{self.name}: {values}; the {self.counts}'s counts"
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """The settings of a program (`Plan.settings`) that have changed since it saved.
 
     {"options": {...}, "optimizer": [{"lr": 0.1, ...}, ...], "scheduler": {...}}: options count as the program has them;
@@ -58,10 +58,10 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], counts: str, where: str = "") -> Iterator[Change]:
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], counts: str, where: str = "") -> Iterator[SettingChange]:
     for name, value in now.items():
         if name in saved and saved[name] != value:
-            yield Change(_WORDS.get(name, name) + where, saved[name], value, counts)
+            yield SettingChange(_WORDS.get(name, name) + where, saved[name], value, counts)
 
 
 def _class_of(settings: Mapping[str, Any]) -> Any:

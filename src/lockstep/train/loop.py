@@ -42,7 +42,7 @@ from lockstep.world import World
 SAVE_AFTER_ERROR_S: Final = 120.0
 
 
-class Stage(Enum):
+class LoopStage(Enum):
     """Where the program is: before, in or behind the loop over `run.train`."""
 
     BEFORE = "before"
@@ -60,7 +60,7 @@ class TrainLoop:
         self.training: Training | None = None
         self.progress = Progress()
         self._check: LoopCheck | None = None
-        self._stage = Stage.BEFORE
+        self._stage = LoopStage.BEFORE
         self._steps: int | None = None  # after which to end
         self._generation = 0  # how often the work was shared out
         self._parted_s: float | None = None  # since when there is no generation
@@ -74,7 +74,7 @@ class TrainLoop:
 
     @property
     def is_running(self) -> bool:
-        return self._stage is Stage.RUNNING
+        return self._stage is LoopStage.RUNNING
 
     @property
     def _should_stop(self) -> bool:
@@ -94,7 +94,7 @@ class TrainLoop:
         check = self._check = LoopCheck(plan.model, plan.optimizer, plan.leaves)
         self._introduce(plan)
         if session.checkpoints.was_stopped:
-            self._stage = Stage.ENDED
+            self._stage = LoopStage.ENDED
             return
         yield from self._hand_out(plan, check)
         if session.witness is not None:
@@ -136,7 +136,7 @@ class TrainLoop:
 
     def _hand_out(self, plan: Plan, check: LoopCheck) -> Iterator[Batch]:
         batches, session, steps = plan.batches, self._session, self._steps
-        self._stage = Stage.RUNNING
+        self._stage = LoopStage.RUNNING
         with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
             while not self._should_stop and (steps is None or batches.position.number < steps):
                 session.calls.begin_step(batches.position.number)
@@ -160,7 +160,7 @@ class TrainLoop:
         """Save what was trained, all workers together. `is_stopped`: the program has left the loop for good."""
         plan, session = self.plan, self._session
         assert plan is not None
-        self._stage, here = Stage.ENDED, self.position(plan)
+        self._stage, here = LoopStage.ENDED, self.position(plan)
         session.observer.end_loop()
         self.progress.end(here.number)
         if not session.checkpoints.saving.has(here.number):
