@@ -303,6 +303,10 @@ def test_a_start_tells_which_settings_have_changed(tmp_path: Path, capfd: pytest
     capfd.readouterr()
     train(tmp_path, epochs=1, lr=0.1, scheduler=lambda optimizer: cosine(optimizer, 100))
     said = capfd.readouterr().err
+    assert train(tmp_path, epochs=1, options={"precision": "bf16"}, scheduler=lambda o: cosine(o, 100)) == []
+    assert train(tmp_path, epochs=1, scheduler=lambda o: cosine(o, 100)) == []
+    told = capfd.readouterr().err  # a start that trains nothing does not change what is saved
+    assert told.count("precision: fp32 in the checkpoint, bf16 in the program") == told.count("precision") == 1
     assert "finished at step 6; nothing to train; --fresh" in said
     assert "counts" not in said
     options = {"precision": "bf16", "max_grad_norm": 1.0}

@@ -47,6 +47,7 @@ class Checkpoints:
         self._best = BestMetric()
         self._best_saving: Saving | None = None
         self.was_stopped = False  # by the program, in an earlier start
+        self._resumed_from: int | None = None  # the step of the checkpoint
 
     # -- what a state is ---------------------------------------------------------------------------------------------
 
@@ -109,7 +110,8 @@ class Checkpoints:
         """
         self.ledger.write()
         self.saving.drain(go_on)
-        if not self.saving.has_written(here.number):
+        # A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
+        if here.number != self._resumed_from and not self.saving.has_written(here.number):
             plan.last_norm.check(plan.leaves)
             self.saving.save(here.number, lambda: self.state(plan, here), writes=True)
             self.saving.drain(go_on)
@@ -137,7 +139,7 @@ class Checkpoints:
         if found is not None:
             self._compare_settings(plan, found, writes=writes, tells=tells)
             self.restore(plan, found)
-            self.was_stopped = stopped == step
+            self.was_stopped, self._resumed_from = stopped == step, step
         self.ledger.begin(plan.batches.position.number, plan.batches.facts(), writes=writes)
         return step
 

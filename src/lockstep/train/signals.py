@@ -43,7 +43,7 @@ class StopRequests:
             with suppress(OSError):
                 finishing_file(Path(self._logs), os.getpid()).touch()
         elif number == signal.SIGINT:
-            say("Ctrl-C: this step is finished and saved; Ctrl-C again ends at once")
+            say("Ctrl-C: finishing this step; Ctrl-C again ends at once")
 
     @contextmanager
     def handle_signals(self, *, is_training: Callable[[], bool]) -> Iterator[None]:
