@@ -151,7 +151,7 @@ def test_a_worker_that_was_killed_is_among_the_events(killed: tuple[Path, str]) 
         assert "worker 2 was started in place of worker 1" in told
         # Who is missing is known only if it had written a line of its trace before it was killed.
         assert {"continues on 1 worker: without worker 1", "continues on 1 worker"} & set(told)
-        assert {usage.worker for usage in story.usages} >= {"worker 0", "worker 1"}
+        assert {usage.worker for usage in story.usages} > {"worker 0"}
     command = [sys.executable, "-m", "lockstep", "report", "run"]
     text = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stdout
     assert ": worker 1 was killed by SIGKILL\n" in text
