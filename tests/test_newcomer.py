@@ -23,6 +23,7 @@ from lockstep.checkpoint.differences import changes
 from lockstep.errors import LockstepError
 from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
 from test_launch import Stage, stage, wait_for  # noqa: F401
+from test_run import error_of
 
 SAMPLES, BATCH = 96, 16  # six steps in an epoch
 DEVICE = "cpu"  # tests/test_newcomer_cuda.py sets another one
@@ -787,14 +788,6 @@ def found_by_evaluate(rank: int, size: int, folder: str) -> dict[str, Any]:
         run.load(Path(folder) / f"of-{size}")
         found["back"] = run.digest() == before
     return found
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def test_evaluating_other_models_predictions_and_the_best_checkpoint(tmp_path: Path) -> None:

@@ -345,7 +345,9 @@ class TrainLoop:
         """What depends on the workers and on the parameters that are trained is built anew after this."""
         if self.training is not None:
             self.training.running.abandon()
-            self.training.gradients.begin()  # it must not listen any more, should a traceback still hold it
+            # It must not listen any more, should a traceback still hold it; and a parameter that is frozen now must not
+            # keep its last gradient, which the optimiser would use in every step.
+            self.training.gradients.begin()
             self.training.sum.close()
 
     def settle(self) -> None:

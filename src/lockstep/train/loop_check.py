@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final, final
 
 import torch
@@ -141,7 +140,3 @@ class LoopCheck:
                 "optimizer.step() was called inside the training loop: run.step(loss, batch) does that itself, with "
                 "the gradients of all workers; one more on each worker would make their weights differ. Leave it out"
             )
-
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()

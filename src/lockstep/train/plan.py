@@ -114,10 +114,6 @@ def follow_trainable(plan: Plan) -> None:
     leaves = replica.trained_leaves(plan.model, set())
     if not leaves:
         raise ValueError("the program has frozen all parameters: none requires a gradient any more")
-    trained = {leaf.parameter for leaf in leaves}
-    for leaf in plan.leaves:
-        if leaf.parameter not in trained:
-            leaf.parameter.grad = None  # or the optimiser would use the last one in every step
     plan.leaves = leaves
 
 

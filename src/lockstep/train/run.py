@@ -105,7 +105,7 @@ class Run:
             faults.arm(os.environ)
             faults.at("start")
             self._farewell.begin()
-            self._session.begin(self._loop, self._loop)
+            self._session.begin(self._loop)
         except BaseException as error:
             self._close(error)
             raise

@@ -36,8 +36,8 @@ from lockstep.train.witness import Witness
 from lockstep.world import World, choose_device, init
 
 
-class Trains(Protocol):
-    """What a session must know of the training loop."""
+class RunningLoop(Crew, Protocol):
+    """The training loop as a session knows it: what it does when workers change, and whether the program is in it."""
 
     @property
     def is_running(self) -> bool:
@@ -90,7 +90,7 @@ class Session:
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
-    def begin(self, crew: Crew, loop: Trains) -> None:
+    def begin(self, loop: RunningLoop) -> None:
         """Join the other workers, open the files, and set what the arithmetic depends on."""
         options, seat = self.options, seats.take()
         if seat is None:
@@ -98,7 +98,7 @@ class Session:
         else:
             welcome = seat.start()
             faults.here["worker"] = welcome.id
-            self.calls = ElasticCalls(seat, welcome, crew, backend=options.backend, device=options.device)
+            self.calls = ElasticCalls(seat, welcome, loop, backend=options.backend, device=options.device)
             self.world = self._foresee(welcome)
             self.device = self.world.device
         chosen = replace(options, device=None)  # that may be another one on every worker
