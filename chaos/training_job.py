@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -32,6 +32,7 @@ SLOW_S, STUCK_S = 20.0, 75.0  # nobody came by any place: it is written down whe
 FAST_S = 0.4  # so long the program runs as fast as a strike wants it
 PASSED_OVER_S, PASSED_OVER_STEPS = 2.5, 13  # nobody who is meant came by, although all are there
 REFERENCE_S = 300.0
+AHEAD_S = 0.1  # a step takes a few milliseconds
 FRAMES = 14  # of a stack, that are shown
 
 
@@ -245,6 +246,15 @@ def strike_all(job: Job, seen: Seen) -> None:
                 Hit(number, strike.place, pid, claim["at_s"], stopped=strike.late_s is not None)
                 for pid in claim["pids"]
             ]
+            if strike.kills_other:
+                time.sleep(AHEAD_S)  # meanwhile the others come to the next step, and wait there
+                other = _from_outside(
+                    job, Strike(OUTSIDE, dice.choice((Who.FIRST, Who.ANY))), dice, spare=claim["pids"]
+                )
+                if other is not None:
+                    claim["at_s"] = other["at_s"]
+                    # How long it takes to recover depends on us, so it is not counted: as with a stop.
+                    seen.hits += [Hit(number, "behind", pid, other["at_s"], stopped=True) for pid in other["pids"]]
             if strike.late_s is not None:
                 _go_on(job, claim["pids"], claim["at_s"] + strike.late_s)
 
@@ -283,11 +293,12 @@ def _from_inside(job: Job, number: int, strike: Strike) -> dict[str, Any] | None
     return job.claim(number)
 
 
-def _from_outside(job: Job, strike: Strike, dice: Random) -> dict[str, Any] | None:
-    time.sleep(dice.uniform(0.0, 0.25))
+def _from_outside(job: Job, strike: Strike, dice: Random, spare: Sequence[int] = ()) -> dict[str, Any] | None:
+    if not spare:
+        time.sleep(dice.uniform(0.0, 0.25))
     job.look()
     members, pids = job.members()[0], job.pids()
-    alive = [pids[one] for one in members if one in pids and not job.is_over]
+    alive = [pids[one] for one in members if one in pids and pids[one] not in spare and not job.is_over]
     if not alive:
         return None
     first = alive[0] if strike.who is Who.FIRST else dice.choice(alive[1:] or alive)

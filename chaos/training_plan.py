@@ -12,6 +12,7 @@ EPOCHS = 30  # of 12 steps
 STEPS = 12 * EPOCHS
 ALL = -1  # everybody who lives
 STACKS = signal.SIGRTMIN + 5  # workers write their stacks down
+BODIES = ("target", "rate", "plateau", "gpt", "draws")  # programs that change their state between the steps
 RUN_SEEDS = 2  # of each program; what they compute undisturbed is computed once
 
 # Places of `lockstep.faults`, by what must happen for a worker to come by.
@@ -49,6 +50,7 @@ class Strike:
     pause_s: float = 0.0  # and not before they have done so for this long
     pace_s: float = 0.0  # how long the program sleeps between steps meanwhile
     late_s: float | None = None  # SIGSTOP, and SIGCONT after so long; None: SIGKILL
+    kills_other: bool = False  # another one is killed while this one is stopped, when it has begun the next step
 
     @property
     def signal(self) -> int:
@@ -102,7 +104,7 @@ def _setting(dice: Random, seed: int, number: int) -> Case:
     return Case(
         seed=seed,
         number=number,
-        variant=dice.choice(("mlp", "cnn", "gpt", "tiny")),
+        variant=dice.choice(("mlp", "cnn", "gpt", "tiny", *BODIES)),
         run_seed=dice.randrange(RUN_SEEDS),
         backend=("shm", "gloo")[(number + seed) % 2],
         workers=2 + (number + seed // 2) % 5,
@@ -178,3 +180,30 @@ def _stop(dice: Random, place: str, workers: int) -> Strike:
 def surely_noticed(strike: Strike, stall_s: float) -> bool:
     """It was stopped for so long that it must have been taken for dead. Its last sign of life was a moment before."""
     return strike.late_s is not None and strike.late_s > stall_s + 0.5
+
+
+# ----------------------------------------------------------------------------------------------------- one step behind
+
+BEHIND = 10  # of a case
+BEHIND_AT = ("reduced", "waiting", "reduced")  # after the others have all they need of it for this step
+
+
+def plan_behind(seed: int, number: int) -> Case:
+    """A worker is stopped right before it applies a step, another one killed in the next step, the first continued."""
+    dice = Random(f"behind {seed} {number}")
+    variant, backend = BODIES[(number // 2) % len(BODIES)], ("shm", "gloo")[number % 2]
+    case = replace(_setting(dice, seed, number), variant=variant, backend=backend, num_workers=0)
+    workers = dice.choice((3, 3, 4))
+    places = [BEHIND_AT[n % len(BEHIND_AT)] for n in range(BEHIND)]
+    strikes = tuple(
+        Strike(
+            place=place,
+            who=dice.choice((Who.ANY, Who.FIRST, Who.OTHER)),
+            members=workers,
+            pause_s=dice.uniform(0.0, 0.2),
+            late_s=dice.uniform(0.05, 0.4),
+            kills_other=True,
+        )
+        for place in places
+    )
+    return replace(case, workers=workers, strikes=strikes)

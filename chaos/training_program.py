@@ -14,6 +14,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Variant:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     inputs: Callable[[int, torch.Generator], Tensor]
     last_batch: int  # samples in the last batch of an epoch
-    averages: bool = False  # the program keeps an average of the weights, which it updates after each step
+    body: type[Body] | None = None  # what the program does itself around each step
 
 
 class Cnn(nn.Module):
@@ -87,12 +88,136 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
+class Body:
+    """What a program does itself in the body of its loop, around `run.step`: this one does nothing."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.scale = model, optimizer, 1.0  # of the inputs
+
+    def registered(self) -> dict[str, Any]:
+        """What belongs to the state of the run, and is neither in the model nor in the optimiser."""
+        return {}
+
+    def before(self, step: int) -> None:
+        pass
+
+    def after(self, step: int, loss: float) -> None:
+        pass
+
+    def state(self) -> str:
+        return ""
+
+
+class Average(Body):
+    """Keeps an average of the weights over the steps."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def registered(self) -> dict[str, Any]:
+        return {"average": self}
+
+    @torch.no_grad()
+    def after(self, step: int, loss: float) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.values[name].lerp_(parameter, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            self.values[name].copy_(value)
+
+    def state(self) -> str:
+        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in self.values.values())).hexdigest()
+
+
+class Twin(nn.Module):
+    """A network that is trained, and its target, which the program moves after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = _mlp(), _mlp()
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.online(x) + 0.1 * self.target(x)
+        return out
+
+
+class MovesTarget(Body):
+    """Moves the target after each step, and copies the network to it before every seventh."""
+
+    def _move(self, share: float) -> None:
+        assert isinstance(self.model, Twin)
+        with torch.no_grad():
+            for mine, its in zip(self.model.target.parameters(), self.model.online.parameters(), strict=True):
+                mine.lerp_(its, share)
+
+    def before(self, step: int) -> None:
+        if step % 7 == 0:
+            self._move(1.0)
+
+    def after(self, step: int, loss: float) -> None:
+        self._move(0.05)
+
+
+class SetsRate(Body):
+    """Changes the learning rate by hand: before some steps, and after each."""
+
+    def before(self, step: int) -> None:
+        if step % 5 == 0:
+            self._multiply(0.9)
+
+    def after(self, step: int, loss: float) -> None:
+        self._multiply(1.02)
+
+    def _multiply(self, by: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= by
+
+
+class Plateau(Body):
+    """Steps a scheduler that follows the loss."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.95, patience=1)
+
+    def registered(self) -> dict[str, Any]:
+        return {"plateau": self.plateau}
+
+    def after(self, step: int, loss: float) -> None:
+        self.plateau.step(loss)
+
+    def state(self) -> str:
+        return f"{self.plateau.best} {self.plateau.num_bad_epochs}"
+
+
+class Draws(Body):
+    """Draws random numbers between the steps, as mixup does."""
+
+    def before(self, step: int) -> None:
+        self.scale = 0.5 + random.random() / 2 + float(torch.rand(())) / 4
+
+    def after(self, step: int, loss: float) -> None:
+        random.random()
+
+
 VARIANTS = {
     "mlp": Variant(_mlp, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17),
     "cnn": Variant(Cnn, _momentum, lambda n, dice: torch.randn(n, 1, 8, 8, generator=dice), last_batch=19),
-    "gpt": Variant(
-        Gpt, _adamw, lambda n, dice: torch.randint(32, (n, 10), generator=dice), last_batch=9, averages=True
+    "gpt": Variant(Gpt, _adamw, lambda n, dice: torch.randint(32, (n, 10), generator=dice), last_batch=9, body=Average),
+    "target": Variant(
+        Twin, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17, body=MovesTarget
     ),
+    "rate": Variant(_mlp, _adamw, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17, body=SetsRate),
+    "plateau": Variant(
+        _mlp, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17, body=Plateau
+    ),
+    "draws": Variant(_mlp, _adamw, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17, body=Draws),
     # Fewer samples than shards in the last batch: some shards are empty.
     "tiny": Variant(
         lambda: nn.Linear(5, 4), _momentum, lambda n, dice: torch.randn(n, 5, generator=dice), last_batch=5
@@ -108,28 +233,6 @@ class Samples(torch.utils.data.TensorDataset):
         return tuple(tensor[index] for tensor in self.tensors)
 
 
-class Average:
-    """Of the weights over the steps. The program's own: the library knows it as something to be remembered."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self.values[name].lerp_(parameter, 0.1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.values)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            self.values[name].copy_(value)
-
-    def digest(self) -> str:
-        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in self.values.values())).hexdigest()
-
-
 def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> dict[str, Any]:
     """What every worker that comes to the end must have found, bit by bit."""
     variant, losses, figures = VARIANTS[name], dict[int, str](), dict[int, str]()
@@ -141,7 +244,7 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         if ear is not None:
             ear.computes()
         x, y = batch
-        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+        return F.cross_entropy(model(x if body.scale == 1.0 else x * body.scale), y, reduction="sum"), len(y)
 
     def correct(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         x, y = batch
@@ -151,10 +254,9 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
     with lockstep.Run(directory, seed=seed, save_every=chosen.save_every, **options) as run:
         model = run.replicate(variant.model())
-        average = Average(model)
-        if variant.averages:
-            run.register_state(average=average)
         optimizer = variant.optimizer(model)
+        body = (variant.body or Body)(model, optimizer)
+        run.register_state(**body.registered())
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS_PER_EPOCH * EPOCHS)
         batches = run.batches(
             data, global_batch_size=BATCH, shards=SHARDS, epochs=chosen.epochs or EPOCHS, num_workers=chosen.num_workers
@@ -162,14 +264,16 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         for batch in run.train(batches, optimizer, scheduler=schedule, steps=chosen.steps):
             if ear is not None:
                 ear.begins(batch.number, run)
-            losses[batch.number] = run.step(loss, batch).loss.hex()
-            if variant.averages:
-                average.update(model)
+            body.before(batch.number)
+            result = run.step(loss, batch)
+            losses[batch.number] = result.loss.hex()
+            body.after(batch.number, result.loss)
             if batch.ends_epoch:
                 mean = run.evaluate(correct, data, batch_size=50)
                 assert isinstance(mean, Mean)
                 figures[batch.number] = run.log(accuracy=float(mean))["accuracy"].hex()
-        found: dict[str, Any] = {"digest": run.digest(), "average": average.digest() if variant.averages else ""}
+        rates = [float(group["lr"]).hex() for group in optimizer.param_groups]
+        found: dict[str, Any] = {"digest": run.digest(), "body": [body.state(), *rates]}
         found |= {"losses": losses, "figures": figures, "steps": batches.position.number}
         if ear is not None:
             ear.ends(found)

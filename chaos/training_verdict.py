@@ -132,7 +132,7 @@ def _judge_end(seen: Seen, reference: Mapping[str, Any]) -> Iterable[Finding]:
 
 def _differences(found: Mapping[str, Any], reference: Mapping[str, Any]) -> list[str]:
     """Of a worker that may have come late: it knows only the steps since."""
-    named = [name for name in ("digest", "average", "steps") if found[name] != reference[name]]
+    named = [name for name in ("digest", "body", "steps") if found[name] != reference[name]]
     differs = [f"{name} is {found[name]}, and undisturbed {reference[name]}" for name in named]
     for name in ("losses", "figures"):
         wrong = [step for step, value in found[name].items() if reference[name].get(step) != value]

@@ -37,7 +37,7 @@ from lockstep.elastic.restarts import (
 )
 from lockstep.elastic.roster import Roster
 from lockstep.elastic.store import LARGEST_VALUE_BYTES, Store
-from lockstep.train.calls import LARGEST_RESULT_BYTES
+from lockstep.train.elastic_calls import LARGEST_RESULT_BYTES
 from lockstep.train.saving import Saving, read_interval
 
 JOURNAL, KEYS = Keys(PREFIX).journal, Keys(PREFIX).values

@@ -126,4 +126,4 @@ def test_a_supervisor_never_loads_torch() -> None:
 
 def test_only_a_worker_imports_recovery() -> None:
     users = [name_of(p) for p in FILES if any("elastic.recovery" in name for name in imports_of(p))]
-    assert users == ["train/calls.py"]
+    assert users == ["train/elastic_calls.py"]

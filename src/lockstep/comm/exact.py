@@ -65,6 +65,25 @@ class Parcel:
     scale: Scale = field(default=lambda: 1.0)
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """Tells a worker that all others have come to a place in the program, while it goes on itself."""
+
+    _sum: ShardSum
+    _token: Tensor
+    _pending: Any
+    _started: Any  # an event, on a GPU
+
+    def wait(self) -> None:
+        """Return when all workers have come there. A GPU is waited for only up to the same place."""
+        where = "the receipt of the last step"
+        self._sum.wait(self._pending, where)
+        if self._started is not None:
+            with self._sum.aside(self._started):
+                self._sum.wait(self._pending, where)
+                self._token.cpu()
+
+
 class ShardSum:
     """All workers together. `shares[rank]` are the shards of each worker: neighbours, in order, all of them once."""
 
@@ -165,6 +184,12 @@ class ShardSum:
             return table
 
         return self._lane.submit(job)
+
+    def start_receipt(self) -> Receipt:
+        """All workers, at the same place among the other sums. See `Receipt`."""
+        token = torch.zeros(1, device=self.device)
+        event = torch.cuda.current_stream(self.device).record_event() if token.is_cuda else None
+        return Receipt(self, token, self.add_up(token), event)
 
     def add_sparse(self, parts: Sequence[Tensor], scale: Scale) -> Tensor:
         """The sum of everybody's sparse tensors, `parts` being one for each of our subtrees. Waits for the others.

@@ -34,7 +34,7 @@ from lockstep.errors import LockstepError
 
 HOST: Final = "h0"  # the name of one that is alone
 LEASE_S: Final = 5.0
-# A worker whose peer hung up waits for so long (train/calls.py) until it hears that the peer's host is lost.
+# A worker whose peer hung up waits for so long (train/elastic_calls.py) until it hears that the peer's host is lost.
 LONGEST_LEASE_S: Final = 15.0
 SHORTEST_LEASE_S: Final = 0.5
 SAY_AFTER_S: Final = 1.0  # without the store

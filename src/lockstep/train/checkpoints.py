@@ -65,12 +65,9 @@ class Checkpoints:
         found = named(self._things(plan)) | {"run": self._identity | run} | more
         return found if here is None else found | {"batches": plan.batches.state(here)}
 
-    def restore(self, plan: Plan, state: State, *, registered: bool = True) -> None:
-        """Take over a state. `registered`: also of what the program has registered."""
-        things = self._things(plan)
-        if not registered:
-            things["kept"] = {}
-        restore(things, state)
+    def restore(self, plan: Plan, state: State) -> None:
+        """Take over a state."""
+        restore(self._things(plan), state)
         take_over_trainable(plan, state)
         self._best.restore(state.get("best"))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Final, final
@@ -17,6 +18,7 @@ from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.replicate.digest import named_state
+from lockstep.seed import mix, sow
 from lockstep.train import setting, verdict
 from lockstep.train.calls import say
 from lockstep.train.check import ReplicaCheck
@@ -34,9 +36,9 @@ from lockstep.train.plan import (
 from lockstep.train.progress import Progress
 from lockstep.train.run_directory import pending_stops, write_stop
 from lockstep.train.session import Session
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, apply, take_step
 from lockstep.train.tally import Tally, agree_on_metrics
-from lockstep.train.transfer import hand_over
+from lockstep.train.transfer import decode_update, encode_update, hand_over, refuse_other_state
 from lockstep.world import World
 
 SAVE_AFTER_ERROR_S: Final = 120.0
@@ -52,7 +54,7 @@ class LoopStage(Enum):
 
 @final
 class TrainLoop:
-    """One loop over the batches of a plan, and what it does when its generation of workers changes (train/calls.py)."""
+    """One loop over the batches of a plan, and what it does when the workers change (elastic_calls.py)."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -148,7 +150,9 @@ class TrainLoop:
                     session.calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
                 self._in_hand = True
+                session.calls.hand_out()
                 check.hand_out(batch.number)
+                sow(mix(session.seed, "loop", batch.number), session.device)
                 yield batch
                 check.end_iteration()
                 self._in_hand = False
@@ -241,13 +245,17 @@ class TrainLoop:
         try:
             take = partial(self._take, plan, loss, batch)
             result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of)
-        except BaseException:
+        except BaseException as error:
             if self.training is not None:
                 self.training.running.abandon()  # a step that failed has not changed the buffers either
+                if self.training.is_exchanging and isinstance(error, Exception):
+                    session.calls.failed = error
+            check.note_failure(error)
             raise
         finally:
             check.is_stepping = False
         check.end_step()
+        self._start_receipt()
         session.stops.agreed = max(session.stops.agreed, result.stop)
         if result.move:
             session.calls.move_at_next_step(result.move)
@@ -286,11 +294,22 @@ class TrainLoop:
         calls = session.calls
         wishes = Wishes(session.stops.asked, calls.wants_to_move, self._commit, calls.check_left)
         result = take_step(training, loss, batch, wishes)
-        if plan.schedule is not None and (batch.ends_epoch if plan.interval == "epoch" else not result.skipped):
-            plan.schedule.step()
-        self._applied, self._is_applying = batch.number + 1, False
+        self._end_applying(plan, batch.number, ends_epoch=batch.ends_epoch, skipped=result.skipped)
         faults.at("applied")
         return result
+
+    def _end_applying(self, plan: Plan, number: int, *, ends_epoch: bool, skipped: bool) -> None:
+        if plan.schedule is not None and (ends_epoch if plan.interval == "epoch" else not skipped):
+            plan.schedule.step()
+        self._applied, self._is_applying = number + 1, False
+
+    def _start_receipt(self) -> None:
+        """Learn, by the time of the next backward pass, that all workers have applied this step (`Update`)."""
+        training = self.training
+        assert training is not None
+        if training.newest is not None and training.newest.receipt is None:
+            with suppress(Exception):  # the group has failed; so will the next call, which is made again then
+                training.newest.receipt = training.sum.start_receipt()
 
     def _commit(self) -> None:
         self._session.calls.check_commit()
@@ -332,7 +351,7 @@ class TrainLoop:
         tally.send(None, names=training.metric_names)
         verdict.refuse_bad_data(tally.outcome(), batches.position.number)
 
-    # -- another generation of workers (train/calls.py) --------------------------------------------------------------
+    # -- another generation of workers (elastic_calls.py) --------------------------------------------------------------
 
     def gather(self, world: World) -> dist.ProcessGroup:
         return self._session.gather(world)
@@ -362,30 +381,54 @@ class TrainLoop:
     def applied(self) -> int:
         return self._applied
 
-    def hand_over(self, source: int, then: Callable[[], None]) -> None:
-        plan, session = self.plan, self._session
+    def send_step(self, source: int, then: Callable[[], None]) -> None:
+        plan, session, training = self.plan, self._session, self.training
         assert plan is not None
-        is_source, mine = session.world.rank == source, None
-        if is_source:
-            session.checkpoints.ledger.write()  # a worker that gets our state does not know what came before it
-            # Where we have the batch of this step, and have not taken the step, the state is the one before it.
-            here = self._here if plan.batches.position.number != self._applied else None
-            mine = session.checkpoints.state(plan, here)
-        state = hand_over(session.group, session.device, source, mine)
-        if state["batches"]["number"] != self._applied and not is_source:
-            # What is registered the program changes itself; a worker that is behind does so once more.
-            session.checkpoints.restore(plan, state, registered=self._applied < 0)
-            self._applied = state["batches"]["number"]
+        mine = None
+        if session.world.rank == source:
+            assert training is not None
+            mine = encode_update(self._applied - 1, training.newest)
+        sent = hand_over(session.group, session.device, source, mine)
+        if self._applied < 0 or self._applied != sent["number"]:
+            return  # a newcomer, or it has applied the step
+        assert training is not None
+        if not sent["is_intact"]:
+            say(
+                f"this worker has missed step {sent['number']}, and cannot get it from another one, because the "
+                "optimizer or the program has written to the gradients since; it ends and is replaced"
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
+        update = decode_update(sent, training.leaves)
+        for leaf, gradient in zip(training.leaves, update.gradients, strict=True):
+            leaf.parameter.grad = gradient
+        apply(training, update)
+        self._end_applying(plan, update.number, ends_epoch=update.ends_epoch, skipped=not update.finite)
         then()
         faults.at("restored")
-        check = ReplicaCheck(session.group, session.device, every=1)
-        check.compare(self._applied, named_state(plan.model, plan.optimizer))
+
+    def send_state(self, source: int, then: Callable[[], None]) -> None:
+        plan, session = self.plan, self._session
+        assert plan is not None
+        is_source, is_new, mine = session.world.rank == source, self._applied < 0, None
+        if is_source:
+            session.checkpoints.ledger.write()  # a worker that gets our state does not know what came before it
+            mine = session.checkpoints.state(plan)
+        state = hand_over(session.group, session.device, source, mine)
+        if is_new:
+            session.checkpoints.restore(plan, state)
+            self._applied = state["batches"]["number"]
+            then()
+            faults.at("restored")
+        # Other survivors are not compared: they may be before the end of their loop body.
+        compared = named_state(plan.model, plan.optimizer) if is_source or is_new else None
+        refuse_other_state(session.group, session.device, source, compared, self._applied)
 
     def _share_out(self, plan: Plan) -> None:
         """The work of a step, among the workers that there are now."""
         session, world, settings = self._session, self._session.world, plan.batches.settings
         basis = Basis(session.options, session.seed, session.exact)
         training = self.training = share_out(plan, basis, world, session.group, session.observer)
+        training.keeps_update = session.calls.is_elastic and world.size > 1
         session.observer.share_out(
             lambda: describe(plan, training),
             sees=sight_of(plan, world),

@@ -64,6 +64,7 @@ class LoopCheck:
         self._parameters = list(model.parameters())
         self._number: int | None = None  # of the batch that was handed out
         self._is_stepped = False
+        self._failure = ""  # how the step with that batch has failed
         self.is_stepping = False  # run.step is under way, and so may be optimizer.step
         self._is_told = False
         self._grads: list[tuple[Leaf, weakref.ref[Tensor] | None, int]] = []
@@ -88,10 +89,16 @@ class LoopCheck:
 
     def hand_out(self, number: int) -> None:
         """Batch `number` goes to the program."""
-        self._number, self._is_stepped = number, False
+        self._number, self._is_stepped, self._failure = number, False, ""
 
     def end_iteration(self) -> None:
         """Raise LockstepError if the program did not step with the batch that it got."""
+        if self._failure and not self._is_stepped:
+            raise LockstepError(
+                f"run.step failed for batch {self._number} on this worker ({self._failure}), and the program caught "
+                "the exception and asks for the next batch: the other workers cannot leave this one out. Take the step "
+                "with the same batch again, which gives the same bits, or let the exception end the program"
+            )
         if not self._is_stepped:
             raise LockstepError(
                 f"batch {self._number} was handed out, and the next one asked for without run.step(loss, batch): its "
@@ -118,6 +125,10 @@ class LoopCheck:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def note_failure(self, error: BaseException) -> None:
+        """The step with this batch has failed."""
+        self._failure = f"{type(error).__name__}: {error}"[:200]
 
     def end_step(self) -> None:
         self._is_stepped = True

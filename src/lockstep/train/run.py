@@ -117,6 +117,8 @@ class Run:
         session, is_planned = self._session, error is None or error is self._session.stops.ending
         if is_planned:
             try:
+                if session.calls.failed is not None:
+                    self._loop.save_after(session.calls.failed)
                 if self._loop.is_running:
                     self._loop.end(is_stopped=True)  # the program has left it, by `break` or `return`
                 session.end()

@@ -21,11 +21,12 @@ from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import setting
 from lockstep.train.accord import Accord
 from lockstep.train.board import Board
-from lockstep.train.calls import Calls, Crew, ElasticCalls, say
+from lockstep.train.calls import Calls, say
 from lockstep.train.checkpoints import Checkpoints
 from lockstep.train.chronicle import Chronicle
 from lockstep.train.claim import FILE as RUN_LOCK
 from lockstep.train.claim import Claim
+from lockstep.train.elastic_calls import Crew, ElasticCalls
 from lockstep.train.metrics import MetricsFile
 from lockstep.train.observer import Blind, Observer
 from lockstep.train.once import Once

@@ -8,7 +8,7 @@ are added up along one tree, whoever has computed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import faults
-from lockstep.comm.exact import ShardSum
+from lockstep.comm.exact import Receipt, ShardSum
 from lockstep.data.batches import Batch, Batches, Shard
+from lockstep.errors import PeerLostError
 from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import Leaf
 from lockstep.replicate.running import RunningState
@@ -73,6 +74,9 @@ class Training:
     last_norm: LastNorm = field(default_factory=LastNorm)
     metric_names: tuple[str, ...] | None = None  # that the loss function returns; None until the first step
     is_loss_checked: bool = False  # whether it returns a sum
+    is_exchanging: bool = False  # in the middle of a step that cannot be taken again
+    keeps_update: bool = False  # workers may be lost, and one that missed a step gets it from one that did not
+    newest: Update | None = None  # what the last step has changed, until all workers are known to have applied it
 
 
 class Stop(IntEnum):
@@ -81,6 +85,26 @@ class Stop(IntEnum):
     NO = 0
     ASKED = 1  # by the program
     SIGNAL = 2  # from outside: the run is to go on some other time
+
+
+@dataclass
+class Update:
+    """What one step changes, equal on all workers: a worker that has missed the step applies it from this."""
+
+    number: int
+    ends_epoch: bool
+    finite: bool  # otherwise the weights stay as they are
+    bad_loss: bool  # a loss was not finite, which the loss scale is not to blame for
+    buffers: Sequence[tuple[int, Tensor]]  # of `RunningState.gather`
+    gradients: Sequence[Tensor | None]  # by parameter, as the optimiser gets them
+    versions: Sequence[int]  # of the gradients
+    receipt: Receipt | None = None  # that all workers have applied it
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether neither the optimiser nor the program has written to the gradients since."""
+        pairs = zip(self.gradients, self.versions, strict=True)
+        return all(gradient is None or gradient._version == version for gradient, version in pairs)
 
 
 @dataclass(frozen=True)
@@ -144,9 +168,11 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
             see.lap("forward", shard.number)
             if is_last:
                 faults.at("table")
+                t.is_exchanging = True
                 # So all know the weight of the global batch when the first bucket comes.
                 names = metric_names(t, tally)
                 tally.send(batch, stop=wishes.stop, move=wishes.move, told=see.tell(), names=names)
+                drop_update(t)  # the gradients of this step overwrite those of the last
                 t.gradients.listen(shard.number, tally.scale)
             if shard.count:
                 backward(t, one.total)  # buckets leave during the last of these
@@ -170,6 +196,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
         see.end_shard(one.weight if shard.count else 0.0, shard.count)
         see.travelled(t.gradients.travels)
         t.audit.compare(batch, t.sum, lambda shard: run_again(t, loss, batch, shard))
+        t.is_exchanging = False
 
     faults.at("reduced")
     skips = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
@@ -179,15 +206,19 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
     buffers = t.running.gather(outcome.changed, t.sum.as_run(batch.counts), t.sum) if look.finite else []
     wishes.commit()  # up to here all that was done can be done again
     faults.at("committed")
-    t.running.finish(buffers)
-    if look.finite:
-        faults.at("optimizer")
-        with verdict.learning_rate(t.large_batch, batch.number):
-            t.optimizer.step()
-    elif outcome.bad_shards or not t.loss_scale.may_be_too_large:
+    if not look.finite and (outcome.bad_shards or not t.loss_scale.may_be_too_large):
         verdict.stop_or_skip(look, batch, t.options)
-    if not outcome.bad_shards:  # a loss is not scaled, so the scale is not to blame
-        t.loss_scale.update(finite=look.finite)
+    gradients = [leaf.parameter.grad for leaf in t.leaves] if t.keeps_update else []
+    update = Update(
+        number=batch.number,
+        ends_epoch=batch.ends_epoch,
+        finite=look.finite,
+        bad_loss=bool(outcome.bad_shards),
+        buffers=buffers,
+        gradients=gradients,
+        versions=[0 if gradient is None else gradient._version for gradient in gradients],
+    )
+    apply(t, update)
     return Result(
         number=batch.number,
         loss=outcome.loss,
@@ -201,6 +232,30 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
         samples=outcome.fingerprint,
         metrics={name: Mean(*pair) for name, pair in outcome.metrics.items()},
     )
+
+
+def apply(t: Training, update: Update) -> None:
+    """Change buffers, weights, the state of the optimiser and the loss scale: nothing here waits for other workers."""
+    t.running.finish(update.buffers)
+    if update.finite:
+        faults.at("optimizer")
+        with verdict.learning_rate(t.large_batch, update.number):
+            t.optimizer.step()
+    if not update.bad_loss:  # a loss is not scaled
+        t.loss_scale.update(finite=update.finite)
+    t.newest = update if t.keeps_update else None
+
+
+def drop_update(t: Training) -> None:
+    """Forget what the last step has changed, as soon as all workers have applied it.
+
+    Raises PeerLostError if that cannot be known.
+    """
+    if t.newest is not None:
+        if t.newest.receipt is None:
+            raise PeerLostError(f"the group of workers failed after step {t.newest.number}")
+        t.newest.receipt.wait()
+    t.newest = None
 
 
 def forward(t: Training, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:

@@ -1,9 +1,9 @@
 """What all workers have to know of a step: one small sum, under way while the last backward pass runs.
 
 Every worker fills in its own fields of a table of zeros, and the tables are added up: so all have the same table. It
-holds loss and weight of every shard, who asks to stop or has run out of data, how large everybody's batch is, whether
-it ends an epoch and what it contains, which buffers changed, and what everybody has observed of earlier steps
-(observer.py).
+holds loss and weight of every shard; of every worker the number of its step, whether it asks to stop or has run out of
+data, how large its batch is, whether it ends an epoch and what it contains; which buffers changed, and what each worker
+has observed of earlier steps (observer.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from lockstep.train.loss_check import ShardLoss
 from lockstep.train.observer import FIELDS, NOTHING
 
 LOSS, WEIGHT, HIGH, LOW = range(4)  # of a shard; the last two are its samples, in two halves of 32 bits
-STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, TOLD = range(
-    8
-)  # of a worker; what it tells takes all the rest
+# Of a worker; what it tells takes all the rest.
+NUMBER, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, TOLD = range(9)
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Outcome:
     stop_asked_by: list[int]  # ranks
     move: int
     ended: list[int]  # ranks that have no more data
+    numbers: list[int]  # the step that each rank takes
     samples: list[int]  # of the global batch, as each rank has it
     ends_epoch: list[bool]  # as each rank has it
     content: list[int]  # 64 bits of the samples of the global batch, as each rank has it; 0: it has not looked
@@ -106,12 +106,14 @@ class Tally:
         # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
         self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
         by_shard, by_rank, changed, _ = self._parts(self._table)
-        samples, ends_epoch = (batch.count, batch.ends_epoch) if batch is not None else (0, False)
+        number, samples, ends_epoch = (
+            (batch.number, batch.count, batch.ends_epoch) if batch is not None else (0, 0, False)
+        )
         for one in batch.shards if batch is not None else ():
             by_shard[one.number, HIGH] = one.samples >> 32
             by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
         content = batch.content if batch is not None else 0
-        mine = [stop, batch is None, samples, ends_epoch, move, content >> 32, content & 0xFFFFFFFF, *told]
+        mine = [number, stop, batch is None, samples, ends_epoch, move, content >> 32, content & 0xFFFFFFFF, *told]
         by_rank[self._rank] = torch.tensor(mine, dtype=torch.float64)
         for shard, loss, which in self._noted:
             if any(which):
@@ -159,6 +161,7 @@ class Tally:
             stop_asked_by=_who(by_rank[:, STOP]),
             move=int(by_rank[:, MOVE].max()),
             ended=_who(by_rank[:, ENDED]),
+            numbers=[int(number) for number in by_rank[:, NUMBER].tolist()],
             samples=[int(count) for count in by_rank[:, SAMPLES].tolist()],
             ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
             content=_words(by_rank[:, CONTENT_HIGH], by_rank[:, CONTENT_LOW]),

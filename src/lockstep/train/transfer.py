@@ -1,10 +1,12 @@
-"""The state of one worker to all others, over their process group: for a newcomer, or one that missed a step."""
+"""What one worker sends to all others, over their process group: its state, for a newcomer, or the last step, for a
+worker that has missed it."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ from torch import Tensor
 from lockstep import faults
 from lockstep.checkpoint import tree
 from lockstep.checkpoint.format import bytes_of, flatten
+from lockstep.comm import agree
 from lockstep.comm.broadcast import Broadcast
+from lockstep.comm.exact import coalesced
+from lockstep.errors import DivergenceError
+from lockstep.replicate.digest import cheap_digests
+from lockstep.replicate.replica import Leaf
+from lockstep.train.step import Update
 
 MESSAGE_BYTES = 32 << 20
 
@@ -44,6 +52,73 @@ def hand_over(
     Broadcast(keep=False)(group, [t for t in tensors if t.numel()], source=source, message_bytes=MESSAGE_BYTES)
     by_name = {name: tensor for (name, _, _), tensor in zip(kinds, tensors, strict=True)}
     return tree.restore(structure, by_name, Path("the state of another worker"))
+
+
+def refuse_other_state(
+    group: dist.ProcessGroup, device: torch.device, source: int, state: Mapping[str, Tensor] | None, step: int
+) -> None:
+    """All workers, after the state was sent: raise DivergenceError if a worker has not got what rank `source` has.
+
+    `state` is that of the source and of those that got it; None on all others.
+    """
+    digests = None if state is None else dict(zip(state, cheap_digests(state.values()), strict=True))
+    told = agree.tell_all(group, None if digests is None else agree.fingerprint(digests), device=device)
+    wrong = [rank for rank, one in enumerate(told) if one not in (None, told[source])]
+    if wrong:
+        theirs = agree.tell_all(group, digests, device=device)
+        names = [
+            name
+            for name in {**theirs[source], **theirs[wrong[0]]}
+            if theirs[source].get(name) != theirs[wrong[0]].get(name)
+        ]
+        raise DivergenceError(
+            f"rank {wrong[0]} has not got the state of step {step} as rank {source} sent it: {', '.join(names[:4])}; "
+            "look for state that depends on the worker, or a faulty machine"
+        )
+
+
+def encode_update(number: int, update: Update | None) -> dict[str, Any]:
+    """Step `number` as `hand_over` sends it. `is_intact` is False if another worker cannot apply it."""
+    if update is None or update.number != number or not update.is_intact:
+        return {"number": number, "is_intact": False}
+    gradients = [None if g is None else _encode_sparse(g) if g.is_sparse else g for g in update.gradients]
+    return {
+        "number": update.number,
+        "ends_epoch": update.ends_epoch,
+        "finite": update.finite,
+        "bad_loss": update.bad_loss,
+        "buffers": [list(pair) for pair in update.buffers],
+        "gradients": gradients,
+        "is_intact": True,
+    }
+
+
+def decode_update(sent: dict[str, Any], leaves: Sequence[Leaf]) -> Update:
+    """The inverse of `encode_update`, for a step that is intact. Gradients lie in memory as their parameters do."""
+    gradients = [_decode(g, leaf.parameter) for g, leaf in zip(sent["gradients"], leaves, strict=True)]
+    versions = [0 if g is None else g._version for g in gradients]
+    buffers = [(number, value) for number, value in sent["buffers"]]
+    return Update(
+        sent["number"],
+        ends_epoch=sent["ends_epoch"],
+        finite=sent["finite"],
+        bad_loss=sent["bad_loss"],
+        buffers=buffers,
+        gradients=gradients,
+        versions=versions,
+    )
+
+
+def _encode_sparse(gradient: Tensor) -> dict[str, Any]:
+    gradient = gradient.coalesce()
+    return {"indices": gradient.indices(), "values": gradient.values(), "shape": list(gradient.shape)}
+
+
+def _decode(gradient: Any, parameter: Tensor) -> Tensor | None:
+    if isinstance(gradient, dict):
+        return coalesced(gradient["indices"], gradient["values"], torch.Size(gradient["shape"]))
+    # A sum over its elements, such as a norm, depends on their order in memory.
+    return None if gradient is None else torch.empty_like(parameter).copy_(gradient)
 
 
 def tensors_to_text(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.batches import Batch
-from lockstep.errors import NonFiniteError, UnevenDataError
+from lockstep.errors import DesyncError, NonFiniteError, UnevenDataError
 from lockstep.replicate.replica import Leaf
 from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.schedule import LargeBatch
@@ -45,6 +45,13 @@ def refuse_bad_data(outcome: Outcome, number: int) -> None:
         raise UnevenDataError(
             f"the data of rank {_list(outcome.ended)} ended before step {number}, and that of other workers goes on. "
             f"{advice}"
+        )
+    odd = next((rank for rank, taken in enumerate(outcome.numbers) if taken != outcome.numbers[0]), None)
+    if odd is not None and not outcome.ended:
+        raise DesyncError(
+            f"rank 0 takes step {outcome.numbers[0]}, but rank {odd} takes step {outcome.numbers[odd]}; neither was "
+            "applied. A worker has left out a batch or taken one twice: look for control flow in the loop that depends "
+            "on the rank, or for an exception of run.step that the program catches on one worker"
         )
     for what, values in (("samples", outcome.samples), ("the end of an epoch", outcome.ends_epoch)):
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
