@@ -186,10 +186,11 @@ class ShardSum:
         return self._lane.submit(job)
 
     def start_receipt(self) -> Receipt:
-        """All workers, at the same place among the other sums. See `Receipt`."""
+        """All workers, when all sums before it have come. See `Receipt`."""
         token = torch.zeros(1, device=self.device)
         event = torch.cuda.current_stream(self.device).record_event() if token.is_cuda else None
-        return Receipt(self, token, self.add_up(token), event)
+        # Not in the lane: the caller may go on to other collectives of the group, which must come after this one.
+        return Receipt(self, token, self.group.allreduce([token], dist.AllreduceOptions()), event)
 
     def add_sparse(self, parts: Sequence[Tensor], scale: Scale) -> Tensor:
         """The sum of everybody's sparse tensors, `parts` being one for each of our subtrees. Waits for the others.
