@@ -48,11 +48,13 @@ class Calls:
         encode: Callable[[T], Any] = unchanged,
         decode: Callable[[Any], T] = unchanged,
         begins_loop: bool = False,
+        may_repeat: bool = False,
     ) -> T:
         """The result of `call`, or that of somebody who has made it before us.
 
         encode, decode  its result as JSON, and back
         begins_loop     the last call before the loop: what it finds depends on when it is made
+        may_repeat      one worker may fail alone, before anything is exchanged, and make the call again
         """
         self._refuse_to_go_on(what)
         self._begun += 1
@@ -60,7 +62,8 @@ class Calls:
         try:
             result = self._carry_out(call)
         except BaseException:
-            self._begun -= 1  # it was not made: a program that catches the error may make it again
+            if may_repeat:
+                self._begun -= 1
             raise
         self.doing = ""
         return result

@@ -153,6 +153,7 @@ class ElasticCalls(Calls):
         encode: Callable[[T], Any] = unchanged,
         decode: Callable[[Any], T] = unchanged,
         begins_loop: bool = False,
+        may_repeat: bool = False,
     ) -> T:
         self._refuse_to_go_on(what)
         if begins_loop:

@@ -244,7 +244,7 @@ class TrainLoop:
         check.is_stepping = True
         try:
             take = partial(self._take, plan, loss, batch)
-            result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of)
+            result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of, may_repeat=True)
         except BaseException as error:
             if self.training is not None:
                 self.training.running.abandon()  # a step that failed has not changed the buffers either
