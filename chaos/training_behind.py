@@ -27,8 +27,8 @@ BEHINDS = Kind(
     "hits",
     plan_behind,
     ROUNDS,
-    wanted=5 * 2 * len(BODIES) * ROUNDS,
-    seeds=5,
+    wanted=2 * 2 * len(BODIES) * ROUNDS,
+    seeds=2,
     quick_wanted=2 * len(BODIES) * ROUNDS,
     quick_seeds=1,
 )

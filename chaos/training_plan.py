@@ -184,7 +184,7 @@ def surely_noticed(strike: Strike, stall_s: float) -> bool:
 
 # ----------------------------------------------------------------------------------------------------- one step behind
 
-BEHIND = 10  # of a case
+BEHIND = 25  # of a case
 BEHIND_AT = ("reduced", "waiting", "reduced")  # after the others have all they need of it for this step
 
 
@@ -193,17 +193,16 @@ def plan_behind(seed: int, number: int) -> Case:
     dice = Random(f"behind {seed} {number}")
     variant, backend = BODIES[(number // 2) % len(BODIES)], ("shm", "gloo")[number % 2]
     case = replace(_setting(dice, seed, number), variant=variant, backend=backend, num_workers=0)
-    workers = dice.choice((3, 3, 4))
     places = [BEHIND_AT[n % len(BEHIND_AT)] for n in range(BEHIND)]
     strikes = tuple(
         Strike(
             place=place,
             who=dice.choice((Who.ANY, Who.FIRST, Who.OTHER)),
-            members=workers,
-            pause_s=dice.uniform(0.0, 0.2),
-            late_s=dice.uniform(0.05, 0.4),
+            members=3,  # one that is stopped, one that is killed, one that is ahead; others start meanwhile
+            pause_s=dice.uniform(0.0, 0.1),
+            late_s=dice.uniform(0.05, 0.3),
             kills_other=True,
         )
         for place in places
     )
-    return replace(case, workers=workers, strikes=strikes)
+    return replace(case, workers=dice.choice((3, 4, 5)), strikes=strikes)
