@@ -31,8 +31,10 @@ with lockstep.Run("run", seed=1, progress=False, check_every=1000) as run:
 """
 
 
-def seen(*losses: float, **tensors: int) -> dict[int, dict[str, object]]:
-    return {n: {"loss": loss, "tensors": dict(tensors)} for n, loss in enumerate(losses)}
+def seen(*losses: float, **tensors: int) -> dict[tuple[int, int], dict[str, object]]:
+    return {
+        (n, 0): {"what": "step", "figures": {"loss": loss}, "tensors": dict(tensors)} for n, loss in enumerate(losses)
+    }
 
 
 def test_the_first_difference_is_named() -> None:

@@ -28,7 +28,10 @@ def hand_over(
     header = b""
     if state is not None:
         flat = flatten(state)
-        kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in flat.tensors.items()]
+        kinds = [
+            [name, str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type == "cpu"]
+            for name, t in flat.tensors.items()
+        ]
         header = json.dumps([flat.structure, kinds]).encode()
         tensors = [t.detach().to(device).contiguous() for t in flat.tensors.values()]
     length = torch.tensor([len(header)], dtype=torch.int64, device=device)
@@ -40,9 +43,10 @@ def hand_over(
     faults.at("receiving-state" if state is None else "sending-state")
     structure, kinds = json.loads(bytes(text.cpu().numpy()))
     if state is None:
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for _, dtype, shape in kinds]
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for _, dtype, shape, _ in kinds]
     Broadcast(keep=False)(group, [t for t in tensors if t.numel()], source=source, message_bytes=MESSAGE_BYTES)
-    by_name = {name: tensor for (name, _, _), tensor in zip(kinds, tensors, strict=True)}
+    # The counters of an optimiser are on the CPU, and stay there: on a GPU each look at one would wait for it.
+    by_name = {name: t.cpu() if on_host else t for (name, *_, on_host), t in zip(kinds, tensors, strict=True)}
     return tree.restore(structure, by_name, Path("the state of another worker"))
 
 
