@@ -41,7 +41,7 @@ class Rotary(nn.Module):
         length = lengths_of(x)
         if length > self.length:
             self.length = length
-            rows = torch.arange(length)[:, None] / (1 + torch.arange(WIDTH))
+            rows = torch.arange(length, device=x.device)[:, None] / (1 + torch.arange(WIDTH, device=x.device))
             self.register_buffer("table", torch.cos(rows) + x.detach().mean(), persistent=False)
         return x * self.table[length - 1]
 
@@ -82,7 +82,7 @@ class Complex(nn.Module):
         self.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.phase = self.phase * torch.polar(torch.ones(3), x.detach()[0, :3])
+        self.phase = self.phase * torch.polar(torch.ones_like(x[0, :3]), x.detach()[0, :3])
         return x + self.phase.imag.sum()
 
 
@@ -109,7 +109,7 @@ class LazyMask(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "mask"):
-            self.register_buffer("mask", torch.ones(WIDTH).cumsum(0) + x.detach()[0], persistent=True)
+            self.register_buffer("mask", torch.arange(WIDTH, device=x.device) + x.detach()[0], persistent=True)
             self.register_buffer("shadow", x.detach().mean(0), persistent=False)
         self.shadow.lerp_(x.detach().mean(0), 0.1)
         return x * self.mask.tanh() + self.shadow
@@ -202,16 +202,20 @@ def data() -> TensorDataset:
 
 
 def train(
-    name: str, *, directory: Path | None = None, steps: int | None = None, before_step: Any = None
+    name: str,
+    *,
+    directory: Path | None = None,
+    steps: int | None = None,
+    device: str = "cpu",
+    before_step: Any = lambda run: None,
 ) -> dict[str, Any]:
     """Digests of the parts of the model, of the optimiser and of all; the loss; and a figure of an evaluation."""
-    with lockstep.Run(directory, seed=3, progress=False, check_every=1, trace=False) as run:
+    with lockstep.Run(directory, seed=3, progress=False, check_every=1, trace=False, device=device) as run:
         model = run.replicate(Zoo())
         optimizer = OPTIMIZERS[name](model.parameters())
         ends, loss = False, float("nan")
         for batch in run.train(run.batches(data(), global_batch_size=BATCH, epochs=2), optimizer, steps=steps):
-            if before_step is not None:
-                before_step(run)
+            before_step(run)
             loss = run.step(loss_of, batch).loss
             ends = batch.ends_epoch
         state = named_state(model, optimizer)

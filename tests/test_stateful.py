@@ -21,15 +21,15 @@ from stateful import FAR, OPTIMIZERS, Zoo, data, loss_of, train
 from test_recovery import KILLED, Play, kill, perform
 
 
-def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
+def train_all(rank: int, size: int, backend: str, store: str, device: str) -> dict[str, Any]:
     use(backend, store, rank, size)
-    return {name: train(name) for name in OPTIMIZERS}
+    return {name: train(name, device=device) for name in OPTIMIZERS}
 
 
 @functools.cache
-def results(size: int, backend: str) -> dict[str, Any]:
+def results(size: int, backend: str, device: str = "cpu") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = crew(train_all, size, backend, f"{folder}/store", timeout_s=100)
+        by_rank = crew(train_all, size, backend, f"{folder}/store", device, timeout_s=100)
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
@@ -38,6 +38,13 @@ def results(size: int, backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("size", "backend"), [(2, "shm"), (3, "gloo"), pytest.param(8, "shm", marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_bits(size: int, backend: str, optimizer: str) -> None:
     assert results(size, backend)[optimizer] == results(1, "gloo")[optimizer]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_workers_that_share_a_gpu_give_the_bits_of_one(size: int, optimizer: str) -> None:
+    assert results(size, "shm", "cuda:0")[optimizer] == results(1, "shm", "cuda:0")[optimizer]
 
 
 def test_whole_numbers_are_not_rounded() -> None:

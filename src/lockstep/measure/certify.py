@@ -172,7 +172,9 @@ def _certify(program: list[str], workers: list[int], chosen: argparse.Namespace,
             reference = seen
             steps, calls = sum(not call for _, call in seen), sum(bool(call) for _, call in seen)
             tensors = len(next(one for (_, call), one in seen.items() if not call)["tensors"])
-            print(f"{steps} steps, {calls} evaluations, {tensors} tensors ({took_s:.0f} s)", flush=True)
+            print(
+                f"{steps} steps, {calls} evaluation{'s' * (calls != 1)}, {tensors} tensors ({took_s:.0f} s)", flush=True
+            )
             continue
         found[arm] = first_difference(reference, seen)
         print(f"{found[arm] or 'the same bits'} ({took_s:.0f} s)", flush=True)

@@ -20,7 +20,7 @@ same way as its buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, final
@@ -31,7 +31,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 _SCALARS: Final = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Gone(Enum):
@@ -95,6 +94,9 @@ class BufferPlace:
         is_uncounted = self.averages and self.owner.module.training and not _counts(self.owner.module)
         return self._count(held) != self.versions or is_uncounted
 
+    def is_gone(self) -> bool:
+        return self.now() is Gone.GONE
+
     def is_odd(self) -> bool:
         """Whether its value cannot be put into the tensor that was held: it has another shape or dtype, or is gone."""
         now = self.now()
@@ -116,7 +118,7 @@ class BufferPlace:
             return
         if not self._fits(held):  # resized, or given other memory
             held.data = start.clone()
-        elif is_suspect and ((held.is_cuda and not waits) or not has_same_bits(held, start)):
+        elif is_suspect and not _overlaps(held) and ((held.is_cuda and not waits) or not has_same_bits(held, start)):
             held.copy_(start)
 
     def note_versions(self) -> None:
@@ -145,13 +147,9 @@ class Owner:
     def name_of(self, key: str) -> str:
         return f"{self.prefix}.{key}" if self.prefix else key
 
-    def has_other_keys(self) -> bool:
-        now = self.module._buffers
-        return len(now) != len(self.keys) or (bool(self.keys) and tuple(now) != self.keys)
-
     def born(self) -> list[str]:
         """Names of buffers that were registered since."""
-        return [key for key in self.module._buffers if key not in self.keys] if self.has_other_keys() else []
+        return [key for key in self.module._buffers if key not in self.keys]
 
     def places(self) -> Iterator[BufferPlace]:
         for key in self.keys:
@@ -194,12 +192,13 @@ class BufferSnapshot:
         self._module = module
         self.owners: list[Owner] = []
         self._numbered: list[Owner] = []
+        self._sizes: list[tuple[Mapping[str, Any], int]] = []
         self.places: list[BufferPlace] = []  # by name: their order does not depend on when each was registered
         self.find()
 
     def find(self) -> None:
         """Look for buffers that have been registered since the last time, or dropped."""
-        if self.owners and not any(owner.has_other_keys() for owner in self.owners):
+        if self.owners and not self._has_other_number() and not any(place.is_gone() for place in self.places):
             return
         known = {(id(place.owner.module), place.key): place.compares for place in self.places}
         self.owners = [Owner(prefix, module) for prefix, module in self._module.named_modules()]
@@ -207,6 +206,11 @@ class BufferSnapshot:
         for place in self.places:
             place.compares = known.get((id(place.owner.module), place.key), place.compares)
         self._numbered = list(self.owners)
+        self._sizes = [(owner.module._buffers, len(owner.keys)) for owner in self.owners]
+
+    def _has_other_number(self) -> bool:
+        """Whether some module has more buffers than before, or fewer. Asked after every shard, of all modules."""
+        return any(len(buffers) != size for buffers, size in self._sizes)
 
     @torch.no_grad()
     def look(self) -> None:
@@ -224,6 +228,8 @@ class BufferSnapshot:
         """Modules in which a buffer was registered, dropped, or has another shape than it had."""
         suspects = (place for place in self.places if place.is_silent or place.now() is not place.held)
         odd = {id(place.owner) for place in suspects if place.is_odd()}
+        if not odd and not self._has_other_number():
+            return []
         return [owner for owner in self.owners if id(owner) in odd or owner.born()]
 
     @torch.no_grad()
@@ -246,14 +252,22 @@ class BufferSnapshot:
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of the same shape and dtype are the same; a NaN is the same as itself."""
-    return torch.equal(_as_integers(one), _as_integers(other))
+    both = [bytes_of(one), bytes_of(other)]
+    if all(flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 for flat in both):
+        both = [flat.view(torch.int64) for flat in both]  # eight times as fast
+    return torch.equal(*both)
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.element_size() not in _INTEGERS:  # complex128
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.element_size()])
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in a row; they are its own memory where it is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1): a single element may have any stride, and then has no view as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """It is expanded: torch refuses to write to it, the program's writes and ours."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:

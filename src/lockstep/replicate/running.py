@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lockstep.comm import agree
 from lockstep.comm.exact import ShardSum
 from lockstep.errors import LockstepError
-from lockstep.replicate.buffers import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner
+from lockstep.replicate.buffers import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
 from lockstep.replicate.digest import sum_of_bits
 
 SEEN, FOUND_BY_VALUE = 1, 2  # how a change of a buffer was noticed: see Note [Silent writes] in buffers.py
@@ -300,9 +300,7 @@ def _read(change: BufferChange, part: Tensor, counts: Sequence[int]) -> BufferVa
 
 def _to_words(value: Tensor) -> Tensor:
     """The bytes of a tensor, four to a number."""
-    plain = value.resolve_conj().resolve_neg().contiguous()
-    # Not view(-1): a single element may have any stride, and then has no view as bytes.
-    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    flat = bytes_of(value)
     missing = -flat.numel() % WORD_BYTES
     padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat.clone()
     return padded.view(torch.int32).to(torch.float64)
