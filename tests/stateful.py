@@ -183,6 +183,24 @@ class Masters(torch.optim.Optimizer):
                     p.copy_(copies[0] * copies[1].double())
 
 
+class Tracker(nn.Module):
+    """Registered by the program, which changes it in the loop: a buffer that no state dict has, and an optimiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.register_buffer("mean", None, persistent=False)
+        self.offset = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+        self.optimizer = torch.optim.NAdam([self.offset], lr=0.01)
+
+    @torch.no_grad()
+    def follow(self, bias: Tensor) -> None:
+        self.steps += 1
+        self.mean = bias.clone() if self.mean is None else self.mean.lerp(bias, 0.1) * self.steps
+        self.offset.grad = bias.double() - self.offset
+        self.optimizer.step()
+
+
 OPTIMIZERS = {
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=3e-3),
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=0.02, t0=2),
@@ -213,14 +231,18 @@ def train(
     with lockstep.Run(directory, seed=3, progress=False, check_every=1, trace=False, device=device) as run:
         model = run.replicate(Zoo())
         optimizer = OPTIMIZERS[name](model.parameters())
+        tracker = Tracker().to(run.device)
+        run.register_state(tracker=tracker, tracked=tracker.optimizer)
         ends, loss = False, float("nan")
         for batch in run.train(run.batches(data(), global_batch_size=BATCH, epochs=2), optimizer, steps=steps):
             before_step(run)
             loss = run.step(loss_of, batch).loss
+            tracker.follow(model.out.bias)
             ends = batch.ends_epoch
         state = named_state(model, optimizer)
         found = {part: _part(state, part) for part, _ in model.named_children()}
         found |= {"optimizer": sha256_of({k: v for k, v in state.items() if " of " in k}), "all": run.digest()}
+        found["tracker"] = sha256_of(named_state(tracker, tracker.optimizer))
         figure = run.evaluate(loss_of, data(), batch_size=7)
         assert run.digest() == found["all"], "an evaluation has changed the state"
         return found | {"loss": loss, "figure": float(figure), "many": model.counters.many.tolist(), "ends": ends}
