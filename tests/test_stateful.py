@@ -93,11 +93,11 @@ def test_what_a_state_dict_lacks_is_a_part_of_its_own() -> None:
     "optimizer", ["nadam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("asgd", "masters"))]
 )
 def test_a_lost_worker_changes_nothing(optimizer: str, tmp_path: Path) -> None:
-    """One that was there from the beginning, and later another: whoever comes takes over what no state dict has."""
+    """One in the step in which buffers are made, another when a step is half applied: newcomers have no such buffers."""
     program = (Path(__file__).parent / "stateful.py").read_text().replace("{", "{{").replace("}", "}}")
     play = Play(
         workers=2,
-        faults=(kill("reduced", 1, step=2), kill("waiting", 0, step=5)),
+        faults=(kill("reduced", 1, step=0), kill("committed", 0, step=5)),
         env={"OPTIMIZER": optimizer, "PYTHONPATH": str(Path(lockstep.__file__).parent.parent)},
         program=program,
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final, final
 
 import torch
@@ -44,6 +44,7 @@ class BufferKind:
     shape: tuple[int, ...] = ()
     is_persistent: bool = True
     is_gone: bool = False
+    is_on_host: bool = False
 
     @property
     def words(self) -> int:
@@ -61,7 +62,8 @@ class BufferKind:
     def of(value: BufferValue, *, is_persistent: bool) -> BufferKind:
         if not isinstance(value, Tensor):
             return BufferKind(None, (), is_persistent, is_gone=value is Gone.GONE)
-        return BufferKind(str(value.dtype).removeprefix("torch."), tuple(value.shape), is_persistent)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return BufferKind(dtype, tuple(value.shape), is_persistent, is_on_host=value.device.type == "cpu")
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class RunningState:
             self._keep(shard, owner.name_of(key), value)
             kept = key not in owner.module._non_persistent_buffers_set
             kind = BufferKind.of(value, is_persistent=kept)
-            found.append([owner.prefix, key, [kind.dtype, list(kind.shape), kind.is_persistent, kind.is_gone]])
+            found.append([owner.prefix, key, list(astuple(kind))])
         return [*found, *([owner.prefix, key, {"number": n}] for key, n in owner.changed_numbers().items())]
 
     def rewind(self) -> None:
@@ -219,12 +221,12 @@ class RunningState:
                     value = what["number"]
                     numbers[name] = NewNumber(owner, key, tuple(value) if isinstance(value, list) else value)
                     continue
-                dtype, shape, is_persistent, is_gone = what
+                dtype, shape, *flags = what
                 other = changes.get(name)
                 if other is not None and other.shards[0] < shard:
                     changes[name] = BufferChange(owner, key, other.kind, other.shards[:1], other.place)
                 else:
-                    kind = BufferKind(dtype, tuple(shape), is_persistent, is_gone)
+                    kind = BufferKind(dtype, tuple(shape), *flags)
                     changes[name] = BufferChange(owner, key, kind, (shard,), None)
         return [changes[name] for name in sorted(changes)], list(numbers.values())
 
@@ -233,7 +235,7 @@ class RunningState:
         for row, shard in zip(rows, change.shards, strict=True):
             value = self._made.get((shard, change.name))
             if value is not None and value.numel():
-                row += value.reshape(-1) if change.averages else _to_words(value)
+                row += (value.reshape(-1) if change.averages else _to_words(value)).to(row.device)
 
     def _compare_less(self, changed: Tensor) -> None:
         """On a GPU values are compared in the first step, and later where that has found something: on all workers."""
@@ -309,4 +311,5 @@ def _to_words(value: Tensor) -> Tensor:
 def _from_words(words: Tensor, kind: BufferKind) -> Tensor:
     dtype, count = kind.torch_dtype, math.prod(kind.shape)
     flat = words.to(torch.int32).view(torch.uint8)[: count * dtype.itemsize]
-    return flat.clone().view(dtype).view(kind.shape)
+    found = flat.clone().view(dtype).view(kind.shape)
+    return found.cpu() if kind.is_on_host else found

@@ -309,7 +309,7 @@ class Run:
         """Every sample of `dataset` exactly once, over all workers; the same figure on any number of them.
 
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
-        A loss function that returns metrics gives a dict of these and "loss".
+        A loss function that returns metrics gives a dict of these and "loss". Buffers are afterwards what they were.
         model    what is evaluated, in eval mode, if not the replicated model: an average of its weights, say
         loading  num_workers (processes), collate_fn
         """
