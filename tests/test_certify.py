@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 def loss(model, batch):
     x, y = batch
     {mistake}
+    if not model.training:
+        {late_mistake}
     return F.mse_loss(model(x), y, reduction="sum"), len(x)
 
 g = torch.Generator().manual_seed(0)
@@ -31,8 +33,10 @@ with lockstep.Run("run", seed=1, progress=False, check_every=1000) as run:
 """
 
 
-def seen(*losses: float, **tensors: int) -> dict[int, dict[str, object]]:
-    return {n: {"loss": loss, "tensors": dict(tensors)} for n, loss in enumerate(losses)}
+def seen(*losses: float, **tensors: int) -> dict[tuple[int, int], dict[str, object]]:
+    return {
+        (n, 0): {"what": "step", "figures": {"loss": loss}, "tensors": dict(tensors)} for n, loss in enumerate(losses)
+    }
 
 
 def test_the_first_difference_is_named() -> None:
@@ -41,6 +45,14 @@ def test_the_first_difference_is_named() -> None:
     assert first_difference(one, seen(1.0, 3.0, a=1, b=2)) == Difference(1, [])
     assert first_difference(one, seen(1.0, 2.0, a=1, b=3)) == Difference(0, ["b"])
     assert first_difference(one, seen(1.0, 2.0, a=1)) == Difference(0, ["b"])
+    evaluated = {"what": "run.evaluate", "figures": {"accuracy": [1, 2]}, "tensors": {"a": 1}}
+    two = one | {(0, 1): evaluated}
+    assert str(first_difference(two, one | {(0, 1): evaluated | {"figures": {}}})) == (
+        "differs in run.evaluate, after step 0: the figures"
+    )
+    assert str(first_difference(two, one | {(0, 1): evaluated | {"tensors": {"a": 2}}})) == (
+        "differs in run.evaluate, after step 0: a"
+    )
     late = first_difference(one, seen(1.0, a=1, b=2))
     assert late is not None
     assert late.step == 1
@@ -69,8 +81,10 @@ def test_a_run_that_fails_is_no_other_result() -> None:
     assert "longer than 600 s" in likely_cause({first: failed, **{arm: Difference(3, ["a"]) for arm in others}})
 
 
-def certify(folder: Path, mistake: str, *options: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    (folder / "program.py").write_text(PROGRAM.format(mistake=mistake))
+def certify(
+    folder: Path, mistake: str, *options: str, monkeypatch: pytest.MonkeyPatch, late_mistake: str = "pass"
+) -> int:
+    (folder / "program.py").write_text(PROGRAM.format(mistake=mistake, late_mistake=late_mistake))
     monkeypatch.chdir(folder)
     return cli.main(["certify", "--workers", "1,2", "--steps", "4", *options, "program.py"])
 
@@ -94,6 +108,18 @@ def test_a_program_that_counts(
     assert certify(tmp_path, mistake, monkeypatch=monkeypatch) == 1
     said = capfd.readouterr().out
     assert "differs after step 0: 0.weight" in said
+    assert "depends on the workers" in said
+
+
+@pytest.mark.slow
+def test_a_program_whose_evaluation_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is ended before it evaluates; its loss in eval mode shows it."""
+    mistake = "loss.calls = getattr(loss, 'calls', 0) + 1; x = x * (1 + loss.calls)"
+    assert certify(tmp_path, "pass", monkeypatch=monkeypatch, late_mistake=mistake) == 1
+    said = capfd.readouterr().out
+    assert said.count("differs in the loss in eval mode, after step 3: the figures") == 2
     assert "depends on the workers" in said
 
 

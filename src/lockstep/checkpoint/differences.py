@@ -22,7 +22,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         return lost
     return [
         *_compare_run(saved["run"], now["run"]),
-        *compare_named(saved["model"], now["model"]),
+        *compare_named(as_it_began(saved["model"], now["model"], grown_in(saved)), now["model"]),
         *_compare_optimizer(saved["optimizer"], now["optimizer"]),
         *_compare_kept(saved.get("kept") or {}, now.get("kept") or {}),
     ]
@@ -79,6 +79,33 @@ def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
             yield f"{name} is {value!r} in the program, and the checkpoint does not say"
         elif saved[name] != value:
             yield f"{name} is {saved[name]!r} in the checkpoint and {value!r} in the program"
+
+
+def grown_in(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The buffers of the model that became something else while it was trained (train/module_state.py)."""
+    raw = saved.get("raw") or {}
+    return (raw.get("model") or {}).get("grown") or {}
+
+
+def as_it_began(saved: Mapping[str, Any], now: Mapping[str, Any], grown: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a checkpoint as a program has them before it trains: what has grown is what it was then."""
+    found = dict(saved)
+    for name, began in grown.items():
+        if name in now and name in saved and _kind(now[name]) == _kind(saved[name]):
+            continue
+        if began is None:
+            found.pop(name, None)
+        elif name in found or name in now:
+            found[name] = _Kind(tuple(began[1]), str(began[0]))
+    return found
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """In the place of a tensor, where only its kind is compared."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def compare_named(saved: Mapping[Any, Any], now: Mapping[Any, Any], of: str = "") -> Iterator[str]:

@@ -179,6 +179,10 @@ class Batches:
         return self._settings
 
     @property
+    def dataset(self) -> Any:
+        return self._dataset
+
+    @property
     def ended(self) -> bool:
         """No batch is left."""
         return self._settings.epochs is not None and self._position.epoch >= self._settings.epochs

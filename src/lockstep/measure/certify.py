@@ -1,7 +1,9 @@
 """`lockstep certify train.py`: on the user's own program, do 1, 2 and 4 workers and a killed one give the same bits?
 
 The first steps of the program are run several times: on one worker twice, on more, and on three of which one is killed
-in the middle of a step. After every step each tensor of weights, buffers and optimiser state is noted, in 64 bits.
+in the middle of a step. After every step each tensor of weights, buffers and optimiser state is noted, in 64 bits. So
+are the figures of every `run.evaluate` and `run.predict` in the loop, and the state after it; and behind the loop the
+loss of some training samples in eval mode.
 """
 
 from __future__ import annotations
@@ -35,16 +37,19 @@ class Difference:
     step: int
     tensors: list[str]  # in the order of the model; none: only the loss differs
     error: str = ""  # it failed
+    what: str = "step"  # or which evaluation after that step
 
     def __str__(self) -> str:
         if self.error:
             return f"FAILED: {self.error.splitlines()[-1]}"
         more = len(self.tensors) - SHOWN
         names = ", ".join(self.tensors[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+        if self.what != "step":
+            return f"differs in {self.what}, after step {self.step}: {names or 'the figures'}"
         return f"differs after step {self.step}: {names or 'the loss'}"
 
 
-Seen = dict[int, dict[str, Any]]  # by step
+Seen = dict[tuple[int, int], dict[str, Any]]  # by step, and by evaluation after it; 0: the step itself
 
 
 def arms_for(workers: Sequence[int], steps: int) -> list[Arm]:
@@ -55,13 +60,13 @@ def arms_for(workers: Sequence[int], steps: int) -> list[Arm]:
 
 
 def first_difference(one: Seen, other: Seen) -> Difference | None:
-    for step in sorted(one.keys() | other.keys()):
-        if step not in one or step not in other:
-            return Difference(step, ["(one of them did not come so far)"])
-        a, b = one[step]["tensors"], other[step]["tensors"]
+    for at in sorted(one.keys() | other.keys()):
+        if at not in one or at not in other:
+            return Difference(at[0], ["(one of them did not come so far)"])
+        a, b = one[at]["tensors"], other[at]["tensors"]
         tensors = [name for name in {**a, **b} if a.get(name) != b.get(name)]
-        if tensors or one[step]["loss"] != other[step]["loss"]:
-            return Difference(step, tensors)
+        if tensors or one[at]["figures"] != other[at]["figures"]:
+            return Difference(at[0], tensors, what=one[at]["what"])
     return None
 
 
@@ -115,7 +120,7 @@ def run_arm(arm: Arm, program: Sequence[str], steps: int, folder: Path, timeout_
     if arm.killed_in is not None and '"lost"' not in (folder / "logs" / "events.jsonl").read_text():
         raise RuntimeError(f"{arm.name}: nobody was killed, because the program made fewer steps")
     records = [json.loads(line) for line in (folder / "witness.jsonl").read_text().splitlines()]
-    return {record["step"]: record for record in records}
+    return {(record["step"], record["call"]): record for record in records}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -165,8 +170,11 @@ def _certify(program: list[str], workers: list[int], chosen: argparse.Namespace,
         took_s = time.monotonic() - began
         if number == 0:
             reference = seen
-            tensors = len(next(iter(seen.values()))["tensors"])
-            print(f"{len(seen)} steps, {tensors} tensors ({took_s:.0f} s)", flush=True)
+            steps, calls = sum(not call for _, call in seen), sum(bool(call) for _, call in seen)
+            tensors = len(next(one for (_, call), one in seen.items() if not call)["tensors"])
+            print(
+                f"{steps} steps, {calls} evaluation{'s' * (calls != 1)}, {tensors} tensors ({took_s:.0f} s)", flush=True
+            )
             continue
         found[arm] = first_difference(reference, seen)
         print(f"{found[arm] or 'the same bits'} ({took_s:.0f} s)", flush=True)

@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from torch import nn
+
 from lockstep import files
 from lockstep.checkpoint.differences import changes
+from lockstep.checkpoint.format import flatten
 from lockstep.checkpoint.writer import Written
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Position
-from lockstep.errors import LockstepError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.train.calls import say
+from lockstep.train.module_state import ModuleOrigin
 from lockstep.train.plan import take_over_trainable
 from lockstep.train.run_directory import read_stop
-from lockstep.train.saving import BestMetric, Saving, State, named, restore
+from lockstep.train.saving import MODEL, BestMetric, Saving, State, named, restore
 from lockstep.train.step import Plan
 
 
@@ -44,6 +48,7 @@ class Checkpoints:
         self.ledger = Ledger(directory)
         self.saving = Saving(directory, every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY"), fence, on_written)
         self.registered: dict[str, Any] = {}  # by run.register_state
+        self._origins: dict[str, ModuleOrigin] = {}  # the modules among them, and the model, when training began
         self._best = BestMetric()
         self._best_saving: Saving | None = None
         self.was_stopped = False  # by the program, in an earlier start
@@ -73,6 +78,9 @@ class Checkpoints:
 
     def _things(self, plan: Plan) -> dict[str, Any]:
         """All that has a state, by name."""
+        if not self._origins:  # asked for before anything is restored
+            modules = {name: thing for name, thing in self.registered.items() if isinstance(thing, nn.Module)}
+            self._origins = {name: ModuleOrigin(module) for name, module in {MODEL: plan.model, **modules}.items()}
         return {
             "model": plan.model,
             "optimizer": plan.optimizer,
@@ -80,7 +88,18 @@ class Checkpoints:
             "loss_scale": plan.loss_scale,
             "batches": plan.batches,
             "kept": self.registered,
+            "origins": self._origins,
         }
+
+    def refuse_unsavable(self, plan: Plan) -> None:
+        """Raise CheckpointError, with its name, for a part of the state that no checkpoint can hold."""
+        try:
+            flatten(self.state(plan))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the state of this run cannot be saved, nor handed over to another worker, at step "
+                f"{plan.batches.position.number}: {error}"
+            ) from None
 
     # -- saving ------------------------------------------------------------------------------------------------------
 

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count, islice
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from lockstep import faults
+from lockstep.comm import agree
 from lockstep.data.ahead import put_on
-from lockstep.data.batches import LOADER_NAMES, TRIES, batch_of
+from lockstep.data.batches import LOADER_NAMES, TRIES, Batches, batch_of
 from lockstep.data.content import hash_of_samples
 from lockstep.data.jobs import refuse_loader
 from lockstep.data.loader import LoaderLost, Loading, load
@@ -28,15 +30,20 @@ from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numb
 from lockstep.data.stream import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
 from lockstep.replicate import replica
+from lockstep.replicate.buffers import BufferSnapshot
+from lockstep.replicate.digest import cheap_digests, named_state
 from lockstep.seed import kept_random_state, mix, sow
+from lockstep.train.loop_check import refuse_model
 from lockstep.train.metrics import Mean, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.session import Session
 from lockstep.train.transfer import hand_over, tensors_from_text, tensors_to_text
 from lockstep.train.verdict import SEED_IT
+from lockstep.train.witness import Witness
 from lockstep.world import World
 
 PREFETCH: Final = 2  # pieces that each loader process has ready
 TIMEOUT_S: Final = 600.0  # of one piece
+WITNESSED_PIECES: Final = 12  # that `lockstep certify` evaluates: some for each of four workers
 _IN_ORDER: Final = "every sample is evaluated exactly once, in the order of the dataset; leave it out"
 EVALUATE_NAMES: Final = LOADER_NAMES | {
     "batch": "batch_size",
@@ -94,20 +101,24 @@ def run(
     go_on: Callable[[], None],
     read: Callable[[Any], Any],
 ) -> Figures:
-    """The model is in eval mode meanwhile. Every piece has random numbers of its own, from loading it on.
+    """The model is in eval mode meanwhile. Every piece has random numbers of its own, from loading it on, and finds the
+    buffers as they were before: what a forward pass makes of them counts neither for the next piece nor afterwards.
 
     go_on   asked before each piece; raises if the figures are of no use any more
     read    what is kept of what `figures` returned for a piece; raises TypeError if that is not what it must be
     """
     was_training = [module for module in model.modules() if module.training]
     model.eval()
-    found = Figures({})
+    found, buffers = Figures({}), BufferSnapshot(model)
+    buffers.look()
     try:
         with torch.no_grad(), kept_random_state(world.device):
             for number, data in _load(pieces, world, seed, found):
                 go_on()
                 found.pieces[number] = read(figures(model, put_on(world.device, data)))
+                buffers.go_back(always=True)
     finally:
+        buffers.go_back(always=True)
         for module in was_training:
             module.training = True
     return found
@@ -253,6 +264,7 @@ def evaluate(session: Session, figures: Callable[[Any, Any], Any], asked: Asked)
         return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
 
     found = _go_through(session, figures, asked, read_figures, reduce)
+    _note(session, asked, lambda: found)
     return {name: Mean(*pair) for name, pair in found.items()}
 
 
@@ -267,7 +279,49 @@ def predict(session: Session, function: Callable[[Any, Any], Any], asked: Asked)
             pieces |= {int(n): {name: rows.cpu() for name, rows in piece.items()} for n, piece in told.items()}
         return tensors_to_text(join_rows(pieces, mine.samples))
 
-    return tensors_from_text(_go_through(session, function, asked, read_rows, reduce))
+    rows = tensors_from_text(_go_through(session, function, asked, read_rows, reduce))
+    _note(session, asked, lambda: {name: cheap_digests([tensor]) for name, tensor in rows.items()})
+    return rows
+
+
+def _note(session: Session, asked: Asked, figures: Callable[[], Mapping[str, Sequence[float]]]) -> None:
+    """For `lockstep certify`: the figures, and the state after the evaluation."""
+    if session.witness is not None:
+        state = partial(named_state, asked.model if asked.other is None else asked.other)
+        session.witness.note_evaluation(asked.what, figures(), state, writes=session.is_main)
+
+
+def evaluate_for_witness(session: Session, witness: Witness, model: nn.Module, loss: Any, batches: Batches) -> None:
+    """For `lockstep certify`: the loss of some training samples in eval mode, and the state afterwards.
+
+    The program is ended before it comes to an evaluation behind its loop. Nothing is noted of a model that has no loss
+    in eval mode, and of streams.
+    """
+    dataset, settings = batches.dataset, batches.settings
+    if is_stream(dataset):
+        return
+    size = -(-settings.global_batch_size // settings.shards)
+    some = Subset(dataset, range(min(len(dataset), size * WITNESSED_PIECES)))
+    cut = Pieces(some, size, collate_fn=settings.collate_fn)
+
+    def go() -> dict[str, list[float]] | None:
+        mine: dict[int, Pairs] | None = None
+        go_on, seed = session.calls.check_left, session.seed
+        try:
+            with session.options.precision.autocast(session.device):
+                mine = run(loss, model, cut, world=session.world, seed=seed, go_on=go_on, read=read_figures).pieces
+        except Exception:  # a model that is not made for it
+            go_on()
+        told = agree.tell_all(session.group, mine, device=session.device)
+        if any(one is None for one in told):
+            return None
+        pieces = [{name: tuple(pair) for name, pair in pairs.items()} for one in told for pairs in one.values()]
+        means = {name: mean_of([piece[name] for piece in pieces]) for name in pieces[0]}
+        return {name: [mean.sum, mean.weight] for name, mean in means.items()}
+
+    found = session.calls.make("the evaluation for certify", go)
+    if found is not None:
+        witness.note_evaluation("the loss in eval mode", found, partial(named_state, model), writes=session.is_main)
 
 
 def _go_through(
@@ -281,6 +335,8 @@ def _go_through(
     what, other = asked.what, asked.other
     if other is not None and not isinstance(other, nn.Module):
         raise TypeError(f"{what}(model=...) takes a torch.nn.Module, not a {type(other).__name__}")
+    if other is not None:
+        refuse_model(other, f"{what}(model=...)")
     model = asked.model if other is None else other.to(session.device)
     samples = count_samples(asked.dataset)
     session.agree(what, {"batch_size": asked.batch_size, "len(dataset)": samples})

@@ -22,6 +22,7 @@ from lockstep.seed import mix, sow
 from lockstep.train import setting, verdict
 from lockstep.train.calls import say
 from lockstep.train.check import ReplicaCheck
+from lockstep.train.evaluation import evaluate_for_witness
 from lockstep.train.loop_check import LoopCheck, describe_untrained
 from lockstep.train.plan import (
     Basis,
@@ -73,6 +74,7 @@ class TrainLoop:
         self._in_hand = False  # the program has that batch, and may yet take it
         self._handed_out = 0  # the generation in which it was
         self._coming: Generator[Batch, None, None]
+        self._loss: Loss | None = None  # of the last step, for `lockstep certify`
 
     @property
     def is_running(self) -> bool:
@@ -90,6 +92,7 @@ class TrainLoop:
         session.calls.limit(plan.batches.settings.shards)
         if plan.synced and session.exact and session.calls.is_elastic:
             raise LockstepError(setting.describe_synced(plan.synced[0]))
+        self._refuse_unsavable(plan)
         self._resume(plan)
         if self.training is None:
             self._share_out(plan)
@@ -100,10 +103,17 @@ class TrainLoop:
             return
         yield from self._hand_out(plan, check)
         if session.witness is not None:
+            if self._loss is not None:
+                evaluate_for_witness(session, session.witness, plan.model, self._loss, plan.batches)
             raise SystemExit(0)  # the rest of the program is not asked for
         self.end()
         if session.stops.agreed is Stop.SIGNAL and session.options.exit_on_interrupt:
             raise session.stops.exit()
+
+    def _refuse_unsavable(self, plan: Plan) -> None:
+        """Not at the first checkpoint, nor when the first worker is lost, but now."""
+        if self._session.directory is not None or self._session.calls.is_elastic:
+            self._session.checkpoints.refuse_unsavable(plan)
 
     def _resume(self, plan: Plan) -> None:
         """From where the last run in this directory ended; or where the others are, if they are in the loop."""
@@ -256,6 +266,8 @@ class TrainLoop:
             check.is_stepping = False
         check.end_step()
         self._start_receipt()
+        if self._applied == self._resumed_at + 1:  # the optimiser has a state now
+            self._refuse_unsavable(plan)
         session.stops.agreed = max(session.stops.agreed, result.stop)
         if result.move:
             session.calls.move_at_next_step(result.move)
@@ -268,8 +280,10 @@ class TrainLoop:
             writes=session.is_main,
         )
         session.calls.make("the comparison of replicas", lambda: self._compare_replicas(batch.number))
-        if session.witness is not None and session.is_main:
-            session.witness.note(batch.number, result.loss, named_state(plan.model, plan.optimizer))
+        if session.witness is not None:
+            self._loss = loss
+            state = partial(named_state, plan.model, plan.optimizer)
+            session.witness.note_step(batch.number, result.loss, state, writes=session.is_main)
         if result.metrics:
             session.chronicle.log(batch.number + 1, result.metrics, writes=session.is_main)
         self.progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
@@ -387,7 +401,7 @@ class TrainLoop:
         mine = None
         if session.world.rank == source:
             assert training is not None
-            mine = encode_update(self._applied - 1, training.newest)
+            mine = encode_update(self._applied - 1, training)
         sent = hand_over(session.group, session.device, source, mine)
         if self._applied < 0 or self._applied != sent["number"]:
             return  # a newcomer, or it has applied the step
@@ -398,7 +412,7 @@ class TrainLoop:
                 "optimizer or the program has written to the gradients since; it ends and is replaced"
             )
             os.kill(os.getpid(), signal.SIGKILL)
-        update = decode_update(sent, training.leaves)
+        update = decode_update(sent, training)
         for leaf, gradient in zip(training.leaves, update.gradients, strict=True):
             leaf.parameter.grad = gradient
         apply(training, update)

@@ -43,6 +43,24 @@ def refuse_optimizer(optimizer: Any, scheduler: Any) -> None:
         raise TypeError(f"scheduler= takes one of torch.optim.lr_scheduler, not a {type(scheduler).__name__}")
 
 
+def refuse_model(model: nn.Module, who: str) -> None:
+    """Raise ValueError for a model whose forward pass writes to its weights, or whose state cannot be exchanged."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{who}: {name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm:g}, whose "
+                "forward pass writes to its weights: each worker would write to other rows. Leave max_norm out, and "
+                "limit the rows in the loop behind run.step(loss, batch): `with torch.no_grad(): "
+                f"{'model.' + name if name else 'model'}.weight.renorm_({module.norm_type:g}, 0, {module.max_norm:g})`"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{who}: {name} is a sparse tensor ({tensor.layout}), which workers cannot exchange and no checkpoint "
+                "can hold; keep its indices and values as two buffers, or make it dense"
+            )
+
+
 def describe_untrained(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> str | None:
     """Return a line about parameters that require a gradient and are not in the optimiser; None if there are none."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lockstep.replicate.buffers import BufferSnapshot
+
 TOLERANCE: Final = 1e-3  # relative: the halves are computed by other kernels
 LAST_OPERATIONS: Final = 32
 MEAN: Final = 1  # torch's number for reduction="mean"
@@ -175,14 +177,13 @@ def _undisturbed(model: nn.Module) -> ExitStack:
     """Eval mode without gradients; the buffers and the modes of all modules are put back at the end."""
     stack = ExitStack()
     was_training = [module for module in model.modules() if module.training]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = BufferSnapshot(model)
+    buffers.look()
 
     def put_back() -> None:
         for module in was_training:
             module.training = True
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
+        buffers.go_back(waits=True)
 
     stack.enter_context(torch.no_grad())
     stack.callback(put_back)

@@ -37,8 +37,9 @@ from lockstep.train import evaluation, setting
 from lockstep.train.checkpoints import plan_of
 from lockstep.train.farewell import Farewell
 from lockstep.train.loop import TrainLoop
-from lockstep.train.loop_check import refuse_optimizer
+from lockstep.train.loop_check import refuse_model, refuse_optimizer
 from lockstep.train.metrics import Mean, as_pairs, gather_pieces, mean_of
+from lockstep.train.module_state import load_module
 from lockstep.train.options import OptionNames, Options
 from lockstep.train.plan import Basis, make_plan, settings_of
 from lockstep.train.run_directory import pending_stops, starts_over
@@ -160,6 +161,7 @@ class Run:
             raise LockstepError("a Run trains one model: put both into one nn.Module, or make another Run after this")
         if not isinstance(model, nn.Module):
             raise TypeError(f"run.replicate takes a torch.nn.Module, not {type(model).__name__}")
+        refuse_model(model, "run.replicate")
         model = model.to(self.device)
         leaves = replica.trained_leaves(model, set())
         state: dict[str, Any] = replica.state_of(model, set())
@@ -309,7 +311,7 @@ class Run:
         """Every sample of `dataset` exactly once, over all workers; the same figure on any number of them.
 
         `figures(model, batch)` returns (sum, weight), or a dict of such pairs: of correct answers and all answers, say.
-        A loss function that returns metrics gives a dict of these and "loss".
+        A loss function that returns metrics gives a dict of these and "loss". Buffers are afterwards what they were.
         model    what is evaluated, in eval mode, if not the replicated model: an average of its weights, say
         loading  num_workers (processes), collate_fn
         """
@@ -443,7 +445,8 @@ class Run:
             if found:
                 raise CheckpointError(f"{path} does not fit the model:\n  " + "\n  ".join(found))
             mine = read_weights(path, what) if self._session.is_main else None
-            model.load_state_dict(hand_over(self._session.group, self.device, 0, mine))
+            read = hand_over(self._session.group, self.device, 0, mine)
+            load_module(model, read["weights"], read["raw"])
 
         self._session.calls.make("run.load", load)
 

@@ -8,18 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.differences import compare_named, differences
+from lockstep.checkpoint.differences import as_it_began, compare_named, differences
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer, Written
 from lockstep.errors import CheckpointError
+from lockstep.train.module_state import ModuleOrigin, load_module, load_optimizer
 
 State = dict[str, Any]
+MODEL: Final = ""  # the name of the model among the modules that have a state; the others are registered by name
 DRAIN_S, SAY_EVERY_S = 0.2, 30.0
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -138,11 +141,15 @@ class BestMetric:
         self._value = state
 
 
-def read_part(path: Path, part: str) -> State:
-    """A part of a checkpoint, such as "model": of the newest in a run directory, or of one that is named itself.
+def read_weights(path: str | Path, part: str) -> State:
+    """The state dict of a model in `part` of a checkpoint, as "weights", and what it lacks, as "raw" (module_state.py).
 
-    Raises CheckpointError if there is none, or no such part in it.
+    path  a run directory, whose newest checkpoint counts, or one checkpoint
+    part  "model", or a name that was given to `run.register_state`
+
+    torch's AveragedModel keeps the state dict behind a prefix. Raises CheckpointError if there is none.
     """
+    path = Path(path).absolute()
     if (path / MANIFEST).exists():
         state = layout.read(path)
     else:
@@ -154,48 +161,77 @@ def read_part(path: Path, part: str) -> State:
                 "run.replicate(model)"
             )
         path, state = found.path, found.state
-    parts = {**{name: value for name, value in state.items() if name != "kept"}, **(state.get("kept") or {})}
+    raw, registered = state.get("raw") or {}, state.get("kept") or {}
+    parts = {**{name: value for name, value in state.items() if name not in ("kept", "raw")}, **registered}
     if not isinstance(parts.get(part), Mapping):
         known = ", ".join(sorted(name for name, value in parts.items() if isinstance(value, Mapping)))
         raise CheckpointError(f"{path} has no part {part!r}; it has {known}")
-    return dict(parts[part])
+    lacking = (raw.get("kept") or {}).get(part) if part in registered else raw.get("model") if part == "model" else None
+    return _without_prefix({"weights": dict(parts[part]), "raw": lacking or {}})
 
 
-def read_weights(path: str | Path, part: str) -> State:
-    """The state dict of a model in `part` of a checkpoint. torch's AveragedModel keeps one behind a prefix."""
-    state = read_part(Path(path).absolute(), part)
-    averaged = {name.removeprefix("module."): value for name, value in state.items() if name.startswith("module.")}
-    return averaged if len(averaged) == len(state) - ("n_averaged" in state) and averaged else state
+def _without_prefix(found: State) -> State:
+    """What AveragedModel has averaged, under its own names; anything else as it is."""
+    weights: State = found["weights"]
+    prefixed = [name for name in weights if str(name).startswith("module.")]
+    if not prefixed or len(prefixed) != len(weights) - ("n_averaged" in weights):
+        return found
+
+    def strip(part: State) -> State:
+        return {name.removeprefix("module."): part[name] for name in part if name.startswith("module.")}
+
+    return {"weights": strip(weights), "raw": {kind: strip(part) for kind, part in found["raw"].items()}}
 
 
-def describe_misfit(weights: State, model: nn.Module) -> list[str]:
-    """What forbids to load these weights into the model, in words; nothing: they fit."""
-    return list(compare_named(weights, dict(model.state_dict())))
+def describe_misfit(found: State, model: nn.Module) -> list[str]:
+    """What forbids to load what `read_weights` found into the model, in words; nothing: it fits."""
+    now = dict(model.state_dict())
+    return list(compare_named(as_it_began(found["weights"], now, found["raw"].get("grown") or {}), now))
 
 
 def named(things: Mapping[str, Any]) -> State:
-    """The states of what a run has (see `Run._named`)."""
-    schedule = things["schedule"]
+    """The states of what a run has (see `Checkpoints._things`)."""
+    schedule, model = things["schedule"], dict(things["model"].state_dict())
+    kept = {name: thing.state_dict() for name, thing in things["kept"].items()}
     return {
-        "model": dict(things["model"].state_dict()),
+        "model": model,
         "optimizer": things["optimizer"].state_dict(),
         "schedule": schedule.state_dict() if schedule is not None else None,
         "loss_scale": things["loss_scale"].state(),
         "batches": things["batches"].state(),
-        "kept": {name: thing.state_dict() for name, thing in things["kept"].items()},
+        "kept": kept,
+        **_raw(things, model, kept),
     }
+
+
+def _raw(things: Mapping[str, Any], model: State, kept: Mapping[str, State]) -> State:
+    """What the state dicts of modules lack (module_state.py)."""
+    origins: Mapping[str, ModuleOrigin] = things["origins"]
+    registered = {name: origins[name].raw(things["kept"][name], kept[name]) for name in kept if name in origins}
+    parts = {
+        "model": origins[MODEL].raw(things["model"], model),
+        "kept": {n: raw for n, raw in registered.items() if raw},
+    }
+    found = {name: part for name, part in parts.items() if part}
+    return {"raw": found} if found else {}
 
 
 def restore(things: Mapping[str, Any], state: State) -> None:
     """Where it does not fit, the batches say so before anything else is changed."""
     things["batches"].restore(state["batches"])
-    things["model"].load_state_dict(state["model"])
-    things["optimizer"].load_state_dict(state["optimizer"])
+    raw = state.get("raw") or {}
+    load_module(things["model"], state["model"], raw.get("model"))
+    load_optimizer(things["optimizer"], state["optimizer"])
     if things["schedule"] is not None and state["schedule"] is not None:
         things["schedule"].load_state_dict(state["schedule"])
     things["loss_scale"].restore(state["loss_scale"])
     for name, thing in things["kept"].items():
-        thing.load_state_dict(state["kept"][name])
+        if isinstance(thing, nn.Module):
+            load_module(thing, state["kept"][name], (raw.get("kept") or {}).get(name))
+        elif isinstance(thing, torch.optim.Optimizer):
+            load_optimizer(thing, state["kept"][name])
+        else:
+            thing.load_state_dict(state["kept"][name])
 
 
 def _warn(text: str) -> None:

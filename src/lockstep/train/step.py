@@ -22,7 +22,7 @@ from lockstep.data.batches import Batch, Batches, Shard
 from lockstep.errors import PeerLostError
 from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import Leaf
-from lockstep.replicate.running import RunningState
+from lockstep.replicate.running import NewBuffer, NewNumber, RunningState
 from lockstep.seed import kept_random_state, mix, sow
 from lockstep.train import loss_check, verdict
 from lockstep.train.audit import Audit
@@ -95,7 +95,7 @@ class Update:
     ends_epoch: bool
     finite: bool  # otherwise the weights stay as they are
     bad_loss: bool  # a loss was not finite, which the loss scale is not to blame for
-    buffers: Sequence[tuple[int, Tensor]]  # of `RunningState.gather`
+    buffers: Sequence[NewBuffer | NewNumber]  # of `RunningState.gather`
     gradients: Sequence[Tensor | None]  # by parameter, as the optimiser gets them
     versions: Sequence[int]  # of the gradients
     receipt: Receipt | None = None  # that all workers have applied it

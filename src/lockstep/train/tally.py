@@ -60,7 +60,7 @@ class Tally:
     def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
         self._sum, self._rank = sum_, sum_.group.rank()
         self._buffers, self._loss_scale = buffers, loss_scale
-        self._noted: list[tuple[int, ShardLoss, list[bool]]] = []
+        self._noted: list[tuple[int, ShardLoss, list[int]]] = []
         self._names: Sequence[str] = ()
         self._shapes: list[tuple[int, int]] = []
         self._table = torch.zeros(0)
@@ -73,7 +73,7 @@ class Tally:
         parts = torch.split(table, [math.prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    def note(self, shard: int, loss: ShardLoss, changed: list[bool]) -> None:
+    def note(self, shard: int, loss: ShardLoss, changed: list[int]) -> None:
         self._noted.append((shard, replace(loss, total=loss.total.detach()), changed))
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from lockstep.comm.broadcast import Broadcast
 from lockstep.comm.exact import coalesced
 from lockstep.errors import DivergenceError
 from lockstep.replicate.digest import cheap_digests
-from lockstep.replicate.replica import Leaf
-from lockstep.train.step import Update
+from lockstep.train.step import Training, Update
 
 MESSAGE_BYTES = 32 << 20
 
@@ -36,7 +35,10 @@ def hand_over(
     header = b""
     if state is not None:
         flat = flatten(state)
-        kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in flat.tensors.items()]
+        kinds = [
+            [name, str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type == "cpu"]
+            for name, t in flat.tensors.items()
+        ]
         header = json.dumps([flat.structure, kinds]).encode()
         tensors = [t.detach().to(device).contiguous() for t in flat.tensors.values()]
     length = torch.tensor([len(header)], dtype=torch.int64, device=device)
@@ -48,9 +50,10 @@ def hand_over(
     faults.at("receiving-state" if state is None else "sending-state")
     structure, kinds = json.loads(bytes(text.cpu().numpy()))
     if state is None:
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for _, dtype, shape in kinds]
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for _, dtype, shape, _ in kinds]
     Broadcast(keep=False)(group, [t for t in tensors if t.numel()], source=source, message_bytes=MESSAGE_BYTES)
-    by_name = {name: tensor for (name, _, _), tensor in zip(kinds, tensors, strict=True)}
+    # The counters of an optimiser are on the CPU, and stay there: on a GPU each look at one would wait for it.
+    by_name = {name: t.cpu() if on_host else t for (name, *_, on_host), t in zip(kinds, tensors, strict=True)}
     return tree.restore(structure, by_name, Path("the state of another worker"))
 
 
@@ -77,8 +80,9 @@ def refuse_other_state(
         )
 
 
-def encode_update(number: int, update: Update | None) -> dict[str, Any]:
+def encode_update(number: int, training: Training) -> dict[str, Any]:
     """Step `number` as `hand_over` sends it. `is_intact` is False if another worker cannot apply it."""
+    update = training.newest
     if update is None or update.number != number or not update.is_intact:
         return {"number": number, "is_intact": False}
     gradients = [None if g is None else _encode_sparse(g) if g.is_sparse else g for g in update.gradients]
@@ -87,23 +91,22 @@ def encode_update(number: int, update: Update | None) -> dict[str, Any]:
         "ends_epoch": update.ends_epoch,
         "finite": update.finite,
         "bad_loss": update.bad_loss,
-        "buffers": [list(pair) for pair in update.buffers],
+        "buffers": training.running.encode(update.buffers),
         "gradients": gradients,
         "is_intact": True,
     }
 
 
-def decode_update(sent: dict[str, Any], leaves: Sequence[Leaf]) -> Update:
+def decode_update(sent: dict[str, Any], training: Training) -> Update:
     """The inverse of `encode_update`, for a step that is intact. Gradients lie in memory as their parameters do."""
-    gradients = [_decode(g, leaf.parameter) for g, leaf in zip(sent["gradients"], leaves, strict=True)]
+    gradients = [_decode(g, leaf.parameter) for g, leaf in zip(sent["gradients"], training.leaves, strict=True)]
     versions = [0 if g is None else g._version for g in gradients]
-    buffers = [(number, value) for number, value in sent["buffers"]]
     return Update(
         sent["number"],
         ends_epoch=sent["ends_epoch"],
         finite=sent["finite"],
         bad_loss=sent["bad_loss"],
-        buffers=buffers,
+        buffers=training.running.decode(sent["buffers"]),
         gradients=gradients,
         versions=versions,
     )

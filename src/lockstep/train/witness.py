@@ -1,4 +1,4 @@
-"""For `lockstep certify`: what every tensor of the state was after every step, in 64 bits each.
+"""For `lockstep certify`: what every tensor of the state was after every step and evaluation, in 64 bits each.
 
 LOCKSTEP_WITNESS names the file, LOCKSTEP_WITNESS_STEPS after how many steps the program is ended.
 """
@@ -6,25 +6,41 @@ LOCKSTEP_WITNESS names the file, LOCKSTEP_WITNESS_STEPS after how many steps the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from lockstep.replicate.digest import cheap_digests
 
+Named = Callable[[], Mapping[str, Tensor]]
+
 
 class Witness:
     def __init__(self, path: Path, steps: int) -> None:
         self._path, self.steps = path, steps
+        self._at = (-1, 0)  # the last step, and how many evaluations came since
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Witness | None:
         path = env.get("LOCKSTEP_WITNESS", "")
         return Witness(Path(path), int(env.get("LOCKSTEP_WITNESS_STEPS", "8"))) if path else None
 
-    def note(self, step: int, loss: float, state: Mapping[str, Tensor]) -> None:
+    def note_step(self, step: int, loss: float, state: Named, *, writes: bool) -> None:
         """A step that is taken over from a lost worker may be noted twice; it is the same one."""
-        seen = dict(zip(state, cheap_digests(state.values()), strict=True))
+        self._at = (step, 0)
+        self._write("step", {"loss": [loss]}, state, writes=writes)
+
+    def note_evaluation(self, what: str, figures: Mapping[str, Sequence[float]], state: Named, *, writes: bool) -> None:
+        """`figures`: of the evaluation `what`, by name; `state` after it."""
+        self._at = (self._at[0], self._at[1] + 1)
+        self._write(what, figures, state, writes=writes)
+
+    def _write(self, what: str, figures: Mapping[str, Sequence[float]], state: Named, *, writes: bool) -> None:
+        if not writes:
+            return
+        tensors, (step, call) = state(), self._at
+        seen = dict(zip(tensors, cheap_digests(tensors.values()), strict=True))
+        bits = {name: [float(value).hex() for value in values] for name, values in figures.items()}
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "loss": loss.hex(), "tensors": seen}) + "\n")
+            file.write(json.dumps({"step": step, "call": call, "what": what, "figures": bits, "tensors": seen}) + "\n")

@@ -1,0 +1,113 @@
+"""The state of modules and optimisers as it is, beyond what a state dict gives back.
+
+The state dict of a module lacks buffers that are not persistent, and is only taken by a module that has buffers of the
+same names and shapes. A module whose buffers are made or grow in a forward pass has not, in a new process. So beside
+the state dict a state has a part `raw`, for the model and for each registered module:
+
+    tensors  buffers that are not in the state dict, by name
+    grown    what a buffer was when training began, [dtype, shape] or None, if it is something else by now
+    numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in replicate/buffers.py
+
+It is left out where there is nothing in it. The state dict of an optimiser has everything, but `load_state_dict` casts
+what an optimiser remembers of a parameter to the dtype of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.replicate.buffers import numbers_of
+from lockstep.replicate.running import put_buffer
+
+
+@final
+class ModuleOrigin:
+    """The buffers of a module and the numbers beside them, when training began."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kinds = {name: _kind(owner._buffers[key]) for name, owner, key in _places(module)}
+        self._numbers = {prefix: numbers_of(child) for prefix, child in module.named_modules()}
+
+    def raw(self, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the state dict `state` of the module lacks; empty if nothing."""
+        places = list(_places(module))
+        kinds = {name: _kind(owner._buffers[key]) for name, owner, key in places}
+        values = {name: owner._buffers[key] for name, owner, key in places}
+        grown = {name: self._kinds.get(name) for name in kinds if kinds[name] != self._kinds.get(name)}
+        grown |= {name: kind for name, kind in self._kinds.items() if name not in kinds and kind is not None}
+        parts = {
+            "tensors": {name: b.detach() for name, b in values.items() if b is not None and name not in state},
+            "grown": grown,
+            "numbers": self._changed_numbers(module, {name.rpartition(".")[0] for name in grown}),
+        }
+        return {name: part for name, part in parts.items() if part}
+
+    def _changed_numbers(self, module: nn.Module, prefixes: set[str]) -> dict[str, Any]:
+        found = {}
+        for prefix, child in module.named_modules():
+            before = self._numbers.get(prefix, {})
+            for key, value in numbers_of(child).items() if prefix in prefixes else ():
+                if key not in before or before[key] != value:
+                    found[f"{prefix}.{key}" if prefix else key] = value
+        return found
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any], raw: Mapping[str, Any] | None) -> None:
+    """Give a module the state that a state dict and its `raw` part describe."""
+    raw = raw or {}
+    tensors, owners = raw.get("tensors") or {}, dict(module.named_modules())
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    for name in raw.get("grown") or {}:  # before the state dict, which needs them to be there
+        prefix, _, key = name.rpartition(".")
+        saved = state.get(name, tensors.get(name))
+        like = None if saved is None else torch.empty(saved.shape, dtype=saved.dtype, device=device)
+        if prefix in owners:
+            put_buffer(owners[prefix], key, like, is_persistent=name in state or name not in tensors)
+    module.load_state_dict(state)
+    with torch.no_grad():
+        for name, owner, key in list(_places(module)):
+            buffer, saved = owner._buffers[key], tensors.get(name)
+            if buffer is not None and saved is not None and _kind(buffer) == _kind(saved):
+                buffer.copy_(saved)
+    for name, value in (raw.get("numbers") or {}).items():
+        prefix, _, key = name.rpartition(".")
+        if prefix in owners:
+            setattr(owners[prefix], key, value)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Give an optimiser a state, in the dtypes that it has there."""
+    optimizer.load_state_dict(dict(state))
+    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=False):
+            loaded, saved = optimizer.state.get(parameter), state["state"].get(number)
+            if isinstance(loaded, MutableMapping) and isinstance(saved, Mapping):
+                for key in loaded.keys() & saved.keys():
+                    loaded[key] = _in_dtype_of(saved[key], loaded[key])
+
+
+def _in_dtype_of(saved: Any, loaded: Any) -> Any:
+    """What was loaded, or what was saved where loading has changed its dtype."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(saved, Mapping) and isinstance(loaded, MutableMapping):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _in_dtype_of(saved[key], loaded[key])
+    elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(_in_dtype_of(one, other) for one, other in zip(saved, loaded, strict=True))
+    return loaded
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, owner, key) of every buffer, also of those that have no tensor."""
+    for prefix, child in module.named_modules():
+        for key in child._buffers:
+            yield (f"{prefix}.{key}" if prefix else key), child, key
+
+
+def _kind(buffer: Tensor | None) -> list[Any] | None:
+    return None if buffer is None else [str(buffer.dtype).removeprefix("torch."), list(buffer.shape)]
