@@ -93,7 +93,7 @@ def test_what_a_state_dict_lacks_is_a_part_of_its_own() -> None:
     "optimizer", ["nadam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("asgd", "masters"))]
 )
 def test_a_lost_worker_changes_nothing(optimizer: str, tmp_path: Path) -> None:
-    """One in the step in which buffers are made, one when a step is half applied: newcomers have no such buffers."""
+    """One in the step in which buffers are made, one when a step is half applied; newcomers have no such buffers."""
     program = (Path(__file__).parent / "stateful.py").read_text().replace("{", "{{").replace("}", "}}")
     play = Play(
         workers=2,
@@ -239,6 +239,26 @@ def linear(**buffers: Tensor) -> nn.Module:
     return model
 
 
+class Writes(nn.Module):
+    """Three ways to write to weights in a forward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.out, self.table, self.target = nn.Linear(4, 1), nn.Embedding(5, 1), nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.mul(4).long()[:, 0]
+        bound = 0.01 if self.how == "embedding" else None
+        found = self.out(x) + nn.functional.embedding(rows, self.table.weight, max_norm=bound)
+        with torch.no_grad():
+            if self.how == "target":
+                self.target.weight.lerp_(self.out.weight, 0.1)
+            if self.how == "data":
+                self.out.bias.data.clamp_(min=5)
+        return found + self.target(x)
+
+
 def refuse_all(rank: int, size: int, folder: str) -> list[tuple[str, str, int]]:
     """What is said of each case, and how many steps were taken before."""
     samples = TensorDataset(torch.rand(8, 4))
@@ -254,6 +274,7 @@ def refuse_all(rank: int, size: int, folder: str) -> list[tuple[str, str, int]]:
         (linear(hole=torch.eye(2).to_sparse_csr()), None, torch.optim.SGD),
         (embedding, None, torch.optim.SGD),
         (bag, None, torch.optim.SGD),
+        *((Writes(how), None, torch.optim.SGD) for how in ("embedding", "target", "data")),
     ]
     said = []
     for number, (model, registered, optimizer) in enumerate(cases):
@@ -276,12 +297,12 @@ def test_what_cannot_be_saved_or_exchanged_is_named_before_anything_is_lost(tmp_
     by_rank = crew(refuse_all, 2, str(tmp_path))
     assert by_rank[0] == by_rank[1]
     kinds, texts, steps = zip(*by_rank[0], strict=True)
-    assert kinds == ("CheckpointError",) * 4 + ("ValueError",) * 4
-    assert steps == (0,) * 8
+    assert kinds == ("CheckpointError",) * 4 + ("ValueError",) * 7
+    assert steps == (0,) * 11
     expected = ["model/0.wide", "kept/thing/inside", "kept/thing/inside/0", "optimizer/state/0/seen"]
-    for text, words in zip(
-        texts, [*expected, "0.hole", "0.hole", "1 is an Embedding", "0 is an EmbeddingBag"], strict=True
-    ):
+    expected += ["0.hole", "0.hole", "1 is an Embedding", "0 is an EmbeddingBag"]
+    expected += ["written to table.weight", "written to target.weight", "written to out.bias"]
+    for text, words in zip(texts, expected, strict=True):
         assert words in text
     assert "complex128" in texts[0]
     assert "at step 1" in texts[3]

@@ -7,9 +7,9 @@ when the first batch comes.
 Note [Silent writes]
 Torch counts the changes of a tensor. But the kernels of batch norm write running averages without counting, and so does
 everything that is written through `buffer.data`. The module of a batch norm counts its batches, in the ordinary way: so
-there we look at that counter. Of all other buffers on a CPU the values themselves are compared. On a GPU that would
-wait for the forward pass: there values are compared until one step is through, and later only those of buffers that
-were found to be written silently (`BufferPlace.compares`).
+there we look at that counter. Of all other buffers the values themselves are compared until one step is through, and
+later only those of buffers that were found to be written silently, and of small ones on a CPU: to compare the mask of a
+transformer with itself after each shard would cost more than the step, and on a GPU one would wait for the forward pass.
 
 Note [Numbers beside a buffer]
 A module whose buffer grows often keeps a number beside it, such as the length up to which its table is made. If the
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+ALWAYS_COMPARED_BYTES: Final = 65536  # on a CPU, where that takes some 10 microseconds
 _SCALARS: Final = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
 
@@ -50,7 +51,8 @@ class BufferPlace:
     key: str
     averages: bool  # running averages of batch norm
     is_silent: bool  # it may be written without a count: see Note [Silent writes]
-    compares: bool  # its values, to see whether it was
+    compares: bool  # its values, to see whether it was written
+    was_found: bool = False  # by comparing: it is written silently
     held: Tensor | None = None  # the tensor that was there when we looked
     start: Tensor | None = None  # a copy of its value then
     versions: tuple[int, int] | None = None  # how often it, and the counter of its module, had been written then
@@ -93,6 +95,12 @@ class BufferPlace:
         # Instance norm does not even count.
         is_uncounted = self.averages and self.owner.module.training and not _counts(self.owner.module)
         return self._count(held) != self.versions or is_uncounted
+
+    def compare_less(self, *, is_found: bool) -> None:
+        """From the second step on. `is_found`: comparing has shown a silent write, on some worker."""
+        self.was_found = self.was_found or is_found
+        is_cheap = self.held is None or (not self.held.is_cuda and self.held.nbytes <= ALWAYS_COMPARED_BYTES)
+        self.compares = self.is_silent and (self.was_found or is_cheap)
 
     def is_gone(self) -> bool:
         return self.now() is Gone.GONE
@@ -200,11 +208,12 @@ class BufferSnapshot:
         """Look for buffers that have been registered since the last time, or dropped."""
         if self.owners and not self._has_other_number() and not any(place.is_gone() for place in self.places):
             return
-        known = {(id(place.owner.module), place.key): place.compares for place in self.places}
+        known = {(id(place.owner.module), place.key): place for place in self.places}
         self.owners = [Owner(prefix, module) for prefix, module in self._module.named_modules()]
         self.places = sorted((place for owner in self.owners for place in owner.places()), key=lambda place: place.name)
         for place in self.places:
-            place.compares = known.get((id(place.owner.module), place.key), place.compares)
+            before = known.get((id(place.owner.module), place.key), place)
+            place.compares, place.was_found = before.compares, before.was_found
         self._numbered = list(self.owners)
         self._sizes = [(owner.module._buffers, len(owner.keys)) for owner in self.owners]
 

@@ -30,7 +30,7 @@ from lockstep.comm import agree
 from lockstep.comm.exact import ShardSum
 from lockstep.errors import LockstepError
 from lockstep.replicate.buffers import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
-from lockstep.replicate.digest import sum_of_bits
+from lockstep.replicate.digest import cheap_digests, sum_of_bits
 
 SEEN, FOUND_BY_VALUE = 1, 2  # how a change of a buffer was noticed: see Note [Silent writes] in buffers.py
 WORD_BYTES: Final = 4
@@ -109,7 +109,9 @@ class RunningState:
     """The buffers of one model, from shard to shard."""
 
     def __init__(self, module: nn.Module, shards: int) -> None:
-        self._snapshot = BufferSnapshot(module)
+        self._module, self._snapshot = module, BufferSnapshot(module)
+        self._weights: list[int] | None = None  # digests of the weights before the first step, until it was looked at
+        self._is_first = True
         self._shards = shards
         self._made: dict[tuple[int, str], Tensor] = {}  # (shard, buffer) -> what the shard made of it
         self._odd: dict[int, list[list[Any]]] = {}  # shard -> what has no column in the table, in words
@@ -125,13 +127,17 @@ class RunningState:
         """A new step starts from the buffers as they are."""
         self._made, self._odd, self._in_step = {}, {}, True
         self._snapshot.look()
+        if self._is_first:
+            self._weights, self._is_first = cheap_digests(self._module.parameters()), False
 
     @torch.no_grad()
     def take(self, shard: int) -> list[int]:
         """After the forward pass of a shard: put aside what it made of the buffers.
 
         Returns for each buffer whether it was changed: 0, SEEN or FOUND_BY_VALUE; and last, whether there is more.
+        Raises ValueError if the first forward pass has written to weights.
         """
+        self._refuse_written_weights()
         changed = []
         for place in self._snapshot.places:
             is_regular = place.has_changed() and not place.is_odd()
@@ -142,6 +148,21 @@ class RunningState:
         if odd:
             self._odd[shard] = odd
         return [*changed, int(bool(odd))]
+
+    def _refuse_written_weights(self) -> None:
+        """Looked at once: a program that does so does it always."""
+        before, self._weights = self._weights, None
+        if before is None:
+            return
+        named = dict(self._module.named_parameters())
+        written = [n for n, a, b in zip(named, before, cheap_digests(named.values()), strict=True) if a != b]
+        if written:
+            raise ValueError(
+                f"the forward pass has written to {written[0]}"
+                f"{f' and {len(written) - 1} more weights' if len(written) > 1 else ''}. Every worker would write "
+                "something else, as often as it has shards; nothing was trained. Write to weights in the loop, behind "
+                "run.step(loss, batch), where all workers do the same (an embedding's max_norm= writes, too)"
+            )
 
     def _keep(self, shard: int, name: str, value: BufferValue) -> None:
         if isinstance(value, Tensor):
@@ -238,11 +259,10 @@ class RunningState:
                 row += (value.reshape(-1) if change.averages else _to_words(value)).to(row.device)
 
     def _compare_less(self, changed: Tensor) -> None:
-        """On a GPU values are compared in the first step, and later where that has found something: on all workers."""
+        """After the first step, equally on all workers: see Note [Silent writes] in buffers.py."""
         found = (changed[:, :-1] == FOUND_BY_VALUE).any(dim=0).tolist()
-        for place, is_needed in zip(self._snapshot.places, found, strict=True):
-            if place.held is not None and place.held.is_cuda:
-                place.compares = bool(is_needed)
+        for place, is_found in zip(self._snapshot.places, found, strict=True):
+            place.compare_less(is_found=bool(is_found))
 
     @torch.no_grad()
     def finish(self, new: Sequence[NewBuffer | NewNumber]) -> None:
