@@ -9,7 +9,7 @@ Torch counts the changes of a tensor. But the kernels of batch norm write runnin
 everything that is written through `buffer.data`. The module of a batch norm counts its batches, in the ordinary way: so
 there we look at that counter. Of all other buffers the values themselves are compared until one step is through, and
 later only those of buffers that were found to be written silently, and of small ones on a CPU: to compare the mask of a
-transformer with itself after each shard would cost more than the step, and on a GPU one would wait for the forward pass.
+transformer with itself after each shard costs more than many a step, and on a GPU one would wait for the forward pass.
 
 Note [Numbers beside a buffer]
 A module whose buffer grows often keeps a number beside it, such as the length up to which its table is made. If the
@@ -78,11 +78,21 @@ class BufferPlace:
         self.held, self.versions = now, self._count(now)
 
     def is_up_to_date(self) -> bool:
-        """Nothing has to be held anew: never true of what may have been written silently."""
-        return self.versions is not None and not self.is_silent and not self.has_changed()
+        """Nothing has to be held anew: never true where values are compared, which finds silent writes."""
+        return self.versions is not None and not self.compares and not self.has_changed()
+
+    def _is_untouched(self) -> bool:
+        """Most buffers, most of the time: a quick look at the tensor, without its values."""
+        held, start, versions = self.held, self.start, self.versions
+        if self.compares or self.averages or held is None or start is None or versions is None:
+            return False
+        is_there = self.owner.module._buffers.get(self.key) is held
+        return is_there and held._version == versions[0] and held.shape == start.shape and held.dtype == start.dtype
 
     def has_changed(self) -> bool:
         """Whether it has another value than when it was held."""
+        if self._is_untouched():
+            return False
         if not self.is_silent and self.now() is self.held:
             return self.is_written()
         return self.is_odd() or (self._has_other_bits() if self.compares else self.is_written())
@@ -107,6 +117,8 @@ class BufferPlace:
 
     def is_odd(self) -> bool:
         """Whether its value cannot be put into the tensor that was held: it has another shape or dtype, or is gone."""
+        if self._is_untouched():
+            return False
         now = self.now()
         if isinstance(now, Tensor):
             return not self._fits(now)
