@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ with lockstep.Run("run", seed=1, progress=False, check_every=1000) as run:
     model = run.replicate(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for batch in run.train(run.batches(data, global_batch_size=16, shards=4, epochs=5), optimizer):
+        {body}
         run.step(loss, batch)
     raise AssertionError("certify ends the program before this")
 """
@@ -61,14 +63,17 @@ def test_the_first_difference_is_named() -> None:
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
-        ({0, 1, 2, 3}, "does not repeat itself even on one worker"),
-        ({1, 2, 3}, "depends on the workers"),
-        ({3}, "only the killed run differs"),
+        ({0, 1, 2, 3, 4}, "does not repeat itself even on one worker"),
+        ({1, 2, 3, 4}, "depends on the workers"),
+        ({4}, "only the killed run differs"),
+        ({3}, "only the resumed run differs"),
+        ({3, 4}, "only the resumed and the killed run differs"),
         ({2}, "some numbers of workers differ"),
     ],
 )
 def test_the_likely_cause(wrong: set[int], cause: str) -> None:
     arms = arms_for([1, 2, 4], 8)[1:]
+    assert arms[-2] == Arm("2 workers, resumed on 1 at step 4", 2, resumed_after=4)
     assert arms[-1] == Arm("3 workers, one killed in step 4", 3, killed_in=4)
     found = {arm: Difference(3, ["a"]) if n in wrong else None for n, arm in enumerate(arms)}
     assert cause in likely_cause(found)
@@ -82,9 +87,14 @@ def test_a_run_that_fails_is_no_other_result() -> None:
 
 
 def certify(
-    folder: Path, mistake: str, *options: str, monkeypatch: pytest.MonkeyPatch, late_mistake: str = "pass"
+    folder: Path,
+    mistake: str,
+    *options: str,
+    monkeypatch: pytest.MonkeyPatch,
+    late_mistake: str = "pass",
+    body: str = "pass",
 ) -> int:
-    (folder / "program.py").write_text(PROGRAM.format(mistake=mistake, late_mistake=late_mistake))
+    (folder / "program.py").write_text(PROGRAM.format(mistake=mistake, late_mistake=late_mistake, body=body))
     monkeypatch.chdir(folder)
     return cli.main(["certify", "--workers", "1,2", "--steps", "4", *options, "program.py"])
 
@@ -94,7 +104,7 @@ def test_a_good_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     status = certify(tmp_path, "pass", "--json", "certificate.json", monkeypatch=monkeypatch)
     said = capfd.readouterr().out
     assert status == 0, said
-    assert said.count("the same bits") == 4
+    assert said.count("the same bits") == 5
     assert json.loads((tmp_path / "certificate.json").read_text())["holds"] is True
     assert not (tmp_path / "run").exists()  # what the program would save is not touched
 
@@ -109,6 +119,20 @@ def test_a_program_that_counts(
     said = capfd.readouterr().out
     assert "differs after step 0: 0.weight" in said
     assert "depends on the workers" in said
+
+
+@pytest.mark.slow
+def test_a_program_with_state_that_is_not_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A generator of its own; what it draws from torch follows from the step."""
+    body = "optimizer.param_groups[0]['lr'] = float(torch.rand(())) + float(torch.rand((), generator=g))"
+    assert certify(tmp_path, "pass", monkeypatch=monkeypatch, body=body) == 1
+    said = capfd.readouterr().out
+    assert re.search(r"resumed on 1 at step 2 \.+ differs after step 2: 0.weight", said)
+    assert "only the resumed run differs" in said
+    body = "optimizer.param_groups[0]['lr'] = float(torch.rand(()))"
+    assert certify(tmp_path, "pass", monkeypatch=monkeypatch, body=body) == 0
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""`lockstep certify train.py`: on the user's own program, do 1, 2 and 4 workers and a killed one give the same bits?
+"""`lockstep certify train.py`: does the user's own program give the same bits on any number of workers?
 
-The first steps of the program are run several times: on one worker twice, on more, and on three of which one is killed
-in the middle of a step. After every step each tensor of weights, buffers and optimiser state is noted, in 64 bits. So
-are the figures of every `run.evaluate` and `run.predict` in the loop, and the state after it; and behind the loop the
-loss of some training samples in eval mode.
+The first steps of the program are run several times: on one worker twice, on more, on two up to a checkpoint and from
+there on one, and on three of which one is killed in the middle of a step. After every step each tensor of weights,
+buffers and optimiser state is noted, in 64 bits. So are the figures of every `run.evaluate` and `run.predict` in the
+loop, and the state after it; and behind the loop the loss of some training samples in eval mode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Arm:
     name: str
     workers: int
     killed_in: int | None = None
+    resumed_after: int | None = None  # steps on `workers`; the others in a second start, on one worker
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ Seen = dict[tuple[int, int], dict[str, Any]]  # by step, and by evaluation after
 def arms_for(workers: Sequence[int], steps: int) -> list[Arm]:
     plain = [Arm(f"{n} worker{'s' if n > 1 else ''}", n) for n in workers]
     again = Arm(f"{plain[0].name}, again", workers[0])
+    resumed = Arm(f"2 workers, resumed on 1 at step {steps // 2}", 2, resumed_after=steps // 2)
     killed = Arm(f"3 workers, one killed in step {steps // 2}", 3, killed_in=steps // 2)
-    return [plain[0], again, *plain[1:], killed]
+    return [plain[0], again, *plain[1:], resumed, killed]
 
 
 def first_difference(one: Seen, other: Seen) -> Difference | None:
@@ -82,15 +84,19 @@ def likely_cause(found: dict[Arm, Difference | None]) -> str:
             "dataset's own (random, numpy, the time), or an operation that is not deterministic. "
             "Run(audit_every=1) names the module"
         )
-    if all(found[arm] is not None for arm in arms[1:]):
+    if all(found[arm] is not None for arm in arms[1:] if arm.resumed_after is None):  # which ends on one worker
         return (
             "the program depends on the workers: on the rank, on the size of the world, on what a worker did before "
             "(a counter, a cache), or exact=False was given to the Run"
         )
-    if arms[-1].killed_in is not None and found[arms[-1]] is not None:
+    disturbed = [arm for arm in arms if arm.killed_in is not None or arm.resumed_after is not None]
+    if all(found[arm] is None for arm in arms if arm not in disturbed):
+        which = " and ".join(
+            "the killed" if arm.killed_in is not None else "the resumed" for arm in disturbed if found[arm]
+        )
         return (
-            "only the killed run differs: something that belongs to the state is not in it. Give it to "
-            "run.register_state(...), or compute it from the step"
+            f"only {which} run differs: something that belongs to the state is not in it (a counter, a list, a "
+            "generator of random numbers). Give it to run.register_state(...), or compute it from the step"
         )
     return "some numbers of workers differ and some do not: look for control flow that depends on the rank"
 
@@ -98,14 +104,30 @@ def likely_cause(found: dict[Arm, Difference | None]) -> str:
 def run_arm(arm: Arm, program: Sequence[str], steps: int, folder: Path, timeout_s: float) -> Seen:
     """Raises RuntimeError with the last words if it fails."""
     folder.mkdir()
-    env = os.environ | {
-        "LOCKSTEP_WITNESS": str(folder / "witness.jsonl"),
-        "LOCKSTEP_WITNESS_STEPS": str(steps),
-    }
-    command = [sys.executable, "-m", "lockstep", "run", "-n", str(arm.workers), "--log-dir", str(folder / "logs")]
+    env = {"LOCKSTEP_WITNESS_STEPS": str(steps)}
+    more: list[str] = []
+    workers, end_s = arm.workers, time.monotonic() + timeout_s
     if arm.killed_in is not None:
         env["LOCKSTEP_FAULTS"] = json.dumps([{"at": "reduced", "step": arm.killed_in, "worker": "h0.1"}])
-        command += ["--min", "1"]
+        more = ["--min", "1"]
+    if arm.resumed_after is not None:
+        env["LOCKSTEP_WITNESS_DIRECTORY"] = str(folder / "run")
+        part = env | {"LOCKSTEP_WITNESS_STEPS": str(arm.resumed_after), "LOCKSTEP_WITNESS_PART": "1"}
+        _start(arm, [*more, *program], workers, folder, part, timeout_s)
+        workers, timeout_s = 1, end_s - time.monotonic()
+    _start(arm, [*more, *program], workers, folder, env, timeout_s)
+    if arm.killed_in is not None and '"lost"' not in (folder / "logs" / "events.jsonl").read_text():
+        raise RuntimeError(f"{arm.name}: nobody was killed, because the program made fewer steps")
+    records = [json.loads(line) for line in (folder / "witness.jsonl").read_text().splitlines()]
+    return {(record["step"], record["call"]): record for record in records}
+
+
+def _start(
+    arm: Arm, program: Sequence[str], workers: int, folder: Path, more: Mapping[str, str], timeout_s: float
+) -> None:
+    """One start of the program, up to its end. Raises RuntimeError with the last words if it fails."""
+    env = {**os.environ, "LOCKSTEP_WITNESS": str(folder / "witness.jsonl"), **more}
+    command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--log-dir", str(folder / "logs")]
     try:
         done = subprocess.run(
             [*command, *program], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -117,18 +139,15 @@ def run_arm(arm: Arm, program: Sequence[str], steps: int, folder: Path, timeout_
         raise RuntimeError(f"{arm.name}: exit status {done.returncode}\n{words}")
     if not (folder / "witness.jsonl").exists():
         raise RuntimeError(f"{arm.name}: no step was made; the program must train with a lockstep.Run")
-    if arm.killed_in is not None and '"lost"' not in (folder / "logs" / "events.jsonl").read_text():
-        raise RuntimeError(f"{arm.name}: nobody was killed, because the program made fewer steps")
-    records = [json.loads(line) for line in (folder / "witness.jsonl").read_text().splitlines()]
-    return {(record["step"], record["call"]): record for record in records}
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lockstep certify",
         usage="lockstep certify [--steps N] [--workers 1,2,4] [--json FILE] (script.py | -m module) [args ...]",
-        description="Run the first steps of a program on several numbers of workers, and with a worker killed in the "
-        "middle, and compare every bit. Checkpoints of the program are neither read nor written.",
+        description="Run the first steps of a program on several numbers of workers, resumed in the middle on another "
+        "number, and with a worker killed, and compare every bit. Checkpoints of the program are neither read nor "
+        "written.",
     )
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="how many (default: 8)")
     parser.add_argument("--workers", default="1,2,4", metavar="LIST", help="numbers of workers (default: 1,2,4)")
@@ -184,7 +203,9 @@ def _certify(program: list[str], workers: list[int], chosen: argparse.Namespace,
         chosen.json.write_text(json.dumps({"program": program, "holds": holds, "differences": lines}, indent=1) + "\n")
     if holds:
         numbers = ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}" if len(workers) > 1 else str(workers[0])
-        print(f"certified: {' '.join(program)} has the same bits on {numbers} workers and with one of 3 killed")
+        print(
+            f"certified: {' '.join(program)} has the same bits on {numbers} workers, resumed, and with one of 3 killed"
+        )
         return 0
     print(f"NOT certified. Likely cause: {likely_cause(found)}")
     return 1

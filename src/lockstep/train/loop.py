@@ -103,7 +103,9 @@ class TrainLoop:
             return
         yield from self._hand_out(plan, check)
         if session.witness is not None:
-            if self._loss is not None:
+            if session.directory is not None:
+                self.end()
+            if self._loss is not None and not session.witness.is_part:
                 evaluate_for_witness(session, session.witness, plan.model, self._loss, plan.batches)
             raise SystemExit(0)  # the rest of the program is not asked for
         self.end()

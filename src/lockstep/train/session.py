@@ -59,8 +59,10 @@ class Session:
         self, directory: str | Path | None, options: Options, *, seed: int, exact: bool, starts_over: bool
     ) -> None:
         self.witness = Witness.of(os.environ)
+        if self.witness is not None:
+            directory, starts_over = self.witness.directory, False
         # Absolute: the program may change its directory.
-        self.directory = Path(directory).absolute() if directory is not None and self.witness is None else None
+        self.directory = Path(directory).absolute() if directory is not None else None
         self.options, self.seed, self.exact = options, seed, exact
         self._starts_over = starts_over
         self.calls = Calls()

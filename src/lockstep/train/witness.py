@@ -1,6 +1,8 @@
 """For `lockstep certify`: what every tensor of the state was after every step and evaluation, in 64 bits each.
 
-LOCKSTEP_WITNESS names the file, LOCKSTEP_WITNESS_STEPS after how many steps the program is ended.
+LOCKSTEP_WITNESS names the file, LOCKSTEP_WITNESS_STEPS after how many steps the program is ended. Where
+LOCKSTEP_WITNESS_DIRECTORY is set, the run has that directory, whatever the program says; LOCKSTEP_WITNESS_PART: another
+start goes on from there.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ Named = Callable[[], Mapping[str, Tensor]]
 
 
 class Witness:
-    def __init__(self, path: Path, steps: int) -> None:
-        self._path, self.steps = path, steps
+    def __init__(self, path: Path, steps: int, directory: Path | None = None, *, is_part: bool = False) -> None:
+        self._path, self.steps, self.directory, self.is_part = path, steps, directory, is_part
         self._at = (-1, 0)  # the last step, and how many evaluations came since
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Witness | None:
-        path = env.get("LOCKSTEP_WITNESS", "")
-        return Witness(Path(path), int(env.get("LOCKSTEP_WITNESS_STEPS", "8"))) if path else None
+        path, directory = env.get("LOCKSTEP_WITNESS", ""), env.get("LOCKSTEP_WITNESS_DIRECTORY", "")
+        if not path:
+            return None
+        steps, is_part = int(env.get("LOCKSTEP_WITNESS_STEPS", "8")), bool(env.get("LOCKSTEP_WITNESS_PART"))
+        return Witness(Path(path), steps, Path(directory) if directory else None, is_part=is_part)
 
     def note_step(self, step: int, loss: float, state: Named, *, writes: bool) -> None:
         """A step that is taken over from a lost worker may be noted twice; it is the same one."""
