@@ -14,7 +14,7 @@ from lockstep.data.ledger import Ledger
 from lockstep.data.order import Position
 from lockstep.errors import LockstepError
 from lockstep.train.calls import say
-from lockstep.train.plan import take_over_trainable
+from lockstep.train.plan import group_names, match_groups, take_over_trainable
 from lockstep.train.run_directory import read_stop
 from lockstep.train.saving import BestMetric, Saving, State, named, restore
 from lockstep.train.step import Plan
@@ -59,6 +59,7 @@ class Checkpoints:
         run = {"shards": plan.batches.settings.shards, "optimizer": type(plan.optimizer).__name__}
         more = {
             "trainable": [leaf.name for leaf in plan.leaves],
+            "groups": group_names(plan),
             "settings": plan.settings,
             "best": self._best.state(),
         }
@@ -70,6 +71,7 @@ class Checkpoints:
         things = self._things(plan)
         if not registered:
             things["kept"] = {}
+        match_groups(plan, state)
         restore(things, state)
         take_over_trainable(plan, state)
         self._best.restore(state.get("best"))
@@ -137,6 +139,7 @@ class Checkpoints:
         stopped = read_stop(self.directory)
         compare({"step": str(step), "stopped": str(stopped)})
         if found is not None:
+            plan.batches.check(found["batches"])  # a start that is refused has not said that it resumes
             self._compare_settings(plan, found, writes=writes, tells=tells)
             self.restore(plan, found)
             self.was_stopped, self._resumed_from = stopped == step, step
