@@ -54,6 +54,14 @@ class _Ear:
         return b"" if self._person.line.ended else None
 
 
+def _describe_early(person: Person) -> str:
+    """Of a worker that ended with status 0 before its time. What it told last is a moment old, unless it left its Run
+    by an exception, and so said where."""
+    step = person.at[0] if person.at is not None else -1
+    where = f"step {step}{'' if person.left_run else ' or a little later'}" if step >= 0 else ""
+    return f"{EARLY}{f' ({where})' if where else ''}"
+
+
 class ElasticCrew(Crew):
     def __init__(self, job: Job, guardian: Guardian) -> None:
         super().__init__(job, guardian)
@@ -385,8 +393,7 @@ class ElasticCrew(Crew):
         assert code is not None
         error = words[-1] if code > 0 and words else ""
         if early:
-            step = (self._persons[worker.rank].at or self._roster.here)[0]
-            error = f"{EARLY}{f' (step {step})' if step >= 0 else ''}"
+            error = EARLY
         failure = Failure(worker.rank, at_s, self._roster.newest[0], self._roster.here[0], error)
         self._failures.append(failure)
         if self._is_ending or self._gave_up is not None or (self._roster.is_over and worker.told):
@@ -397,7 +404,8 @@ class ElasticCrew(Crew):
             self._gave_up = failure
             return
         if not worker.told:
-            say(f"{who} was lost: {error if early else describe(code) + (f': {error}' if error else '')}")
+            how = _describe_early(self._persons[worker.rank]) if early else describe(code)
+            say(f"{who} was lost: {how}{f': {error}' if error and not early else ''}")
         if self._roster.is_over and error:  # another one has ended the program in the middle of the run
             self._gave_up = failure
             return
