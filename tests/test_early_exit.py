@@ -185,6 +185,22 @@ def test_in_a_fixed_world_it_is_named_and_not_its_peers(stage: Stage, exits: str
     assert list(stage.logs.glob("in-run-*")) == []
 
 
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_rank_0_that_leaves_alone_has_not_ended_the_training(
+    stage: Stage,  # noqa: F811
+    backend: str,
+    undisturbed: str,
+) -> None:
+    script = stage.script(PROGRAM.format(tests=str(Path(__file__).parent)))
+    done = stage.run("-n", "2", script, EXITS="sys.exit loop 0 3", KEPT="kept", LOCKSTEP_BACKEND=backend)
+    assert done.returncode == 1, done.stderr
+    assert split_card(done.stderr)[1].startswith("rank 0 failed"), done.stderr
+    assert not (stage.folder / "kept" / "stopped.json").exists()
+    again = stage.run("-n", "2", script, KEPT="kept", LOCKSTEP_BACKEND=backend)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count(f"digest {undisturbed}") == 2, again.stdout
+
+
 @pytest.mark.parametrize(
     "exits",
     [
@@ -194,9 +210,10 @@ def test_in_a_fixed_world_it_is_named_and_not_its_peers(stage: Stage, exits: str
 )
 def test_in_a_fixed_world_all_may_end(stage: Stage, exits: str) -> None:  # noqa: F811
     script = stage.script(PROGRAM.format(tests=str(Path(__file__).parent)))
-    done = stage.run("-n", "2", script, EXITS=exits, SLOW="1.5")
+    done = stage.run("-n", "2", script, EXITS=exits, KEPT="kept", SLOW="1.5")
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
+    assert (stage.folder / "kept" / "stopped.json").exists() is ("all 3" in exits)
 
 
 def test_who_is_to_blame() -> None:

@@ -201,7 +201,8 @@ class TrainLoop:
         try:
             session.checkpoints.keep_last(plan, here, go_on)
             if isinstance(error, SystemExit) and not error.code:
-                write_stop(directory, here.number)
+                if session.once.do_all_leave():  # else the others go on, and this worker is missed
+                    write_stop(directory, here.number)
             elif isinstance(error, Exception):
                 pending_stops.add(directory, here.number, error)
             say(f"saved at step {here.number}, where the program left the loop ({type(error).__name__})")

@@ -73,8 +73,8 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) 
     strangers = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     if strangers:
         raise ValueError(
-            f"the optimiser has {strangers} parameters that the replicated model has not: make it, and what "
-            "add_param_group gets, from the parameters of `run.replicate(model)`"
+            f"the optimiser has {strangers} parameters that the replicated model has not: "
+            "make it from `run.replicate(model).parameters()`"
         )
 
 

@@ -145,6 +145,8 @@ class Run:
         """Tell the launcher that the program leaves its Run without its end, by an exception."""
         self._session.calls.leave()
         self._farewell.leave(error)
+        if isinstance(error, SystemExit) and hasattr(self._session, "once"):
+            self._session.once.note_leaving()
         atexit.unregister(self._leave)
 
     def _close(self, error: BaseException | None) -> None:
