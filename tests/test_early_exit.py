@@ -99,26 +99,32 @@ def play(folder: Path, *exits: str, workers: int = 3, backend: str = "shm", **en
     return perform(folder / "run", Play(workers=workers, backend=backend, program=PROGRAM, env=env))
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_it_is_replaced_and_nothing_is_lost(tmp_path: Path, backend: str, undisturbed: str) -> None:
-    exits = (
-        "os._exit loss 1 2",
-        "sys.exit loop 2 5",
-        "os._exit callback 0 8",
-        "sys.exit loss 3 10",
-        "caught loop 4 12",
-    )
-    show = play(tmp_path, *exits, backend=backend)
+EXITS = {"os._exit loss": (1, 2), "sys.exit loop": (2, 5), "os._exit callback": (0, 8)}
+MORE_EXITS = EXITS | {"sys.exit loss": (3, 10), "caught loop": (4, 12)}
+
+
+@pytest.mark.parametrize(
+    ("exits", "backend"),
+    [
+        (EXITS, "shm"),
+        pytest.param(MORE_EXITS, "shm", marks=pytest.mark.slow),
+        pytest.param(MORE_EXITS, "gloo", marks=pytest.mark.slow),
+    ],
+    ids=["shm", "more, shm", "more, gloo"],
+)
+def test_it_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, exits: dict[str, tuple[int, int]], backend: str, undisturbed: str
+) -> None:
+    show = play(tmp_path, *(f"{how} {worker} {step}" for how, (worker, step) in exits.items()), backend=backend)
     assert show.status == 0, show.text
-    assert show.lost == {f"h0.{n}": 0 for n in range(5)}, show.text
-    for worker, step in ((2, 5), (3, 10), (4, 12)):
-        assert re.search(rf"worker {worker} \(pid \d+\) was lost: {EARLY} \(step {step}\)\n", show.err), show.text
-    for worker in (0, 1):  # without a word
-        assert re.search(rf"worker {worker} \(pid \d+\) was lost: {EARLY}", show.err), show.text
+    assert show.lost == {f"h0.{n}": 0 for n in range(len(exits))}, show.text
+    for how, (worker, step) in exits.items():
+        where = "" if "os._exit" in how else rf" \(step {step}\)\n"  # where it was it has not said
+        assert re.search(rf"worker {worker} \(pid \d+\) was lost: {EARLY}{where}", show.err), show.text
     assert show.digests == [undisturbed] * 3, show.text
 
 
-@pytest.mark.parametrize("how", ["sys.exit", "caught"])
+@pytest.mark.parametrize("how", ["sys.exit", pytest.param("caught", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("place", "slow"), [("loop", "1.5"), pytest.param("loss", "", marks=pytest.mark.slow)])
 def test_a_program_that_ends_on_all_workers_has_ended(tmp_path: Path, how: str, place: str, slow: str) -> None:
     show = play(tmp_path, f"{how} {place} all 4", SLOW=slow, workers=2)
@@ -185,7 +191,8 @@ def test_in_a_fixed_world_it_is_named_and_not_its_peers(stage: Stage, exits: str
     assert list(stage.logs.glob("in-run-*")) == []
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_rank_0_that_leaves_alone_has_not_ended_the_training(
     stage: Stage,  # noqa: F811
     backend: str,
