@@ -109,3 +109,104 @@ def test_a_screen_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         screen.regain_patience()
         os.close(ours)
         os.close(theirs)
+
+
+# ---- semaphores -----------------------------------------------------------------------------------------------------
+
+# The semaphores that a process makes, as files.
+NAMES = """
+from multiprocessing import synchronize
+names, make_name = [], synchronize.SemLock._make_name
+
+def note_name():
+    names.append(make_name())
+    return names[-1]
+
+synchronize.SemLock._make_name = staticmethod(note_name)
+
+def files():
+    return " ".join(f"/dev/shm/sem.{name[1:]}" for name in names)
+"""
+
+NAMED = (
+    """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+"""
+    + NAMES
+    + """
+held = [multiprocessing.get_context("spawn").Semaphore() for _ in range(3)]
+Path(f"{os.environ['LOCAL_RANK']}.new").write_text(files())
+Path(f"{os.environ['LOCAL_RANK']}.new").rename(os.environ["LOCAL_RANK"] + ".names")
+end_s = time.monotonic() + 60
+while not Path("die").exists() and time.monotonic() < end_s:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+@pytest.mark.parametrize("victim", ["worker", "launcher"])
+def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: str) -> None:
+    """Python's resource tracker, which would unlink them, is a child of the worker, and is killed with its group."""
+    (tmp_path / "program.py").write_text(NAMED)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "program.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as launcher:
+        try:
+            for rank in range(2):
+                assert wait_for(tmp_path / f"{rank}.names")
+            names = [name for rank in range(2) for name in (tmp_path / f"{rank}.names").read_text().split()]
+            assert len(names) == 6
+            assert all(Path(name).exists() for name in names)
+            if victim == "worker":
+                (tmp_path / "die").touch()
+                launcher.communicate(timeout=60)
+            else:
+                launcher.kill()
+                launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    end_s = time.monotonic() + 20
+    while any(Path(name).exists() for name in names) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert [name for name in names if Path(name).exists()] == []
+
+
+LOADED = (
+    """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+"""
+    + NAMES
+    + """
+if __name__ == "__main__":
+    import lockstep
+    from runs import classify, data
+
+    torch.multiprocessing.set_start_method("{method}")
+    with lockstep.Run(seed=7, progress=False, device="cpu") as run:
+        model = run.replicate(torch.nn.Linear(16, 10))
+        batches = run.batches(data(96), global_batch_size=32, epochs=4, num_workers=1)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+            if batch.number == 3 and run.world.rank == 1 and not Path("names").exists():
+                Path("names").write_text(files())
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.step(classify, batch)
+        print("digest", run.digest(), flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_with_loaders_that_were_not_forked_leaves_no_semaphores(tmp_path: Path, method: str) -> None:
+    text = LOADED.replace("{tests!r}", repr(str(Path(__file__).parent))).replace("{method}", method)
+    (tmp_path / "program.py").write_text(text)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = (tmp_path / "names").read_text().split()
+    assert names
+    assert [name for name in names if Path(name).exists()] == []

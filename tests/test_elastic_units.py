@@ -309,6 +309,18 @@ class Actor:
     def left(self, top: int, calls: int = 0) -> None:
         self.say("left", generation=self.told("join")[-1]["generation"]["number"], position=[top, calls])
 
+    def end(self) -> None:
+        """Its Run is over, and its process ends."""
+        self.say("done")
+        self.stage.act()
+        assert not self.stage.roster.lost(self.id, done=True)
+
+    def quit(self, top: int, calls: int = 0, *, calling: bool = False) -> None:
+        """It leaves its Run by sys.exit(0), and its process ends."""
+        self.say("leaves", position=[top, calls], calling=calling)
+        self.stage.act()
+        assert not self.stage.roster.lost(self.id, done=True)
+
     def ask(self, op: str, key: str, value: bytes | None = None, *, generation: int = 1, **more: Any) -> int:
         self._asked += 1
         coded = None if value is None else base64.b64encode(value).decode()
@@ -766,12 +778,12 @@ def test_the_end_is_the_end_of_all_and_newcomers_are_released(stages: Any) -> No
         actor.inside()
     newcomer = stage.enter(slot=2)
     stage.act()
-    stage.roster.lost(first.id, done=True)
+    first.end()
     assert stage.roster.is_over
     newcomer.ready(told=2)
     assert stage.act() == []
     assert newcomer.told("release") == newcomer.told("join") == second.told("close") == second.told("leave")[1:] == []
-    stage.roster.lost(second.id, done=True)
+    second.end()
     stage.act()
     assert len(newcomer.told("release")) == 1
     assert stage.roster.people[first.id].worker.standing is Standing.DONE
@@ -782,7 +794,7 @@ def test_one_that_is_lost_at_the_end_leaves_the_rest_to_those_who_are_left(stage
     """One has ended, another dies in its last call: the third finishes it alone."""
     stage = stages(workers=3)
     first, second, third = stage.cast(3)
-    stage.roster.lost(first.id, done=True)
+    first.end()
     stage.act()
     stage.roster.lost(second.id, done=False)
     stage.act()
@@ -792,9 +804,92 @@ def test_one_that_is_lost_at_the_end_leaves_the_rest_to_those_who_are_left(stage
     assert stage.members == (third.id,)
     third.inside()
     stage.act()
-    stage.roster.lost(third.id, done=True)
+    third.end()
     assert stage.act() == []
     assert stage.roster.is_over
+
+
+def judge(stage: Any, after_s: float = 0.0) -> list[str]:
+    """Which of those that have quit are lost."""
+    stage.act()
+    return [person.id for person in stage.roster.judge_quits(time.monotonic() + after_s)]
+
+
+def test_one_that_ends_with_status_0_in_its_run_is_missed(stages: Any) -> None:
+    stage = stages(workers=3)
+    first, second, third = stage.cast(3)
+    assert stage.roster.lost(second.id, done=True)
+    stage.act()
+    assert not stage.roster.is_over
+    assert [one["why"] for one in first.told("leave")] == ["h0.1 was lost"]
+    stage.roster.release(third.person, "one too many")
+    assert not stage.roster.lost(third.id, done=True)  # it was sent home
+
+
+def test_one_that_quits_is_missed_if_another_makes_a_call_without_it(stages: Any) -> None:
+    for calling, theirs, after_s, lost in (
+        (False, [4, 1], 0.0, []),  # they finish the call before
+        (False, [4, 2], 0.0, ["h0.0"]),  # they are in one that it has not made
+        (True, [4, 2], 0.0, []),  # it has quit in that call, and so may they
+        (True, [4, 2], 6.0, ["h0.0"]),
+        (True, [4, 3], 0.0, ["h0.0"]),
+        (False, [4, 1], 6.0, ["h0.0"]),  # they wait for it there
+    ):
+        stage = stages(workers=2)
+        first, second = stage.cast(2)
+        first.quit(4, 2, calling=calling)
+        second.say("beat", position=theirs, calling=True)
+        assert judge(stage, after_s) == lost
+        assert not stage.roster.is_over
+        assert stage.roster.has_quits is not bool(lost)
+        second.say("beat", position=[4, 2], calling=False)  # it may quit, however long that takes
+        assert judge(stage, 1000.0) == []
+
+
+def test_those_who_quit_together_have_ended_the_program(stages: Any) -> None:
+    """Also on two hosts, of which each sees its own workers, and of the others what they did."""
+    ours = stages(workers=3)
+    theirs = stages(workers=3, store=ours.store, host="h1")
+    first, second, third = ours.enter(), ours.enter(1), theirs.enter()
+    for actor in (first, second, third):
+        actor.ready()
+    for stage in (ours, theirs, ours, theirs):
+        stage.act()
+    assert set(ours.members) == {first.id, second.id, third.id}
+    for actor in (first, second, third):
+        actor.inside()
+    for stage in (ours, theirs):
+        stage.act()
+    first.quit(4, 2)
+    assert judge(ours, 9.0) == []
+    second.quit(4, 2)
+    assert judge(ours, 9.0) == []
+    assert judge(theirs) == []
+    third.quit(4, 2)
+    for stage in (theirs, ours, theirs):
+        assert judge(stage) == []
+    assert ours.roster.is_over
+    assert theirs.roster.is_over
+    assert {person.worker.standing for person in ours.roster.people.values()} == {Standing.DONE}
+
+
+def test_one_that_quits_on_a_host_without_others_is_missed_after_a_while(stages: Any) -> None:
+    ours = stages(workers=2)
+    theirs = stages(workers=2, store=ours.store, host="h1")
+    lonely, other = ours.enter(), theirs.enter()
+    for actor in (lonely, other):
+        actor.ready()
+    for stage in (ours, theirs, ours, theirs):
+        stage.act()
+    for actor in (lonely, other):
+        actor.inside()
+    theirs.act()
+    lonely.quit(4, 2)
+    assert judge(ours, 9.0) == []
+    assert judge(ours, 11.0) == [lonely.id]
+    for stage in (ours, theirs, ours):
+        stage.act()
+    assert [one["why"] for one in other.told("leave")] == ["h0.0 was lost"]
 
 
 def test_how_long_recovery_took_is_noted(stages: Any) -> None:

@@ -215,3 +215,26 @@ def test_an_order_that_repeats_a_sample_is_found(tmp_path: Path, capfd: pytest.C
 def test_bad_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ledger", str(tmp_path / "nowhere")]) == 2
     assert "is not there" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty: the run was lost before it had noted a step"),
+        (b"\n\n", "line 1, is no line of a ledger"),
+        (b'{"begin": 0}\n', "is empty: the run was lost"),
+        (
+            b'{"start": 0, "stop": 2, "epoch": 0, "samples": 4, "fingerprint": 1, "workers": 1}\n',
+            "does not say samples",
+        ),
+        (b"\xff\xfe\x00", "is no ledger: "),
+    ],
+)
+def test_a_file_without_lines_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: str
+) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(LockstepError, match=words):
+        prove(tmp_path)
+    assert cli.main(["ledger", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"lockstep: {tmp_path / NAME}")

@@ -56,6 +56,10 @@ def left(id_: str, position: Position = (5, 0), generation: int = 3) -> Worker:
     return Worker(id_, Standing.LEFT, generation, position)
 
 
+def quit_(id_: str) -> Worker:
+    return Worker(id_, Standing.QUIT, 3, (5, 2))
+
+
 def done(id_: str) -> Worker:
     return Worker(id_, Standing.DONE, 3, (5, 2))
 
@@ -229,9 +233,12 @@ def test_when_what_newcomers_replayed_is_void(now: Generation, workers: list[Wor
     assert formed.anew == anew
 
 
+ENDED = (Standing.DONE, Standing.QUIT)
+
+
 def small_cases() -> Iterator[tuple[Generation, list[Worker], Want]]:
     """Two members and one that is none, in every standing that can be."""
-    member = [None, ready, inside, done, lambda id_: left(id_, (3, 1), 2)]
+    member = [None, ready, inside, done, quit_, lambda id_: left(id_, (3, 1), 2)]
     member += [lambda id_, at=at: left(id_, at) for at in ((-1, 1), (4, 0), (4, 1), (5, 0))]  # type: ignore[misc]
     newcomer = [None, starting, ready, lambda id_: ready(id_, 2, 2), lambda id_: ready(id_, 2, 0)]
     for phase, position in product(Phase, (None, (-1, 1), (4, 0))):
@@ -260,7 +267,7 @@ def test_all_small_cases() -> None:
         elif following is not None:
             assert following.number == 4
             assert following.phase is Phase.RUNNING
-            assert all(worker in survivors or worker.standing is Standing.DONE for worker in present)
+            assert all(worker in survivors or worker.standing in ENDED for worker in present)
             assert set(following.members) <= set(by_id)
             assert 1 <= len(following.members) <= want.workers
             entering = [by_id[member] for member in following.members]
@@ -282,7 +289,7 @@ def test_all_small_cases() -> None:
         elif broken:
             # Whoever it waits for has been told.
             for worker in present:
-                out = worker in survivors or worker.standing is Standing.DONE
+                out = worker in survivors or worker.standing in ENDED
                 assert out == (worker.id not in told)
                 assert out or told[worker.id] is Do.LEAVE
 

@@ -16,9 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import lockstep
+from crew import crew
+from runs import classify, data
 from test_launch import (  # noqa: F401  (fixtures)
     DEADLINE_S,
     LAUNCHER,
@@ -472,3 +477,47 @@ def test_of_runs_that_start_together_one_gets_the_directory(lock: Callable[..., 
     outcomes = [outcome(process) for process in [lock(run) for run in ("one", "two", "three")]]
     assert outcomes.count("taken\n") == 1
     assert sum("DirectoryInUseError" in text and "the run of process" in text for text in outcomes) == 2
+
+
+def two_runs(rank: int, size: int, folder: str) -> list[str]:
+    """One inside of the other with one directory, and one after the other. Returns what was said and the digests."""
+    directory, said = Path(folder), []
+
+    def train(run: Any, inside: Callable[[], None] = lambda: None) -> str:
+        model = run.replicate(torch.nn.Linear(16, 10))
+        batches = run.batches(data(64), global_batch_size=16, shards=4, epochs=1)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+            if batch.number == 1:
+                inside()
+            run.step(classify, batch)
+        return str(run.digest())
+
+    def begin_another() -> None:
+        (directory / "link").symlink_to(directory, target_is_directory=True) if rank == 0 else None
+        for path in (directory, directory / "." / "link" if rank == 0 else directory):
+            try:
+                with lockstep.Run(path, seed=7, progress=False, device="cpu"):
+                    raise AssertionError("not reached")
+            except lockstep.errors.DirectoryInUseError as error:
+                said.append(str(error))
+
+    with lockstep.Run(directory, seed=7, progress=False, device="cpu") as run:
+        said.append(train(run, begin_another))
+    with lockstep.Run(directory, seed=7, progress=False, device="cpu") as run:  # finished, and read once more
+        said.append(train(run))
+    with (
+        lockstep.Run(directory / "a", seed=7, progress=False, device="cpu") as run,
+        lockstep.Run(directory / "b", seed=7, progress=False, device="cpu") as other,
+    ):
+        said.append(train(run))
+        said.append(train(other))
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_two_runs_of_one_program_with_one_directory(tmp_path: Path, size: int) -> None:
+    for first, second, *digests, _ in crew(two_runs, size, str(tmp_path)):  # the last has other initial weights
+        for said in (first, second):
+            assert "is in use by another Run of this program (process " in said
+            assert "End that one first, or give each Run a directory of its own" in said
+        assert len(set(digests)) == 1

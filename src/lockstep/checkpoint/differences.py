@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         *_compare_run(saved["run"], now["run"]),
         *compare_named(as_it_began(saved["model"], now["model"], grown_in(saved)), now["model"]),
-        *_compare_optimizer(saved["optimizer"], now["optimizer"]),
+        *_compare_optimizer(saved, now),
         *_compare_kept(saved.get("kept") or {}, now.get("kept") or {}),
     ]
 
@@ -119,12 +119,15 @@ def compare_named(saved: Mapping[Any, Any], now: Mapping[Any, Any], of: str = ""
     )
 
 
-def _compare_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _compare_optimizer(saved_state: Mapping[str, Any], now_state: Mapping[str, Any]) -> Iterator[str]:
+    saved, now = saved_state["optimizer"], now_state["optimizer"]
     groups, ours = saved.get("param_groups", []), now.get("param_groups", [])
-    if len(groups) != len(ours):
+    names, own_names = saved_state.get("groups") or [], now_state.get("groups") or []
+    if len(groups) != len(ours) and not _were_added(names, groups, ours, now_state["model"]):
         yield f"the optimiser has {len(groups)} groups of parameters in the checkpoint and {len(ours)} in the program"
         return
-    for n, (group, mine) in enumerate(zip(groups, ours, strict=True)):
+    yield from _compare_names(names, own_names)
+    for n, (group, mine) in enumerate(zip(groups, ours, strict=False)):
         if len(group["params"]) != len(mine["params"]):
             yield (
                 f"group {n} of the optimiser has {len(group['params'])} parameters in the checkpoint and "
@@ -141,6 +144,24 @@ def _compare_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iter
     for key in mine:
         if key in remembered:
             yield from compare_named(remembered[key], mine[key], of=f"the optimiser's memory of parameter {key}: ")
+
+
+def _were_added(
+    names: Sequence[Sequence[str]], groups: Sequence[Any], ours: Sequence[Any], model: Mapping[str, Any]
+) -> bool:
+    """Whether the groups that the program does not have yet can be added: all are of parameters of its model."""
+    more = names[len(ours) :]
+    return len(names) == len(groups) > len(ours) and all(name in model for group in more for name in group)
+
+
+def _compare_names(names: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> Iterator[str]:
+    """What an optimiser remembers is restored by the place of a parameter, so the same must be at the same place."""
+    for n, (group, mine) in enumerate(zip(names, ours, strict=False)):
+        differ = [(theirs, own) for theirs, own in zip(group, mine, strict=False) if theirs != own and theirs and own]
+        yield from _some(
+            f"group {n} of the optimiser has {theirs} in the checkpoint where it has {own} in the program"
+            for theirs, own in differ
+        )
 
 
 def _compare_kept(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -23,7 +23,21 @@ from torch.utils.data import Sampler
 from lockstep.data.ahead import arrive, put_on
 from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
 from lockstep.data.loader import LoaderLost, Loading, load
-from lockstep.data.order import Division, Order, Position, SamplerOrder, check_seed, count_all_steps, count_steps, share
+from lockstep.data.order import (
+    ByLength,
+    Division,
+    Order,
+    Position,
+    SamplerOrder,
+    Sequential,
+    Shuffled,
+    check_seed,
+    count_all_steps,
+    count_steps,
+    fingerprint_of,
+    name_order,
+    share,
+)
 from lockstep.data.parcel import over
 from lockstep.data.reader import Batch, Collate, DataError, Failure, Mark, Reader, Recipe, Shard, draws_random_numbers
 from lockstep.data.split import Assembler, Exchange, count_parts
@@ -223,56 +237,86 @@ class Batches:
         """All that is needed to go on from the position, or from that of the batch in hand, in a world of any size."""
         here = at or self._position
         state: dict[str, Any] = {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
-        if isinstance(self._order, SamplerOrder) and here.step > 0:
-            state["sampled"] = self._order.fingerprint(here.epoch)
+        state["order"] = self.order_name
+        sampled = self._fingerprint(here)
+        if sampled is not None:
+            state["sampled"] = sampled
         if here in self._marks:
             mark = self._marks[here]
             state["stream"] = {"state": pickle.loads(mark.state), "coming": mark.coming}
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        identity = self._identity()
-        missing = [name for name in ("epoch", "step", "number", *identity) if name not in state]
-        if missing:
-            raise ValueError(f"this state of batches lacks {', '.join(missing)}; it has {dict(state)}")
-        position = Position(state["epoch"], state["step"], state["number"])
-        differ = [f"{name} was {state[name]} and is {now}" for name, now in identity.items() if state[name] != now]
-        if differ and position.step > 0:
-            why = "; ".join(differ)
-            if state.get("workers", 0) != identity.get("workers", 0):
-                raise ValueError(
-                    f'cannot go on at step {position.step} of epoch {position.epoch}: with split="worker" the samples '
-                    f"of a step depend on the number of workers, which must stay the same inside an epoch: {why}. "
-                    "Start as many workers as before"
-                )
-            raise ValueError(
-                f"cannot go on at step {position.step} of epoch {position.epoch}, which is another place now: "
-                f"{'; '.join(differ)}. Use the same again, or seek(Position(epoch={position.epoch}, "
-                f"number={position.number})) to begin that epoch anew"
-            )
-        self._check_sampler(position, state)
+        """Go on from there. Raises ValueError, and changes nothing, as `check` does."""
+        position = self.check(state)
         self.seek(position)
         stream = state.get("stream")
         if stream is not None and self._order is None:
             here = over(stream["state"], lambda leaf: leaf.to("cpu"))  # it may come from another worker's GPU
             self._marks[position] = Mark(pickle.dumps(here), stream["coming"])
 
-    def _check_sampler(self, position: Position, state: Mapping[str, Any]) -> None:
-        order = self._order
-        if not isinstance(order, SamplerOrder) or position.step == 0 or "sampled" not in state:
-            return
-        if order.fingerprint(position.epoch) != state["sampled"]:
+    def check(self, state: Mapping[str, Any]) -> Position:
+        """The position of a state. Raises ValueError if other samples would come there than where it was saved."""
+        identity = self._identity()
+        missing = [name for name in ("epoch", "step", "number", *identity) if name not in state]
+        if missing:
+            raise ValueError(f"this state of batches lacks {', '.join(missing)}; it has {dict(state)}")
+        position = Position(state["epoch"], state["step"], state["number"])
+        if position.step == 0:
+            return position
+        here = f"at step {position.step} of epoch {position.epoch}"
+        differ = [f"{name} was {state[name]} and is {now}" for name, now in identity.items() if state[name] != now]
+        if differ:
+            why = "; ".join(differ)
+            if state.get("workers", 0) != identity.get("workers", 0):
+                raise ValueError(
+                    f'cannot go on {here}: with split="worker" the samples '
+                    f"of a step depend on the number of workers, which must stay the same inside an epoch: {why}. "
+                    "Start as many workers as before"
+                )
             raise ValueError(
-                f"cannot go on at step {position.step} of epoch {position.epoch}: {order.name}, as order of the "
-                "samples, gives another order there than when this was saved. Its random numbers must come from "
-                "torch, random, numpy.random, a torch.Generator that it holds, or set_epoch(epoch)"
+                f"cannot go on {here}, which is another place now: "
+                f"{why}. Use the same again, or seek(Position(epoch={position.epoch}, "
+                f"number={position.number})) to begin that epoch anew"
             )
+        was = state.get("order", self.order_name)  # an older state does not say
+        if was != self.order_name:
+            raise ValueError(
+                f"cannot resume {here} with another order of the samples: {was} in the checkpoint, {self.order_name} "
+                "in the program. In the rest of the epoch some samples would come again, and others not at all. Use "
+                f"{was} until the epoch ends (between two epochs the order may change), or start over (--fresh)"
+            )
+        if self._fingerprint(position) not in (None, state.get("sampled")) and "sampled" in state:
+            raise ValueError(
+                f"cannot resume {here}: {self.order_name}, as order of the samples, gives another order there than "
+                "when this was saved. Its settings or its data have changed; or its random numbers do not come from "
+                "torch, random, numpy.random, a torch.Generator that it holds, or set_epoch(epoch). Use the same again "
+                "until the epoch ends, or start over (--fresh)"
+            )
+        return position
+
+    @property
+    def order_name(self) -> str:
+        """The order of the samples, in words that are the same for equal orders."""
+        if self._order is None:
+            return "a stream"
+        return name_order(self._order, samples=len(self._dataset), seed=self._recipe.seed)
+
+    def _fingerprint(self, position: Position) -> int | None:
+        """Of the samples around this position, inside of an epoch; None: the name of the order tells all."""
+        if self._order is None or position.step == 0:
+            return None
+        return fingerprint_of(self._order, position.epoch, position.step)
 
     def facts(self) -> dict[str, Any]:
         """For the ledger: which samples there are, and in which order they come."""
         order = "a stream" if self._order is None else type(self._order).__name__
         drop_last = bool(getattr(self._order, "drop_last", self._settings.drop_last))
         facts = {**self._identity(), "order": order, "drop_last": drop_last}
+        if isinstance(self._order, Shuffled) and self._order.seed != self._recipe.seed:
+            facts["order_seed"] = self._order.seed
+        if isinstance(self._order, Shuffled | Sequential | ByLength) and self._order.size != facts["samples"]:
+            facts["order_size"] = self._order.size
         if self._settings.split is not None:
             facts["split"] = self._settings.split
         if isinstance(self._order, SamplerOrder):

@@ -21,12 +21,13 @@ Lines end where checkpoints are: a run that goes back to one says so, and what w
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -40,6 +41,7 @@ NAME: Final = "ledger.jsonl"
 WRITE_EVERY_S: Final = 1.0
 MOST_WAITING: Final = 4096
 MOST_SEEN: Final = 8192  # hashes of an epoch
+_FACTS: Final = ("samples", "global_batch_size", "seed", "order", "drop_last")  # that a ledger begins with
 _WORD: Final = 2**64
 _AT_ONCE: Final = 1 << 20
 
@@ -67,6 +69,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+@functools.lru_cache(maxsize=8)
 def fingerprint_of_all(samples: int) -> int:
     starts = range(0, samples, _AT_ONCE)
     return sum(fingerprint(range(at, min(at + _AT_ONCE, samples))) for at in starts) % _WORD
@@ -222,6 +225,7 @@ class Read:
     entries: list[Entry]
     end: int
     restarts: int
+    of_epoch: dict[int, dict[str, Any]] = field(default_factory=dict)  # facts: a later start may have another order
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,11 @@ class Proof:
 
 def _read(path: Path) -> Read:
     found = Read({}, [], 0, -1)
-    for n, line in enumerate(path.read_text().splitlines()):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise LockstepError(f"{path} is no ledger: {error}") from None
+    for n, line in enumerate(lines):
         try:
             record = json.loads(line)
             if "begin" in record:
@@ -271,6 +279,7 @@ def _read(path: Path) -> Read:
                 "steps are missing, or were applied twice"
             )
         found.entries.append(entry)
+        found.of_epoch[entry.epoch] = found.facts
         found.end = entry.stop
     return found
 
@@ -290,20 +299,23 @@ def prove(directory: Path) -> Proof:
     if not path.exists():
         raise LockstepError(f"{path} is not there: the run had no directory, or has not made a step yet")
     read = _read(path)
+    missing = [name for name in _FACTS if name not in read.facts]
+    if missing:
+        what = f"does not say {', '.join(missing)} in its first line" if read.end else "is empty"
+        raise LockstepError(f"{path} {what}: the run was lost before it had noted a step, or the file is damaged")
     size = int(read.facts["samples"])
     if size < 0 and read.facts.get("split") == "worker":
         return _prove_parts(read)
     if size < 0:
         raise LockstepError(f"{path} is of a stream, whose samples have no numbers; there is nothing to prove")
-    order = _order(read.facts)
-    whole = fingerprint_of_all(size)
     epochs = []
     for number in sorted({entry.epoch for entry in read.entries}):
         parts = [entry for entry in read.entries if entry.epoch == number]
-        if read.facts.get("each_once", True):
-            epochs.append(_judge(number, parts, order, whole, size))
+        facts = read.of_epoch[number]
+        if facts.get("each_once", True):
+            epochs.append(_judge(number, parts, _order(facts), int(facts.get("order_size", facts["samples"]))))
         else:
-            epochs.append(_count_up(number, parts, read.facts))
+            epochs.append(_count_up(number, parts, facts))
     problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
     return Proof(read.end, read.restarts, size, epochs, problems)
 
@@ -330,9 +342,10 @@ def _prove_parts(read: Read) -> Proof:
 
 
 def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:
-    size, batch, drop_last = facts["samples"], facts["global_batch_size"], facts["drop_last"]
+    size, seed = facts.get("order_size", facts["samples"]), facts.get("order_seed", facts["seed"])
+    batch, drop_last = facts["global_batch_size"], facts["drop_last"]
     if facts["order"] == "Shuffled":
-        return Shuffled(size, batch, facts["seed"], drop_last)
+        return Shuffled(size, batch, seed, drop_last)
     return Sequential(size, batch, drop_last) if facts["order"] == "Sequential" else None
 
 
@@ -343,7 +356,7 @@ def _count_up(number: int, parts: Sequence[Entry], facts: dict[str, Any]) -> Epo
     return Epoch(number, steps, samples, complete=steps == facts.get("epoch_steps"), exact=False, note=note)
 
 
-def _judge(number: int, parts: Sequence[Entry], order: Shuffled | Sequential | None, whole: int, size: int) -> Epoch:
+def _judge(number: int, parts: Sequence[Entry], order: Shuffled | Sequential | None, size: int) -> Epoch:
     steps = sum(entry.stop - entry.start for entry in parts)
     samples = sum(entry.samples for entry in parts)
     total = sum(entry.fingerprint for entry in parts) % _WORD
@@ -361,6 +374,6 @@ def _judge(number: int, parts: Sequence[Entry], order: Shuffled | Sequential | N
         wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
         right = (len(wanted), fingerprint(wanted)) == (samples, total)
     else:
-        right = (samples, total) == (size, whole)
+        right = (samples, total) == (size, fingerprint_of_all(size))
     problem = "" if right else f"{samples} samples were used, but not each of {size} once"
     return Epoch(number, steps, samples, True, right, problem)

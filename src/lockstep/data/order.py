@@ -7,6 +7,7 @@ decides who loads a sample and never which batch or shard the sample is in.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,36 @@ def count_all_steps(order: Order, epochs: int) -> int | None:
     return sum(count_steps(order, epoch) for epoch in range(epochs))
 
 
+def name_order(order: Order, *, samples: int, seed: int) -> str:
+    """The class of an order, and of its settings those that are not what a run of `samples` and `seed` has anyway.
+
+    Two orders of the house with the same name give the same samples at the same place, but for a dropped last batch.
+    """
+    if isinstance(order, SamplerOrder):
+        return order.name
+    usual = {"size": samples, "seed": seed, "pool": ByLength.pool}
+    known = ("size", "seed", "pool") if isinstance(order, Shuffled | Sequential | ByLength) else ()
+    said = [(name, getattr(order, name)) for name in known if getattr(order, name, usual[name]) != usual[name]]
+    if isinstance(order, ByLength):
+        said.append(("lengths", f"{order.fingerprint:x}"))
+    return _name(order) + (f"({', '.join(f'{name}={value}' for name, value in said)})" if said else "")
+
+
+def fingerprint_of(order: Order, epoch: int, step: int) -> int | None:
+    """63 bits of the samples of an epoch in their order, before and at `step`; None: the name of the order tells.
+
+    A sampler is gone through anyway. Of another order four batches are looked at: the first and the last of the epoch,
+    and the two around `step`.
+    """
+    if isinstance(order, SamplerOrder):
+        return order.fingerprint(epoch)
+    if isinstance(order, Shuffled | Sequential | ByLength):
+        return None
+    steps = count_steps(order, epoch)
+    looked_at = sorted({n for n in (0, step - 1, step, steps - 1) if 0 <= n < steps})
+    return mix(repr([[int(sample) for sample in order.batch(epoch, n)] for n in looked_at]))
+
+
 # ---- the orders that come with the house -----------------------------------------------------------------------------
 
 
@@ -205,6 +236,11 @@ class ByLength:
     @property
     def size(self) -> int:
         return len(self.lengths)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """32 bits of all lengths."""
+        return mix(repr(torch.as_tensor(self.lengths).tolist())) % 2**32
 
     def steps(self, epoch: int) -> int:
         return _count(self.size, self.global_batch_size, self.drop_last)

@@ -27,6 +27,14 @@ class Cause:
     do: str
 
 
+# Of a worker that ends with status 0 in the middle of its Run, while the others go on.
+TOO_EARLY: Final = Cause(
+    "the program ended on this worker only, and the others cannot go on without it",
+    "look for sys.exit, exit or os._exit in the loop, the loss function, a callback or a library, behind a condition "
+    "that depends on the worker. To end the training, `break` out of the loop on all workers, or call run.stop()",
+)
+
+
 @dataclass(frozen=True)
 class _Rule:
     """The first that fits counts. `why` and `do` may name groups of the pattern."""

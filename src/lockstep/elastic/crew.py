@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 from lockstep.card import Card
@@ -32,7 +33,7 @@ from lockstep.elastic.roster import Roster
 from lockstep.elastic.screen import lose_patience, regain_patience, say
 from lockstep.elastic.seat import VARIABLE
 from lockstep.elastic.supervisor import INTERRUPTED, PREEMPTED, Crew, Job, WorkerProcess, count_cores, worker_env
-from lockstep.elastic.verdict import Act, Exit, Scene, decide, describe, exit_status, is_lost_peer
+from lockstep.elastic.verdict import EARLY, Act, Exit, Scene, decide, describe, exit_status, is_lost_peer
 
 LOOK_EVERY_S: Final = 0.1
 SCREEN_S: Final = 1.0  # a screen that takes nothing for so long is not waited for
@@ -51,6 +52,14 @@ class _Ear:
         for message in self._person.line.receive():
             self._roster.hear(self._person, message)
         return b"" if self._person.line.ended else None
+
+
+def _describe_early(person: Person) -> str:
+    """Of a worker that ended with status 0 before its time. What it told last is a moment old, unless it left its Run
+    by an exception, and so said where."""
+    step = person.at[0] if person.at is not None else -1
+    where = f"step {step}{'' if person.left_run else ' or a little later'}" if step >= 0 else ""
+    return f"{EARLY}{f' ({where})' if where else ''}"
 
 
 class ElasticCrew(Crew):
@@ -185,6 +194,7 @@ class ElasticCrew(Crew):
             for person in self._roster.people.values():
                 person.heard_s = now_s
         self._governed_s = now_s
+        self._judge_quits(now_s)
         self._decide(now_s)
         # Before a generation is proposed: if nobody is left, it is to wait for all who will be there in a moment.
         while self._is_start_due() and now_s >= max(start_at_s(self._failures), self._start_at_s):
@@ -223,7 +233,7 @@ class ElasticCrew(Crew):
             self._signal_group(worker, signal.SIGKILL)
 
     def _is_start_due(self) -> bool:
-        over = self._has_ended or self._roster.is_over or self._doubts
+        over = self._has_ended or self._roster.is_over or self._roster.has_quits or self._doubts
         if self._is_ending or self._gave_up is not None or self._end is not None or over:
             return False
         left_out = self._neighbours is not None and self._neighbours.leave_us_out
@@ -337,20 +347,29 @@ class ElasticCrew(Crew):
             code, at_s = worker.process.returncode, time.monotonic()
             assert code is not None
             person = self._persons[worker.rank]
-            self._events.note("ended" if code in (0, PREEMPTED) else "lost", worker=person.id, code=code)
-            self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told))
-            self._bury(worker)
+            early = self._bury(worker)
+            is_lost = early or code not in (0, PREEMPTED)
+            self._events.note("lost" if is_lost else "ended", worker=person.id, code=code)
+            self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told, early))
             if worker.rank in self._disowned:
                 continue
             released = any(do is Do.RELEASE for do, _ in person.told)
-            self._has_ended |= code in (0, PREEMPTED) and not released
+            self._has_ended |= not is_lost and not released and person.worker.standing is not Standing.QUIT
             if person.worker.standing is Standing.DONE:
                 self._records.say_over(code if code == PREEMPTED else 0)
-            if code not in (0, PREEMPTED):
-                self._mourn(worker, at_s)
+            if is_lost:
+                self._mourn(worker, at_s, early=early)
 
-    def _bury(self, worker: WorkerProcess) -> None:
-        """Nothing of it stays, however many there will be."""
+    def _judge_quits(self, now_s: float) -> None:
+        """Those who have left their Run without the others are lost."""
+        for person in self._roster.judge_quits(now_s):
+            number = next(n for n, one in self._persons.items() if one is person)
+            self._exits = [replace(one, early=True) if one.rank == number else one for one in self._exits]
+            self._events.note("lost", worker=person.id, code=self._workers[number].process.returncode)
+            self._mourn(self._workers[number], now_s, early=True)
+
+    def _bury(self, worker: WorkerProcess) -> bool:
+        """Nothing of it stays, however many there will be. Returns whether it ended with status 0 before its time."""
         person = self._persons[worker.rank]
         for message in person.line.receive():
             self._roster.hear(person, message)
@@ -358,7 +377,7 @@ class ElasticCrew(Crew):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(pipe)
         person.line.close()
-        self._roster.lost(person.id, done=worker.process.returncode in (0, PREEMPTED))
+        early = self._roster.lost(person.id, done=worker.process.returncode in (0, PREEMPTED))
         worker.buried = True
         self._signal_group(worker, signal.SIGKILL)
         self._graves.append(worker)
@@ -367,11 +386,14 @@ class ElasticCrew(Crew):
             stream.drain()
             stream.pipe.close()
         worker.log.close()
+        return early
 
-    def _mourn(self, worker: WorkerProcess, at_s: float) -> None:
+    def _mourn(self, worker: WorkerProcess, at_s: float, *, early: bool = False) -> None:
         words, code = worker.words(), worker.process.returncode
         assert code is not None
         error = words[-1] if code > 0 and words else ""
+        if early:
+            error = EARLY
         failure = Failure(worker.rank, at_s, self._roster.newest[0], self._roster.here[0], error)
         self._failures.append(failure)
         if self._is_ending or self._gave_up is not None or (self._roster.is_over and worker.told):
@@ -382,7 +404,8 @@ class ElasticCrew(Crew):
             self._gave_up = failure
             return
         if not worker.told:
-            say(f"{who} was lost: {describe(code)}{f': {error}' if error else ''}")
+            how = _describe_early(self._persons[worker.rank]) if early else describe(code)
+            say(f"{who} was lost: {how}{f': {error}' if error and not early else ''}")
         if self._roster.is_over and error:  # another one has ended the program in the middle of the run
             self._gave_up = failure
             return
@@ -412,7 +435,8 @@ class ElasticCrew(Crew):
         self._gave_up = first
         say(f"giving up: {why}")
         worker, exits = self._workers[failure.worker], [one for one in self._exits if one.rank == failure.worker]
-        how = describe(exits[-1].code) + (f": {failure.error}" if failure.error else "")
+        how = failure.error if exits[-1].early else describe(exits[-1].code)
+        how += f": {failure.error}" if failure.error and not exits[-1].early else ""
         blame = f"{worker.name} failed, {how}; given up there: {why}"
         self._records.accuse(status=exit_status(exits[-1:], None), why=blame)
         self._tell(signal.SIGKILL if failure.error else signal.SIGTERM)

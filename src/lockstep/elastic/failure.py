@@ -70,6 +70,31 @@ def read(folder: Path, pid: int, name: str) -> Facts | None:
     return facts if isinstance(facts.where, dict) and facts.pid == pid else None
 
 
+@dataclass(frozen=True)
+class RunMark:
+    """What a worker leaves for its launcher while it is in a Run, in case that it ends there with status 0."""
+
+    is_left: bool = False  # by an exception, or at the end of the interpreter; False: it is inside
+    facts: Facts | None = None  # about sys.exit, if that was how
+
+
+def mark_path(folder: Path, pid: int) -> Path:
+    return folder / f"in-run-{pid}.json"
+
+
+def take_mark(folder: Path, pid: int) -> RunMark | None:
+    """Read and remove the mark of a process that has ended. None: it was not in a Run, or had come to its end."""
+    path = mark_path(folder, pid)
+    try:
+        told = json.loads(path.read_bytes())
+        path.unlink()
+        return RunMark(bool(told["is_left"]), None if told["facts"] is None else Facts(**told["facts"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        return RunMark()  # half written
+
+
 Where = Callable[[TracebackType | None], dict[str, Any]]
 
 
@@ -110,6 +135,27 @@ class CrashHook:
         how = f"({error.code})" if isinstance(error.code, int) else f" with the message: {error.code}"
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
         self._write(ENDED_ITSELF, f"the program called sys.exit{how}", trace, error.__traceback__, is_printed=True)
+
+    def mark_run(self, mark: RunMark | None) -> None:
+        """Leave this mark for the launcher, if there is one, in place of the one before. None: take it away."""
+        if self._folder is None or os.getpid() != self._pid:
+            return
+        path = mark_path(self._folder, self._pid)
+        with suppress(OSError):
+            if mark is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.with_suffix(".new").write_text(json.dumps(asdict(mark)))
+                path.with_suffix(".new").replace(path)
+
+    def describe_exit(self, error: SystemExit) -> Facts:
+        """What is known of a sys.exit() that has left a Run."""
+        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+        text = f"the program called sys.exit({'' if error.code is None else error.code}) in the middle of its Run"
+        where: dict[str, Any] = {}
+        with suppress(Exception):
+            where = self._where(error.__traceback__)
+        return Facts(self._pid, socket.gethostname(), ENDED_ITSELF, text, trace, where, is_printed=True)
 
     def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
         """False: the traceback has yet to be printed, whole."""

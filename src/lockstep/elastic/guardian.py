@@ -11,17 +11,25 @@ For those that do end in time, the launcher adopts orphans (Linux): it can then 
 process 1 of a container does not collect the dead.
 
 Not covered by any of it: a child that left its worker's process group on purpose (setsid, daemons).
+
+Note [Semaphores]
+Processes that are spawned (not forked) share named semaphores, such as those of a DataLoader's queues. Python unlinks
+the ones of a process that was killed in a "resource tracker", a child of that process, which is killed with its group
+here. So a worker gives its semaphores a prefix, and whoever kills its group unlinks what has that prefix.
 """
 
 from __future__ import annotations
 
 import ctypes
+import glob
+import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
+from typing import Final
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,12 +42,37 @@ def adopt_orphans() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+SEMAPHORES: Final = "/dev/shm/sem"  # where Linux has named semaphores
+
+
+def name_semaphores(env: Mapping[str, str]) -> None:
+    """In a worker: let its semaphores, and those of processes that it starts, have its prefix: Note [Semaphores]."""
+    from multiprocessing import process
+
+    config = getattr(process.current_process(), "_config", None)
+    if isinstance(config, dict):
+        config["semprefix"] = prefix_of_semaphores(env.get("LOCKSTEP_RUN_ID", ""), os.getpid())
+
+
+def prefix_of_semaphores(run: str, worker: int) -> str:
+    """Containers may share a /dev/shm and have processes with the same number: so the run is in it."""
+    return f"/mp-{hashlib.sha256(run.encode()).hexdigest()[:8]}-{worker}"
+
+
+def unlink_semaphores(run: str, worker: int) -> None:
+    """Of a worker whose whole group was killed."""
+    for path in glob.glob(f"{SEMAPHORES}.{prefix_of_semaphores(run, worker)[1:]}-*"):
+        with suppress(OSError):
+            os.unlink(path)
+
+
 class Guardian:
     """Keeps the list of process groups that must not outlive us. Enter it before the first worker is started, and
     while the launcher has one thread only: it forks."""
 
-    def __init__(self) -> None:
-        self._pid = 0
+    def __init__(self, run: str = "") -> None:
+        """`run`: the LOCKSTEP_RUN_ID of the workers."""
+        self._pid, self._run = 0, run
         self._pipe = -1
 
     def __enter__(self) -> Guardian:
@@ -48,7 +81,7 @@ class Guardian:
         if self._pid == 0:
             try:
                 os.close(self._pipe)
-                _guard(read_end)
+                _guard(read_end, self._run)
             finally:
                 os._exit(0)
         os.close(read_end)
@@ -83,11 +116,12 @@ class Guardian:
 
     def release(self, group: int) -> None:
         """The group is gone. Its number may soon belong to somebody else."""
+        unlink_semaphores(self._run, group)
         with suppress(BrokenPipeError):
             os.write(self._pipe, b"-%d\n" % group)
 
 
-def _guard(read_end: int) -> None:
+def _guard(read_end: int, run: str) -> None:
     """The life of the guardian: out of reach of Ctrl-C and hang-ups, holding nothing of the launcher's open."""
     os.setsid()
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -103,3 +137,4 @@ def _guard(read_end: int) -> None:
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+        unlink_semaphores(run, group)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from lockstep.card import ASCII, LINES, WIDTH, Box, Card, draw
 from lockstep.elastic import trouble
-from lockstep.elastic.causes import Evidence, advise, explain
+from lockstep.elastic.causes import TOO_EARLY, Evidence, advise, explain
 from lockstep.elastic.failure import ENDED_ITSELF, Facts
 from lockstep.elastic.screen import write_all
 from lockstep.elastic.trouble import Frame, Trouble
@@ -40,6 +40,7 @@ class Dead:
     log_dir: Path
     log: str  # its file there
     told: bool = False
+    early: bool = False  # with status 0, in the middle of its Run
     out_of_memory: str = ""
     trace_name: str = ""  # of its files in the folder of traces
     pids: dict[str, int] = field(default_factory=dict)  # of all workers, by name
@@ -52,9 +53,9 @@ def hold(dead: Dead, facts: Facts | None) -> Card:
 
 def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
     """Pure. `seen`: how far it was, if it wrote down nothing."""
-    found = trouble.read(dead.words) if facts is None else read_facts(facts)
+    found = read_facts(facts) if facts is not None else trouble.read(dead.words) if not dead.early else Trouble()
     evidence = Evidence(found.what, "\n".join(dead.words), dead.code, dead.out_of_memory, dead.told)
-    cause = explain(evidence)
+    cause = TOO_EARLY if dead.early else explain(evidence)
     if found.cause and cause is None:
         cause = explain(Evidence(found.cause, "", dead.code))
     early = _EARLY.search(found.what)
@@ -155,7 +156,7 @@ def show(card: Card) -> None:
 
 def _ended(dead: Dead) -> str:
     """Without an exception."""
-    ended, last = describe(dead.code).partition(";")[0], _last_line(dead)
+    ended, last = describe(dead.code, early=dead.early).partition(";")[0], _last_line(dead)
     return ended + (f"; the last that it said: {last}" if last else "; it said nothing")
 
 

@@ -6,8 +6,9 @@ Nobody is the leader: the store takes one proposal per `run` record, and the oth
 Note [What supervisors keep to]
 Nothing below is safe unless all of these hold.
 1. `hosts` were read together with `now`, or later; never before. `run` is replaced only if it is still the record read.
-2. LEFT is written after the worker has left, DONE after it has ended, and a dead worker is taken off the list after
-   it was reaped. A worker that does not obey in time is killed. LEFT is for good: no JOIN of that generation follows.
+2. LEFT is written after the worker has left, DONE after its Run is over, QUIT after it was reaped, and a worker that
+   was lost is taken off the list after it was reaped. A worker that does not obey in time is killed. LEFT is for good:
+   no JOIN of that generation follows.
 3. A host whose lease ended makes its workers leave, and comes back with those that have LEFT and with newcomers, never
    with one that is INSIDE. From then on it goes by what it reads after that, and joins no generation that it `found`
    there: somebody who saw the host missing may be about to replace that one.
@@ -51,7 +52,8 @@ class Standing(Enum):
     READY = "ready"  # a newcomer without state; it replayed results up to `position` (top is -1), told in `generation`
     INSIDE = "inside"  # in `generation`
     LEFT = "left"  # has left `generation` and keeps state and results of `position`
-    DONE = "done"  # its program ended by itself, status 0
+    DONE = "done"  # its Run is over, or its program has ended together with that of all members
+    QUIT = "quit"  # its process ended with status 0 after an exception had left its Run: DONE if all do that, else lost
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def next_generation(now: Generation, hosts: Sequence[Host], want: Want) -> Gener
     survivors = [worker for worker in present if worker.standing is Standing.LEFT]
     if survivors:
         return _from_survivors(now, survivors, workers, want)
-    if present:  # all DONE
+    if present:  # all DONE, or about to be
         return None
     return _from_newcomers(now, workers, want)
 
@@ -197,7 +199,7 @@ def _has_left(worker: Worker, now: Generation) -> bool:
 
 
 def _is_out(worker: Worker, now: Generation) -> bool:
-    return worker.standing is Standing.DONE or _has_left(worker, now)
+    return worker.standing in (Standing.DONE, Standing.QUIT) or _has_left(worker, now)
 
 
 def _is_ending(now: Generation, workers: Mapping[str, Worker]) -> bool:

@@ -25,6 +25,9 @@ class Person:
     knows_loop: bool = False
     knows_anew: int = 0  # entries of that generation
     at: Any = None  # the position that it last told
+    is_calling: bool = False  # it was in a call of the Run then
+    left_run: bool = False  # by an exception, which its program may catch
+    ended_s: float = 0.0  # when its process ended with status 0 after that
     released: bool = False  # one too many: it ends with status 0, which is not the end of the program
 
     @property

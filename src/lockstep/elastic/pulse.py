@@ -16,7 +16,7 @@ BUSY_STALLS: Final = 30  # how many times as long a worker may be silent that is
 
 def why_dead(person: Person, now_s: float, stall_s: float) -> str | None:
     """It is stopped, or does not leave when it is told to: why it is to be killed. None: it lives."""
-    if not person.spoke or person.worker.standing is Standing.DONE:
+    if not person.spoke or person.worker.standing in (Standing.DONE, Standing.QUIT):
         return None
     silent_s = now_s - person.heard_s
     if silent_s > stall_s / 2:  # soon enough to know by then whether it computes

@@ -6,6 +6,7 @@ It carries out `membership`: keeps this host's record, proposes the next generat
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol, final
 
@@ -28,6 +29,10 @@ from lockstep.elastic.records import Records
 from lockstep.elastic.values import Values
 
 LEASE_EVERY_S: Final = 0.5  # how often workers are told how long our lease holds
+
+# How long after a worker that has quit the others may still quit too: while they are in a call, and on other hosts.
+QUIT_WITHIN_S: Final = 5.0
+QUIT_ELSEWHERE_WITHIN_S: Final = 10.0
 
 
 class Diary(Protocol):
@@ -64,16 +69,64 @@ class Roster:
         self.people[worker.id] = person = Person(worker, line, slot)
         return person
 
-    def lost(self, id_: str, *, done: bool) -> None:
-        """Its process has ended and was collected; `done`: by itself, with status 0."""
+    def lost(self, id_: str, *, done: bool) -> bool:
+        """Its process has ended and was collected; `done`: by itself, with status 0.
+
+        Returns whether it is missed although its status was 0: it was a member, and its Run was not over. One that has
+        left its Run by an exception, or by sys.exit, is judged later: see `judge_quits`.
+        """
         person = self.people.get(id_)
         if person is None:
-            return  # disowned before
+            return False  # disowned before
         person.line.ended = True
-        if done and not person.released and id_ in self._records.generation.members:
-            self._note_done(person)
-        if person.worker.standing is not Standing.DONE:
-            del self.people[id_]
+        if person.worker.standing is Standing.DONE:
+            return False
+        is_early = done and not person.released and id_ in self._records.generation.members
+        if is_early and person.left_run:
+            person.ended_s, person.told_leave_s = time.monotonic(), None
+            person.worker = replace(person.worker, standing=Standing.QUIT)
+            return False
+        del self.people[id_]
+        return is_early
+
+    @property
+    def has_quits(self) -> bool:
+        """Whether there are workers of which it is not known yet whether they are missed."""
+        return any(person.worker.standing is Standing.QUIT for person in self.people.values())
+
+    def judge_quits(self, now_s: float) -> list[Person]:
+        """Decide about workers that have left their Run by an exception and ended with status 0.
+
+        If all members do that the program has ended. If another member goes on, they are lost: returns these.
+        """
+        quits = [person for person in self.people.values() if person.worker.standing is Standing.QUIT]
+        if not quits:
+            return []
+        known = {worker.id: worker.standing for worker in self._workers()}
+        members = {member: known.get(member) for member in self._records.generation.members}
+        if all(standing in (Standing.QUIT, Standing.DONE) for standing in members.values()):
+            for person in quits:
+                self._note_done(person)
+            self._records.say_over(0)
+            return []
+        missed = [person for person in quits if self._is_missed(person, members, now_s)]
+        for person in missed:
+            del self.people[person.id]
+        return missed
+
+    def _is_missed(self, person: Person, members: Mapping[str, Standing | None], now_s: float) -> bool:
+        """Whether a member goes on without this one, which has quit. One that does not wait for it may yet quit too."""
+        if person.id not in members or None in members.values():  # another one was lost, and the others go on
+            return True
+        staying = [id_ for id_, standing in members.items() if standing not in (Standing.QUIT, Standing.DONE)]
+        here = [self.people[id_] for id_ in staying if id_ in self.people]
+        since_s, quit_at = now_s - person.ended_s, _position(person.at)
+        for one in (one for one in here if one.is_calling and not one.left_run):
+            at = _position(one.at)
+            # In the same call, in the loss function say, the others may be a little slower.
+            if at > quit_at or (at == quit_at and not person.is_calling) or since_s > QUIT_WITHIN_S:
+                return True
+        return len(here) < len(staying) and since_s > QUIT_ELSEWHERE_WITHIN_S
 
     def _note_done(self, person: Person) -> None:
         """Its Run is over. What it does from now on, or how it ends, is no business of the others."""
@@ -129,6 +182,9 @@ class Roster:
                 self._note_progress(message["position"])
                 if message["position"] != person.at:
                     person.at, self.moves = message["position"], self.moves + 1
+                person.is_calling = bool(message.get("calling", False))
+            case "leaves":
+                person.left_run, person.at, person.is_calling = True, message["position"], bool(message["calling"])
             case "ready":
                 position = _position(message["position"])
                 person.worker = replace(

@@ -87,6 +87,7 @@ class Seat:
         self.generation = 0  # that we are inside, or were last
         self.position: Position = (-1, 0)
         self.on_leave: Callable[[], None] = lambda: None  # called by the listening thread
+        self.is_calling: Callable[[], bool] = lambda: False  # whether the program is in a call of its Run
         self._thread = threading.Thread(target=self._listen, name="lockstep-seat", daemon=True)
 
     def start(self) -> Welcome:
@@ -119,7 +120,7 @@ class Seat:
                 self._hear(message)
             if time.monotonic() - beat_s > BEAT_EVERY_S:
                 beat_s = time.monotonic()
-                self.say("beat", position=self.position)
+                self.say("beat", position=self.position, calling=self.is_calling())
                 if self.generation in self._leave and self.generation > self._last_left:
                     self.on_leave()  # again: Gloo has tried another time to connect to a host that does not answer
 

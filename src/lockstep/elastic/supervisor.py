@@ -22,13 +22,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from lockstep.elastic import failure
-from lockstep.elastic.failure import Facts
+from lockstep.elastic.failure import Facts, RunMark
 from lockstep.elastic.forked import Forked
 from lockstep.elastic.guardian import Guardian, adopt_orphans
 from lockstep.elastic.inquest import Dead, hold, show
@@ -162,7 +162,7 @@ def supervise(job: Job) -> int:
     """
     adopt_orphans()
     with ExitStack() as stack:
-        guardian = stack.enter_context(Guardian())
+        guardian = stack.enter_context(Guardian(job.id))
         port = stack.enter_context(reserve_port())
         crew = stack.enter_context(Crew(job, guardian) if job.elastic is None else _elastic_crew(job, guardian))
         crew.start(port)
@@ -241,6 +241,7 @@ class WorkerProcess:
         self.tail = b""
         self.told = False
         self.facts: Facts | None = None  # that it wrote down when it failed
+        self.mark: RunMark | None = None  # it ended in a Run, or had left it by an exception
         self.buried = False  # nothing of it is left, and its number may be somebody else's
         assert process.stdout is not None
         assert process.stderr is not None
@@ -266,6 +267,9 @@ class WorkerProcess:
         self.out.drain()
         self.err.drain()
         self.facts = failure.read(log_dir, self.process.pid, log_of(self.name).removesuffix(".log"))
+        self.mark = failure.take_mark(log_dir, self.process.pid)
+        if self.facts is None and self.mark is not None and self.process.returncode == 0:
+            self.facts = self.mark.facts
         if self.facts is not None and not self.facts.is_printed:
             text = self.facts.trace.encode(errors="replace")
             self.write_log(text)
@@ -478,7 +482,10 @@ class Crew:
             worker.take_last(self._job.log_dir)  # before we judge
             code = worker.process.returncode
             assert code is not None
-            self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told))
+            exited = Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told)
+            if code == 0 and worker.mark is not None and not worker.told:
+                exited = replace(exited, early=not worker.mark.is_left, quit=worker.mark.is_left)
+            self._exits.append(exited)
             self._signal_group(worker, signal.SIGTERM)
 
     def report(self) -> int:
@@ -491,7 +498,7 @@ class Crew:
             return status
         worker = self._workers[culprit.rank]
         who, words, facts = worker.name, worker.words(), worker.facts
-        say(f"{who} of {self._job.workers} failed first: {describe(culprit.code)}")
+        say(f"{who} of {self._job.workers} failed first: {describe(culprit.code, early=culprit.early)}")
         say(f"the logs of all workers are in {self._job.log_dir}")
         if facts is not None and facts.short:
             cut = f", without {facts.left_out} frames of lockstep and torch, which {log_of(who)} has"
@@ -515,6 +522,7 @@ class Crew:
             log_dir=self._job.log_dir,
             log=log_of(worker.name),
             told=exited.told,
+            early=exited.early,
             out_of_memory=compare(self._before, Killed.count()),
             trace_name=self._trace_name(worker),
             pids={one.name: one.process.pid for one in self._workers},

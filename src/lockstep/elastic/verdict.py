@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 # Peers of a failed worker follow it within 15 ms on a quiet machine; a busy one deserves some more.
 SETTLE_S = 1.0
+EARLY = "it ended with status 0 in the middle of training, before the end of its Run"
 SHOWN_LINES = 80
 SHOWN_LINES_WITHOUT_TRACEBACK = 20
 
@@ -39,6 +40,12 @@ class Exit:
     at_s: float
     lost_peer: bool = False  # its last words are about somebody else
     told: bool = False  # we had asked it to stop by then
+    early: bool = False  # with status 0, in the middle of its Run: a failure all the same
+    quit: bool = False  # with status 0, after an exception had left its Run: early, if the others did not do that too
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 or self.early
 
 
 class Act(Enum):
@@ -76,7 +83,7 @@ def decide(scene: Scene) -> Decision:
         return Decision(Act.KILL)
     if scene.told_at_s is not None:
         return _after(scene.told_at_s + scene.grace_s, Act.KILL, scene.now_s)
-    failures = [one for one in scene.exits if one.code != 0]
+    failures = [one for one in scene.exits if one.failed]
     if not failures:
         return Decision(Act.WAIT)
     if all(one.lost_peer for one in failures):
@@ -89,8 +96,9 @@ def _after(then_s: float, act: Act, now_s: float) -> Decision:
 
 
 def blame(exits: Sequence[Exit]) -> Exit | None:
-    """The first that failed; but if that one only lost a peer, the first soon after that has reasons of its own."""
-    failures = [one for one in exits if one.code != 0]
+    """The first that failed; but if that one only lost a peer, the first soon after that has reasons of its own, or the
+    first that left its Run without the others."""
+    failures = [one for one in exits if one.failed]
     if not failures:
         return None
     first = failures[0]
@@ -98,7 +106,8 @@ def blame(exits: Sequence[Exit]) -> Exit | None:
         obeyed = one.told and one.code < 0
         if one.at_s - first.at_s <= SETTLE_S and not one.lost_peer and not obeyed:
             return one
-    return first
+    left = [one for one in exits if one.quit and one.at_s - first.at_s <= SETTLE_S]
+    return replace(left[0], early=True) if left and first.lost_peer else first
 
 
 def finishing_file(logs: Path, pid: int) -> Path:
@@ -111,13 +120,16 @@ def exit_status(exits: Sequence[Exit], asked: int | None) -> int:
     culprit = blame(exits)
     if culprit is None:
         return 0
-    if culprit.code > 0:
-        return culprit.code
+    if culprit.code >= 0:
+        return culprit.code or 1  # ended with status 0, and too early
     # Whoever was told to end and died of it, of our SIGKILL at last, counts as ended by the signal we were sent.
     return 128 + (asked if asked is not None and culprit.told else -culprit.code)
 
 
-def describe(code: int) -> str:
+def describe(code: int, *, early: bool = False) -> str:
+    """How a process ended. `early`: with status 0, in the middle of its Run."""
+    if early:
+        return EARLY
     if code >= 0:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

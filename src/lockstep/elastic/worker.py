@@ -18,12 +18,15 @@ import zipfile
 from types import ModuleType
 
 from lockstep.elastic.failure import CrashHook
+from lockstep.elastic.guardian import name_semaphores
 
 
 def become(program: list[str]) -> None:
     """Run it as `python` would; its traceback begins with it, and not with us."""
     hook = CrashHook(os.environ)
     hook.install()
+    if os.environ.get("LOCKSTEP_LAUNCHER") == str(os.getppid()):
+        name_semaphores(os.environ)
     try:
         run_program(program)
     except SystemExit as error:

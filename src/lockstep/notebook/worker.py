@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.elastic.guardian import name_semaphores
 from lockstep.errors import LockstepError
 
 _PUT_AWAY: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
@@ -84,6 +85,7 @@ def _settle(task: Task) -> None:
     )
     os.environ.clear()
     os.environ.update(task.env)
+    name_semaphores({})
     # The threads with which torch shares out an operation are the caller's, and not here: to wait for them is to hang.
     torch.set_num_threads(1)
 

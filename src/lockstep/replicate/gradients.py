@@ -50,6 +50,14 @@ class Kept:
     ours: bool = False
 
 
+def dtype_on_the_way(own: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the precision to which gradients of dtype `own` are rounded before they are added; None: they are not.
+
+    Complex gradients travel as they are: torch has no complex numbers as narrow as bfloat16.
+    """
+    return comm_dtype if own.is_floating_point else None
+
+
 class Bucket:
     """Some parameters whose gradients travel together, and behind them the marks of those that were used."""
 
@@ -64,8 +72,7 @@ class Bucket:
             self.offsets.append(self.numel)
             self.numel += -(-parameter.numel() // step) * step
         own = self.parameters[0].dtype
-        dtype = comm_dtype if comm_dtype is not None and own.is_floating_point else own
-        self.parcel = sum_.parcel(self.numel + len(self.indices), dtype)
+        self.parcel = sum_.parcel(self.numel + len(self.indices), dtype_on_the_way(own, comm_dtype) or own)
         self.rows = list(self.parcel.rows)
         self.views = [self.cut(row) for row in self.rows]
         self.marks = [row[self.numel : self.numel + len(self.indices)] for row in self.rows]
@@ -161,8 +168,9 @@ class Gradients:
             )
         if leaf.sparse:
             return gradient.coalesce()
-        if self._comm_dtype is not None and gradient.dtype.is_floating_point:
-            return gradient.to(self._comm_dtype).to(torch.float32)
+        narrow = dtype_on_the_way(gradient.dtype, self._comm_dtype)
+        if narrow is not None:
+            return gradient.to(narrow).to(torch.float32)
         return gradient.float() if gradient.dtype in NARROW else gradient
 
     def _add(self, left: Kept, right: Kept) -> Kept:
@@ -249,10 +257,9 @@ class Gradients:
     def _copy(self, view: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             view.zero_()
-        elif self._comm_dtype is not None and view.dtype != self._comm_dtype:
-            view.copy_(gradient.to(self._comm_dtype))
-        else:
-            view.copy_(gradient)
+            return
+        narrow = dtype_on_the_way(gradient.dtype, self._comm_dtype)
+        view.copy_(gradient if narrow is None or narrow == view.dtype else gradient.to(narrow))
 
     def _place_all(self, bucket: Bucket) -> None:
         """Few large kernels instead of many small ones, where nothing is missing."""
@@ -332,8 +339,8 @@ class Gradients:
         for i, value in zip(there, values, strict=True):
             assert value is not None
             parameter = self._parameters[i]
-            narrow = value if self._comm_dtype is None else value.to(self._comm_dtype)
-            parameter.grad = narrow.to(parameter.dtype)
+            narrow = dtype_on_the_way(parameter.dtype, self._comm_dtype)
+            parameter.grad = (value if narrow is None else value.to(narrow)).to(parameter.dtype)
 
     def _sum_sparse(self, index: int) -> Tensor | None:
         parameter = self._parameters[index]

@@ -120,6 +120,9 @@ class Calls:
     def end(self) -> None:
         """All were made, by everybody."""
 
+    def leave(self) -> None:
+        """The program leaves its Run without its end, by an exception; the other workers may not."""
+
 
 def say(text: str) -> None:
     print(f"lockstep: {text}", file=sys.stderr, flush=True)

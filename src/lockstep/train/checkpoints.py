@@ -18,7 +18,7 @@ from lockstep.data.order import Position
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.train.calls import say
 from lockstep.train.module_state import ModuleOrigin
-from lockstep.train.plan import take_over_trainable
+from lockstep.train.plan import group_names, match_groups, take_over_trainable
 from lockstep.train.run_directory import read_stop
 from lockstep.train.saving import MODEL, BestMetric, Saving, State, named, restore
 from lockstep.train.step import Plan
@@ -64,6 +64,7 @@ class Checkpoints:
         run = {"shards": plan.batches.settings.shards, "optimizer": type(plan.optimizer).__name__}
         more = {
             "trainable": [leaf.name for leaf in plan.leaves],
+            "groups": group_names(plan),
             "settings": plan.settings,
             "best": self._best.state(),
         }
@@ -72,6 +73,7 @@ class Checkpoints:
 
     def restore(self, plan: Plan, state: State) -> None:
         """Take over a state."""
+        match_groups(plan, state)
         restore(self._things(plan), state)
         take_over_trainable(plan, state)
         self._best.restore(state.get("best"))
@@ -153,6 +155,7 @@ class Checkpoints:
         stopped = read_stop(self.directory)
         compare({"step": str(step), "stopped": str(stopped)})
         if found is not None:
+            plan.batches.check(found["batches"])  # a start that is refused has not said that it resumes
             self._compare_settings(plan, found, writes=writes, tells=tells)
             self.restore(plan, found)
             self.was_stopped, self._resumed_from = stopped == step, step

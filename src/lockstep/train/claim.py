@@ -38,6 +38,9 @@ _FIRST, _LAST = 2, 2**30  # bytes of runs
 _HELD: Final = (errno.EACCES, errno.EAGAIN)
 
 
+_reserved: Final[dict[str, Claim]] = {}  # by Runs of this process, which the locks do not tell apart
+
+
 @final
 class Claim:
     """`take` and `release` may be called at any time, in any order."""
@@ -47,6 +50,23 @@ class Claim:
         self._run = env.get("LOCKSTEP_RUN_ID", "")  # of all workers of a launcher; "": there is none
         self._byte = byte_of(self._run or f"{socket.gethostname()} {os.getpid()}")
         self._file: int | None = None
+
+    def reserve(self) -> None:
+        """Take the directory in this process, on every worker, before any of them waits for another.
+
+        Raises DirectoryInUseError if a Run that has not ended has it.
+        """
+        if _reserved.setdefault(os.path.realpath(self.directory), self) is not self:
+            raise DirectoryInUseError(
+                f"the run directory {self.directory} is in use by another Run of this program (process {os.getpid()}), "
+                "whose `with` block has not ended: two would spoil each other's checkpoints. End that one first, or "
+                "give each Run a directory of its own"
+            )
+
+    def free(self) -> None:
+        """Let another Run of this process have the directory."""
+        if _reserved.get(os.path.realpath(self.directory)) is self:
+            del _reserved[os.path.realpath(self.directory)]
 
     def take(self, *, leads: bool) -> None:
         """Take the directory for this run; any worker may come first.

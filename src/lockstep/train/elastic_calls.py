@@ -124,6 +124,7 @@ class ElasticCalls(Calls):
     def __init__(self, seat: Seat, welcome: Welcome, crew: Crew, *, backend: str | None, device: Any) -> None:
         super().__init__()
         self._seat, self._crew = seat, crew
+        seat.is_calling = lambda: bool(self.doing)
         self._company = Company(seat, slot=welcome.slot, backend=backend, device=device)
         self._position = (-1, 0)
         self._made: dict[int, list[_Made]] = {-1: []}  # by step begun: before the loop, this one and the last
@@ -259,6 +260,9 @@ class ElasticCalls(Calls):
 
     def end(self) -> None:
         self._seat.say("done")
+
+    def leave(self) -> None:
+        self._seat.say("leaves", position=self._position, calling=bool(self.doing))
 
     # -- generations -------------------------------------------------------------------------------------------------
 

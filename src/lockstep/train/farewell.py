@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, final
 
-from lockstep.elastic.failure import CrashHook
+from lockstep.elastic.failure import CrashHook, RunMark
 from lockstep.train import step
 
 
@@ -21,9 +21,18 @@ class Farewell:
 
     def begin(self) -> None:
         self._hook.install()
+        self._hook.mark_run(RunMark())
+
+    def leave(self, error: BaseException | None) -> None:
+        """The Run is left without its end: by this exception, or None at the end of the interpreter."""
+        facts = None
+        if isinstance(error, SystemExit):
+            facts = self._hook.describe_exit(error)
+        self._hook.mark_run(RunMark(is_left=True, facts=facts))
 
     def end(self) -> None:
         self._hook.remove()
+        self._hook.mark_run(None)
 
     def _describe(self, trace: TracebackType | None) -> dict[str, Any]:
         shard = _shard_of(trace)

@@ -217,7 +217,8 @@ class TrainLoop:
         try:
             session.checkpoints.keep_last(plan, here, go_on)
             if isinstance(error, SystemExit) and not error.code:
-                write_stop(directory, here.number)
+                if session.once.do_all_leave():  # else the others go on, and this worker is missed
+                    write_stop(directory, here.number)
             elif isinstance(error, Exception):
                 pending_stops.add(directory, here.number, error)
             say(f"saved at step {here.number}, where the program left the loop ({type(error).__name__})")
@@ -332,10 +333,9 @@ class TrainLoop:
         self._is_applying = True
 
     def _follow_trainable(self, plan: Plan, check: LoopCheck) -> None:
-        """The program has frozen or unfrozen parameters: this step trains those that require a gradient now."""
-        follow_trainable(plan)
-        names = [leaf.name for leaf in plan.leaves]
-        self._session.agree("run.step: what is trained", {"parameters that require a gradient": names})
+        """The program has frozen or unfrozen parameters, or given some to the optimiser: this step trains what is
+        trainable now."""
+        self._session.agree("run.step: what is trained", follow_trainable(plan))
         self._drop_training()
         self._share_out(plan)
         self._handed_out = self._generation  # the workers are the same, and so are the shards of the batch in hand

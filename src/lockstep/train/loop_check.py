@@ -79,7 +79,7 @@ class LoopCheck:
     """Follows one training loop: each batch that is handed out gets exactly one `run.step`, and nothing else trains."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters, self._optimizer = list(model.parameters()), optimizer
         self._number: int | None = None  # of the batch that was handed out
         self._is_stepped = False
         self._failure = ""  # how the step with that batch has failed
@@ -94,12 +94,18 @@ class LoopCheck:
         """These parameters are trained from now on."""
         self._leaves = [leaves[n] for n in sorted({0, len(leaves) // 2, len(leaves) - 1})][:LOOKED_AT]
         self._required = [p.requires_grad for p in self._parameters]
+        self._groups = self._count_groups()
         self._look()
 
     @property
     def has_other_parameters(self) -> bool:
-        """The program has frozen or unfrozen a parameter since `follow`."""
+        """The program has frozen or unfrozen a parameter, or given one to the optimiser, since `follow`."""
+        if self._groups != self._count_groups():
+            return True
         return any(p.requires_grad is not was for p, was in zip(self._parameters, self._required, strict=True))
+
+    def _count_groups(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def close(self) -> None:
         if self._hook is not None:

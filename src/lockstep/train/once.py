@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from lockstep.comm.peers import Reporter, in_other_call, judge
 from lockstep.errors import LockstepError, PeerLostError
 
 ASK_EVERY_S = 0.02
+LEAVE_WITHIN_S = 2.0  # the others, after one has called sys.exit
 LOOK_EVERY_S = 1.0  # whether the one we wait for still lives
 SAY_AFTER_S = 5.0
 SAY_EVERY_S = 30.0
@@ -27,7 +29,7 @@ class Once:
         """All workers of `group` together, and before any of them can be in the next one."""
         self._rank = group.rank()
         # Every worker counts one up, so this is the same number for all, and nobody finds the answers of another run.
-        size = group.size()
+        self._size = size = group.size()
         number = (store.add(f"lockstep/once/{size}", 1) - 1) // size
         self.store = self._store = PrefixStore(f"lockstep/once/{size}/{number}", store)
         self._reporter = Reporter.of(group)
@@ -43,6 +45,22 @@ class Once:
         if "error" in answer:
             raise LockstepError(f"on_main({name}) failed on rank {on}: {answer['error']}")
         return answer["value"]
+
+    def note_leaving(self) -> None:
+        """Tell the others that this worker leaves the Run by sys.exit."""
+        with suppress(Exception):  # the store may be gone, with whoever kept it
+            self._store.set(f"leaves/{self._rank}", "")
+
+    def do_all_leave(self) -> bool:
+        """Whether all workers have told that they leave, or do so within a moment."""
+        keys, end_s = [f"leaves/{rank}" for rank in range(self._size)], time.monotonic() + LEAVE_WITHIN_S
+        with suppress(Exception):
+            while not self._store.check(keys):
+                if time.monotonic() > end_s:
+                    return False
+                time.sleep(ASK_EVERY_S)
+            return True
+        return False
 
     def _do(self, call: Callable[[], Any], key: str, name: str) -> Any:
         try:

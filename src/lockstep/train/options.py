@@ -71,7 +71,8 @@ class OptionNames(TypedDict, total=False):
 class Options:
     """
     precision     "fp32", "bf16" or "fp16": what forward passes compute in (autocast)
-    grad_comm_dtype  "bf16" or "fp16": gradients travel in half precision; sums are formed in float32 all the same
+    grad_comm_dtype  "bf16" or "fp16": gradients travel in half precision; sums are formed in float32 all the same.
+                  Complex and sparse ones travel as they are
     max_grad_norm     the largest norm that the gradient of the global batch may have
     on_nonfinite  "stop", "skip" or "ignore": when a loss or gradient is not finite
     check_every   steps from one comparison of the replicas to the next; None: so that it costs under 0.5 %

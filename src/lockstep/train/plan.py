@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from lockstep.data.batches import Batch, Batches, Position, Shard
 from lockstep.data.order import share
 from lockstep.replicate import replica
 from lockstep.replicate.gradients import Gradients
+from lockstep.replicate.replica import Leaf
 from lockstep.replicate.running import RunningState
 from lockstep.train import setting
 from lockstep.train.audit import Audit
@@ -22,11 +23,12 @@ from lockstep.train.observer import Observer, Sight
 from lockstep.train.options import Options
 from lockstep.train.precision import LossScale
 from lockstep.train.run_directory import STOPPED
-from lockstep.train.schedule import LargeBatch, LRScaling
+from lockstep.train.schedule import LargeBatch, LRScaling, cover_groups
 from lockstep.train.step import Plan, Result, Training
 from lockstep.world import World
 
 _COUNTS: Final = ("last_epoch", "params", "initial_lr")
+_OF_ORDER: Final = ("seed", "sampler", "order_seed", "order_size")  # which `Batches.order_name` has
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
@@ -44,13 +46,7 @@ def make_plan(
 ) -> Plan:
     """Raises ValueError for what does not fit together. Nothing is changed."""
     leaves = replica.trained_leaves(model, set())
-    known = {leaf.parameter for leaf in leaves}
-    strangers = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    if strangers:
-        raise ValueError(
-            f"the optimiser has {strangers} parameters that the replicated model has not: "
-            "make it from `run.replicate(model).parameters()`"
-        )
+    _refuse_strangers(optimizer, leaves)
     audit_every, is_stream = basis.options.audit_every, batches.state()["samples"] < 0
     if audit_every and (not basis.exact or is_stream):
         raise ValueError("audit_every= needs exact=True and a map-style dataset: another worker loads the shard")
@@ -71,6 +67,17 @@ def make_plan(
     )
 
 
+def _refuse_strangers(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
+    """Raise ValueError if the optimiser has parameters that the model has not."""
+    known = {leaf.parameter for leaf in leaves}
+    strangers = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if strangers:
+        raise ValueError(
+            f"the optimiser has {strangers} parameters that the replicated model has not: "
+            "make it from `run.replicate(model).parameters()`"
+        )
+
+
 def settings_of(plan: Plan, basis: Basis, *, scaling: LRScaling | None, steps: int | None) -> dict[str, Any]:
     """What the program has set, for a later start that may have set something else (checkpoint/differences.py).
 
@@ -80,7 +87,8 @@ def settings_of(plan: Plan, basis: Basis, *, scaling: LRScaling | None, steps: i
     comm_dtype = options.grad_comm_dtype
     return {
         "options": {
-            **{name: value for name, value in batches.facts().items() if name != "seed"},
+            **{name: value for name, value in batches.facts().items() if name not in _OF_ORDER},
+            "order": batches.order_name,
             "epochs": batches.settings.epochs,
             "steps": steps,
             "precision": options.precision.value,
@@ -109,12 +117,44 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def follow_trainable(plan: Plan) -> None:
-    """Train the parameters that require a gradient now. Raises ValueError if there are none."""
+def follow_trainable(plan: Plan) -> dict[str, Any]:
+    """Train the parameters that require a gradient now, with the groups that the optimiser has now.
+
+    Returns what all workers must have in common. Raises ValueError, and changes nothing, if no parameter is left, or if
+    the program has given the optimiser a group that cannot be trained.
+    """
     leaves = replica.trained_leaves(plan.model, set())
     if not leaves:
         raise ValueError("the program has frozen all parameters: none requires a gradient any more")
+    _refuse_strangers(plan.optimizer, leaves)
+    cover_groups(plan.optimizer, plan.schedule)
     plan.leaves = leaves
+    return {
+        "parameters that require a gradient": [leaf.name for leaf in leaves],
+        "parameter groups of the optimizer": group_names(plan),
+    }
+
+
+def group_names(plan: Plan) -> list[list[str]]:
+    """The names of the parameters of each group of the optimiser; "" for one that the model has not."""
+    names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
+    return [[names.get(id(p), "") for p in group["params"]] for group in plan.optimizer.param_groups]
+
+
+def match_groups(plan: Plan, state: Mapping[str, Any]) -> None:
+    """Let the optimiser have as many groups as the one of `state`, a state of `Checkpoints`, before that is restored.
+
+    The program may have added some by `add_param_group` in its loop; one that starts with fewer gets them here.
+    """
+    names, optimizer = state.get("groups") or [], plan.optimizer
+    parameters = dict(plan.model.named_parameters())
+    for n in range(len(optimizer.param_groups), len(names)):
+        saved = state["optimizer"]["param_groups"][n]
+        options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        has_names = "param_names" in saved
+        own = zip(saved["param_names"], names[n], strict=True) if has_names else ((name, name) for name in names[n])
+        params = [(shown, parameters[name]) if has_names else parameters[name] for shown, name in own]
+        optimizer.add_param_group({**options, "params": params})
 
 
 def take_over_trainable(plan: Plan, state: Mapping[str, Any]) -> None:

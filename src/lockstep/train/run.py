@@ -13,6 +13,7 @@ The same program runs on one worker or many, and computes the same bits.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -106,8 +107,10 @@ class Run:
             faults.arm(os.environ)
             faults.at("start")
             self._farewell.begin()
+            atexit.register(self._leave, None)
             self._session.begin(self._loop)
         except BaseException as error:
+            self._leave(error)
             self._close(error)
             raise
         return self
@@ -124,11 +127,14 @@ class Run:
                     self._loop.end(is_stopped=True)  # the program has left it, by `break` or `return`
                 session.end()
                 self._farewell.end()
+                atexit.unregister(self._leave)
             except BaseException as late:
+                self._leave(late)
                 self._close(late)
                 raise
         else:
             assert error is not None
+            self._leave(error)  # before anything that takes time: the launcher looks whether the others leave, too
             self._loop.save_after(error)
         self._close(None if is_planned else error)
         if is_planned:
@@ -137,6 +143,14 @@ class Run:
             dist.destroy_process_group(session.group)
         if error is None and self.interrupted:
             raise session.stops.exit()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Tell the launcher that the program leaves its Run without its end, by an exception."""
+        self._session.calls.leave()
+        self._farewell.leave(error)
+        if isinstance(error, SystemExit) and hasattr(self._session, "once"):
+            self._session.once.note_leaving()
+        atexit.unregister(self._leave)
 
     def _close(self, error: BaseException | None) -> None:
         with ExitStack() as last_first:

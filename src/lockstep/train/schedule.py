@@ -151,8 +151,62 @@ class _Rate:
             self._group["lr"] = self._lr
 
     def _copy(self) -> float | Tensor:
-        lr: float | Tensor = self._group["lr"]
-        return lr.detach().clone() if isinstance(lr, Tensor) else lr
+        return _copy_of(self._group["lr"])
+
+
+def cover_groups(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Let the scheduler know the groups that the program has added to the optimiser since the scheduler was made.
+
+    A scheduler keeps the base learning rate of each group: that of a new group is the learning rate it came with.
+    Raises ValueError, and changes nothing, if the scheduler cannot set the learning rates of all groups all the same:
+    it would fail after the next step of the optimiser.
+    """
+    groups, known = optimizer.param_groups, dict[int, tuple[Any, list[Any]]]()
+    for one in _parts(scheduler):
+        if one.optimizer is optimizer and len(getattr(one, "base_lrs", groups)) < len(groups):
+            known[id(one)] = one, one.base_lrs
+            one.base_lrs = [*one.base_lrs, *(_copy_of(group["lr"]) for group in groups[len(one.base_lrs) :])]
+    for one, _ in known.values():
+        problem = _why_not_covered(one, groups)
+        if problem:
+            for changed, base_lrs in known.values():
+                changed.base_lrs = base_lrs
+            raise ValueError(
+                f"the optimizer has {len(groups)} parameter groups since add_param_group, and {type(one).__name__}, "
+                f"which was made for fewer, {problem}. Give the optimizer all groups before the scheduler is made "
+                "(frozen parameters cost nothing); or use one that multiplies the learning rate of every group, such "
+                "as StepLR, MultiStepLR or ExponentialLR; or set group['lr'] in the loop, without scheduler="
+            )
+
+
+def _why_not_covered(scheduler: Any, groups: list[dict[str, Any]]) -> str:
+    """Why it cannot set the learning rate of each of these groups; "" if it can. Nothing is changed."""
+    before = [dict(group) for group in groups]  # some also set a momentum
+    try:
+        for name in ("get_lr", "_get_closed_form_lr"):
+            scheduler._get_lr_called_within_step = True  # or it would warn
+            rates = len(getattr(scheduler, name)()) if hasattr(scheduler, name) else len(groups)
+            if rates != len(groups):
+                return f"covers {rates} of them"
+    except Exception as error:
+        return f"fails with them ({type(error).__name__}: {error})"
+    finally:
+        scheduler._get_lr_called_within_step = False
+        for group, options in zip(groups, before, strict=True):
+            group.update(options)
+    return ""
+
+
+def _parts(scheduler: Any) -> list[Any]:
+    """The scheduler; or those that it consists of, as SequentialLR and ChainedScheduler do."""
+    inner = getattr(scheduler, "_schedulers", None)
+    if inner is None:
+        return [] if scheduler is None else [scheduler]
+    return [one for part in inner for one in _parts(part)]
+
+
+def _copy_of(rate: float | Tensor) -> float | Tensor:
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 
 def _groups_with_own_rate(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -95,6 +95,8 @@ class Session:
 
     def begin(self, loop: RunningLoop) -> None:
         """Join the other workers, open the files, and set what the arithmetic depends on."""
+        if self._claim is not None:
+            self._claim.reserve()
         options, seat = self.options, seats.take()
         if seat is None:
             self.gather(init(backend=options.backend, device=options.device))
@@ -159,6 +161,8 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Release what is this worker's own, each thing whatever happens with the others; other workers may be gone."""
         with ExitStack() as last_first:
+            if self._claim is not None:
+                last_first.callback(self._claim.free)
             if self._claim is not None and self.checkpoints.saving.is_idle:  # else the process still writes
                 last_first.callback(self._claim.release)
             last_first.callback(self.board.close)

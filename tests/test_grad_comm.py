@@ -1,0 +1,105 @@
+"""Gradients that travel in half precision (`grad_comm_dtype`): parameters of every dtype have the same bits on any
+number of workers, and complex ones lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crew import crew
+from runs import Bags, Program, adamw, mlp, sgd, train, use
+
+
+class Complex(nn.Module):
+    """Complex weights; and with `mixed` real ones beside them."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64, *, mixed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(16, 8, dtype=dtype) * 0.3)
+        self.second = nn.Parameter(torch.randn(8, 10, dtype=dtype) * 0.3)
+        self.phase = nn.Parameter(torch.tensor(0.5 + 0.5j, dtype=dtype))  # without a dimension
+        self.out = nn.Linear(10, 10) if mixed else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = ((x.to(self.first.dtype) @ self.first * self.phase) @ self.second).abs().float()
+        return found if self.out is None else self.out(found)
+
+
+class HalfBags(Bags):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 8, sparse=True).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.bag((x.abs() * 30).long() % 50).float())
+
+
+class Scaled(nn.Module):
+    """A parameter without a dimension, and one that only some shards use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale, self.some = nn.Linear(16, 10), nn.Parameter(torch.tensor(1.5)), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * self.scale + (self.some(x) if x[0, 0] > 0 else 0.0)
+
+
+def with_comm(comm: str, build: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer]) -> Program:
+    return Program(build, optimizer, options={"grad_comm_dtype": comm} if comm else {})
+
+
+def plain_sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]] = {
+    "complex64": (Complex, adamw),
+    "complex128": (lambda: Complex(torch.complex128), sgd),
+    "complex and real": (lambda: Complex(mixed=True), sgd),
+    "float64": (lambda: mlp().double(), sgd),
+    "bfloat16": (lambda: mlp().bfloat16(), sgd),
+    "float16": (lambda: mlp().half(), plain_sgd),
+    "sparse": (Bags, plain_sgd),
+    "sparse bfloat16": (HalfBags, plain_sgd),
+    "no dimension, unused": (Scaled, sgd),
+}
+CASES = {
+    f"{name}, {comm or 'as it is'}": with_comm(comm, *MODELS[name]) for name in MODELS for comm in ("", "bf16", "fp16")
+}
+
+
+def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:
+    use(backend, store, rank, size)
+    return {name: train(program) for name, program in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[str, float]]:
+    return {name: train(program) for name, program in CASES.items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        (2, "shm"),
+        (3, "gloo"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, "shm"), (2, "gloo"), (8, "shm")]),
+    ],
+)
+def test_the_same_bits_on_any_number_of_workers(
+    tmp_path: Path, size: int, backend: str, alone: dict[str, tuple[str, float]]
+) -> None:
+    for found in crew(train_all, size, backend, str(tmp_path / "store"), timeout_s=120):
+        assert {name: found[name] for name in alone if found[name] != alone[name]} == {}
+
+
+def test_complex_gradients_are_not_narrowed(alone: dict[str, tuple[str, float]]) -> None:
+    for name in ("complex64", "complex128"):
+        assert alone[f"{name}, bf16"] == alone[f"{name}, fp16"] == alone[f"{name}, as it is"]
+    assert alone["complex and real, bf16"] != alone["complex and real, as it is"]  # the real ones are
+    assert alone["float64, bf16"] != alone["float64, as it is"]
