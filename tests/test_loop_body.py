@@ -104,7 +104,7 @@ with lockstep.Run(seed=7, progress=False, check_every=1000) as run:
         move(0.05)
         plateau.step(result.loss)
         average.update_parameters(model)
-    kept = b"".join(value.numpy().tobytes() for value in average.state_dict().values())
+    kept = b"".join(value.cpu().numpy().tobytes() for value in average.state_dict().values())
     rates = [group["lr"] for group in optimizer.param_groups]
     print("digest", run.digest(), hashlib.sha256(kept).hexdigest(), rates, plateau.best, plateau.num_bad_epochs)
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
@@ -37,9 +36,9 @@ from lockstep.train.plan import (
 from lockstep.train.progress import Progress
 from lockstep.train.run_directory import pending_stops, write_stop
 from lockstep.train.session import Session
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, apply, take_step
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
 from lockstep.train.tally import Tally, agree_on_metrics
-from lockstep.train.transfer import decode_update, encode_update, hand_over, refuse_other_state
+from lockstep.train.transfer import apply_sent_step, encode_update, hand_over, refuse_other_state
 from lockstep.world import World
 
 SAVE_AFTER_ERROR_S: Final = 120.0
@@ -259,11 +258,8 @@ class TrainLoop:
             take = partial(self._take, plan, loss, batch)
             result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of, may_repeat=True)
         except BaseException as error:
-            if self.training is not None:
-                self.training.running.abandon()  # a step that failed has not changed the buffers either
-                if self.training.is_exchanging and isinstance(error, Exception):
-                    session.calls.failed = error
             check.note_failure(error)
+            self._end_failed_step(error)
             raise
         finally:
             check.is_stepping = False
@@ -293,6 +289,15 @@ class TrainLoop:
         facts = partial(facts_of, plan, result)
         session.observer.stepped(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
         return result
+
+    def _end_failed_step(self, error: BaseException) -> None:
+        """A step that failed has not changed the buffers; and if gradients were being exchanged, no call can follow."""
+        training = self.training
+        if training is not None:
+            training.running.abandon()
+            # Errors of ours are raised by all workers at the same place, so that their calls still fit together.
+            if training.is_exchanging and isinstance(error, Exception) and not isinstance(error, LockstepError):
+                self._session.calls.failed = error
 
     def _take(self, plan: Plan, loss: Loss, batch: Batch) -> Result:
         session, training = self._session, self.training
@@ -408,16 +413,7 @@ class TrainLoop:
         if self._applied < 0 or self._applied != sent["number"]:
             return  # a newcomer, or it has applied the step
         assert training is not None
-        if not sent["is_intact"]:
-            say(
-                f"this worker has missed step {sent['number']}, and cannot get it from another one, because the "
-                "optimizer or the program has written to the gradients since; it ends and is replaced"
-            )
-            os.kill(os.getpid(), signal.SIGKILL)
-        update = decode_update(sent, training)
-        for leaf, gradient in zip(training.leaves, update.gradients, strict=True):
-            leaf.parameter.grad = gradient
-        apply(training, update)
+        update = apply_sent_step(training, sent)
         self._end_applying(plan, update.number, ends_epoch=update.ends_epoch, skipped=not update.finite)
         then()
         faults.at("restored")

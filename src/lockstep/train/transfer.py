@@ -6,6 +6,8 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from lockstep.comm.broadcast import Broadcast
 from lockstep.comm.exact import coalesced
 from lockstep.errors import DivergenceError
 from lockstep.replicate.digest import cheap_digests
-from lockstep.train.step import Training, Update
+from lockstep.train.calls import say
+from lockstep.train.step import Training, Update, apply
 
 MESSAGE_BYTES = 32 << 20
 
@@ -97,7 +100,22 @@ def encode_update(number: int, training: Training) -> dict[str, Any]:
     }
 
 
-def decode_update(sent: dict[str, Any], training: Training) -> Update:
+def apply_sent_step(training: Training, sent: dict[str, Any]) -> Update:
+    """Apply a step that this worker has missed. Where it cannot be applied, end the process, which is replaced then."""
+    if not sent["is_intact"]:
+        say(
+            f"this worker has missed step {sent['number']}, and cannot get it from another one, because the optimizer "
+            "or the program has written to the gradients since; it ends and is replaced"
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
+    update = _decode_update(sent, training)
+    for leaf, gradient in zip(training.leaves, update.gradients, strict=True):
+        leaf.parameter.grad = gradient
+    apply(training, update)
+    return update
+
+
+def _decode_update(sent: dict[str, Any], training: Training) -> Update:
     """The inverse of `encode_update`, for a step that is intact. Gradients lie in memory as their parameters do."""
     gradients = [_decode(g, leaf.parameter) for g, leaf in zip(sent["gradients"], training.leaves, strict=True)]
     versions = [0 if g is None else g._version for g in gradients]
