@@ -12,6 +12,7 @@ import pytest
 TOOL = Path(__file__).resolve().parent.parent / "chaos"
 sys.path.append(str(TOOL))
 import training  # noqa: E402
+import training_behind  # noqa: E402
 import training_soak  # noqa: E402
 import training_stops  # noqa: E402
 from lockstep import faults  # noqa: E402
@@ -240,7 +241,7 @@ def test_growth_is_found_and_noise_is_not() -> None:
 
 
 def test_arguments() -> None:
-    for kind in (training.KILLS, training_stops.PAUSES):
+    for kind in (training.KILLS, training_stops.PAUSES, training_behind.BEHINDS):
         assert training.read_arguments(kind, []).wanted == kind.wanted
         assert training.read_arguments(kind, ["--quick"]).wanted == kind.quick_wanted
         assert training.read_arguments(kind, [f"--{kind.what}", "7"]).wanted == 7

@@ -290,7 +290,7 @@ def forget() -> None:
 
 
 def _join(place: Place, asked: _Asked, deadline: float) -> World:
-    asked = replace(asked, backend=_wished_backend(asked.backend, os.environ))
+    asked = replace(asked, backend=wanted_backend(asked.backend, os.environ))
     host = socket.gethostname()
     where = "a store of its own" if place.size == 1 else "their supervisors"
     if place.addr is not None:
@@ -343,7 +343,7 @@ def _join(place: Place, asked: _Asked, deadline: float) -> World:
     return World(place.rank, place.size, local_rank, local_size, host, device, backend, place.source)
 
 
-def _wished_backend(asked: str | None, env: Mapping[str, str]) -> str | None:
+def wanted_backend(asked: str | None, env: Mapping[str, str]) -> str | None:
     """What the program asks for, or else LOCKSTEP_BACKEND; None if neither does."""
     wish = asked or env.get("LOCKSTEP_BACKEND", "").strip() or None
     known = dist.Backend.backend_list

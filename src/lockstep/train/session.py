@@ -34,7 +34,7 @@ from lockstep.train.options import Options
 from lockstep.train.run_directory import start_over
 from lockstep.train.signals import StopRequests
 from lockstep.train.witness import Witness
-from lockstep.world import World, choose_device, init
+from lockstep.world import World, choose_device, init, wanted_backend
 
 
 class RunningLoop(Crew, Protocol):
@@ -136,9 +136,8 @@ class Session:
     def _foresee(self, welcome: seats.Welcome) -> World:
         """What is known of a world that this worker is not yet in."""
         wish = None if self.options.device is None else torch.device(self.options.device)
-        device = choose_device(
-            asked=wish, backend=self.options.backend, gpus=torch.cuda.device_count(), local_rank=welcome.slot
-        )
+        backend = wanted_backend(self.options.backend, os.environ)
+        device = choose_device(asked=wish, backend=backend, gpus=torch.cuda.device_count(), local_rank=welcome.slot)
         return World(welcome.slot, welcome.wanted, welcome.slot, welcome.wanted, "", device, "", "lockstep run")
 
     def end(self) -> None:
