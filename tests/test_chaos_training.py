@@ -78,7 +78,7 @@ def test_stops_are_of_all_lengths() -> None:
 # --------------------------------------------------------------------------------------------------------- the verdict
 
 CASE = replace(plan(0, 0), workers=3, strikes=(Strike("reduced"), Strike("top", late_s=2.0)), stall_s=1.0)
-REFERENCE: dict[str, Any] = {"digest": "d", "average": "", "losses": {"0": "a", "1": "b"}, "figures": {}, "steps": 2}
+REFERENCE: dict[str, Any] = {"digest": "d", "body": "", "losses": {"0": "a", "1": "b"}, "figures": {}, "steps": 2}
 PIDS = {"h0.0": 10, "h0.1": 11, "h0.2": 12, "h0.3": 13}
 
 
@@ -133,7 +133,7 @@ def test_a_run_in_which_all_held_has_no_findings() -> None:
         ({"ends": {}}, Fault.STATUS),
         ({"status": None, "stuck": "all are in all_reduce"}, Fault.STUCK),
         ({"ends": {10: {**REFERENCE, "digest": "other"}}}, Fault.DIGEST),
-        ({"ends": {10: {**REFERENCE, "average": "other"}}}, Fault.DIGEST),
+        ({"ends": {10: {**REFERENCE, "body": "other"}}}, Fault.DIGEST),
         ({"ends": {10: {**REFERENCE, "losses": {"1": "c"}}}}, Fault.DIGEST),
         ({"ends": {10: {**REFERENCE, "steps": 1}}}, Fault.DIGEST),
         ({"ledger": "exit status 1"}, Fault.SAMPLES),
