@@ -19,6 +19,7 @@ from lockstep import faults  # noqa: E402
 from training_job import References, carry_out, strike_all  # noqa: E402
 from training_plan import (  # noqa: E402
     ALL,
+    BODIES,
     ENDING,
     FORMING,
     OUTSIDE,
@@ -51,7 +52,7 @@ def test_a_campaign_has_everything_in_it() -> None:
     assert {strike.place for strike in strikes} == set(TURNS)
     assert len(set(TURNS) - {OUTSIDE}) >= 12
     assert {(case.workers, case.backend) for case in cases} == {(n, b) for n in range(2, 7) for b in ("shm", "gloo")}
-    assert {case.variant for case in cases} == {"mlp", "cnn", "gpt", "tiny"}
+    assert {case.variant for case in cases} == {"mlp", "cnn", "gpt", "tiny", *BODIES}
     assert {strike.also for strike in strikes} == {0, 1, ALL}
     assert {strike.who for strike in strikes} == set(Who)
     assert all(strike.also in (0, ALL) for case in cases if case.workers == 2 for strike in case.strikes)
