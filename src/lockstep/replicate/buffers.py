@@ -57,9 +57,13 @@ class BufferPlace:
     start: Tensor | None = None  # a copy of its value then
     versions: tuple[int, int] | None = None  # how often it, and the counter of its module, had been written then
 
-    @property
-    def name(self) -> str:
-        return self.owner.name_of(self.key)
+    def __post_init__(self) -> None:
+        self.name = self.owner.name_of(self.key)
+
+    def is_counted(self) -> bool:
+        """A buffer of batch norm that is still the tensor that was held: counts tell whether it was written."""
+        held = self.held
+        return not self.is_silent and held is not None and self.owner.module._buffers.get(self.key) is held
 
     def now(self) -> BufferValue:
         return self.owner.module._buffers.get(self.key, Gone.GONE)
@@ -228,6 +232,8 @@ class BufferSnapshot:
             place.compares, place.was_found = before.compares, before.was_found
         self._numbered = list(self.owners)
         self._sizes = [(owner.module._buffers, len(owner.keys)) for owner in self.owners]
+        self._of_norm = [place for place in self.places if not place.is_silent]
+        self._silent = [place for place in self.places if place.is_silent]
 
     def _has_other_number(self) -> bool:
         """Whether some module has more buffers than before, or fewer. Asked after every shard, of all modules."""
@@ -247,8 +253,8 @@ class BufferSnapshot:
 
     def odd_owners(self) -> list[Owner]:
         """Modules in which a buffer was registered, dropped, or has another shape than it had."""
-        suspects = (place for place in self.places if place.is_silent or place.now() is not place.held)
-        odd = {id(place.owner) for place in suspects if place.is_odd()}
+        replaced = [place for place in self._of_norm if not place.is_counted()]
+        odd = {id(place.owner) for place in (*self._silent, *replaced) if place.is_odd()}
         if not odd and not self._has_other_number():
             return []
         return [owner for owner in self.owners if id(owner) in odd or owner.born()]
@@ -261,13 +267,17 @@ class BufferSnapshot:
         waits   for a GPU: nothing is written where the value is as it was
         """
         odd = self.odd_owners()
-        touched = [place for place in self.places if always or place.compares or place.has_changed()]
+        counted = [place for place in self._of_norm if place.is_counted() and (always or place.is_written())]
+        if counted:  # most of what there is, in few calls
+            torch._foreach_copy_([place.held for place in counted], [place.start for place in counted])  # type: ignore[misc]
+        others = [place for place in self.places if not place.is_counted()]
+        touched = [place for place in others if always or place.compares or place.has_changed()]
         for place in touched:
             place.go_back(always=always, waits=waits)
         for owner in odd:
             owner.go_back()
             owner.put_in_order()
-        for place in touched:  # when all are back: the counter of a batch norm is a buffer too
+        for place in (*counted, *touched):  # when all are back: the counter of a batch norm is a buffer too
             place.note_versions()
 
 

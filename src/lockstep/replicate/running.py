@@ -140,6 +140,12 @@ class RunningState:
         self._refuse_written_weights()
         changed = []
         for place in self._snapshot.places:
+            if place.is_counted():
+                is_written = place.is_written()
+                if is_written and place.held is not None:
+                    self._made[shard, place.name] = place.held.clone()
+                changed.append(SEEN if is_written else 0)
+                continue
             is_regular = place.has_changed() and not place.is_odd()
             if is_regular:
                 self._keep(shard, place.name, place.now())
