@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lockstep
 from crew import Failure, crew, try_crew
 from lockstep.train.loop_check import LoopCheck
 from test_launch import Stage, outer_env, stage  # noqa: F401
@@ -81,6 +82,20 @@ def wait(until):
         time.sleep(0.005)
 
 
+class OldStyle(torch.optim.Optimizer):
+    '''Writes to its gradients through `.data`, as many did before torch 1.5.'''
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, dict(lr=lr))
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad.data
+                gradient.add_(parameter.data, alpha=0.1)
+                parameter.data.add_(gradient, alpha=-group["lr"])
+
+
 behind = [int(text) for text in os.environ.get("BEHIND", "").split()]
 with lockstep.Run(seed=7, progress=False, check_every=1000) as run:
     if behind:
@@ -88,7 +103,7 @@ with lockstep.Run(seed=7, progress=False, check_every=1000) as run:
     model = run.replicate(Twin())
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     groups = [dict(params=[model.online.weight], lr=0.1), dict(params=[model.online.bias])]
-    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    optimizer = OldStyle(groups, 0.05) if "OLD" in os.environ else torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
     run.register_state(average=average, plateau=plateau)
     drawn = 0.0
@@ -173,6 +188,20 @@ def test_a_survivor_that_is_one_step_behind_runs_its_body_once(tmp_path: Path, u
     assert len(digests(out)) == 3
 
 
+@pytest.mark.slow
+def test_where_gradients_are_written_a_worker_that_is_behind_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
+    (wanted,) = digests(start(tmp_path, OLD="1").communicate(timeout=DEADLINE_S)[0])
+    launcher = start(tmp_path, "-n", "3", "--min", "1", "--log-dir", "logs", BEHIND="5", OLD="1")
+    try:
+        continue_stopped(tmp_path, launcher)
+        out, err = launcher.communicate(timeout=DEADLINE_S)
+    finally:
+        launcher.kill()
+    assert set(digests(out)) == {wanted}, f"{out}\n{err}"
+    assert "has written to the gradients since; it ends and is replaced" in err
+
+
 # ---- random numbers in the body --------------------------------------------------------------------------------------
 
 
@@ -233,6 +262,76 @@ def test_random_numbers_of_the_body_differ_from_step_to_step() -> None:
             drawn += [random.random(), float(torch.rand(())), np.random.random()]
             run.step(loss, batch)
     assert len(set(drawn)) == len(drawn) == 18
+
+
+# ---- what else a body changes ----------------------------------------------------------------------------------------
+
+
+def freezes_averages(run: lockstep.Run, model: nn.Module, optimizer: Any, number: int) -> None:
+    if number == 3:
+        model[1].eval()
+
+
+def transposes(run: lockstep.Run, model: nn.Module, optimizer: Any, number: int) -> None:
+    if number == 3:
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+
+
+def drops_buffer(run: lockstep.Run, model: nn.Module, optimizer: Any, number: int) -> None:
+    if number == 2:
+        del model.scale
+    elif hasattr(model, "scale"):
+        optimizer.param_groups[0]["lr"] = 0.05 + float(model.scale)
+
+
+own = {"torch": torch.Generator(), "random": random.Random(), "numpy": np.random.default_rng()}
+
+
+def draws_from_its_own(run: lockstep.Run, model: nn.Module, optimizer: Any, number: int) -> None:
+    drawn = float(torch.rand((), generator=own["torch"])) + own["random"].random() + own["numpy"].random()
+    optimizer.param_groups[0]["lr"] = 0.05 * drawn
+
+
+def changing(rank: int, size: int, name: str, directory: str | None = None, steps: int | None = None) -> str:
+    own["torch"].manual_seed(3), own["random"].seed(4)
+    own["numpy"].bit_generator.state = np.random.default_rng(5).bit_generator.state
+    with quiet(Path(directory) if directory else None, check_every=1) as run:
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+        model.register_buffer("scale", torch.tensor(0.25))
+        model = run.replicate(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.register_state(**own)
+        batches = run.batches(dataset(), global_batch_size=16, shards=4, epochs=2)
+        for batch in run.train(batches, optimizer, steps=steps):
+            globals()[name](run, model, optimizer, batch.number)
+            run.step(loss, batch)
+        return run.digest()
+
+
+@pytest.mark.parametrize("name", ["freezes_averages", "transposes", "drops_buffer", "draws_from_its_own"])
+def test_what_a_body_changes_is_part_of_the_state(name: str, tmp_path: Path) -> None:
+    digest = changing(0, 1, name)
+    assert crew(changing, 3, name) == [digest] * 3
+    changing(0, 1, name, str(tmp_path), 5)
+    assert changing(0, 1, name, str(tmp_path)) == digest
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    model = nn.Linear(8, 2)
+    model.register_buffer("shared", torch.zeros(1).expand(4))
+    with quiet() as run, pytest.raises(ValueError, match="shared is an expanded tensor"):
+        run.replicate(model)
+    with quiet() as run:
+        model = run.replicate(net())
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        for batch in run.train(run.batches(dataset(), global_batch_size=16), optimizer):
+            if batch.number == 2:
+                optimizer.param_groups.pop()
+                with pytest.raises(ValueError, match="has taken parameters out of optimizer"):
+                    run.step(loss, batch)
+                break
+            run.step(loss, batch)
 
 
 # ---- exceptions that the program catches, and steps that are left out ------------------------------------------------

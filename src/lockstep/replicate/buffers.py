@@ -142,7 +142,7 @@ class BufferPlace:
             return
         if not self._fits(held):  # resized, or given other memory
             held.data = start.clone()
-        elif is_suspect and not _overlaps(held) and ((held.is_cuda and not waits) or not has_same_bits(held, start)):
+        elif is_suspect and not is_expanded(held) and ((held.is_cuda and not waits) or not has_same_bits(held, start)):
             held.copy_(start)
 
     def note_versions(self) -> None:
@@ -296,8 +296,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def _overlaps(tensor: Tensor) -> bool:
-    """It is expanded: torch refuses to write to it, the program's writes and ours."""
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements share their memory: torch refuses to write to such a tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -18,7 +18,13 @@ from lockstep.data.order import Position
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.train.calls import say
 from lockstep.train.module_state import ModuleOrigin
-from lockstep.train.plan import group_names, match_groups, take_over_trainable
+from lockstep.train.plan import (
+    group_names,
+    match_groups,
+    modules_in_eval_mode,
+    take_over_modes,
+    take_over_trainable,
+)
 from lockstep.train.run_directory import read_stop
 from lockstep.train.saving import MODEL, BestMetric, Saving, State, named, restore
 from lockstep.train.step import Plan
@@ -64,6 +70,7 @@ class Checkpoints:
         run = {"shards": plan.batches.settings.shards, "optimizer": type(plan.optimizer).__name__}
         more = {
             "trainable": [leaf.name for leaf in plan.leaves],
+            "in_eval_mode": modules_in_eval_mode(plan.model),
             "groups": group_names(plan),
             "settings": plan.settings,
             "best": self._best.state(),
@@ -76,6 +83,7 @@ class Checkpoints:
         match_groups(plan, state)
         restore(self._things(plan), state)
         take_over_trainable(plan, state)
+        take_over_modes(plan.model, state.get("in_eval_mode"))
         self._best.restore(state.get("best"))
 
     def _things(self, plan: Plan) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.data.batches import Batch
 from lockstep.errors import LockstepError
+from lockstep.replicate.buffers import is_expanded
 from lockstep.replicate.replica import Leaf
 
 LOOKED_AT: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
@@ -54,6 +55,11 @@ def refuse_model(model: nn.Module, who: str) -> None:
                 f"{'model.' + name if name else 'model'}.weight.renorm_({module.norm_type:g}, 0, {module.max_norm:g})`"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout == torch.strided and is_expanded(tensor):
+            raise ValueError(
+                f"{who}: {name} is an expanded tensor (shape {tuple(tensor.shape)}, strides {tensor.stride()}), whose "
+                "elements share their memory, so that it cannot be written to; register a copy, tensor.clone()"
+            )
         if tensor.layout != torch.strided:
             raise ValueError(
                 f"{who}: {name} is a sparse tensor ({tensor.layout}), which workers cannot exchange and no checkpoint "
@@ -93,16 +99,16 @@ class LoopCheck:
     def follow(self, leaves: Sequence[Leaf]) -> None:
         """These parameters are trained from now on."""
         self._leaves = [leaves[n] for n in sorted({0, len(leaves) // 2, len(leaves) - 1})][:LOOKED_AT]
-        self._required = [p.requires_grad for p in self._parameters]
+        self._kinds = [_kind(p) for p in self._parameters]
         self._groups = self._count_groups()
         self._look()
 
     @property
     def has_other_parameters(self) -> bool:
-        """The program has frozen or unfrozen a parameter, or given one to the optimiser, since `follow`."""
+        """The program has frozen or unfrozen a parameter, given it other strides, or changed the optimiser's groups."""
         if self._groups != self._count_groups():
             return True
-        return any(p.requires_grad is not was for p, was in zip(self._parameters, self._required, strict=True))
+        return any(_kind(p) != was for p, was in zip(self._parameters, self._kinds, strict=True))
 
     def _count_groups(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
@@ -175,3 +181,7 @@ class LoopCheck:
                 "optimizer.step() was called inside the training loop: run.step(loss, batch) does that itself, with "
                 "the gradients of all workers; one more on each worker would make their weights differ. Leave it out"
             )
+
+
+def _kind(parameter: Tensor) -> tuple[bool, tuple[int, ...]]:
+    return parameter.requires_grad, parameter.stride()

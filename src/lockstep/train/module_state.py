@@ -6,6 +6,7 @@ the state dict a state has a part `raw`, for the model and for each registered m
 
     tensors  buffers that are not in the state dict, by name
     grown    what a buffer was when training began, [dtype, shape] or None, if it is something else by now
+    gone     names of buffers that were there when training began, and are not any more
     numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in replicate/buffers.py
 
 It is left out where there is nothing in it. The state dict of an optimiser has everything, but `load_state_dict` casts
@@ -14,13 +15,14 @@ what an optimiser remembers of a parameter to the dtype of the parameter.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.replicate.buffers import numbers_of
+from lockstep.replicate.buffers import Gone, numbers_of
 from lockstep.replicate.running import put_buffer
 
 
@@ -42,6 +44,7 @@ class ModuleOrigin:
         parts = {
             "tensors": {name: b.detach() for name, b in values.items() if b is not None and name not in state},
             "grown": grown,
+            "gone": [name for name in self._kinds if name not in kinds],
             "numbers": self._changed_numbers(module, {name.rpartition(".")[0] for name in grown}),
         }
         return {name: part for name, part in parts.items() if part}
@@ -65,8 +68,12 @@ def load_module(module: nn.Module, state: Mapping[str, Any], raw: Mapping[str, A
         prefix, _, key = name.rpartition(".")
         saved = state.get(name, tensors.get(name))
         like = None if saved is None else torch.empty(saved.shape, dtype=saved.dtype, device=device)
-        if prefix in owners:
+        if prefix in owners and name not in (raw.get("gone") or ()):
             put_buffer(owners[prefix], key, like, is_persistent=name in state or name not in tensors)
+    for name in raw.get("gone") or ():
+        prefix, _, key = name.rpartition(".")
+        if prefix in owners:
+            put_buffer(owners[prefix], key, Gone.GONE, is_persistent=True)
     module.load_state_dict(state)
     with torch.no_grad():
         for name, owner, key in list(_places(module)):
@@ -77,6 +84,44 @@ def load_module(module: nn.Module, state: Mapping[str, Any], raw: Mapping[str, A
         prefix, _, key = name.rpartition(".")
         if prefix in owners:
             setattr(owners[prefix], key, value)
+
+
+@final
+class GeneratorState:
+    """A generator of random numbers of the program's own, as something with a state dict."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    @staticmethod
+    def fits(thing: Any) -> bool:
+        """Whether it is a generator of torch, of Python's `random` or of numpy."""
+        is_numpy = type(thing).__module__.startswith("numpy.random") and hasattr(thing, "bit_generator")
+        return isinstance(thing, (torch.Generator, random.Random)) or is_numpy
+
+    def state_dict(self) -> dict[str, Any]:
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            return {"state": generator.get_state()}
+        if isinstance(generator, random.Random):
+            return {"state": generator.getstate()}
+        return {"state": _without_arrays(generator.bit_generator.state)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state["state"].cpu())
+        elif isinstance(generator, random.Random):
+            generator.setstate(state["state"])
+        else:
+            generator.bit_generator.state = state["state"]
+
+
+def _without_arrays(value: Any) -> Any:
+    """The state of a bit generator of numpy, whose arrays no checkpoint holds, as lists."""
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(inside) for key, inside in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -127,11 +127,18 @@ def follow_trainable(plan: Plan) -> dict[str, Any]:
     if not leaves:
         raise ValueError("the program has frozen all parameters: none requires a gradient any more")
     _refuse_strangers(plan.optimizer, leaves)
+    held = {p for group in plan.optimizer.param_groups for p in group["params"]}
+    if any(parameter not in held for parameter in plan.optimizer.state):
+        raise ValueError(
+            "the program has taken parameters out of optimizer.param_groups, and optimizer.state still has what it "
+            "remembers of them, which cannot be saved; freeze them with requires_grad_(False), or delete that, too"
+        )
     cover_groups(plan.optimizer, plan.schedule)
     plan.leaves = leaves
     return {
         "parameters that require a gradient": [leaf.name for leaf in leaves],
         "parameter groups of the optimizer": group_names(plan),
+        "memory layout of parameters": [list(leaf.parameter.stride()) for leaf in leaves],
     }
 
 
@@ -166,6 +173,18 @@ def take_over_trainable(plan: Plan, state: Mapping[str, Any]) -> None:
         plan.leaves = replica.trained_leaves(plan.model, set())
 
 
+def modules_in_eval_mode(model: nn.Module) -> list[str]:
+    """The names of modules that the program has put into eval mode, batch norm with frozen averages for example."""
+    return [name for name, module in model.named_modules() if not module.training]
+
+
+def take_over_modes(model: nn.Module, names: Sequence[str] | None) -> None:
+    """Put the modules with these names into eval mode and all others into training mode; None: leave them."""
+    if names is not None:
+        for name, module in model.named_modules():
+            module.training = name not in names
+
+
 def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, observer: Observer) -> Training:
     """All workers of `group`: each gets its shards."""
     batches, options, size = plan.batches, basis.options, world.size
@@ -192,6 +211,7 @@ def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, 
         seed=basis.seed,
         large_batch=plan.large_batch,
         last_norm=plan.last_norm,
+        gradient_writes=plan.gradient_writes,
     )
 
 

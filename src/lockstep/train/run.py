@@ -40,7 +40,7 @@ from lockstep.train.farewell import Farewell
 from lockstep.train.loop import TrainLoop
 from lockstep.train.loop_check import refuse_model, refuse_optimizer
 from lockstep.train.metrics import Mean, as_pairs, gather_pieces, mean_of
-from lockstep.train.module_state import load_module
+from lockstep.train.module_state import GeneratorState, load_module
 from lockstep.train.options import OptionNames, Options
 from lockstep.train.plan import Basis, make_plan, settings_of
 from lockstep.train.run_directory import pending_stops, starts_over
@@ -197,8 +197,12 @@ class Run:
         return model
 
     def register_state(self, **objects: Any) -> None:
-        """Things with `state_dict` and `load_state_dict` that belong to the state of the run: an average of weights,
-        say. Before `train`. They may hold tensors, numbers, strings, None, lists, tuples and dicts."""
+        """Name what else belongs to the state of the run, such as an average of the weights, before `train`.
+
+        objects  things with `state_dict` and `load_state_dict`, whose states may hold tensors, numbers, strings, None,
+                 lists, tuples and dicts; and generators: torch.Generator, random.Random, numpy.random.Generator
+        """
+        objects = {name: GeneratorState(one) if GeneratorState.fits(one) else one for name, one in objects.items()}
         for name, thing in objects.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise TypeError(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lockstep import faults
 from lockstep.comm.exact import Receipt, ShardSum
 from lockstep.data.batches import Batch, Batches, Shard
 from lockstep.errors import PeerLostError
+from lockstep.replicate.digest import cheap_digests
 from lockstep.replicate.gradients import Gradients
 from lockstep.replicate.replica import Leaf
 from lockstep.replicate.running import NewBuffer, NewNumber, RunningState
@@ -34,6 +35,9 @@ from lockstep.train.precision import LossScale
 from lockstep.train.schedule import LargeBatch
 from lockstep.train.tally import Tally, agree_on_metrics, describe_odd_metrics
 from lockstep.train.verdict import LastNorm
+
+LOOKED_AT_FIRST: Final = 3  # steps: see `GradientWrites`
+LOOKED_AT_EVERY: Final = 64
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> (sum of the losses, their weight[, metrics])
 
@@ -53,6 +57,7 @@ class Plan:
     interval: str = "step"  # what the schedule counts: "step" or "epoch"
     settings: dict[str, Any] = field(default_factory=dict)  # as the program gave them: see `settings_of` in plan.py
     last_norm: LastNorm = field(default_factory=LastNorm)
+    gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
 
 
 @dataclass
@@ -72,6 +77,7 @@ class Training:
     seed: int
     large_batch: LargeBatch | None = None
     last_norm: LastNorm = field(default_factory=LastNorm)
+    gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     metric_names: tuple[str, ...] | None = None  # that the loss function returns; None until the first step
     is_loss_checked: bool = False  # whether it returns a sum
     is_exchanging: bool = False  # in the middle of a step that cannot be taken again
@@ -98,13 +104,35 @@ class Update:
     buffers: Sequence[NewBuffer | NewNumber]  # of `RunningState.gather`
     gradients: Sequence[Tensor | None]  # by parameter, as the optimiser gets them
     versions: Sequence[int]  # of the gradients
+    digests: Sequence[int] | None = None  # of the gradients, in some steps
     receipt: Receipt | None = None  # that all workers have applied it
 
     @property
     def is_intact(self) -> bool:
-        """Whether neither the optimiser nor the program has written to the gradients since."""
+        """Whether neither the optimiser nor the program has written to the gradients since, as far as is known."""
         pairs = zip(self.gradients, self.versions, strict=True)
-        return all(gradient is None or gradient._version == version for gradient, version in pairs)
+        if not all(gradient is None or gradient._version == version for gradient, version in pairs):
+            return False
+        return self.digests is None or cheap_digests(g for g in self.gradients if g is not None) == self.digests
+
+
+@final
+class GradientWrites:
+    """Does the optimiser, or the program, write to gradients through `.data`, which torch does not count?
+
+    Looked for by value in the first steps, and now and then: before the step is applied, and when it is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.were_found = False
+        self._steps = 0
+
+    def digests(self, gradients: Sequence[Tensor | None]) -> list[int] | None:
+        """Of the gradients of this step, if it is one of those that are looked at."""
+        self._steps += 1
+        if self.were_found or (self._steps > LOOKED_AT_FIRST and self._steps % LOOKED_AT_EVERY):
+            return None
+        return cheap_digests(gradient for gradient in gradients if gradient is not None)
 
 
 @dataclass(frozen=True)
@@ -217,6 +245,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
         buffers=buffers,
         gradients=gradients,
         versions=[0 if gradient is None else gradient._version for gradient in gradients],
+        digests=t.gradient_writes.digests(gradients) if t.keeps_update else None,
     )
     apply(t, update)
     return Result(
@@ -254,6 +283,7 @@ def drop_update(t: Training) -> None:
     if t.newest is not None:
         if t.newest.receipt is None:
             raise PeerLostError(f"the group of workers failed after step {t.newest.number}")
+        t.gradient_writes.were_found = t.gradient_writes.were_found or not t.newest.is_intact
         t.newest.receipt.wait()
     t.newest = None
 

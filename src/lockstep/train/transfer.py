@@ -86,7 +86,8 @@ def refuse_other_state(
 def encode_update(number: int, training: Training) -> dict[str, Any]:
     """Step `number` as `hand_over` sends it. `is_intact` is False if another worker cannot apply it."""
     update = training.newest
-    if update is None or update.number != number or not update.is_intact:
+    is_written = training.gradient_writes.were_found
+    if update is None or update.number != number or is_written or not update.is_intact:
         return {"number": number, "is_intact": False}
     gradients = [None if g is None else _encode_sparse(g) if g.is_sparse else g for g in update.gradients]
     return {
