@@ -188,6 +188,85 @@ def test_a_survivor_that_is_one_step_behind_runs_its_body_once(tmp_path: Path, u
     assert len(digests(out)) == 3
 
 
+LOSSES = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+import lockstep
+from torch import nn
+from test_newcomer import dataset, loss
+
+is_elastic = "LOSSES" in os.environ
+failed = set()
+
+
+def dies(step):  # rank 1, once
+    if is_elastic and run.world.rank == 1 and run.world.size == 3 and not Path(f"died {{step}}").exists():
+        Path(f"died {{step}}").touch()
+        os.kill(os.getpid(), 9)
+
+
+def wait():
+    end_s = time.monotonic() + 30
+    while is_elastic and run.world.size < 3 and not run._session.calls.wants_to_move and time.monotonic() < end_s:
+        time.sleep(0.005)
+
+
+def fragile(model, batch):
+    if number == 8 and is_elastic and run.world.size == 2 and number not in failed:
+        failed.add(number)  # after the shards were shared out anew, on each worker
+        raise torch.OutOfMemoryError("out of memory")
+    if number == 18 and is_elastic and number not in failed:
+        failed.add(number)
+        model.scale.add_(7.0)
+        raise torch.OutOfMemoryError("out of memory")
+    return loss(model, batch)
+
+
+def figures(model, batch):
+    if number == 13:
+        dies(13)
+    return loss(model, batch)
+
+
+with lockstep.Run(seed=7, progress=False, check_every=1) as run:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    model.register_buffer("scale", torch.tensor(1.0))
+    model = run.replicate(model)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in run.train(run.batches(dataset(), global_batch_size=16, shards=6, epochs=4), optimizer):
+        number = batch.number
+        wait()
+        if number == 3:
+            model[0].requires_grad_(True)
+        if number in (3, 8):
+            dies(number)
+        while True:
+            try:
+                run.step(fragile, batch)
+                break
+            except torch.OutOfMemoryError:
+                model.scale.fill_(0.5)
+        if number in (8, 18):
+            model.scale.fill_(0.5)
+        if number in (13, 18):
+            run.evaluate(figures, dataset(40), batch_size=8)
+            optimizer.param_groups[0]["lr"] = 0.01 * float(model[0].weight.grad.norm())
+    print("digest", run.digest(), float(model.scale))
+"""
+
+
+def test_workers_that_are_lost_around_a_step(tmp_path: Path) -> None:
+    """While all agree on what is trained; before a step that is taken again; in an evaluation behind the step."""
+    (tmp_path / "program.py").write_text(LOSSES.format(tests=str(Path(__file__).parent)))
+    (wanted,) = digests(start(tmp_path).communicate(timeout=DEADLINE_S)[0])
+    out, err = start(tmp_path, "-n", "3", "--min", "1", LOSSES="1").communicate(timeout=DEADLINE_S)
+    assert set(digests(out)) == {wanted}, f"{out}\n{err}"
+    assert len(list(tmp_path.glob("died *"))) == 3
+
+
 @pytest.mark.slow
 def test_where_gradients_are_written_a_worker_that_is_behind_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))

@@ -35,6 +35,7 @@ from lockstep.comm.lane import Lane, Pending
 from lockstep.comm.peers import Watch
 from lockstep.comm.register import backend_name
 from lockstep.comm.tree import Subtree
+from lockstep.errors import PeerLostError
 
 ALIGN = 64  # elements: sections begin at cache lines
 NARROW = (torch.float16, torch.bfloat16)
@@ -75,13 +76,18 @@ class Receipt:
     _started: Any  # an event, on a GPU
 
     def wait(self) -> None:
-        """Return when all workers have come there. A GPU is waited for only up to the same place."""
+        """Return when all workers have come there; a GPU is waited for only up to the same place.
+
+        Raises PeerLostError if a worker was lost before.
+        """
         where = "the receipt of the last step"
         self._sum.wait(self._pending, where)
-        if self._started is not None:
-            with self._sum.aside(self._started):
+        with self._sum.aside(self._started):
+            if self._started is not None:
                 self._sum.wait(self._pending, where)
-                self._token.cpu()
+            came = int(self._token)
+        if came != self._sum.size:  # the collective was given up, which a GPU does not tell
+            raise PeerLostError(f"a worker was lost before {where}")
 
 
 class ShardSum:
@@ -187,7 +193,7 @@ class ShardSum:
 
     def start_receipt(self) -> Receipt:
         """All workers, when all sums before it have come. See `Receipt`."""
-        token = torch.zeros(1, device=self.device)
+        token = torch.ones(1, device=self.device)
         event = torch.cuda.current_stream(self.device).record_event() if token.is_cuda else None
         # Not in the lane: the caller may go on to other collectives of the group, which must come after this one.
         return Receipt(self, token, self.group.allreduce([token], dist.AllreduceOptions()), event)

@@ -251,6 +251,11 @@ class BufferSnapshot:
         # From now on only of modules that have such buffers: of those that have none yet, the first time has to do.
         self._numbered = list({id(place.owner): place.owner for place in self.places if place.is_silent}.values())
 
+    def compare_less(self) -> None:
+        """After the first forward pass: see Note [Silent writes]."""
+        for place in self._silent:
+            place.compare_less(is_found=place.has_changed() and not place.is_written())
+
     def odd_owners(self) -> list[Owner]:
         """Modules in which a buffer was registered, dropped, or has another shape than it had."""
         replaced = [place for place in self._of_norm if not place.is_counted()]

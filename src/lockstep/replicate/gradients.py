@@ -138,6 +138,10 @@ class Gradients:
             parameter.grad = None
         self._forget()
 
+    def stop(self) -> None:
+        """Do not take gradients any more."""
+        self._forget()
+
     def _forget(self) -> None:
         self._armed = False
         self._kept: Gathering[Kept] = Gathering(self._sum.shards, self._add)

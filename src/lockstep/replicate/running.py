@@ -108,10 +108,11 @@ class NewNumber:
 class RunningState:
     """The buffers of one model, from shard to shard."""
 
-    def __init__(self, module: nn.Module, shards: int) -> None:
+    def __init__(self, module: nn.Module, shards: int, *, checks_weights: bool = True) -> None:
+        """`checks_weights`: whether the first forward pass must not write to weights."""
         self._module, self._snapshot = module, BufferSnapshot(module)
         self._weights: list[int] | None = None  # digests of the weights before the first step, until it was looked at
-        self._is_first = True
+        self._checks_weights = checks_weights
         self._shards = shards
         self._made: dict[tuple[int, str], Tensor] = {}  # (shard, buffer) -> what the shard made of it
         self._odd: dict[int, list[list[Any]]] = {}  # shard -> what has no column in the table, in words
@@ -127,8 +128,8 @@ class RunningState:
         """A new step starts from the buffers as they are."""
         self._made, self._odd, self._in_step = {}, {}, True
         self._snapshot.look()
-        if self._is_first:
-            self._weights, self._is_first = cheap_digests(self._module.parameters()), False
+        if self._checks_weights:
+            self._weights, self._checks_weights = cheap_digests(self._module.parameters()), False
 
     @torch.no_grad()
     def take(self, shard: int) -> list[int]:
@@ -199,6 +200,7 @@ class RunningState:
         """If we are in the middle of a step: it has not been."""
         if self._in_step:
             self.rewind()
+        self._in_step = False
 
     @torch.no_grad()
     def gather(self, changed: Tensor, counts: Sequence[int], sum_: ShardSum) -> list[NewBuffer | NewNumber]:

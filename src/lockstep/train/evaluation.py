@@ -113,10 +113,12 @@ def run(
     buffers.look()
     try:
         with torch.no_grad(), kept_random_state(world.device):
-            for number, data in _load(pieces, world, seed, found):
+            for n, (number, data) in enumerate(_load(pieces, world, seed, found)):
                 go_on()
                 found.pieces[number] = read(figures(model, put_on(world.device, data)))
-                buffers.go_back(always=True)
+                if n == 0:
+                    buffers.compare_less()
+                buffers.go_back()
     finally:
         buffers.go_back(always=True)
         for module in was_training:

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep import faults
 from lockstep.data.batches import Batch, Batches, Position
@@ -71,6 +73,9 @@ class TrainLoop:
         self._is_applying = False  # a step that is half done cannot be saved
         self._here = Position()  # of the batch that was handed out last
         self._in_hand = False  # the program has that batch, and may yet take it
+        self._fetched_again: Batch | None = None  # the same batch, as the workers that there are now share it
+        self._batch_versions: list[int] = []  # how often its tensors had been written when it was handed out
+        self._is_batch_changed = False  # by the program, before it took the step
         self._handed_out = 0  # the generation in which it was
         self._coming: Generator[Batch, None, None]
         self._loss: Loss | None = None  # of the last step, for `lockstep certify`
@@ -160,7 +165,8 @@ class TrainLoop:
                 if batch is None:
                     session.calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
-                self._in_hand = True
+                self._in_hand, self._fetched_again = True, None
+                self._batch_versions = versions_of(batch) if session.calls.is_elastic else []
                 session.calls.hand_out()
                 check.hand_out(batch.number)
                 sow(mix(session.seed, "loop", batch.number), session.device)
@@ -251,6 +257,7 @@ class TrainLoop:
         session, check = self._session, self._check
         assert check is not None
         check.begin_step(batch, tells=session.is_main)
+        self._is_batch_changed = session.calls.is_elastic and versions_of(batch) != self._batch_versions
         if check.has_other_parameters:
             self._follow_trainable(plan, check)
         check.is_stepping = True
@@ -303,10 +310,17 @@ class TrainLoop:
         session, training = self._session, self.training
         assert training is not None
         if self._handed_out != self._generation:  # the workers are others by now, and so are our shards
+            if self._is_batch_changed:
+                raise LockstepError(
+                    f"the program has changed the samples of batch {batch.number} in its loop, and a worker "
+                    "was lost, so that they are shared out anew, without the change. Change samples in collate_fn, or "
+                    "in the loss function"
+                )
             plan.batches.seek(Position(batch.epoch, batch.step, batch.number))
-            self._handed_out, again = self._generation, next(self._coming, None)
-            assert again is not None
-            batch = again
+            self._handed_out, self._fetched_again = self._generation, next(self._coming, None)
+            assert self._fetched_again is not None
+        if self._fetched_again is not None:
+            batch = self._fetched_again
         if plan.synced and session.world.size > 1:
             setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=session.exact)
         if batch.number < self._applied and session.calls.is_elastic:
@@ -341,9 +355,11 @@ class TrainLoop:
         """The program has frozen or unfrozen parameters, or given some to the optimiser: this step trains what is
         trainable now."""
         self._session.agree("run.step: what is trained", follow_trainable(plan))
-        self._drop_training()
+        is_current = self._handed_out == self._generation  # no worker was lost meanwhile
+        self._drop_training(clears_gradients=True)
         self._share_out(plan)
-        self._handed_out = self._generation  # the workers are the same, and so are the shards of the batch in hand
+        if is_current:
+            self._handed_out = self._generation
         check.follow(plan.leaves)
         self._tell_untrained(plan)
 
@@ -379,15 +395,19 @@ class TrainLoop:
 
     def part(self) -> None:
         self._parted_s, self._session.chronicle.state = time.monotonic(), "recovering"
-        self._drop_training()
+        self._drop_training(clears_gradients=self._check is not None and self._check.is_stepping)
 
-    def _drop_training(self) -> None:
-        """What depends on the workers and on the parameters that are trained is built anew after this."""
+    def _drop_training(self, *, clears_gradients: bool) -> None:
+        """What depends on the workers and on the parameters that are trained is built anew after this.
+
+        clears_gradients  not between two steps, where the program may look at those of the last one. A parameter that
+                          is frozen must not keep its gradient, which the optimiser would use in every step.
+        """
         if self.training is not None:
             self.training.running.abandon()
-            # It must not listen any more, should a traceback still hold it; and a parameter that is frozen now must not
-            # keep its last gradient, which the optimiser would use in every step.
-            self.training.gradients.begin()
+            if clears_gradients:
+                self.training.gradients.begin()
+            self.training.gradients.stop()  # should a traceback still hold it
             self.training.sum.close()
 
     def settle(self) -> None:
@@ -410,8 +430,10 @@ class TrainLoop:
             assert training is not None
             mine = encode_update(self._applied - 1, training)
         sent = hand_over(session.group, session.device, source, mine)
-        if self._applied < 0 or self._applied != sent["number"]:
+        if self._applied < 0 or self._applied == sent["number"] + 1:
             return  # a newcomer, or it has applied the step
+        if self._applied != sent["number"]:
+            raise DivergenceError(f"this worker has applied {self._applied} steps, and gets step {sent['number']}")
         assert training is not None
         update = apply_sent_step(training, sent)
         self._end_applying(plan, update.number, ends_epoch=update.ends_epoch, skipped=not update.finite)
@@ -456,3 +478,8 @@ class TrainLoop:
         self._replica_check = ReplicaCheck(session.group, session.device, every=session.options.check_every)
         session.checkpoints.ledger.share_out(world.size)
         self._generation += 1
+
+
+def versions_of(batch: Batch) -> list[int]:
+    """How often the tensors of a batch have been written, in its order."""
+    return [leaf._version for shard in batch.shards for leaf in tree_leaves(shard.data) if isinstance(leaf, Tensor)]

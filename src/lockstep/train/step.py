@@ -181,6 +181,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
     """All workers together: everybody takes the step, or nobody does."""
     see = t.observer.of_step
     see.lap("between")
+    t.is_exchanging = False
     tally = Tally(t.sum, buffers=len(t.running), loss_scale=t.loss_scale.value)
     t.gradients.begin()
     t.gradients.seen_by, t.sum.is_timed = see.begin(batch.number), see.looks_closely
