@@ -88,7 +88,7 @@ class Calls:
 
     @property
     def generation(self) -> int:
-        """Of workers: the same number on all of them."""
+        """Generation number; equal on all workers."""
         return 1
 
     def begin_step(self, number: int) -> None:

@@ -5,7 +5,7 @@ program as the others did.
 
 Note [Positions]
 Calls are numbered: (steps begun, calls since then), and -1 before the loop. A call is a function of what all workers
-have in common, so it has one result, whoever makes it. When the members of a generation part, some may have finished a
+have in common, so all workers get the same result. When the members of a generation part, some may have finished a
 call and others not, never more than one step apart. The newest wins: it sends its results, and those that are behind
 take them instead of calling. If a step is among them, it sends what the step changes as well (`Update` in step.py),
 and not its state: between its steps a program does things of its own, with the model, the optimiser or what it has
@@ -14,10 +14,11 @@ again.
 
 Note [Newcomers]
 A process that is started in the middle of a run begins at the top of the program. What the others called before their
-loop it finds in a journal, so it builds its model and its data without disturbing anybody, and waits at the loop. It is
+loop it finds in a journal, so it builds its model and its data without collective calls, and waits at the loop. It is
 taken in at the top of a step, before the batch is handed out to the program: there it needs nothing but the state.
 Handing out the batch counts as a call, so that a survivor which has its batch is not at the top any more. The journal
-holds results that are settled: all members have them. Whoever has finished a call knows that of the one before.
+holds results that are settled: all members have them. A worker that has finished call n knows that call n - 1
+is settled.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ OWN: Final = (
 ORDER_COMES_WITHIN_S: Final = 0.3
 ORDER_MUST_COME_WITHIN_S: Final = 20.0
 
-FORM_TRIES: Final = 3  # generations that cannot be formed, one after the other, although nobody is lost
+FORM_TRIES: Final = 3  # generations that cannot be formed, one after the other, although no worker is lost
 
 COLLECT_WITHIN_S: Final = 0.02  # the collector takes 2 ms, unless the program has a great many objects:
 COLLECT_EVERY: Final = 8  # then it is not called after every recovery
@@ -78,7 +79,7 @@ COLLECT_EVERY: Final = 8  # then it is not called after every recovery
 LARGEST_RESULT_BYTES: Final = 500_000  # as JSON; as text in the store it may be twice as much, which takes 1 MiB
 
 
-class Crew(Protocol):
+class GenerationListener(Protocol):
     """What a run does when its generation changes."""
 
     def part(self) -> None:
@@ -88,7 +89,7 @@ class Crew(Protocol):
         """A new one: form the private group."""
 
     def settle(self) -> None:
-        """Everybody has the newest results and state: share out the work anew."""
+        """All workers have the newest results and state: distribute the shards."""
 
     @property
     def applied(self) -> int:
@@ -106,7 +107,7 @@ class Crew(Protocol):
 
 @dataclass
 class _Made:
-    """A call that was made: what it was, and the result, as JSON when somebody asks."""
+    """A call that was made: what it was, and its result, which `plain` encodes as JSON."""
 
     what: str
     result: Any
@@ -121,7 +122,9 @@ class ElasticCalls(Calls):
 
     is_elastic = True
 
-    def __init__(self, seat: Seat, welcome: Welcome, crew: Crew, *, backend: str | None, device: Any) -> None:
+    def __init__(
+        self, seat: Seat, welcome: Welcome, crew: GenerationListener, *, backend: str | None, device: Any
+    ) -> None:
         super().__init__()
         self._seat, self._crew = seat, crew
         seat.is_calling = lambda: bool(self.doing)
@@ -182,7 +185,7 @@ class ElasticCalls(Calls):
         return result
 
     def _find(self, what: str) -> list[Any] | None:
-        """What somebody else got from this call, if we know."""
+        """The result that another worker sent for this call; None if there is none."""
         top, calls = self._position
         if top == -1 and not self._is_member and calls != self._journal_ends and self._seat.await_journal(calls + 1):
             self._known[-1] = [[name, result] for name, result in self._seat.journal]
@@ -314,7 +317,7 @@ class ElasticCalls(Calls):
                 return
             except Exception as error:
                 if self._seat.why_left(within_s=0.0 if isinstance(error, OWN) else ORDER_MUST_COME_WITHIN_S) is None:
-                    # Nobody is lost. A route between two hosts may be broken for a while: leave, and all form anew.
+                    # No worker is lost. A route between two hosts may be broken for a while: leave, and all form anew.
                     tries += 1
                     is_network = isinstance(error, WorldError) or tells_of_a_lost_peer(error)
                     if not is_network or tries == FORM_TRIES:
@@ -370,7 +373,7 @@ class ElasticCalls(Calls):
         return results
 
     def _standing(self) -> tuple[int, int]:
-        """How far we come without anybody: with results, and perhaps a state, of somebody who was lost since.
+        """The position that this worker can reach from what it holds: results, and perhaps a state, of a worker lost since.
 
         Not beyond the step that the program is in, for what it does itself in between has yet to be done. Only a
         newcomer that was given a state is where that is.

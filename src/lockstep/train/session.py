@@ -26,7 +26,7 @@ from lockstep.train.checkpoints import Checkpoints
 from lockstep.train.chronicle import Chronicle
 from lockstep.train.claim import FILE as RUN_LOCK
 from lockstep.train.claim import Claim
-from lockstep.train.elastic_calls import Crew, ElasticCalls
+from lockstep.train.elastic_calls import ElasticCalls, GenerationListener
 from lockstep.train.metrics import MetricsFile
 from lockstep.train.observer import Blind, Observer
 from lockstep.train.once import Once
@@ -37,7 +37,7 @@ from lockstep.train.witness import Witness
 from lockstep.world import World, choose_device, init, wanted_backend
 
 
-class RunningLoop(Crew, Protocol):
+class RunningLoop(GenerationListener, Protocol):
     """The training loop as a session knows it: what it does when workers change, and whether the program is in it."""
 
     @property

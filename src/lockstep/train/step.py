@@ -2,7 +2,7 @@
 
 What comes out depends on the weights, the state of the optimiser, the seed, the number of the step and the global
 batch, and on nothing else: every shard has its own samples and its own random numbers, and the gradients of the shards
-are added up along one tree, whoever has computed them.
+are added up along one tree, on whichever worker they were computed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class GradientWrites:
 
 @dataclass(frozen=True)
 class Wishes:
-    """Of one worker, beside the step itself."""
+    """What this worker asks of the others in this step."""
 
     stop: Stop = Stop.NO
     move: int = 0  # the generation of workers that is to end after this step; 0: none
@@ -173,12 +173,12 @@ class Result:
 
     @property
     def grad_norm(self) -> float | None:
-        """Before clipping; None if nobody looked. On a GPU this waits for it."""
+        """The norm before clipping; None if it was not computed. On a GPU this waits for it."""
         return None if self.norm is None else float(self.norm)
 
 
 def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) -> Result:  # noqa: B008  (frozen)
-    """All workers together: everybody takes the step, or nobody does."""
+    """All workers together: either all take the step, or none does."""
     see = t.observer.of_step
     see.lap("between")
     t.is_exchanging = False
