@@ -13,7 +13,7 @@ steps in which it happens.
 
 Note [Healed buffers]
 A buffer that differs on one worker before a step is equal everywhere after it, because all get what the shards made of
-it: wrong everywhere, without a difference to find. So what every buffer was before it was overwritten goes into a digest.
+it: wrong everywhere, and no difference shows. So what every buffer was before it was overwritten goes into a digest.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ class ElasticCalls(Calls):
         return results
 
     def _standing(self) -> tuple[int, int]:
-        """The position that this worker can reach from what it holds: results, and perhaps a state, of a worker lost since.
+        """The position that this worker can reach with the results, and perhaps the state, of a worker that was lost.
 
         Not beyond the step that the program is in, for what it does itself in between has yet to be done. Only a
         newcomer that was given a state is where that is.
