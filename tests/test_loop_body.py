@@ -97,7 +97,7 @@ class OldStyle(torch.optim.Optimizer):
 
 
 behind = [int(text) for text in os.environ.get("BEHIND", "").split()]
-with lockstep.Run(seed=7, progress=False, check_every=1000) as run:
+with lockstep.Run(seed=7, progress=False, check_every=1000, device=os.environ.get("DEVICE")) as run:
     if behind:
         faults.hook = act
     model = run.replicate(Twin())
@@ -167,7 +167,7 @@ def continue_stopped(folder: Path, launcher: subprocess.Popen[str]) -> int:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
-    out, err = start(folder).communicate(timeout=DEADLINE_S)
+    out, err = start(folder, DEVICE="cpu").communicate(timeout=DEADLINE_S)
     assert len(digests(out)) == 1, err
     return digests(out)[0]
 
@@ -176,7 +176,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_survivor_that_is_one_step_behind_runs_its_body_once(tmp_path: Path, undisturbed: str, backend: str) -> None:
     (tmp_path / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
     options = ("-n", "3", "--min", "1", "--log-dir", "logs")
-    launcher = start(tmp_path, *options, LOCKSTEP_BACKEND=backend, BEHIND="3 9 14 22")
+    launcher = start(tmp_path, *options, LOCKSTEP_BACKEND=backend, BEHIND="3 9 14 22", DEVICE="cpu")
     try:
         continued = continue_stopped(tmp_path, launcher)
         out, err = launcher.communicate(timeout=DEADLINE_S)

@@ -23,7 +23,7 @@ from lockstep import meeting
 from lockstep.errors import WorldError
 from lockstep.meeting import Meeting
 from lockstep.place import Place, batch_note, detect, first_host
-from lockstep.world import _introduce, _wished_backend, choose_backend, choose_device, count_local
+from lockstep.world import _introduce, wanted_backend, choose_backend, choose_device, count_local
 from test_launch import split_card
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -326,14 +326,14 @@ def test_local_ranks_from_hosts() -> None:
     ],
 )
 def test_the_program_outdoes_the_variable(asked: str | None, variable: str, wished: str | None) -> None:
-    assert _wished_backend(asked, {"LOCKSTEP_BACKEND": variable}) == wished
+    assert wanted_backend(asked, {"LOCKSTEP_BACKEND": variable}) == wished
 
 
 def test_unknown_backends_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"LOCKSTEP_BACKEND='tcp': torch knows no backend 'tcp'; name one of .*shm"):
-        _wished_backend(None, {"LOCKSTEP_BACKEND": "tcp"})
+        wanted_backend(None, {"LOCKSTEP_BACKEND": "tcp"})
     with pytest.raises(ValueError, match=r"backend='cpu:shm,cuda:ncl': torch knows no backend 'cuda:ncl'"):
-        _wished_backend("cpu:shm,cuda:ncl", {})
+        wanted_backend("cpu:shm,cuda:ncl", {})
 
 
 # ---- the meeting ---------------------------------------------------------------------------------------------------

@@ -193,7 +193,8 @@ class ShardSum:
 
     def start_receipt(self) -> Receipt:
         """All workers, when all sums before it have come. See `Receipt`."""
-        token = torch.ones(1, device=self.device)
+        # On the host where the backend can: that all hosts have come there is all that is asked.
+        token = torch.ones(1, device="cpu" if self._backend in ("shm", "gloo") else self.device)
         event = torch.cuda.current_stream(self.device).record_event() if token.is_cuda else None
         # Not in the lane: the caller may go on to other collectives of the group, which must come after this one.
         return Receipt(self, token, self.group.allreduce([token], dist.AllreduceOptions()), event)
