@@ -23,7 +23,7 @@ from lockstep import meeting
 from lockstep.errors import WorldError
 from lockstep.meeting import Meeting
 from lockstep.place import Place, batch_note, detect, first_host
-from lockstep.world import _introduce, wanted_backend, choose_backend, choose_device, count_local
+from lockstep.world import _introduce, choose_backend, choose_device, count_local, wanted_backend
 from test_launch import split_card
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
