@@ -85,6 +85,10 @@ class TrainLoop:
         return self._stage is LoopStage.RUNNING
 
     @property
+    def has_begun(self) -> bool:
+        return self._stage is not LoopStage.BEFORE
+
+    @property
     def _should_stop(self) -> bool:
         return self._session.stops.agreed is not Stop.NO
 

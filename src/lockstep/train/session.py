@@ -44,6 +44,10 @@ class RunningLoop(GenerationListener, Protocol):
     def is_running(self) -> bool:
         """The program is inside the loop."""
 
+    @property
+    def has_begun(self) -> bool:
+        """The program has come to the loop."""
+
 
 @final
 class Session:
@@ -111,7 +115,9 @@ class Session:
         self._open_files()  # not before: by now the directory is ours
         self._stack.enter_context(kept_random_state(self.device))
         self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
-        self._stack.enter_context(self.stops.handle_signals(is_training=lambda: loop.is_running))
+        self._stack.enter_context(
+            self.stops.handle_signals(is_training=lambda: loop.is_running, has_begun=lambda: loop.has_begun)
+        )
         sow(mix(self.seed, "start"), self.device)
 
     def _open_files(self) -> None:

@@ -36,22 +36,23 @@ class StopRequests:
         self.ending = SystemExit(INTERRUPTED if is_ctrl_c else PREEMPTED)
         return self.ending
 
-    def _ask(self, number: int) -> None:
-        """Save, and end after the step that is running, all workers together."""
+    def _ask(self, number: int, *, has_begun: bool) -> None:
+        """Save, and end after the step that is running, all workers together. `has_begun`: there is work to save."""
         self.asked, self._signal = Stop.SIGNAL, number
-        if self._logs:  # the launcher must not kill us meanwhile
+        if self._logs and has_begun:  # the launcher must not kill us before it is saved
             with suppress(OSError):
                 finishing_file(Path(self._logs), os.getpid()).touch()
-        elif number == signal.SIGINT:
+        elif not self._logs and number == signal.SIGINT:
             say("Ctrl-C: finishing this step; Ctrl-C again ends at once")
 
     @contextmanager
-    def handle_signals(self, *, is_training: Callable[[], bool]) -> Iterator[None]:
+    def handle_signals(self, *, is_training: Callable[[], bool], has_begun: Callable[[], bool]) -> Iterator[None]:
         """Install handlers for the duration of the block. Only the main thread can; in another one nothing is changed.
 
         SIGTERM and SIGUSR1 ask for the end, and so does the first SIGINT while `is_training()`; a second one ends the
         process at once, without a traceback. Outside of training, SIGINT raises KeyboardInterrupt, as always in Python.
-        A SIGINT that is ignored (nohup) or has a handler of the program's own is left alone.
+        A SIGINT that is ignored (nohup) or has a handler of the program's own is left alone. From `has_begun()` on the
+        launcher waits until the work is saved; before, it kills the worker after its grace period.
         """
         with ExitStack() as undo:
             if threading.current_thread() is threading.main_thread():
@@ -65,7 +66,7 @@ class StopRequests:
                         signal.default_int_handler(number, frame)
                     else:
                         seen.add(number)
-                        self._ask(number)
+                        self._ask(number, has_begun=has_begun())
 
                 numbers = [signal.SIGTERM, signal.SIGUSR1]
                 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
