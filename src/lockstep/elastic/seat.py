@@ -217,7 +217,9 @@ class Seat:
         coded = None if value is None else base64.b64encode(value).decode()
         self.say("kv", id=number, generation=self.generation, op=op, key=key, value=coded, **more)
         with self._news:
-            self._news.wait_for(lambda: number in self._answers or self.generation in self._leave)
+            self._news.wait_for(lambda: number in self._answers or self.generation in self._leave or self._released)
+            if self._released and number not in self._answers:  # the supervisor may have ended with the run
+                raise Left("this worker was released: it is in no generation any more")
             # Also if there is an answer: whoever asks again and again for what will never be there must hear it too.
             if self.generation in self._leave:
                 raise Left(f"generation {self.generation} has ended: {self._leave[self.generation]}")
