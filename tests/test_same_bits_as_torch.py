@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crew import crew
+from crew import WorkerFailedError, crew
 from programs import CASES, train
 
 
@@ -21,7 +21,13 @@ def both(rank: int, size: int, case: str, set_to_none: bool) -> tuple[list[str],
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(case: str, workers: int) -> None:
-    results = crew(both, workers, case, True)
+    try:
+        results = crew(both, workers, case, True)
+    except WorkerFailedError as error:
+        # torch's own class over Gloo corrupts its heap with sparse gradients, in one of some 2,000 trainings.
+        if case != "sparse embedding" or "train(TorchDDP" not in str(error):
+            raise
+        results = crew(both, workers, case, True)
     for ours, theirs in results:
         assert ours == theirs
     # torch's weights agree between workers, so ours do; buffers of batch norm may differ in the last step
