@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.elastic.secret import read_secret
-from lockstep.elastic.wire import LARGEST_FRAME_BYTES, Channel
+from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
+from lockstep.control.secret import read_secret
 
 ANSWER_S = 5.0
 STRANGE = ["noise", "http", "length", "hello flipped", "hello cut", "replay", "splice", "direct", "reflect"]

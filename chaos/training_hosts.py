@@ -35,8 +35,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lockstep.measure import rig
-from lockstep.measure.rig import INTERFACE, Host, Rig
+from lockstep.bench import network_namespaces
+from lockstep.bench.network_namespaces import INTERFACE, Host, Rig
 
 CUTS, QUICK_CUTS, CUTS_PER_RUN = 100, 5, 5
 LEASE_S = 1.5
@@ -60,7 +60,7 @@ def train(folder: Path | None, steps: int) -> None:
 
     import lockstep
     from lockstep import faults
-    from lockstep.elastic import seat as seats
+    from lockstep.elastic import agent_client as seats
 
     dice = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(233, 8, generator=dice), torch.randint(4, (233,), generator=dice))
@@ -109,7 +109,7 @@ def hosts(count: int = 3) -> Iterator[tuple[Host, ...]]:
 
 
 def inside(host: Host, command: str) -> None:
-    rig._inside(host.holder_pid, command)
+    network_namespaces._inside(host.holder_pid, command)
 
 
 class Fleet:
@@ -389,7 +389,7 @@ def main(argv: list[str]) -> int:
     if arguments.train is not None or arguments.train_alone:
         train(arguments.train, arguments.steps)
         return 0
-    rig.refuse_where_impossible()
+    network_namespaces.refuse_where_impossible()
     numbers = range(-(-arguments.cuts // CUTS_PER_RUN))
     if arguments.only_case is not None:
         numbers = range(arguments.only_case, arguments.only_case + 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import lockstep
 from lockstep.data.batches import Batch, Batches, Settings, Shard
-from lockstep.data.order import Order
+from lockstep.data.sample_order import Order
 from lockstep.train.metrics import Mean
 from lockstep.train.options import Options
 from lockstep.train.step import Result

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.optim", "lockstep.replicate.ddp"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.optim", "lockstep.ddp.wrapper"])
 
 
 class WorkerFailedError(AssertionError):

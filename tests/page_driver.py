@@ -243,7 +243,7 @@ def be_page(line: Any, other_end: Any, folder: Path) -> None:
 def main(results: Path, pages: list[Path]) -> None:
     for module in ("sklearn.datasets", "torch._dynamo", "torch.utils.data.distributed", "lockstep.train.run"):
         importlib.import_module(module)  # torch._dynamo is what the first optimiser of a process loads, for seconds
-    importlib.import_module("lockstep.replicate.ddp")
+    importlib.import_module("lockstep.ddp.wrapper")
     with results.open("w") as file:
         for page in pages:
             for outcome in run_page(page):

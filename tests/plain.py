@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.comm.tree import tree_pairs
+from lockstep.comm.tree_order import tree_pairs
 
 KINDS: Any = ReduceOp.RedOpType
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

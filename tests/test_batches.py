@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batches import Batches, DataError, Position, Settings
-from lockstep.data.order import ByLength, Order, Sequential, Shuffled, cut, share
 from lockstep.data.reader import draws_random_numbers, gather
+from lockstep.data.sample_order import ByLength, Order, Sequential, Shuffled, cut, share
 from samples import (
     Augmented,
     Plain,

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.comm.tree import tree_pairs
-from lockstep.replicate import batchnorm
-from lockstep.replicate.batchnorm import SyncBatchNorm
+from lockstep.comm.tree_order import tree_pairs
+from lockstep.ddp import batchnorm
+from lockstep.ddp.batchnorm import SyncBatchNorm
 from programs import digest
 
 CLOSE = 1e-12  # of float64, relative to the largest value

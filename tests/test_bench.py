@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.measure import bench
-from lockstep.measure.rounds import Estimate, estimate, order_of, paired_ratio, slowest
+from lockstep.bench import command as bench
+from lockstep.bench.rounds import Estimate, estimate, order_of, paired_ratio, slowest
 
 ARMS = ("none", "torch", "lockstep")
 STEP_ARMS = (*ARMS, "lockstep@shm")
@@ -44,7 +44,7 @@ def start(tmp_path: Path):
     started = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "lockstep.measure.bench", *arguments]
+        command = [sys.executable, "-m", "lockstep.bench.command", *arguments]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process

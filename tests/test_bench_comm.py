@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from crew import crew, try_crew
-from lockstep.errors import LockstepError
-from lockstep.measure import bench, bench_comm, collectives, plot
-from lockstep.measure.bench_comm import ArmFigures, Choice, LeftOut, Settings, choose, figures, lines_of
-from lockstep.measure.collectives import Buffers, Case, Op, check, fill, parse_size, size_text
-from lockstep.measure.comm_worker import (
+from lockstep.bench import collectives, plot
+from lockstep.bench import comm as bench_comm
+from lockstep.bench import command as bench
+from lockstep.bench.collectives import Buffers, Case, Op, check, fill, parse_size, size_text
+from lockstep.bench.comm import ArmFigures, Choice, LeftOut, Settings, choose, figures, lines_of
+from lockstep.bench.comm_worker import (
     COPY,
     GLOO,
     NCCL,
@@ -34,9 +35,10 @@ from lockstep.measure.comm_worker import (
     open_lanes,
     time_row,
 )
-from lockstep.measure.rounds import Estimate
-from lockstep.measure.table import render
-from lockstep.measure.workers import Seat, Workers
+from lockstep.bench.rounds import Estimate
+from lockstep.bench.workers import Seat, Workers
+from lockstep.errors import LockstepError
+from lockstep.report.table import render
 
 CPU = torch.device("cpu")
 
@@ -44,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 def run_comm(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lockstep.measure.bench", "comm", *arguments]
+    command = [sys.executable, "-m", "lockstep.bench.command", "comm", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

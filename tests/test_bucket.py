@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.replicate.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB, Bucket, Caps, Ownership, Pack, pack
+from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB, Bucket, Caps, Ownership, Pack, pack
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -10,15 +10,15 @@ from traceback import TracebackException
 
 import pytest
 
-from lockstep.card import ASCII, LINES, Card, draw
-from lockstep.elastic import failure, trouble
-from lockstep.elastic.causes import Evidence, explain
-from lockstep.elastic.failure import Facts
-from lockstep.elastic.inquest import Dead, describe_place, hold, last_seen, make_card, named_by_all
-from lockstep.elastic.oom import Killed, compare
-from lockstep.elastic.trouble import Frame, is_users
+from lockstep.failures import crash_record, traceback_parser
+from lockstep.failures.card import ASCII, LINES, Card, draw
+from lockstep.failures.causes import Evidence, explain
+from lockstep.failures.crash_record import Facts
+from lockstep.failures.postmortem import Dead, describe_place, hold, last_seen, make_card, named_by_all
+from lockstep.failures.traceback_parser import Frame, is_users
+from lockstep.launcher.oom_kills import Killed, compare
 
-OURS = str(Path(trouble.__file__).parents[1] / "train" / "run.py")
+OURS = str(Path(traceback_parser.__file__).parents[1] / "train" / "run.py")
 TRACE = f"""\
 some line before
 Traceback (most recent call last):
@@ -40,22 +40,22 @@ lockstep.data.reader.DataError: dataset[3] failed
 
 
 def test_the_place_is_that_of_the_cause_in_the_users_own_code() -> None:
-    found = trouble.read(TRACE)
+    found = traceback_parser.read(TRACE)
     assert found.what == "DataError: dataset[3] failed"
     assert found.cause == "ValueError: bad"
     assert found.frame == Frame("/home/me/data.py", 7, "__getitem__", 'raise ValueError("bad")')
 
 
 def test_what_was_raised_while_handling_something_else_is_not_its_fault() -> None:
-    text = "\n".join(TRACE).replace(trouble.BY_CAUSE, trouble.MEANWHILE)
-    found = trouble.read(text.splitlines())
+    text = "\n".join(TRACE).replace(traceback_parser.BY_CAUSE, traceback_parser.MEANWHILE)
+    found = traceback_parser.read(text.splitlines())
     assert found.cause == ""
     assert found.frame == Frame("train.py", 20, "<module>", "for batch in run.train(batches, optimizer):")
 
 
 def test_a_cause_inside_of_torch_is_not_shown() -> None:
     torchs = "/x/lib/python3.11/site-packages/torch/nn/modules/module.py"
-    found = trouble.read([line.replace("/home/me/data.py", torchs) for line in TRACE])
+    found = traceback_parser.read([line.replace("/home/me/data.py", torchs) for line in TRACE])
     assert found.cause == ""
     assert found.frame is not None
     assert found.frame.file == "train.py"
@@ -70,7 +70,7 @@ def test_a_cause_inside_of_torch_is_not_shown() -> None:
         (OURS, False),
         ("<frozen runpy>", False),
         ("/x/.venv/lib/python3.11/site-packages/torch/x.py", False),
-        (str(Path(trouble.sysconfig.get_paths()["stdlib"]) / "contextlib.py"), False),
+        (str(Path(traceback_parser.sysconfig.get_paths()["stdlib"]) / "contextlib.py"), False),
     ],
 )
 def test_whose_file_it_is(file: str, expected: bool) -> None:
@@ -82,11 +82,11 @@ def test_the_text_of_torchs_loader_process_is_shortened() -> None:
         "RuntimeError: Caught RuntimeError in DataLoader worker process 0.\n"
         'Original Traceback (most recent call last):\n  File "x", line 1, in f\n    g()\nKeyError: 3\n'
     )
-    assert trouble.shorten(text).splitlines() == [text.splitlines()[0], "KeyError: 3"]
+    assert traceback_parser.shorten(text).splitlines() == [text.splitlines()[0], "KeyError: 3"]
 
 
 def test_without_a_traceback_nothing_is_known() -> None:
-    assert trouble.read(["hello", "bye"]) == trouble.Trouble()
+    assert traceback_parser.read(["hello", "bye"]) == traceback_parser.Trouble()
 
 
 def raised(*files: str, cause: Exception | None = None) -> Exception:
@@ -105,7 +105,7 @@ def raised(*files: str, cause: Exception | None = None) -> Exception:
 
 def cut(error: Exception) -> tuple[str, int]:
     told = TracebackException.from_exception(error)
-    left_out = trouble.cut(told)
+    left_out = traceback_parser.cut(told)
     return "".join(told.format()), left_out
 
 
@@ -131,11 +131,11 @@ def test_a_cause_is_shown_where_it_has_a_frame_of_the_users() -> None:
     theirs = raised(OURS, "data.py")
     text, left_out = cut(raised("train.py", OURS, cause=theirs))
     assert re.findall(r'File "([^"]+)"', text) == ["data.py", "train.py"]
-    assert text.count(trouble.BY_CAUSE) == 1
+    assert text.count(traceback_parser.BY_CAUSE) == 1
     assert left_out == 2
     text, left_out = cut(raised("train.py", OURS, cause=raised(OURS, TORCHS)))
     assert re.findall(r'File "([^"]+)"', text) == ["train.py"]
-    assert trouble.BY_CAUSE not in text
+    assert traceback_parser.BY_CAUSE not in text
     assert left_out == 3
 
 
@@ -228,13 +228,13 @@ def dead(folder: Path, code: int = 1) -> Dead:
 
 def test_facts_say_more_than_the_last_words(tmp_path: Path) -> None:
     where = {"rank": 1, "size": 2, "step": 5, "epoch": 1, "call": "run.step", "shard": 3}
-    failure.write(tmp_path, Facts(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where))
-    card = hold(dead(tmp_path), failure.read(tmp_path, 77, "rank1"))
+    crash_record.write(tmp_path, Facts(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where))
+    card = hold(dead(tmp_path), crash_record.read(tmp_path, 77, "rank1"))
     assert card.who == "rank 1 of 2, pid 77 on node2"
     assert card.where == "step 5, epoch 1 (both count from 0), shard 3, in run.step"
     assert card.place == ("/home/me/data.py:7, in __getitem__", '    raise ValueError("bad")')
     assert [path.name for path in tmp_path.iterdir()] == ["failure-rank1.json"]
-    assert failure.read(tmp_path, 77, "rank1") is None, "those of a later process with the same name are its own"
+    assert crash_record.read(tmp_path, 77, "rank1") is None, "those of a later process with the same name are its own"
 
 
 def test_a_worker_whose_rank_changes_is_named_with_the_rank_that_errors_speak_of(tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_a_worker_whose_rank_changes_is_named_with_the_rank_that_errors_speak_of
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"pid": 77}', b'"x"'])
 def test_facts_that_are_damaged_are_left_alone(tmp_path: Path, damage: bytes) -> None:
-    failure.path_of(tmp_path, 77).write_bytes(damage)
-    assert failure.read(tmp_path, 77, "rank1") is None
+    crash_record.path_of(tmp_path, 77).write_bytes(damage)
+    assert crash_record.read(tmp_path, 77, "rank1") is None
     assert "DataError: dataset[3] failed" in hold(dead(tmp_path), None).what
 
 

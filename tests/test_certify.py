@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import cli
-from lockstep.measure.certify import Arm, Difference, arms_for, first_difference, likely_cause
+from lockstep.cli import main as cli
+from lockstep.cli.certify import Arm, Difference, arms_for, first_difference, likely_cause
 
 PROGRAM = """
 import torch, torch.nn.functional as F, lockstep

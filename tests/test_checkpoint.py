@@ -20,8 +20,8 @@ import torch
 
 import lockstep
 from lockstep import CheckpointError
+from lockstep.checkpoint import folder_names, manifest, state_tree
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint import manifest, names, tree
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS
 from lockstep.checkpoint.verify import verify
 
@@ -79,7 +79,7 @@ def everything() -> dict[str, Any]:
 
 
 def write(folder: Path, state: dict[str, Any], step: int = 1) -> Path:
-    path = folder / names.directory_name(step)
+    path = folder / folder_names.directory_name(step)
     layout.write(path, step, layout.flatten(state))
     return path
 
@@ -102,7 +102,7 @@ def test_no_tensors_and_nothing_at_all(tmp_path: Path) -> None:
 
 
 def test_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.checkpoint.disk.PIECE_BYTES", 10)
+    monkeypatch.setattr("lockstep.checkpoint.file_io.PIECE_BYTES", 10)
     state = everything()
     path = write(tmp_path, state)
     assert same(layout.read(path), state)
@@ -174,7 +174,7 @@ def test_tensors_in_several_files_are_the_same_state(tmp_path: Path) -> None:
     split_tensors(path)
     assert len(list(path.iterdir())) == 4
     assert same(layout.read(path), state)
-    assert tree.digest(before.structure, verify(path).tensors) == before.manifest.state_sha256
+    assert state_tree.digest(before.structure, verify(path).tensors) == before.manifest.state_sha256
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_cannot_be_saved_is_named(bad: object) -> None:
 def test_what_is_as_deep_as_allowed_comes_back(tmp_path: Path) -> None:
     for nest in (lambda inside: {"a": inside}, lambda inside: [inside], lambda inside: (inside,)):
         state: Any = torch.ones(1)
-        for _ in range(tree.LEVELS - 1):
+        for _ in range(state_tree.LEVELS - 1):
             state = nest(state)
         assert same(layout.read(write(tmp_path, {"a": state}, len(list(tmp_path.iterdir())))), {"a": state})
 
@@ -248,8 +248,8 @@ def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
 def test_verifying_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path, everything())
     code = (
-        "import sys, pathlib, lockstep.checkpoint.export, lockstep.cli_checkpoint\n"
-        f"print(lockstep.cli_checkpoint.main(['verify', {str(path)!r}]))\n"
+        "import sys, pathlib, lockstep.checkpoint.export, lockstep.cli.checkpoint\n"
+        f"print(lockstep.cli.checkpoint.main(['verify', {str(path)!r}]))\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.checkpoint.manifest import STATE, TENSORS
 from lockstep.checkpoint.store import Store
-from lockstep.cli_checkpoint import main
+from lockstep.cli.checkpoint import main
 from test_checkpoint import bits
 from test_checkpoint_damage import small_state
 
@@ -243,7 +243,7 @@ def test_help(capsys: Any) -> None:
 def test_without_torch_and_into_a_closed_pipe(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-000000010" / STATE).unlink()
     code = (
-        "import sys, lockstep.cli_checkpoint as c\n"
+        "import sys, lockstep.cli.checkpoint as c\n"
         f"run, out = {str(run)!r}, {str(tmp_path / 'm.safetensors')!r}\n"
         "print([c.main(a) for a in (['ls', run], ['verify', run], ['show', run], ['export', run, out])])\n"
         "assert 'torch' not in sys.modules\n"
@@ -251,7 +251,7 @@ def test_without_torch_and_into_a_closed_pipe(run: Path, tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.endswith("[0, 1, 0, 0]\n")
-    command = [sys.executable, "-m", "lockstep.cli_checkpoint", "ls", str(run)]
+    command = [sys.executable, "-m", "lockstep.cli.checkpoint", "ls", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as quiet:
         assert quiet.stdout is not None
         assert quiet.stderr is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep import faults
-from lockstep.checkpoint import problems
+from lockstep.checkpoint import write_errors
 from lockstep.checkpoint.manifest import TENSORS
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
@@ -146,5 +146,5 @@ def test_no_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_words_for_errors_without_a_number() -> None:
-    text = problems.describe(3, Path("/x"), OSError("odd"), Path("/y"))
+    text = write_errors.describe(3, Path("/x"), OSError("odd"), Path("/y"))
     assert "step 3 was not written to /x: OSError: odd; the last one is /y, and it stays" in text

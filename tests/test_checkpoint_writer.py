@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lockstep import CheckpointError, faults
-from lockstep.checkpoint import copies as copying
 from lockstep.checkpoint import format as layout
+from lockstep.checkpoint import host_copies as copying
 from lockstep.checkpoint import writer
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic import server as module
-from lockstep.elastic.arbiter import Arbiter, ControlError, LocalClient, Terms
-from lockstep.elastic.client import Client, reach
-from lockstep.elastic.link import Patience, backoff
-from lockstep.elastic.secret import new_secret
-from lockstep.elastic.server import LARGEST_BUFFER_BYTES, PUSH_BELOW_BYTES, Server
-from lockstep.elastic.sockets import Dial, TcpDial
-from lockstep.elastic.store import Entry, Store
-from lockstep.elastic.wire import LARGEST_FRAME_BYTES, Channel
+from lockstep.control import server as module
+from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
+from lockstep.control.reconnect import Patience, backoff
+from lockstep.control.remote_store import Client, reach
+from lockstep.control.secret import new_secret
+from lockstep.control.server import LARGEST_BUFFER_BYTES, PUSH_BELOW_BYTES, Server
+from lockstep.control.sockets import Dial, TcpDial
+from lockstep.control.store import Entry, Store
+from lockstep.control.store_client import Arbiter, ControlError, LocalClient, Terms
 
 SECRET = new_secret()
 TERMS = Terms("job/", ttl_s=5.0, patience_s=2.0)

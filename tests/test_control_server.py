@@ -22,14 +22,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.elastic import server as module
-from lockstep.elastic.arbiter import Terms
-from lockstep.elastic.client import Client
-from lockstep.elastic.messages import FIELDS
-from lockstep.elastic.secret import VARIABLE, read_secret
-from lockstep.elastic.server import MOST_UNPROVEN, Server
-from lockstep.elastic.sockets import TcpDial
-from lockstep.elastic.store import Store
+from lockstep.control import server as module
+from lockstep.control.messages import FIELDS
+from lockstep.control.remote_store import Client
+from lockstep.control.secret import VARIABLE, read_secret
+from lockstep.control.server import MOST_UNPROVEN, Server
+from lockstep.control.sockets import TcpDial
+from lockstep.control.store import Store
+from lockstep.control.store_client import Terms
 from test_control_client import Loop
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))

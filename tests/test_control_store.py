@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic import store as module
-from lockstep.elastic.arbiter import ControlError, LocalClient, Terms
-from lockstep.elastic.client import Mirror
-from lockstep.elastic.messages import PAGE_BYTES, cut_pages, follow, message_as_push
-from lockstep.elastic.store import Change, Entry, NoLease, Store
-from lockstep.elastic.wire import LARGEST_FRAME_BYTES, Channel
+from lockstep.control import store as module
+from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
+from lockstep.control.messages import PAGE_BYTES, cut_pages, follow, message_as_push
+from lockstep.control.remote_store import Mirror
+from lockstep.control.store import Change, Entry, NoLease, Store
+from lockstep.control.store_client import ControlError, LocalClient, Terms
 
 
 def made(entry: Entry | None) -> Entry:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic.messages import check_request, message_as_push, row_as_change
-from lockstep.elastic.secret import VARIABLE, new_secret, read_secret, write_secret
-from lockstep.elastic.wire import LARGEST_FRAME_BYTES, Channel, Phase, WireError, read_message
+from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel, Phase, WireError, read_message
+from lockstep.control.messages import check_request, message_as_push, row_as_change
+from lockstep.control.secret import VARIABLE, new_secret, read_secret, write_secret
 
 SECRET = bytes(range(32))
 HELLO_BYTES = 4 + 32 + 32

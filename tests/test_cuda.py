@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.replicate.listen import Listening
+from lockstep.ddp.grad_hooks import Listening
 from programs import CASES, Mlp
 
 pytestmark = [

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import WorkerFailedError, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.replicate.listen import Listening
-from lockstep.replicate.uneven import any_worker_syncs, highest_rank
+from lockstep.ddp.grad_hooks import Listening
+from lockstep.ddp.join import any_worker_syncs, highest_rank
 from programs import Mlp, digest
 
 BOTH = [pytest.param(TorchDDP, id="torch"), pytest.param(OurDDP, id="ours")]
@@ -976,10 +976,10 @@ def test_a_world_of_one_with_an_optimizer_in_backward_and_a_hook_on_an_accumulat
 
 
 def renewed(rank: int, size: int) -> list[int]:
-    from lockstep.replicate import graph
+    from lockstep.ddp import autograd_graph
 
-    counts, renew = [], graph.renew_accumulators
-    graph.renew_accumulators = lambda parameters: (counts.append(len(parameters)), renew(parameters))[1]
+    counts, renew = [], autograd_graph.renew_accumulators
+    autograd_graph.renew_accumulators = lambda parameters: (counts.append(len(parameters)), renew(parameters))[1]
     for held in (0, 2):
         ddp = OurDDP(seeded(Mlp))
         nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in list(ddp.parameters())[:held]]

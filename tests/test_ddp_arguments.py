@@ -80,7 +80,7 @@ def install_late(rank: int, size: int) -> list[str]:
 
 
 def test_install_reaches_names_that_were_imported_before() -> None:
-    assert crew(install_late, 2) == [["lockstep.replicate.ddp"] * 2] * 2
+    assert crew(install_late, 2) == [["lockstep.ddp.wrapper"] * 2] * 2
 
 
 # -- compile -----------------------------------------------------------------------------------------------------

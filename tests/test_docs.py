@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import pytest
 
 import page_driver
-from lockstep import cli
+from lockstep.cli import main as cli
 from pages import (
     ROOT,
     Block,

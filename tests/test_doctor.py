@@ -15,7 +15,7 @@ import pytest
 from lockstep.doctor import command, facts
 from lockstep.doctor.facts import Gpu, Machine, Space, Torch
 from lockstep.doctor.judge import Level, judge
-from lockstep.place import Place
+from lockstep.world.environment import Place
 
 GIB = 1 << 30
 CPU = Torch("2.13.0+cpu", gloo=True, import_s=2.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.elastic.verdict import EARLY, Act, Decision, Exit, Scene, blame, decide, exit_status
+from lockstep.launcher.exit_policy import EARLY, Act, Decision, Exit, Scene, blame, decide, exit_status
 from test_launch import Stage, split_card, stage  # noqa: F401
 from test_recovery import Play, Show, perform
 

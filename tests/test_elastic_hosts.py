@@ -21,7 +21,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic.hosts import (
+from lockstep.bench import network_namespaces
+from lockstep.errors import LockstepError
+from lockstep.launcher.hosts import (
     SAY_AFTER_S,
     Contact,
     Hosts,
@@ -34,9 +36,7 @@ from lockstep.elastic.hosts import (
     share_of,
     title_of,
 )
-from lockstep.elastic.supervisor import Job, worker_env
-from lockstep.errors import LockstepError
-from lockstep.measure import rig
+from lockstep.launcher.job import Job, worker_env
 from test_launch import split_card
 
 CHAOS = Path(__file__).resolve().parent.parent / "chaos"
@@ -53,10 +53,10 @@ SECRET = secrets.token_hex(32)
 
 def why_not() -> str:
     try:
-        rig.refuse_where_impossible()
+        network_namespaces.refuse_where_impossible()
         with hosts(1):
             return ""
-    except rig.RigError as error:
+    except network_namespaces.RigError as error:
         return str(error)
 
 
@@ -395,8 +395,8 @@ class Loopbacks:
     """Hosts that are not: all of them are this machine."""
 
     @staticmethod
-    def of(count: int) -> tuple[rig.Host, ...]:
-        return tuple(rig.Host(number, "127.0.0.1", os.getpid()) for number in range(count))
+    def of(count: int) -> tuple[network_namespaces.Host, ...]:
+        return tuple(network_namespaces.Host(number, "127.0.0.1", os.getpid()) for number in range(count))
 
 
 @pytest.mark.slow

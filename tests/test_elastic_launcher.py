@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic import screen
+from lockstep.launcher import output
 
 PROGRAM = """
 import os, signal, sys, time
@@ -96,17 +96,17 @@ def test_a_worker_is_replaced_although_its_log_cannot_be_written(tmp_path: Path)
 def test_a_screen_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.pipe()
     try:
-        screen.lose_patience(0.3)
+        output.lose_patience(0.3)
         began_s = time.monotonic()
         for _ in range(50):
-            screen.write_all(theirs, b"y" * 10_000)
+            output.write_all(theirs, b"y" * 10_000)
         assert 0.25 < time.monotonic() - began_s < 2.0
         first = os.read(ours, 1 << 20)
         assert set(first) == {ord("y")}
-        screen.write_all(theirs, b"again\n")
+        output.write_all(theirs, b"again\n")
         assert os.read(ours, 1 << 20).endswith(b"what is missing here is in the logs\nagain\n")
     finally:
-        screen.regain_patience()
+        output.regain_patience()
         os.close(ours)
         os.close(theirs)
 

@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 from lockstep import faults
-from lockstep.elastic import line as lines
-from lockstep.elastic.arbiter import LocalClient, Terms
-from lockstep.elastic.line import Line, LineError, Lines, encode
+from lockstep.control import json_pipe as lines
+from lockstep.control.json_pipe import Line, LineError, Lines, encode
+from lockstep.control.store import LARGEST_VALUE_BYTES, Store
+from lockstep.control.store_client import LocalClient, Terms
+from lockstep.elastic.host_workers import Roster
 from lockstep.elastic.membership import Phase, Standing, Want
 from lockstep.elastic.records import PREFIX, Keys, Records
-from lockstep.elastic.restarts import (
+from lockstep.elastic.restart_policy import (
     FEWEST,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -35,10 +37,8 @@ from lockstep.elastic.restarts import (
     start_at_s,
     why_give_up,
 )
-from lockstep.elastic.roster import Roster
-from lockstep.elastic.store import LARGEST_VALUE_BYTES, Store
+from lockstep.train.checkpointing import Saving, read_interval
 from lockstep.train.elastic_calls import LARGEST_RESULT_BYTES
-from lockstep.train.saving import Saving, read_interval
 
 JOURNAL, KEYS = Keys(PREFIX).journal, Keys(PREFIX).values
 
@@ -512,7 +512,7 @@ def test_whoever_is_inside_a_generation_that_is_over_is_killed(stages: Any) -> N
 
 
 def test_the_lease_is_told_again_and_again(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.elastic.roster.LEASE_EVERY_S", 0.0)
+    monkeypatch.setattr("lockstep.elastic.host_workers.LEASE_EVERY_S", 0.0)
     stage = stages(workers=1)
     (actor,) = stage.cast(1)
     before = len(actor.told("lease"))

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic.arbiter import Terms
-from lockstep.elastic.client import Client
-from lockstep.elastic.etcd import Bridge
-from lockstep.elastic.gateway import Etcd, Gateway, Unreachable
-from lockstep.elastic.secret import new_secret
-from lockstep.elastic.sockets import parse_addresses
+from lockstep.control.etcd import Bridge
+from lockstep.control.etcd_gateway import Etcd, Gateway, Unreachable
+from lockstep.control.remote_store import Client
+from lockstep.control.secret import new_secret
+from lockstep.control.sockets import parse_addresses
+from lockstep.control.store_client import Terms
 from test_control_client import Loop
 
 ETCD = os.environ.get("ETCD") or shutil.which("etcd")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from crew import crew
-from lockstep.data.order import Shuffled, cut
+from lockstep.data.sample_order import Shuffled, cut
 from runs import PROGRAMS, Bags, Cnn, Gpt, Program, Resnet, data, mlp, predict_tokens, sgd, use
 
 BATCH, EPOCHS, SEED = 32, 2, 7

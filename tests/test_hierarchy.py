@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import lockstep
 from crew import WorkerFailedError, crew
-from lockstep.comm.columns import SMALL_BYTES
 from lockstep.comm.hierarchy import HierarchicalGroup, Options
-from lockstep.comm.hosts import LEAST_PIECE_BYTES, MOST_CHUNK_BYTES, chunk_bytes, cut, lay_out
-from lockstep.place import identify_host
+from lockstep.comm.host_layout import LEAST_PIECE_BYTES, MOST_CHUNK_BYTES, chunk_bytes, cut, lay_out
+from lockstep.comm.pipeline import SMALL_BYTES
+from lockstep.world.environment import identify_host
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, NARROW, kinds_of, reduced, same_bits, some
 
 EVEN, MIXED, UNEVEN, SINGLE, APART = "aabb", "abab", "aab", "aa", "ab"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import lockstep
 from crew import crew
-from lockstep.comm.columns import Columns, Staged
 from lockstep.comm.hierarchy import HierarchicalGroup, Options
+from lockstep.comm.pipeline import Columns, Staged
 from plain import KINDS, reduced, same_bits, some
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.demo.show import Training
-from lockstep.elastic.supervisor import Job, reserve_port, worker_env
-from lockstep.elastic.verdict import (
+from lockstep.launcher.exit_policy import (
     SETTLE_S,
     Act,
     Decision,
@@ -32,6 +31,7 @@ from lockstep.elastic.verdict import (
     is_lost_peer,
     last_words,
 )
+from lockstep.launcher.job import Job, reserve_port, worker_env
 
 # These do not say how fast the launcher is: on a machine that has much else to do, Python alone takes seconds to start.
 DEADLINE_S = 100.0
@@ -214,7 +214,9 @@ def test_the_default_folder_for_logs(stage: Stage) -> None:
 def test_the_launcher_does_not_load_torch(stage: Stage) -> None:
     script = stage.script("print('torch' in open(f'/proc/{os.getppid()}/maps').read())\n")
     assert stage.run("-n", "1", script).stdout == "[rank 0] False\n"
-    code = "import sys, lockstep.cli, lockstep.elastic.worker; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        "import sys, lockstep.cli, lockstep.launcher.worker_main; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout == "False False\n", done.stderr
 

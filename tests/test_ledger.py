@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep import cli
+from lockstep.cli import main as cli
 from lockstep.data.ledger import NAME, Ledger, fingerprint, fingerprint_of_all, prove
-from lockstep.data.order import Shuffled
+from lockstep.data.sample_order import Shuffled
 from lockstep.errors import LockstepError
 
 WORD = 2**64

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.measure import live
-from lockstep.measure.now import find, look
+from lockstep.report import live_view
+from lockstep.report.live_status import find, look
 from lockstep.train import progress
 from lockstep.train.step import Result
 
@@ -67,7 +67,7 @@ def test_what_is_left_and_how_much_of_it_is_work(run: Path) -> None:
     now = look(find(run), now_s=101.0)
     assert now is not None
     assert (now.left_s, now.efficiency, len(now.workers)) == (60 * 32 / 64, pytest.approx(0.7), 2)
-    assert live.describe(now) == (
+    assert live_view.describe(now) == (
         "step 40/100  epoch 2  loss 0.5  64 samples/s  0:30 left  70% computing  2 workers  training"
     )
 
@@ -79,7 +79,7 @@ def test_only_those_count_who_are_there(run: Path) -> None:
     now = look(find(run), now_s=101.0)
     assert now is not None
     assert [worker.name for worker in now.workers] == ["worker 0"]
-    assert "accuracy 0.9" in live.describe(now)
+    assert "accuracy 0.9" in live_view.describe(now)
     silent = look(find(run), now_s=1000.0)
     assert silent is not None
     assert silent.state == "silent"
@@ -88,7 +88,7 @@ def test_only_those_count_who_are_there(run: Path) -> None:
 def test_nobody_has_said_anything(run: Path) -> None:
     assert look(find(run)) is None
     pytest.importorskip("rich")
-    live.draw(None)
+    live_view.draw(None)
 
 
 def test_the_picture_has_all_of_it(run: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_picture_has_all_of_it(run: Path) -> None:
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut o')
     write(run, said(0), said(1, loss=float("nan"), worker="[bold]h1.1"))
-    console.print(live.draw(look(find(run), now_s=101.0)))
+    console.print(live_view.draw(look(find(run), now_s=101.0)))
     text = console.export_text()
     assert re.search(r"256 MiB +1 +7 ", text), text  # worker 0 came in the place of worker 5
     for part in ("step 40 of 100", "0:30 left", "70%", "worker 0", "[bold]h1.1", "256 MiB", "lost workers 1"):
@@ -130,7 +130,7 @@ def test_a_figure_stays_beside_its_name(run: Path, width: int) -> None:
     console = pytest.importorskip("rich.console").Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     (run / "events.jsonl").write_text(json.dumps({"time": 99.0, "event": "lost", "worker": "h0.1"}) + "\n")
     write(run, said(0, metrics={"accuracy": 0.9944, "perplexity": 12.34}), said(1))
-    console.print(live.draw(look(find(run), now_s=101.0)))
+    console.print(live_view.draw(look(find(run), now_s=101.0)))
     text = console.export_text()
     for part in ("epoch 2", "accuracy 0.9944", "perplexity 12.34", "samples/s 64", "computing 70%", "lost workers 1"):
         assert part in text, text
@@ -248,7 +248,7 @@ def test_who_fails_has_the_last_word(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_death_of_the_picture_ends_nothing_but_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("rich")
-    kill = "subprocess.run(['pkill', '-9', '-f', 'lockstep.measure.live.*logs']); time.sleep(1)"
+    kill = "subprocess.run(['pkill', '-9', '-f', 'lockstep.report.live_view.*logs']); time.sleep(1)"
     (tmp_path / "train.py").write_text("import subprocess\n" + PROGRAM.replace("run.log(accuracy=0.75)", kill))
     status, seen = in_terminal(["run", "-n", "2", "--log-dir", str(tmp_path / "logs"), "train.py"], tmp_path)
     assert status == 0, seen[-3000:]

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batches import DataError, Settings
-from lockstep.data.order import Sequential
+from lockstep.data.sample_order import Sequential
 from samples import (
     Plain,
     Stream,

@@ -410,7 +410,7 @@ def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noq
 LOCK = """
 import sys
 from pathlib import Path
-from lockstep.train.claim import Claim
+from lockstep.train.run_lock import Claim
 claim = Claim(Path(sys.argv[1]), {"LOCKSTEP_RUN_ID": sys.argv[2]})
 claim.take(leads=sys.argv[3] == "rank 0")
 print("taken", flush=True)

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import lockstep
 from crew import Failure, crew, try_crew
-from lockstep import cli
+from lockstep.cli import main as cli
 from lockstep.data.reader import DataError
 from lockstep.errors import UnevenDataError
 from runs import classify, data, mlp, sgd

@@ -61,20 +61,22 @@ def test_going_on_with_other_numbers_of_workers_gives_the_same_bits(name: str) -
 
 def plant(mistake: str, size: int) -> None:
     """Make this worker depend on how many there are."""
-    from lockstep.comm import tree
-    from lockstep.data import order
+    from lockstep.comm import tree_order
+    from lockstep.data import sample_order
     from lockstep.train import step
 
     match mistake:
         case "another order of sums":
-            tree.Gathering.awaiting = lambda self, node: len(self.left)  # from left to right, as far as one holds them
-            tree.subtrees.cache_clear()
+            tree_order.Gathering.awaiting = lambda self, node: len(
+                self.left
+            )  # from left to right, as far as one holds them
+            tree_order.subtrees.cache_clear()
         case "random numbers of workers":
             mix = step.mix
             step.mix = lambda *words: mix(*words, size)
         case "samples dealt out to workers":
-            cut = order.cut
-            order.cut = lambda count, shards: cut(count, shards)[size - 1 :] + cut(count, shards)[: size - 1]
+            cut = sample_order.cut
+            sample_order.cut = lambda count, shards: cut(count, shards)[size - 1 :] + cut(count, shards)[: size - 1]
 
 
 def train_with_mistake(rank: int, size: int, mistake: str) -> list[str]:

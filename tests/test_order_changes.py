@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 import lockstep
 from crew import Failure, crew, try_crew
 from lockstep.data.ledger import prove
-from lockstep.data.order import ByLength
+from lockstep.data.sample_order import ByLength
 from runs import classify, data
 
 SAMPLES, BATCH = 96, 16  # 6 steps in an epoch

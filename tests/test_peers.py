@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm import patience, peers
-from lockstep.comm.peers import Report, judge
+from lockstep.comm import abortable_wait, peer_watch
+from lockstep.comm.peer_watch import Report, judge
 from lockstep.errors import DesyncError, PeerLostError
 
 US = Report(0, pid=10, host="a", passes=5, inside=True, calls=9)
@@ -123,8 +123,8 @@ def free_port() -> int:
 def test_whoever_waits_in_a_group_that_is_given_up_goes_on() -> None:
     """Also if its collective never ends."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
-    watch, never = peers.Watch(group, polls=True), threading.Event()
-    threading.Timer(0.2, patience.give_up, [group]).start()
+    watch, never = peer_watch.Watch(group, polls=True), threading.Event()
+    threading.Timer(0.2, abortable_wait.give_up, [group]).start()
     began_s = time.monotonic()
     with pytest.raises(PeerLostError, match="its group was given up while this worker waited in a dream"):
         watch.wait_for(never.wait, "a dream")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lockstep
 from crew import Failure, try_crew
-from lockstep.train.check import blame
+from lockstep.train.replica_check import blame
 from runs import PROGRAMS, adamw, classify, data, sgd, train, use
 
 WORLDS = [2, 3, 4]

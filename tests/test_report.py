@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import main
+from lockstep.cli.main import main
 from lockstep.errors import LockstepError
-from lockstep.files import point_at_each_other
-from lockstep.measure.buckets import split_buckets
-from lockstep.measure.curves import MOST_POINTS, advise_batch, draw, thin_out
-from lockstep.measure.eras import choose_scene, find_eras, find_scenes
-from lockstep.measure.launcher import worker_name
-from lockstep.measure.page import mark_code
-from lockstep.measure.shares import COMPUTE, Usage
-from lockstep.measure.story import Status, Story, tell
-from lockstep.measure.timeline import PHASES, Closeup, Span, read_trace
+from lockstep.report.bucket_overlap import split_buckets
+from lockstep.report.curves import MOST_POINTS, advise_batch, draw, thin_out
+from lockstep.report.generations import choose_scene, find_eras, find_scenes
+from lockstep.report.launcher_events import worker_name
+from lockstep.report.page import mark_code
+from lockstep.report.summary import Status, Story, tell
+from lockstep.report.time_shares import COMPUTE, Usage
+from lockstep.report.trace_reader import PHASES, Closeup, Span, read_trace
+from lockstep.run_files import point_at_each_other
 from traces import UNIX_S, Plan, make_trace, write_trace
 
 NOW_S = UNIX_S + 1e6

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from browser import CHROMIUM, Page, browse
-from lockstep.cli import main
+from lockstep.cli.main import main
 from traces import Plan, write_trace
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")

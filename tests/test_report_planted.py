@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.measure.rig import Host, Rig, RigError
-from lockstep.measure.story import Story, tell
-from lockstep.measure.timeline import read_trace
+from lockstep.bench.network_namespaces import Host, Rig, RigError
+from lockstep.report.summary import Story, tell
+from lockstep.report.trace_reader import read_trace
 
 DEADLINE_S = 90
 PROGRAM = """

@@ -34,9 +34,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import lockstep
 from crew import Failure, crew, try_crew
 from lockstep.data.ledger import prove
-from lockstep.elastic.supervisor import reserve_port
+from lockstep.launcher.job import reserve_port
 from lockstep.seed import sow
-from lockstep.train import once, setting
+from lockstep.train import determinism, run_on_one
 from lockstep.train.signals import PREEMPTED
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)
@@ -572,7 +572,7 @@ def wait_long(rank: int, size: int, port: int) -> Any:
     """Longer than the group's collectives may wait, and than the others keep quiet. The world is as torchrun tells."""
     dist.destroy_process_group()
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    once.SAY_AFTER_S = 1.0
+    run_on_one.SAY_AFTER_S = 1.0
     found = {}
     for backend in ("shm", "gloo"):
         lockstep.init(backend=backend, timeout_s=3.0)
@@ -580,7 +580,7 @@ def wait_long(rank: int, size: int, port: int) -> Any:
         with contextlib.redirect_stderr(io.StringIO()) as said, quiet() as run:
             found[backend] = [
                 run.on_main(lambda seconds=seconds: time.sleep(seconds) or "done", rank=1),
-                setting._timeout_of(run._session.group, run.device).total_seconds(),
+                determinism._timeout_of(run._session.group, run.device).total_seconds(),
                 train(PROGRAMS["mlp, momentum, uneven last batch"]),
             ]
         dist.destroy_process_group()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
-from lockstep.elastic import scaling
-from lockstep.elastic.scaling import NOTE, WANTED
-from lockstep.process import read_stat
+from lockstep.cli.main import main
+from lockstep.launcher import scale_request
+from lockstep.launcher.scale_request import NOTE, WANTED
+from lockstep.world.process_identity import read_stat
 from test_launch import wait_for
 
 LAUNCHER = """
@@ -131,5 +131,5 @@ def test_a_note_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_no_note(tmp_path: Path) -> None:
-    with pytest.raises(scaling.NotRunning, match=NOTE):
-        scaling.ask(tmp_path, 2)
+    with pytest.raises(scale_request.NotRunning, match=NOTE):
+        scale_request.ask(tmp_path, 2)

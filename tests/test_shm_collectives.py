@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crew import crew
-from lockstep.comm.shm import host
+from lockstep.comm.shm import host_memory
 from lockstep.comm.shm.collectives import SMALL_BYTES
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, kinds_of, reduced, same_bits, some
 
@@ -21,7 +21,7 @@ from plain import FACTOR, FLOATS, INTEGERS, KINDS, kinds_of, reduced, same_bits,
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SECTION_BYTES = host.LEAST_SECTION_BYTES
+SECTION_BYTES = host_memory.LEAST_SECTION_BYTES
 SMALL = SMALL_BYTES // 4  # float32
 MANY = 6 * SECTION_BYTES // 4 + 37  # float32, for one rank: more rounds than there are slots
 SIZES = (0, 1, 7, SMALL - 1, SMALL, SMALL + 1, MANY)
@@ -77,10 +77,10 @@ def operation(kind: Any) -> Any:
 
 def small_slots(rank: int) -> Any:
     """A group whose slots hold little, so that what is not large takes many rounds. One worker's wish is enough."""
-    usual = host.SLOT_BYTES
-    host.SLOT_BYTES = 0 if rank == 0 else usual  # type: ignore[misc]
+    usual = host_memory.SLOT_BYTES
+    host_memory.SLOT_BYTES = 0 if rank == 0 else usual  # type: ignore[misc]
     group: Any = dist.new_group(backend="shm")
-    host.SLOT_BYTES = usual  # type: ignore[misc]
+    host_memory.SLOT_BYTES = usual  # type: ignore[misc]
     assert group._host.memory.section_bytes == SECTION_BYTES
     return group
 
@@ -150,7 +150,7 @@ def compare_reductions(trial: Trial, group: Any) -> None:
 
 def compare_large_reductions(trial: Trial, group: Any) -> None:
     """Several rounds of slots of the usual size."""
-    numel = 6 * host.SLOT_BYTES // 4 + 333
+    numel = 6 * host_memory.SLOT_BYTES // 4 + 333
     ours = trial.inputs(torch.float32, numel)
     want = reduced(KINDS.SUM, ours)
     for place in ("plain", "group", "mixed"):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import lockstep
 from crew import crew
-from lockstep.comm.tree import tree_pairs
-from lockstep.measure.models import GPT2_124M, GPT_SMALL, Gpt, GptShape, draw_tokens, loss_of
+from lockstep.bench.models import GPT2_124M, GPT_SMALL, Gpt, GptShape, draw_tokens, loss_of
+from lockstep.comm.tree_order import tree_pairs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

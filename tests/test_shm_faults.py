@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 import crew  # noqa: F401  (its fork server has torch loaded already)
 import lockstep
-from lockstep import world
 from lockstep.comm.shm import ShmGroup
 from lockstep.comm.shm import group as group_module
 from lockstep.errors import PeerLostError
+from lockstep.world import world
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
 from leftovers import holdings, settle, shm_files, shm_left

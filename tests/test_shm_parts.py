@@ -13,8 +13,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from lockstep.comm.shm.memory import KEEP_BYTES, PAGE, Heap, create_segment
-from lockstep.comm.shm.reduce import Reduction, reduction
-from lockstep.comm.tree import tree_pairs, tree_rounds
+from lockstep.comm.shm.reduce_ops import Reduction, reduction
+from lockstep.comm.tree_order import tree_pairs, tree_rounds
 from lockstep.errors import SharedMemoryFullError
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, kinds_of, reduced, same_bits, some
 

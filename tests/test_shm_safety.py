@@ -23,8 +23,8 @@ from torch import Tensor
 from checks import Checks
 from crew import crew
 from lockstep import DistributedDataParallel
-from lockstep.comm.shm import ShmGroup, host
-from lockstep.comm.shm.reduce import Reduction
+from lockstep.comm.shm import ShmGroup, host_memory
+from lockstep.comm.shm.reduce_ops import Reduction
 from lockstep.errors import DesyncError, LockstepError, SharedMemoryFullError
 from plain import KINDS, reduced, same_bits, some
 from programs import train
@@ -393,7 +393,7 @@ def test_where_memory_is_scarce_slots_are_smaller_and_training_goes_on(workers: 
     assert all(digests == results[0][1] for _, digests in results)
     sections = {section for section, _ in results}
     assert len(sections) == 1
-    assert workers != 4 or sections.pop() < host.SLOT_BYTES // workers
+    assert workers != 4 or sections.pop() < host_memory.SLOT_BYTES // workers
 
 
 @pytest.mark.parametrize(("name", "size"), CHECKS.cases())

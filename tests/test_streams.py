@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from crew import crew
-from lockstep import cli
+from lockstep.cli import main as cli
 from lockstep.data.batches import Batch, Batches, DataError, Position, Settings
-from lockstep.data.order import cut
+from lockstep.data.sample_order import cut
 from lockstep.errors import UnevenDataError
 from samples import (
     SkippingStream,

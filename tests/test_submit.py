@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.submit.command import main, write
+from lockstep.submit.job import Cluster, Elastic, Order, check, name_after, read_time
 from lockstep.submit.k8s import Kind, pytorch_job, train_job, write_manifest
-from lockstep.submit.order import Cluster, Elastic, Order, check, name_after, read_time
 from lockstep.submit.ray_train import write_program
 from lockstep.submit.slurm import write_batch
 from lockstep.submit.yaml import write_yaml

@@ -21,12 +21,12 @@ from torch.utils.data import TensorDataset
 import lockstep
 from crew import crew
 from lockstep.errors import LockstepError
-from lockstep.trace import TraceFile
-from lockstep.train.board import Board
-from lockstep.train.chronicle import Chronicle, Window, merge
-from lockstep.train.noise import MEMORY, FadingMean, NoiseScale, ShardNorms
+from lockstep.train.gradient_noise import MEMORY, FadingMean, NoiseScale, ShardNorms
 from lockstep.train.step import Stop
-from lockstep.train.stopwatch import AFTER, APART_S, PHASES, Span, StepTimes, Stopwatch, next_looked_at
+from lockstep.train.step_timer import AFTER, APART_S, PHASES, Span, StepTimes, Stopwatch, next_looked_at
+from lockstep.train.tensorboard import Board
+from lockstep.train.trace_file import TraceFile
+from lockstep.train.trace_writer import Chronicle, Window, merge
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -285,7 +285,9 @@ MODELS = {
 @pytest.mark.parametrize("which", ["a line", pytest.param("blobs", marks=SLOW)])
 def test_the_noise_scale_is_what_all_samples_one_by_one_give(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_data, make_model, of, batch = MODELS[which]
-    monkeypatch.setattr("lockstep.train.noise.SHARE_OF_TIME", 1.0)  # so that the machine does not decide how often
+    monkeypatch.setattr(
+        "lockstep.train.gradient_noise.SHARE_OF_TIME", 1.0
+    )  # so that the machine does not decide how often
     data = make_data()
 
     def loss(model: nn.Module, part: Any) -> tuple[Tensor, int]:

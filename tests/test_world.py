@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep import meeting
 from lockstep.errors import WorldError
-from lockstep.meeting import Meeting
-from lockstep.place import Place, batch_note, detect, first_host
-from lockstep.world import _introduce, choose_backend, choose_device, count_local, wanted_backend
+from lockstep.world import rendezvous as meeting
+from lockstep.world.environment import Place, batch_note, detect, first_host
+from lockstep.world.rendezvous import Meeting
+from lockstep.world.world import _introduce, choose_backend, choose_device, count_local, wanted_backend
 from test_launch import split_card
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -9,11 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.arrival import register_backends
+from lockstep.comm.lazy_register import register_backends
 
 if TYPE_CHECKING:
-    from lockstep.data.order import ByLength, Sequential, Shuffled
     from lockstep.data.reader import DataError
+    from lockstep.data.sample_order import ByLength, Sequential, Shuffled
+    from lockstep.ddp.batchnorm import SyncBatchNorm
+    from lockstep.ddp.install import install_ddp
+    from lockstep.ddp.wrapper import DistributedDataParallel
     from lockstep.errors import (
         CheckpointError,
         DesyncError,
@@ -29,25 +32,22 @@ if TYPE_CHECKING:
         WorldError,
     )
     from lockstep.notebook.launch import launch
-    from lockstep.replicate.batchnorm import SyncBatchNorm
-    from lockstep.replicate.ddp import DistributedDataParallel
-    from lockstep.replicate.install import install_ddp
     from lockstep.train.optim import LAMB, LARS
     from lockstep.train.run import Run
     from lockstep.train.schedule import LRScaling
-    from lockstep.world import World, init
+    from lockstep.world.world import World, init
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ByLength": "lockstep.data.order",
+    "ByLength": "lockstep.data.sample_order",
     "CheckpointError": "lockstep.errors",
     "DesyncError": "lockstep.errors",
     "DataError": "lockstep.data.reader",
     "DirectoryInUseError": "lockstep.errors",
-    "DistributedDataParallel": "lockstep.replicate.ddp",
+    "DistributedDataParallel": "lockstep.ddp.wrapper",
     "DivergenceError": "lockstep.errors",
-    "Sequential": "lockstep.data.order",
+    "Sequential": "lockstep.data.sample_order",
     "LAMB": "lockstep.train.optim",
     "LARS": "lockstep.train.optim",
     "LockstepError": "lockstep.errors",
@@ -57,14 +57,14 @@ _HOME = {
     "Run": "lockstep.train.run",
     "LRScaling": "lockstep.train.schedule",
     "SharedMemoryFullError": "lockstep.errors",
-    "Shuffled": "lockstep.data.order",
-    "SyncBatchNorm": "lockstep.replicate.batchnorm",
+    "Shuffled": "lockstep.data.sample_order",
+    "SyncBatchNorm": "lockstep.ddp.batchnorm",
     "UnevenDataError": "lockstep.errors",
     "WorkerFailedError": "lockstep.errors",
-    "World": "lockstep.world",
+    "World": "lockstep.world.world",
     "WorldError": "lockstep.errors",
-    "init": "lockstep.world",
-    "install_ddp": "lockstep.replicate.install",
+    "init": "lockstep.world.world",
+    "install_ddp": "lockstep.ddp.install",
     "launch": "lockstep.notebook.launch",
 }
 

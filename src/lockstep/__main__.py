@@ -2,7 +2,7 @@
 
 import sys
 
-from lockstep.cli import main
+from lockstep.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.checkpoint import disk
-from lockstep.checkpoint.tensorfile import Entry, damaged, make_header
+from lockstep.checkpoint import file_io
+from lockstep.checkpoint.safetensors_file import Entry, damaged, make_header
 from lockstep.checkpoint.verify import Contents
 from lockstep.errors import CheckpointError
 
@@ -35,7 +35,7 @@ def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Pat
 
     partial = _partial(out)
     try:
-        disk.write_new(partial, pieces())
+        file_io.write_new(partial, pieces())
         _put_in_place(partial, out)
     finally:
         partial.unlink(missing_ok=True)
@@ -80,11 +80,11 @@ def _part(state: Mapping[Any, Any], part: str, checkpoint: Path) -> dict[Any, An
 def _bytes_of(checkpoint: Path, entry: Entry) -> Iterator[memoryview]:
     sha, left = hashlib.sha256(), entry.kind.bytes
     path = checkpoint / entry.file
-    with disk.opened(path) as file:
+    with file_io.opened(path) as file:
         file.seek(entry.start)
         while left:
-            part = memoryview(bytearray(min(left, disk.PIECE_BYTES)))
-            if not disk.fill(file, part):
+            part = memoryview(bytearray(min(left, file_io.PIECE_BYTES)))
+            if not file_io.fill(file, part):
                 break
             sha.update(part)
             left -= len(part)
@@ -99,4 +99,4 @@ def _partial(out: Path) -> Path:
 
 def _put_in_place(partial: Path, out: Path) -> None:
     os.replace(partial, out)
-    disk.sync_directory(out.absolute().parent)
+    file_io.sync_directory(out.absolute().parent)

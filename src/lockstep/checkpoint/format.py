@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lockstep import __version__
-from lockstep.checkpoint import disk, manifest, strict, tree
+from lockstep.checkpoint import file_io, manifest, read_json, state_tree
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest
-from lockstep.checkpoint.tensorfile import Entry, Kind, make_header
+from lockstep.checkpoint.safetensors_file import Entry, Kind, make_header
 from lockstep.checkpoint.verify import verify
 from lockstep.errors import CheckpointError
 
@@ -52,7 +52,7 @@ class Flat:
 
 def flatten(state: Mapping[str, Any]) -> Flat:
     """Raises CheckpointError, with the name, for what cannot be saved."""
-    structure, found = tree.flatten(state, Tensor)
+    structure, found = state_tree.flatten(state, Tensor)
     tensors = {name: tensor.detach() for name, tensor in found.items()}
     for name, tensor in tensors.items():
         odd = type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta
@@ -65,23 +65,26 @@ def flatten(state: Mapping[str, Any]) -> Flat:
 def write(directory: Path, step: int, flat: Flat) -> Manifest:
     """Into a new directory, which nobody else looks at yet. All of it is on the disk when this returns."""
     directory.mkdir()
-    kinds, text = flat.kinds(), strict.dump(flat.structure, "the state without its tensors")
+    kinds, text = flat.kinds(), read_json.dump(flat.structure, "the state without its tensors")
     entries: dict[str, Entry] = {}
 
     def pieces() -> Iterator[memoryview | bytes]:
         yield make_header(kinds)
         for name, tensor in flat.tensors.items():
             sha = hashlib.sha256()
-            for part in disk.cut(bytes_of(tensor)):
+            for part in file_io.cut(bytes_of(tensor)):
                 sha.update(part)
                 yield part
             entries[name] = Entry(kinds[name], sha.hexdigest())
 
-    files = {TENSORS: disk.write_new(directory / TENSORS, pieces()), STATE: disk.write_new(directory / STATE, [text])}
+    files = {
+        TENSORS: file_io.write_new(directory / TENSORS, pieces()),
+        STATE: file_io.write_new(directory / STATE, [text]),
+    }
     versions = {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    made = Manifest(step, time.time(), versions, tree.digest(flat.structure, entries), files)
-    disk.write_new(directory / MANIFEST, [manifest.encode(made)])
-    disk.sync_directory(directory)
+    made = Manifest(step, time.time(), versions, state_tree.digest(flat.structure, entries), files)
+    file_io.write_new(directory / MANIFEST, [manifest.encode(made)])
+    file_io.sync_directory(directory)
     return made
 
 
@@ -102,7 +105,7 @@ def read(directory: Path, *, step: int | None = None) -> dict[Any, Any]:
         return bytes_of(tensors[name])
 
     contents = verify(directory, step=step, into=into)
-    return tree.restore(contents.structure, tensors, directory / STATE)
+    return state_tree.restore(contents.structure, tensors, directory / STATE)
 
 
 def digest_of(flat: Flat) -> str:
@@ -110,10 +113,10 @@ def digest_of(flat: Flat) -> str:
     entries = {}
     for name, kind in flat.kinds().items():
         sha = hashlib.sha256()
-        for part in disk.cut(bytes_of(flat.tensors[name])):
+        for part in file_io.cut(bytes_of(flat.tensors[name])):
             sha.update(part)
         entries[name] = Entry(kind, sha.hexdigest())
-    return tree.digest(flat.structure, entries)
+    return state_tree.digest(flat.structure, entries)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

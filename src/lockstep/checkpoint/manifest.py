@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import disk, names, strict
-from lockstep.checkpoint.tensorfile import damaged
+from lockstep.checkpoint import file_io, folder_names, read_json
+from lockstep.checkpoint.safetensors_file import damaged
 from lockstep.errors import CheckpointError
 
 VERSION = 2
@@ -31,7 +31,7 @@ class Manifest:
     saved_at: float  # seconds since 1970
     versions: Mapping[str, str]  # of lockstep, torch and python
     state_sha256: str  # see tree.digest
-    files: Mapping[str, disk.Facts]
+    files: Mapping[str, file_io.Facts]
 
     @property
     def bytes(self) -> int:
@@ -62,19 +62,19 @@ def read(directory: Path, *, step: int | None = None, fresh: bool = False) -> Ma
     try:
         is_directory = stat.S_ISDIR(os.lstat(directory).st_mode)
     except OSError as error:
-        raise disk.unreadable(directory, error) from error
+        raise file_io.unreadable(directory, error) from error
     if not is_directory:
         raise CheckpointError(f"{directory} is not a directory, or a link to one; it cannot be a checkpoint")
-    data = disk.read_whole(path, strict.JSON_BYTES, fresh=fresh)
+    data = file_io.read_whole(path, read_json.JSON_BYTES, fresh=fresh)
     text, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
     if seal != _seal(text):
         raise damaged(path)
-    manifest = _decode(strict.parse(text, path), path)
-    expected = names.step_of(directory.name) if step is None else step
+    manifest = _decode(read_json.parse(text, path), path)
+    expected = folder_names.step_of(directory.name) if step is None else step
     if manifest.step != expected:
         raise CheckpointError(
             f"{directory} holds the checkpoint of step {manifest.step}, so somebody renamed or swapped it; "
-            f"its name was {names.directory_name(manifest.step)}"
+            f"its name was {folder_names.directory_name(manifest.step)}"
         )
     return manifest
 
@@ -85,7 +85,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         with os.scandir(directory) as entries:
             there = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
     except OSError as error:
-        raise disk.unreadable(directory, error) from error
+        raise file_io.unreadable(directory, error) from error
     for name in sorted({*manifest.files, MANIFEST} - set(there)):
         raise CheckpointError(f"{directory / name} is missing; use an older checkpoint")
     for name in sorted(set(there) - {*manifest.files, MANIFEST}):
@@ -102,8 +102,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 def _decode(fields: Any, path: Path) -> Manifest:
     version: Any = fields.get("version") if isinstance(fields, dict) else None
-    if not strict.is_count(version):
-        raise strict.bad(path, "it has no version")
+    if not read_json.is_count(version):
+        raise read_json.bad(path, "it has no version")
     if version != VERSION:
         advice = "update it" if version > VERSION else "that format was never released: begin that run anew"
         raise CheckpointError(f"{path} has format {version}, and this Lockstep reads {VERSION}; {advice}")
@@ -114,26 +114,31 @@ def _decode(fields: Any, path: Path) -> Manifest:
             "versions": dict(versions),
             "state_sha256": str(state_sha256),
             "files": dict(files),
-        } if len(fields) == 6 and strict.is_count(step) and _SHA256.fullmatch(state_sha256) and 0 <= saved_at < _LATEST:
+        } if (
+            len(fields) == 6
+            and read_json.is_count(step)
+            and _SHA256.fullmatch(state_sha256)
+            and 0 <= saved_at < _LATEST
+        ):
             pass
         case _:
-            raise strict.bad(path, "it does not have the fields that it must have")
+            raise read_json.bad(path, "it does not have the fields that it must have")
     if not all(isinstance(text, str) for text in versions.values()):
-        raise strict.bad(path, "a version is not a text")
+        raise read_json.bad(path, "a version is not a text")
     listed = {name: _facts(name, facts, path) for name, facts in files.items()}
     if STATE not in listed:
-        raise strict.bad(path, f"{STATE} is not listed")
+        raise read_json.bad(path, f"{STATE} is not listed")
     return Manifest(step, saved_at, versions, state_sha256, listed)
 
 
-def _facts(name: str, facts: Any, path: Path) -> disk.Facts:
+def _facts(name: str, facts: Any, path: Path) -> file_io.Facts:
     if not _FILE_NAME.fullmatch(name) or not (name == STATE or name.endswith(".safetensors")):
-        raise strict.bad(path, f"{name!r} is not the name of a file in a checkpoint")
+        raise read_json.bad(path, f"{name!r} is not the name of a file in a checkpoint")
     match facts:
-        case {"bytes": size, "sha256": str(sha256), **rest} if strict.is_count(size) and not rest:
+        case {"bytes": size, "sha256": str(sha256), **rest} if read_json.is_count(size) and not rest:
             if _SHA256.fullmatch(sha256):
-                return disk.Facts(size, sha256)
-    raise strict.bad(path, f"{name} has no size or no SHA-256")
+                return file_io.Facts(size, sha256)
+    raise read_json.bad(path, f"{name} has no size or no SHA-256")
 
 
 def _seal(text: bytes) -> bytes:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import faults
-from lockstep.checkpoint import disk, names
+from lockstep.checkpoint import file_io, folder_names
 from lockstep.checkpoint import format as layout
+from lockstep.checkpoint.folder_names import Use
 from lockstep.checkpoint.format import Flat
-from lockstep.checkpoint.names import Use
 from lockstep.checkpoint.verify import looks_whole, verify
 from lockstep.errors import CheckpointError
 
@@ -83,7 +83,7 @@ class Store:
         if self._holds(path, flat):
             return path if fence is None or fence() else None
         self._make_directory()
-        partial, aside = (names.new_passing(self.directory, step, use) for use in (Use.PARTIAL, Use.ASIDE))
+        partial, aside = (folder_names.new_passing(self.directory, step, use) for use in (Use.PARTIAL, Use.ASIDE))
         try:
             written = layout.write(partial, step, flat)
             if verify(partial, step=step, fresh=True).manifest != written:
@@ -96,30 +96,32 @@ class Store:
         finally:
             # Not `aside`: where something failed, it may be all there is. It is settled by the next `prune`.
             shutil.rmtree(partial, ignore_errors=True)
-            names.done_with(partial)
-            names.done_with(aside)
+            folder_names.done_with(partial)
+            folder_names.done_with(aside)
 
     def prune(self, written: int) -> None:
         """After `written` was. Removes what is outdated, and what killed writers left."""
         self._settle(now=self.path_of(written).stat().st_ctime)  # by the clock of the disk
-        for step in choose_outdated(names.steps_in(self.directory), self._is_whole, written=written, kept=self._kept):
+        for step in choose_outdated(
+            folder_names.steps_in(self.directory), self._is_whole, written=written, kept=self._kept
+        ):
             faults.at("prune")
-            removed = names.new_passing(self.directory, step, Use.REMOVED)
+            removed = folder_names.new_passing(self.directory, step, Use.REMOVED)
             try:
                 # Never half there under its own name.
                 self.path_of(step).rename(removed)
-                disk.remove(removed)
+                file_io.remove(removed)
             finally:
-                names.done_with(removed)
+                folder_names.done_with(removed)
 
     def _settle(self, *, now: float) -> None:
-        for passing in names.passing_in(self.directory):
-            if not names.is_left_behind(passing, now=now):
+        for passing in folder_names.passing_in(self.directory):
+            if not folder_names.is_left_behind(passing, now=now):
                 continue
             if passing.use is Use.ASIDE and not os.path.lexists(self.path_of(passing.step)):
                 passing.path.rename(self.path_of(passing.step))
             else:
-                disk.remove(passing.path)
+                file_io.remove(passing.path)
 
     def _holds(self, path: Path, flat: Flat) -> bool:
         """The very same state is there already."""
@@ -141,13 +143,13 @@ class Store:
             if os.path.lexists(aside):
                 aside.rename(path)
             raise
-        disk.sync_directory(self.directory)
-        disk.remove(aside)
+        file_io.sync_directory(self.directory)
+        file_io.remove(aside)
 
     def _make_directory(self) -> None:
         """Once with all above it. If the run's directory is gone later, it was unmounted or removed: an error."""
         if not self._was_there:
-            disk.make_directory(self.directory)
+            file_io.make_directory(self.directory)
             self._was_there = True
         self.directory.mkdir(exist_ok=True)
 
@@ -194,22 +196,22 @@ class Store:
         return found.state if found is not None else None
 
     def path_of(self, step: int) -> Path:
-        return self.directory / names.directory_name(step)
+        return self.directory / folder_names.directory_name(step)
 
     def last(self) -> Path | None:
         """The newest that has a name, or None if there is none or the disk does not answer."""
         try:
-            steps = names.steps_in(self.directory)
+            steps = folder_names.steps_in(self.directory)
         except OSError:
             return None
         return self.path_of(steps[-1]) if steps else None
 
     def _candidates(self) -> list[tuple[int, Path]]:
         try:
-            steps = names.steps_in(self.directory)
-            passing = names.passing_in(self.directory)
+            steps = folder_names.steps_in(self.directory)
+            passing = folder_names.passing_in(self.directory)
         except OSError as error:
-            raise disk.unreadable(self.directory, error) from error
+            raise file_io.unreadable(self.directory, error) from error
         found = [(step, self.path_of(step)) for step in steps]
         found += [(p.step, p.path) for p in passing if p.use is Use.ASIDE and p.step not in steps]
         return sorted(found, reverse=True)

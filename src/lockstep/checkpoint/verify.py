@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import faults
-from lockstep.checkpoint import disk, manifest, strict, tree
+from lockstep.checkpoint import file_io, manifest, read_json, state_tree
 from lockstep.checkpoint.manifest import STATE, Manifest
-from lockstep.checkpoint.tensorfile import Destination, Entry, damaged, scan
+from lockstep.checkpoint.safetensors_file import Destination, Entry, damaged, scan
 from lockstep.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ class Contents:
 
     def outline(self, directory: Path) -> dict[Any, Any]:
         """The state, with an Entry in the place of every tensor."""
-        return tree.restore(self.structure, self.tensors, directory / STATE)
+        return state_tree.restore(self.structure, self.tensors, directory / STATE)
 
 
 def verify(
@@ -40,19 +40,19 @@ def verify(
     listed = manifest.read(directory, step=step, fresh=fresh)
     manifest.check_files(directory, listed)
     path = directory / STATE
-    text = disk.read_whole(path, strict.JSON_BYTES, fresh=fresh)
+    text = file_io.read_whole(path, read_json.JSON_BYTES, fresh=fresh)
     if hashlib.sha256(text).hexdigest() != listed.files[STATE].sha256:
         raise damaged(path)
-    structure = strict.parse(text, path)
+    structure = read_json.parse(text, path)
     tensors: dict[str, Entry] = {}
     for name in listed.tensor_files:
         found = scan(directory / name, listed.files[name], into=into, fresh=fresh)
         for twice in found.keys() & tensors.keys():
-            raise strict.bad(directory / name, f"{twice!r} is in {tensors[twice].file} too")
+            raise read_json.bad(directory / name, f"{twice!r} is in {tensors[twice].file} too")
         tensors |= found
     contents = Contents(listed, structure, tensors)
     contents.outline(directory)
-    if tree.digest(structure, tensors) != listed.state_sha256:
+    if state_tree.digest(structure, tensors) != listed.state_sha256:
         raise CheckpointError(f"{directory} is damaged: its state has another SHA-256 than its manifest says")
     return contents
 

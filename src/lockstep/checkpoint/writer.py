@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from lockstep import faults
-from lockstep.checkpoint import problems
-from lockstep.checkpoint.copies import Copies
+from lockstep.checkpoint import write_errors
 from lockstep.checkpoint.format import Flat, flatten
+from lockstep.checkpoint.host_copies import Copies
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 
@@ -78,13 +78,13 @@ class Writer:
             writing, for_s = self._writing, time.monotonic() - self._began
         if replaced is not None:
             assert writing is not None
-            self._say(problems.describe_replaced(replaced.step, step, writing=writing.step, for_s=for_s))
+            self._say(write_errors.describe_replaced(replaced.step, step, writing=writing.step, for_s=for_s))
         job = None
         try:
             faults.at("copy")
             job = _Job(step, Flat(flat.structure, copies.take(flat.tensors)), copies)
         except MemoryError as error:
-            self._say(problems.describe(step, self._store.path_of(step), error, self._store.last()))
+            self._say(write_errors.describe(step, self._store.path_of(step), error, self._store.last()))
         finally:
             with self._changed:
                 if job is None:
@@ -160,12 +160,12 @@ class Writer:
             size_bytes = sum(tensor.nbytes for tensor in job.flat.tensors.values())
             self._on_written(Written(job.step, time.monotonic() - self._began, size_bytes))
         except Exception as error:
-            self._say(problems.describe(job.step, path, error, self._store.last()))
+            self._say(write_errors.describe(job.step, path, error, self._store.last()))
             return
         try:
             self._store.prune(job.step)
         except Exception as error:
-            self._say(problems.describe_left(job.step, path, error))
+            self._say(write_errors.describe_left(job.step, path, error))
 
     def _say(self, text: str) -> None:
         try:

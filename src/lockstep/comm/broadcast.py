@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import patience
+from lockstep.comm import abortable_wait
 
 MESSAGE_BYTES = 250 * 1024 * 1024
 
@@ -57,7 +57,7 @@ class Broadcast:
                 torch._foreach_copy_(list(message.views), [tensors[n] for n in message.numbers])
             works.append(group.broadcast([message.flat], options))
         for message, work in zip(self._messages, works, strict=True):
-            patience.wait(group, work, message.flat.device, "a broadcast of state")
+            abortable_wait.wait(group, work, message.flat.device, "a broadcast of state")
             if not is_source:
                 torch._foreach_copy_([tensors[n] for n in message.numbers], list(message.views))
         if not self._keep:

@@ -8,11 +8,11 @@ All-reduce, broadcast, all-gather and reduce-scatter go this way, in the order i
 (sends, gathers, all-to-alls, ...) is left to torch, which finds a flat Gloo group of all workers registered here.
 
 Note [Order of sums]
-It is a function of the layout: along the tree of comm/tree.py inside each host, then over the hosts. With `exact` (or
-LOCKSTEP_EXACT=1) the hosts are added along a tree too. Where they all have the same power of two of workers, with
-consecutive ranks, that is the tree over all workers, and the bits are those of one host that has them all. Without it,
-what goes between hosts is added in the order of Gloo's ring or of NCCL, and bfloat16 and float16 are rounded once on
-each host; with it they are sent as float32.
+It is a function of the layout: along the tree of comm/tree_order.py inside each host, then over the hosts. With
+`exact` (or LOCKSTEP_EXACT=1) the hosts are added along a tree too. Where they all have the same power of two of
+workers, with consecutive ranks, that is the tree over all workers, and the bits are those of one host that has them
+all. Without it, what goes between hosts is added in the order of Gloo's ring or of NCCL, and bfloat16 and float16 are
+rounded once on each host; with it they are sent as float32.
 
 Note [Breaking]
 A collective that fails leaves others waiting for what we shall not send. So whoever fails breaks its connections, to
@@ -45,16 +45,16 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.distributed_c10d import Backend, BackendConfig, _world
 
-from lockstep.comm.blame import Board, Note, is_gone, soon
-from lockstep.comm.columns import Columns, Staged
-from lockstep.comm.flatten import check_list, check_sizes, elements, first_of, only, put
-from lockstep.comm.formation import Formation, LocalGroup, Network, make_card
-from lockstep.comm.hosts import lay_out
-from lockstep.comm.links import Gloo, Link, Nccl
-from lockstep.comm.parts import LinkBroken, Native, Part, Tree
+from lockstep.comm.abortable_group import Gloo, Link, Nccl
+from lockstep.comm.flatten_tensors import check_list, check_sizes, elements, first_of, only, put
+from lockstep.comm.host_groups import LinkBroken, Native, Part, Tree
+from lockstep.comm.host_layout import lay_out
+from lockstep.comm.host_rendezvous import Formation, LocalGroup, Network, make_card
+from lockstep.comm.loss_board import Board, Note, is_gone, soon
+from lockstep.comm.pipeline import Columns, Staged
 from lockstep.comm.shm import ShmGroup
-from lockstep.comm.shm.engine import Engine, ShmWork
-from lockstep.comm.shm.reduce import Reduction, reduction
+from lockstep.comm.shm.executor import Engine, ShmWork
+from lockstep.comm.shm.reduce_ops import Reduction, reduction
 from lockstep.errors import LockstepError, PeerLostError
 
 CLOSE_S = 5.0

@@ -20,10 +20,13 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Sampler
 
-from lockstep.data.ahead import arrive, put_on
-from lockstep.data.jobs import ask, choose_order, make_job, make_jobs
+from lockstep.data.iterable import Source, StreamReader
+from lockstep.data.load_plan import ask, choose_order, make_job, make_jobs
 from lockstep.data.loader import LoaderLost, Loading, load
-from lockstep.data.order import (
+from lockstep.data.packed_batch import over
+from lockstep.data.prefetch import arrive, put_on
+from lockstep.data.reader import Batch, Collate, DataError, Failure, Mark, Reader, Recipe, Shard, draws_random_numbers
+from lockstep.data.sample_order import (
     ByLength,
     Division,
     Order,
@@ -38,10 +41,7 @@ from lockstep.data.order import (
     name_order,
     share,
 )
-from lockstep.data.parcel import over
-from lockstep.data.reader import Batch, Collate, DataError, Failure, Mark, Reader, Recipe, Shard, draws_random_numbers
-from lockstep.data.split import Assembler, Exchange, count_parts
-from lockstep.data.stream import Source, StreamReader
+from lockstep.data.split_streams import Assembler, Exchange, count_parts
 from lockstep.errors import refuse_unknown_options
 
 TRIES: Final = 3  # to load a batch, if its loader process is lost

@@ -33,9 +33,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lockstep.data.order import Sequential, Shuffled, count_steps
+from lockstep.data.sample_order import Sequential, Shuffled, count_steps
 from lockstep.errors import LockstepError
-from lockstep.files import Appender
+from lockstep.run_files import Appender
 
 NAME: Final = "ledger.jsonl"
 WRITE_EVERY_S: Final = 1.0

@@ -34,8 +34,8 @@ import torch
 from torch._C import _error_if_any_worker_fails, _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
 
-from lockstep.data.hatch import Hatch, use
-from lockstep.data.parcel import Parcel, pack
+from lockstep.data.fd_channel import Hatch, use
+from lockstep.data.packed_batch import Parcel, pack
 from lockstep.data.reader import DataError
 
 _PR_SET_PDEATHSIG: Final = 1

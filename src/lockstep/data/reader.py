@@ -28,9 +28,9 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import worker
 
-from lockstep.data.content import hash_of_samples
 from lockstep.data.ledger import fingerprint
-from lockstep.data.order import Position, cut
+from lockstep.data.sample_digest import hash_of_samples
+from lockstep.data.sample_order import Position, cut
 from lockstep.errors import LockstepError
 from lockstep.seed import kept_random_state, mix, sow
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.elastic.supervisor import count_cores, count_gpus
-from lockstep.elastic.verdict import count_workers
 from lockstep.errors import LockstepError
-from lockstep.measure.now import find, look
+from lockstep.launcher.exit_policy import count_workers
+from lockstep.launcher.job import count_cores, count_gpus
+from lockstep.report.live_status import find, look
 
 KILL_AT: Final = 0.4  # of the steps
 QUICK_EPOCHS: Final = 12
@@ -177,6 +177,6 @@ def play(stage: Stage, directory: Path, workers: int, *, quick: bool) -> int:
 
 
 def _report(folder: Path) -> None:
-    from lockstep.measure.report import write_report
+    from lockstep.report.command import write_report
 
     print(f"  report       {os.path.relpath(write_report(folder))}", flush=True)

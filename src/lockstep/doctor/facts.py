@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from lockstep import __version__
 from lockstep.errors import WorldError
-from lockstep.place import Place, detect
+from lockstep.world.environment import Place, detect
 
 TORCH_WITHIN_S: Final = 120.0
 RESOLVE_WITHIN_S: Final = 10

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
-from lockstep.elastic.arbiter import Arbiter, ThenEntry
+from lockstep.control.store import Entry
+from lockstep.control.store_client import PREFIX, Arbiter, ThenEntry
 from lockstep.elastic.membership import Generation, Host, Want, Worker, as_json, from_json
-from lockstep.elastic.store import Entry
-
-PREFIX: Final = "lockstep/"
 
 
 class Keys:

@@ -2,8 +2,8 @@
 
 Note [Leaving]
 Whoever waits in a collective cannot leave by itself. So the thread that hears the order to leave breaks the groups:
-shm and NCCL groups are aborted; Gloo's connections are cut (comm/links.py, Note [Giving Gloo up]). The training thread
-then gets an error, whatever it waits for, and does the rest.
+shm and NCCL groups are aborted; Gloo's connections are cut (comm/abortable_group.py, Note [Giving Gloo up]). The
+training thread then gets an error, whatever it waits for, and does the rest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lockstep import world as worlds
-from lockstep.comm import graveyard
-from lockstep.comm.links import Cut
-from lockstep.comm.patience import give_up
-from lockstep.comm.register import is_ours
-from lockstep.elastic.seat import Joining, Left, Seat
-from lockstep.place import Place
-from lockstep.world import World
+from lockstep.comm import deferred_destroy
+from lockstep.comm.abortable_group import Cut
+from lockstep.comm.abortable_wait import give_up
+from lockstep.comm.register_backends import is_ours
+from lockstep.elastic.agent_client import Joining, Left, Seat
+from lockstep.world import world as worlds
+from lockstep.world.environment import Place
+from lockstep.world.world import World
 
 FORM_WITHIN_S: Final = 60.0
 CONNECT_WITHIN_S: Final = 10.0  # Gloo, which does not hear an order to leave meanwhile
@@ -155,7 +155,7 @@ class Company:
         self.break_up()
         for group in self._groups:
             if not is_ours(group):
-                graveyard.keep(group)
+                deferred_destroy.keep(group)
         worlds.forget()
         with self._lock:
             self._groups = []

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.elastic.guardian import Guardian
-from lockstep.elastic.supervisor import Job, count_cores, count_gpus, reserve_port, worker_env
-from lockstep.elastic.verdict import count_workers
 from lockstep.errors import LockstepError, WorldError
-from lockstep.place import detect
+from lockstep.launcher.exit_policy import count_workers
+from lockstep.launcher.job import Job, count_cores, count_gpus, reserve_port, worker_env
+from lockstep.launcher.parent_watch import Guardian
+from lockstep.world.environment import detect
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> T:
     import torch  # noqa: F401
 
     import lockstep.train.run  # noqa: F401
-    from lockstep.notebook.crew import Crew
+    from lockstep.notebook.workers import Crew
 
     _refuse_state_that_cannot_be_forked()
     job, cores = Job((), number, Path(os.devnull)), count_cores()

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.elastic.guardian import name_semaphores
 from lockstep.errors import LockstepError
+from lockstep.launcher.parent_watch import name_semaphores
 
 _PUT_AWAY: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.submit import k8s, ray_train, slurm
-from lockstep.submit.order import Cluster, Elastic, Order, check, name_after, read_time
+from lockstep.submit.job import Cluster, Elastic, Order, check, name_after, read_time
 
 _ABOUT = """\
 Write what a cluster needs to start a training program: a batch script for SLURM, a manifest for Kubernetes, a program

@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Final
 
-from lockstep.elastic.secret import VARIABLE
-from lockstep.submit.order import Order
+from lockstep.control.secret import VARIABLE
+from lockstep.submit.job import Order
 from lockstep.submit.yaml import write_yaml
 
 RUNTIME: Final = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow Trainer comes with

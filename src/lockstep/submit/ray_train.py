@@ -5,7 +5,7 @@ Ray has formed a process group before the program begins, and `lockstep.init()` 
 
 from __future__ import annotations
 
-from lockstep.submit.order import Order
+from lockstep.submit.job import Order
 
 _PROGRAM = '''\
 """Written by `lockstep submit --ray`. Every node must see FOLDER."""

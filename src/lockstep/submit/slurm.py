@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import shlex
 
-from lockstep.elastic.supervisor import PREEMPTED
-from lockstep.submit.order import Order
+from lockstep.launcher.job import PREEMPTED
+from lockstep.submit.job import Order
 
 _HEAD = """\
 #!/bin/bash

@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep import faults
-from lockstep.comm import agree, graveyard
-from lockstep.comm.peers import tells_of_a_lost_peer
+from lockstep.comm import agreement, deferred_destroy
+from lockstep.comm.peer_watch import tells_of_a_lost_peer
+from lockstep.elastic.agent_client import Joining, Left, Seat, Welcome
 from lockstep.elastic.recovery import Company
-from lockstep.elastic.seat import Joining, Left, Seat, Welcome
 from lockstep.errors import (
     CheckpointError,
     DesyncError,
@@ -48,8 +48,8 @@ from lockstep.errors import (
     UnevenDataError,
     WorldError,
 )
-from lockstep.train.calls import Calls, say, unchanged
-from lockstep.world import World
+from lockstep.train.collective_calls import Calls, say, unchanged
+from lockstep.world.world import World
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ OWN: Final = (
 )
 
 # How long an error may be older than the order to leave, which tells that the error was not the program's own. That a
-# connection broke, we know before the lease of the host ends that was lost (elastic/hosts.py, LONGEST_LEASE_S).
+# connection broke, we know before the lease of the host ends that was lost (launcher/hosts.py, LONGEST_LEASE_S).
 ORDER_COMES_WITHIN_S: Final = 0.3
 ORDER_MUST_COME_WITHIN_S: Final = 20.0
 
@@ -305,7 +305,7 @@ class ElasticCalls(Calls):
             began_s = time.monotonic()
             gc.collect()
             self._collecting_s = time.monotonic() - began_s
-        graveyard.bury()
+        deferred_destroy.bury()
 
     def _join(self) -> None:
         tries = 0
@@ -348,7 +348,7 @@ class ElasticCalls(Calls):
         mine: dict[str, Any] = {"applied": self._crew.applied}
         if joining.rank == source:
             mine["made"] = sorted(self._results().items())
-        told = agree.tell_all(group, mine, device=device)
+        told = agreement.tell_all(group, mine, device=device)
 
         def take_over() -> None:
             if joining.rank != source:  # not before we have its state: to have resumed means nothing without
@@ -360,7 +360,7 @@ class ElasticCalls(Calls):
         if any(0 <= applied < newest for applied in steps):
             self._crew.send_step(source, take_over)
             # A worker that has been given the state could not send the step: first all others have it.
-            agree.tell_all(group, None, device=device)
+            agreement.tell_all(group, None, device=device)
         if newest >= 0 and min(steps) < 0:
             self._crew.send_state(source, take_over)
 

@@ -19,27 +19,27 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from lockstep import faults
-from lockstep.comm import agree
-from lockstep.data.ahead import put_on
+from lockstep.comm import agreement
 from lockstep.data.batches import LOADER_NAMES, TRIES, Batches, batch_of
-from lockstep.data.content import hash_of_samples
-from lockstep.data.jobs import refuse_loader
+from lockstep.data.iterable import COMPARE_EVERY, COMPARED_AT_START
+from lockstep.data.load_plan import refuse_loader
 from lockstep.data.loader import LoaderLost, Loading, load
-from lockstep.data.order import Position
+from lockstep.data.prefetch import put_on
 from lockstep.data.reader import Collate, Job, Reader, Recipe, draws_random_numbers
-from lockstep.data.stream import COMPARE_EVERY, COMPARED_AT_START
+from lockstep.data.sample_digest import hash_of_samples
+from lockstep.data.sample_order import Position
+from lockstep.ddp import replica
+from lockstep.ddp.state_digest import cheap_digests, named_state
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
-from lockstep.replicate import replica
-from lockstep.replicate.buffers import BufferSnapshot
-from lockstep.replicate.digest import cheap_digests, named_state
 from lockstep.seed import kept_random_state, mix, sow
+from lockstep.train.buffer_snapshot import BufferSnapshot
 from lockstep.train.loop_check import refuse_model
 from lockstep.train.metrics import Mean, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.session import Session
-from lockstep.train.transfer import hand_over, tensors_from_text, tensors_to_text
-from lockstep.train.verdict import SEED_IT
-from lockstep.train.witness import Witness
-from lockstep.world import World
+from lockstep.train.state_log import Witness
+from lockstep.train.state_transfer import hand_over, tensors_from_text, tensors_to_text
+from lockstep.train.step_check import SEED_IT
+from lockstep.world.world import World
 
 PREFETCH: Final = 2  # pieces that each loader process has ready
 TIMEOUT_S: Final = 600.0  # of one piece
@@ -260,7 +260,7 @@ def evaluate(session: Session, figures: Callable[[Any, Any], Any], asked: Asked)
     """The means of all figures over all samples, the same on all workers."""
 
     def reduce(mine: Figures) -> dict[str, list[float]]:
-        with session.accord.explains(asked.what):
+        with session.call_check.explains(asked.what):
             pieces = gather_pieces(session.group, session.device, mine.pieces, what=asked.what)
         totals = {name: mean_of(pairs) for name, pairs in pieces.items()}
         return {name: [mean.sum, mean.weight] for name, mean in totals.items()}
@@ -314,7 +314,7 @@ def evaluate_for_witness(session: Session, witness: Witness, model: nn.Module, l
                 mine = run(loss, model, cut, world=session.world, seed=seed, go_on=go_on, read=read_figures).pieces
         except Exception:  # a model that is not made for it
             go_on()
-        told = agree.tell_all(session.group, mine, device=session.device)
+        told = agreement.tell_all(session.group, mine, device=session.device)
         if any(one is None for one in told):
             return None
         pieces = [{name: tuple(pair) for name, pair in pairs.items()} for one in told for pairs in one.values()]
@@ -354,7 +354,7 @@ def _go_through(
             go_on, seed = session.calls.check_left, session.seed
             mine = run(function, model, cut, world=session.world, seed=seed, go_on=go_on, read=read)
         if samples is None:
-            refuse_uneven_stream(mine, session.accord.compare)
+            refuse_uneven_stream(mine, session.call_check.compare)
         if mine.samples == 0:
             raise ValueError(f"{what}: the dataset has no samples")
         return reduce(mine)

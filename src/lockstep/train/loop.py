@@ -17,15 +17,21 @@ from torch.utils._pytree import tree_leaves
 from lockstep import faults
 from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
+from lockstep.ddp.state_digest import named_state
 from lockstep.errors import DivergenceError, LockstepError
-from lockstep.replicate.digest import named_state
 from lockstep.seed import mix, sow
-from lockstep.train import setting, verdict
-from lockstep.train.calls import say
-from lockstep.train.check import ReplicaCheck
+from lockstep.train import determinism, step_check
+from lockstep.train.collective_calls import say
 from lockstep.train.evaluation import evaluate_for_witness
 from lockstep.train.loop_check import LoopCheck, describe_untrained
-from lockstep.train.plan import (
+from lockstep.train.progress import Progress
+from lockstep.train.replica_check import ReplicaCheck
+from lockstep.train.run_directory import pending_stops, write_stop
+from lockstep.train.session import Session
+from lockstep.train.state_transfer import apply_sent_step, encode_update, hand_over, refuse_other_state
+from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
+from lockstep.train.step_table import Tally, agree_on_metrics
+from lockstep.train.trained_parameters import (
     Basis,
     describe,
     describe_nothing_to_train,
@@ -35,13 +41,7 @@ from lockstep.train.plan import (
     share_out,
     sight_of,
 )
-from lockstep.train.progress import Progress
-from lockstep.train.run_directory import pending_stops, write_stop
-from lockstep.train.session import Session
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
-from lockstep.train.tally import Tally, agree_on_metrics
-from lockstep.train.transfer import apply_sent_step, encode_update, hand_over, refuse_other_state
-from lockstep.world import World
+from lockstep.world.world import World
 
 SAVE_AFTER_ERROR_S: Final = 120.0
 
@@ -99,7 +99,7 @@ class TrainLoop:
         session, self.plan, self._steps = self._session, plan, steps
         session.calls.limit(plan.batches.settings.shards)
         if plan.synced and session.exact and session.calls.is_elastic:
-            raise LockstepError(setting.describe_synced(plan.synced[0]))
+            raise LockstepError(determinism.describe_synced(plan.synced[0]))
         self._refuse_unsavable(plan)
         self._resume(plan)
         if self.training is None:
@@ -130,7 +130,7 @@ class TrainLoop:
         session = self._session
 
         def resume() -> None:
-            compare = partial(session.accord.compare, "resuming")
+            compare = partial(session.call_check.compare, "resuming")
             tells = session.options.progress
             step = session.checkpoints.resume(plan, compare, writes=session.is_main, tells=tells)
             if step is not None:
@@ -144,7 +144,7 @@ class TrainLoop:
     def _introduce(self, plan: Plan) -> None:
         """Say what is trained, from where on; or why nothing is."""
         session, options = self._session, self._session.options
-        is_shown = "LOCKSTEP_VIEW" in os.environ and options.trace  # in the launcher's picture (measure/live.py)
+        is_shown = "LOCKSTEP_VIEW" in os.environ and options.trace  # in the launcher's picture (report/live_view.py)
         speaks = lambda: session.is_main and options.progress  # noqa: E731  (another worker may become rank 0)
         steps = self._steps or plan.batches.steps_in_all
         self.progress = Progress(steps=steps, speaks=speaks, is_shown=is_shown)
@@ -326,7 +326,7 @@ class TrainLoop:
         if self._fetched_again is not None:
             batch = self._fetched_again
         if plan.synced and session.world.size > 1:
-            setting.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=session.exact)
+            determinism.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=session.exact)
         if batch.number < self._applied and session.calls.is_elastic:
             raise DivergenceError(
                 f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this"
@@ -376,7 +376,7 @@ class TrainLoop:
         training = self.training
         assert training is not None
         faults.at("compared")
-        with self._session.accord.explains("the comparison of replicas"):
+        with self._session.call_check.explains("the comparison of replicas"):
             self._replica_check.after_step(
                 number, lambda: named_state(training.model, training.optimizer) | training.running.past()
             )
@@ -390,7 +390,7 @@ class TrainLoop:
             training.metric_names = agree_on_metrics(training.sum, None)
         tally = Tally(training.sum, buffers=len(training.running))
         tally.send(None, names=training.metric_names)
-        verdict.refuse_bad_data(tally.outcome(), batches.position.number)
+        step_check.refuse_bad_data(tally.outcome(), batches.position.number)
 
     # -- another generation of workers (elastic_calls.py) --------------------------------------------------------------
 

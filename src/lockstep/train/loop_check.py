@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.batches import Batch
+from lockstep.ddp.replica import Leaf
 from lockstep.errors import LockstepError
-from lockstep.replicate.buffers import is_expanded
-from lockstep.replicate.replica import Leaf
+from lockstep.train.buffer_snapshot import is_expanded
 
 LOOKED_AT: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
 NAMED: Final = 4  # parameters in a message

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.replicate.buffers import BufferSnapshot
+from lockstep.train.buffer_snapshot import BufferSnapshot
 
 TOLERANCE: Final = 1e-3  # relative: the halves are computed by other kernels
 LAST_OPERATIONS: Final = 32

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import agree, patience
+from lockstep.comm import abortable_wait, agreement
 from lockstep.errors import DesyncError
-from lockstep.files import Appender
+from lockstep.run_files import Appender
 
 TAIL = 8  # lines that another worker may have written since we last knew
 
@@ -107,13 +107,13 @@ def gather_pieces(
     """All workers together: every figure of every piece, by name. `mine`: our pieces by number; each has one owner."""
     keys = next((list(pairs) for pairs in mine.values()), None)
     mixed = next((list(pairs) for pairs in mine.values() if list(pairs) != keys), None)
-    told = agree.tell_all(group, {"keys": keys, "mixed": mixed, "stop": max(mine, default=-1) + 1}, device=device)
+    told = agreement.tell_all(group, {"keys": keys, "mixed": mixed, "stop": max(mine, default=-1) + 1}, device=device)
     names = _agreed_keys(told, what)
     pieces = max(one["stop"] for one in told)
     table = torch.zeros(pieces, len(names), 2, dtype=torch.float64, device=device)
     for number, pairs in mine.items():
         table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
-    patience.wait(group, group.allreduce([table], dist.AllreduceOptions()), device, what)
+    abortable_wait.wait(group, group.allreduce([table], dist.AllreduceOptions()), device, what)
     rows = table.cpu()
     return {name: [(total, weight) for total, weight in rows[:, n].tolist()] for n, name in enumerate(names)}
 

@@ -7,7 +7,7 @@ the state dict a state has a part `raw`, for the model and for each registered m
     tensors  buffers that are not in the state dict, by name
     grown    what a buffer was when training began, [dtype, shape] or None, if it is something else by now
     gone     names of buffers that were there when training began, and are not any more
-    numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in replicate/buffers.py
+    numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in train/buffer_snapshot.py
 
 It is left out where there is nothing in it. The state dict of an optimiser has everything, but `load_state_dict` casts
 what an optimiser remembers of a parameter to the dtype of the parameter.
@@ -22,8 +22,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.replicate.buffers import Gone, numbers_of
-from lockstep.replicate.running import put_buffer
+from lockstep.train.buffer_exchange import put_buffer
+from lockstep.train.buffer_snapshot import Gone, numbers_of
 
 
 @final

@@ -10,8 +10,8 @@ from typing import Any, Final, TypedDict, TypeVar
 import torch
 
 from lockstep.errors import refuse_unknown_options
+from lockstep.train.checkpointing import read_interval
 from lockstep.train.precision import Precision
-from lockstep.train.saving import read_interval
 
 Choice = TypeVar("Choice", bound=Enum)
 

@@ -23,7 +23,7 @@ class Progress:
         """
         steps     of the whole run; None: not known
         speaks    whether this worker is the one that prints
-        is_shown  a view shows the progress already (measure/live.py)
+        is_shown  a view shows the progress already (report/live_view.py)
         """
         self._steps, self._speaks, self._is_shown = steps, speaks, is_shown
         self._on_terminal = sys.stderr.isatty()

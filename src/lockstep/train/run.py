@@ -27,29 +27,29 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from lockstep import faults
-from lockstep.comm import agree
+from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Batches, Settings, check_options
-from lockstep.data.order import Order
+from lockstep.data.sample_order import Order
+from lockstep.ddp import replica
+from lockstep.ddp.replica import Leaf
+from lockstep.ddp.state_digest import named_state, sha256_of
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.replicate import replica
-from lockstep.replicate.digest import named_state, sha256_of
-from lockstep.replicate.replica import Leaf
-from lockstep.train import evaluation, setting
-from lockstep.train.checkpoints import plan_of
-from lockstep.train.farewell import Farewell
+from lockstep.train import determinism, evaluation
+from lockstep.train.checkpointing import describe_misfit, read_weights
+from lockstep.train.crash_context import Farewell
 from lockstep.train.loop import TrainLoop
 from lockstep.train.loop_check import refuse_model, refuse_optimizer
 from lockstep.train.metrics import Mean, as_pairs, gather_pieces, mean_of
 from lockstep.train.module_state import GeneratorState, load_module
 from lockstep.train.options import OptionNames, Options
-from lockstep.train.plan import Basis, make_plan, settings_of
 from lockstep.train.run_directory import pending_stops, starts_over
-from lockstep.train.saving import describe_misfit, read_weights
+from lockstep.train.run_state import plan_of
 from lockstep.train.schedule import LRScaling
 from lockstep.train.session import Session
+from lockstep.train.state_transfer import hand_over
 from lockstep.train.step import Loss, Result, Stop
-from lockstep.train.transfer import hand_over
-from lockstep.world import World
+from lockstep.train.trained_parameters import Basis, make_plan, settings_of
+from lockstep.world.world import World
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -182,8 +182,8 @@ class Run:
         rest = [Leaf(name, tensor, sparse=False) for name, tensor in state.items()]  # buffers, and what is frozen
 
         def copy() -> None:
-            self._session.accord.come_to("run.replicate")
-            with self._session.accord.explains("run.replicate"):
+            self._session.call_check.come_to("run.replicate")
+            with self._session.call_check.explains("run.replicate"):
                 replica.check_same_shapes(self._session.group, leaves, self.device)
                 replica.check_same_shapes(self._session.group, rest, self.device)
             if not leaves:
@@ -241,7 +241,7 @@ class Run:
             global_batch_size=global_batch_size, shards=shards, epochs=epochs, drop_last=drop_last, **loading
         )
         is_main = self._session.is_main
-        setting.check_split(
+        determinism.check_split(
             settings.split, exact=self.exact, is_elastic=self._session.calls.is_elastic, is_main=is_main
         )
         # A newcomer does not know yet among how many it will be; it is told when it is taken in.
@@ -260,8 +260,8 @@ class Run:
 
     def _exchange(self, row: list[int]) -> list[list[int]]:
         """What all workers say of the next batch of a stream that splits itself."""
-        with self._session.accord.explains("the next batch"):
-            return agree.gather_rows(self._session.group, row, device=self.device)
+        with self._session.call_check.explains("the next batch"):
+            return agreement.gather_rows(self._session.group, row, device=self.device)
 
     def train(
         self,
@@ -366,8 +366,8 @@ class Run:
 
         def run() -> dict[str, float]:
             faults.at("logging")
-            self._session.accord.come_to("run.log")
-            with self._session.accord.explains("run.log"):
+            self._session.call_check.come_to("run.log")
+            with self._session.call_check.explains("run.log"):
                 mine = {self.world.rank: as_pairs(pairs, "run.log")}
                 pieces = gather_pieces(self._session.group, self.device, mine, what="run.log")
             return {
@@ -416,7 +416,7 @@ class Run:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples: the batch size beyond which a larger one pays less and less (train/noise.py). None: not known.
+        """In samples: the batch size beyond which a larger one pays less and less. None: not known yet.
 
         It is what this worker has seen, so not for control flow: others may know another value.
         """
@@ -458,7 +458,7 @@ class Run:
         model = self._replicated("run.load")
 
         def load() -> None:
-            self._session.accord.come_to("run.load")
+            self._session.call_check.come_to("run.load")
             found = self._session.once.run(lambda: describe_misfit(read_weights(path, what), model))
             if found:
                 raise CheckpointError(f"{path} does not fit the model:\n  " + "\n  ".join(found))

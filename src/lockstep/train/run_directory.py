@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep import files
+from lockstep import run_files
 
 STOPPED: Final = "stopped.json"
 FRESH: Final = "fresh.json"
@@ -42,7 +42,7 @@ def start_over(directory: Path, env: Mapping[str, str], *, lock: str) -> Path | 
     job = env.get("LOCKSTEP_RUN_ID") or env.get("SLURM_JOB_ID") or ""
     if job and _read(directory / FRESH, "job") == job:
         return None
-    moved = files.move_aside(directory, stay=(lock,))
+    moved = run_files.move_aside(directory, stay=(lock,))
     _write(directory / FRESH, {"job": job})
     return moved
 

@@ -14,27 +14,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep import faults, files
-from lockstep.comm import patience
-from lockstep.elastic import seat as seats
+from lockstep import faults, run_files
+from lockstep.comm import abortable_wait
+from lockstep.elastic import agent_client as seats
 from lockstep.seed import kept_random_state, mix, sow
-from lockstep.train import setting
-from lockstep.train.accord import Accord
-from lockstep.train.board import Board
-from lockstep.train.calls import Calls, say
-from lockstep.train.checkpoints import Checkpoints
-from lockstep.train.chronicle import Chronicle
-from lockstep.train.claim import FILE as RUN_LOCK
-from lockstep.train.claim import Claim
+from lockstep.train import determinism
+from lockstep.train.call_check import CallCheck
+from lockstep.train.collective_calls import Calls, say
 from lockstep.train.elastic_calls import ElasticCalls, GenerationListener
 from lockstep.train.metrics import MetricsFile
-from lockstep.train.observer import Blind, Observer
-from lockstep.train.once import Once
 from lockstep.train.options import Options
 from lockstep.train.run_directory import start_over
+from lockstep.train.run_lock import FILE as RUN_LOCK
+from lockstep.train.run_lock import Claim
+from lockstep.train.run_on_one import Once
+from lockstep.train.run_state import Checkpoints
 from lockstep.train.signals import StopRequests
-from lockstep.train.witness import Witness
-from lockstep.world import World, choose_device, init, wanted_backend
+from lockstep.train.state_log import Witness
+from lockstep.train.step_observer import Blind, Observer
+from lockstep.train.tensorboard import Board
+from lockstep.train.trace_writer import Chronicle
+from lockstep.world.world import World, choose_device, init, wanted_backend
 
 
 class RunningLoop(GenerationListener, Protocol):
@@ -51,12 +51,12 @@ class RunningLoop(GenerationListener, Protocol):
 
 @final
 class Session:
-    """From `begin` to `end`. In an elastic run the workers change meanwhile, and with them world, group and accord."""
+    """From `begin` to `end`. In an elastic run the workers change meanwhile, and with them the group."""
 
     world: World
     device: torch.device
     group: dist.ProcessGroup
-    accord: Accord  # do all workers do the same?
+    call_check: CallCheck  # do all workers do the same?
     once: Once  # what one worker does for all
 
     def __init__(
@@ -114,7 +114,7 @@ class Session:
         self.agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._open_files()  # not before: by now the directory is ours
         self._stack.enter_context(kept_random_state(self.device))
-        self._stack.enter_context(setting.arithmetic(self.device, exact=self.exact, threads=options.threads))
+        self._stack.enter_context(determinism.arithmetic(self.device, exact=self.exact, threads=options.threads))
         self._stack.enter_context(
             self.stops.handle_signals(is_training=lambda: loop.is_running, has_begun=lambda: loop.has_begun)
         )
@@ -157,11 +157,13 @@ class Session:
     def _await_all(self) -> None:
         """No worker leaves while another still communicates."""
         faults.at("ending")
-        self.accord.come_to("the end of the run")
+        self.call_check.come_to("the end of the run")
         if self.metrics is not None and self.is_main:
             self.metrics.write()
-        with self.accord.explains("the end of the run"):
-            patience.wait(self.group, self.group.barrier(dist.BarrierOptions()), self.device, "the end of the run")
+        with self.call_check.explains("the end of the run"):
+            abortable_wait.wait(
+                self.group, self.group.barrier(dist.BarrierOptions()), self.device, "the end of the run"
+            )
 
     def close(self, error: BaseException | None) -> None:
         """Release what is this worker's own, each thing whatever happens with the others; other workers may be gone."""
@@ -187,21 +189,21 @@ class Session:
             moved = start_over(self._claim.directory, os.environ, lock=RUN_LOCK) if self._starts_over else None
             if moved is not None:
                 say(f"starts over; what was in {self.directory} is in {moved} now")
-        self.group = setting.private_group(world)
+        self.group = determinism.private_group(world)
         if self._claim is not None and world.rank != 0:  # rank 0 has come by, so the directory is ours
             self._claim.take(leads=False)
         self.once = Once(_get_default_store(), self.group)
-        self.accord = Accord(self.group, self.device, self.once.store, self.calls)
+        self.call_check = CallCheck(self.group, self.device, self.once.store, self.calls)
         logs = os.environ.get("LOCKSTEP_RUN_DIR")
         if self.directory is not None and world.rank == 0 and logs:
-            files.point_at_each_other(self.directory, Path(logs))
+            run_files.point_at_each_other(self.directory, Path(logs))
         return self.group
 
     def agree(self, what: str, facts: Mapping[str, Any]) -> None:
         """All workers together: the same arguments everywhere, or an error everywhere."""
 
         def compare() -> None:
-            self.accord.come_to(what)
-            self.accord.compare(what, {name: str(value) for name, value in facts.items()})
+            self.call_check.come_to(what)
+            self.call_check.compare(what, {name: str(value) for name, value in facts.items()})
 
         self.calls.make(what, compare)

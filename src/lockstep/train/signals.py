@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, final
 
-from lockstep.elastic.verdict import finishing_file
-from lockstep.train.calls import say
+from lockstep.launcher.exit_policy import finishing_file
+from lockstep.train.collective_calls import say
 from lockstep.train.step import Stop
 
 PREEMPTED: Final = 75  # exit status of a run that was asked to end by a signal, and has saved: "try again later"

@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import faults
-from lockstep.comm.exact import Receipt, ShardSum
+from lockstep.comm.exact_sum import Receipt, ShardSum
 from lockstep.data.batches import Batch, Batches, Shard
+from lockstep.ddp.replica import Leaf
+from lockstep.ddp.state_digest import cheap_digests
 from lockstep.errors import PeerLostError
-from lockstep.replicate.digest import cheap_digests
-from lockstep.replicate.gradients import Gradients
-from lockstep.replicate.replica import Leaf
-from lockstep.replicate.running import NewBuffer, NewNumber, RunningState
 from lockstep.seed import kept_random_state, mix, sow
-from lockstep.train import loss_check, verdict
-from lockstep.train.audit import Audit
+from lockstep.train import loss_check, step_check
+from lockstep.train.buffer_exchange import NewBuffer, NewNumber, RunningState
 from lockstep.train.loss_check import ShardLoss, checked
 from lockstep.train.metrics import Mean
-from lockstep.train.observer import Observer
 from lockstep.train.options import OnNonFinite, Options
 from lockstep.train.precision import LossScale
+from lockstep.train.recompute_check import Audit
 from lockstep.train.schedule import LargeBatch
-from lockstep.train.tally import Tally, agree_on_metrics, describe_odd_metrics
-from lockstep.train.verdict import LastNorm
+from lockstep.train.shard_gradients import Gradients
+from lockstep.train.step_check import LastNorm
+from lockstep.train.step_observer import Observer
+from lockstep.train.step_table import Tally, agree_on_metrics, describe_odd_metrics
 
 LOOKED_AT_FIRST: Final = 3  # steps: see `GradientWrites`
 LOOKED_AT_EVERY: Final = 64
@@ -215,7 +215,7 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
         faults.at("waiting")
         at = time.perf_counter()
         outcome = tally.outcome()
-        verdict.refuse_bad_data(outcome, batch.number)
+        step_check.refuse_bad_data(outcome, batch.number)
         with t.sum.aside(tally.sent):
             t.last_norm.check(t.leaves)
             see.hear(outcome.told)
@@ -229,14 +229,14 @@ def take_step(t: Training, loss: Loss, batch: Batch, wishes: Wishes = Wishes()) 
 
     faults.at("reduced")
     skips = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
-    look = verdict.look_at_gradients(t.leaves, outcome, t.options, wait=skips, shares=t.sum.shares)
+    look = step_check.look_at_gradients(t.leaves, outcome, t.options, wait=skips, shares=t.sum.shares)
     t.last_norm.keep(batch.number, look.norm if not skips else None, t.options)
     see.reduced(look.norm if look.finite else None, batch.count, t.loss_scale.value)
     buffers = t.running.gather(outcome.changed, t.sum.as_run(batch.counts), t.sum) if look.finite else []
     wishes.commit()  # up to here all that was done can be done again
     faults.at("committed")
     if not look.finite and (outcome.bad_shards or not t.loss_scale.may_be_too_large):
-        verdict.stop_or_skip(look, batch, t.options)
+        step_check.stop_or_skip(look, batch, t.options)
     gradients = [leaf.parameter.grad for leaf in t.leaves] if t.keeps_update else []
     update = Update(
         number=batch.number,
@@ -269,7 +269,7 @@ def apply(t: Training, update: Update) -> None:
     t.running.finish(update.buffers)
     if update.finite:
         faults.at("optimizer")
-        with verdict.learning_rate(t.large_batch, update.number):
+        with step_check.learning_rate(t.large_batch, update.number):
             t.optimizer.step()
     if not update.bad_loss:  # a loss is not scaled
         t.loss_scale.update(finite=update.finite)

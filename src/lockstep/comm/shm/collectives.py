@@ -6,8 +6,8 @@ each.
 
 Note [Sections]
 In a reduction every worker owns one section of the result. It alone reads that section of every operand, adds them up
-in the one order (comm/tree.py) and writes the sum to everybody. So all workers have the same bits, each byte is read
-once, and nobody ever writes where another writes.
+in the one order (comm/tree_order.py) and writes the sum to everybody. So all workers have the same bits, each byte is
+read once, and nobody ever writes where another writes.
 
 Note [Slots]
 A worker may deposit round k+1 while slower peers still read round k, and in a reduction they write back into its
@@ -22,8 +22,8 @@ from typing import Final, Protocol
 
 import torch
 
-from lockstep.comm.shm.reduce import Reduction
-from lockstep.comm.shm.team import NOTHING_WANTED, Call, Team
+from lockstep.comm.shm.phases import NOTHING_WANTED, Call, Team
+from lockstep.comm.shm.reduce_ops import Reduction
 
 SLOTS: Final = 4
 SMALL_BYTES: Final = 64 << 10

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed import Work, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from lockstep.comm.flatten import first_of, only
-from lockstep.comm.roll import Roll
+from lockstep.comm.flatten_tensors import first_of, only
+from lockstep.comm.join_roll import Roll
 from lockstep.comm.shm import sparse
 from lockstep.comm.shm.collectives import Collectives
-from lockstep.comm.shm.device import DeviceCollectives, event_behind_queued
-from lockstep.comm.shm.engine import AllOf, Engine, ShmWork
-from lockstep.comm.shm.flat import (
+from lockstep.comm.shm.cuda_collectives import DeviceCollectives, event_behind_queued
+from lockstep.comm.shm.executor import AllOf, Engine, ShmWork
+from lockstep.comm.shm.flat_tensors import (
     AnyCollectives,
     all_reduce,
     as_bytes,
@@ -36,13 +36,13 @@ from lockstep.comm.shm.flat import (
     reduce_scatter,
     write_into,
 )
-from lockstep.comm.shm.host import HostMemory, heap_start, reserve_slots
-from lockstep.comm.shm.mail import Mail
-from lockstep.comm.shm.meet import meet
+from lockstep.comm.shm.host_memory import HostMemory, heap_start, reserve_slots
 from lockstep.comm.shm.memory import Heap, create_segment
-from lockstep.comm.shm.other import OtherBackends
-from lockstep.comm.shm.reduce import Reduction, reduction
-from lockstep.comm.shm.team import State, Team
+from lockstep.comm.shm.mixed_backend import OtherBackends
+from lockstep.comm.shm.phases import State, Team
+from lockstep.comm.shm.point_to_point import Mail
+from lockstep.comm.shm.reduce_ops import Reduction, reduction
+from lockstep.comm.shm.rendezvous import meet
 from lockstep.errors import PeerLostError
 
 CLOSE_S: Final = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from lockstep.comm.shm.collectives import Collectives
-from lockstep.comm.shm.device import DeviceCollectives
-from lockstep.comm.shm.reduce import RedOpType, Reduction
+from lockstep.comm.shm.cuda_collectives import DeviceCollectives
+from lockstep.comm.shm.reduce_ops import RedOpType, Reduction
 
 
 def all_reduce(on: Collectives | DeviceCollectives, tensor: torch.Tensor, how: Reduction) -> None:

@@ -1,0 +1,162 @@
+"""The figures behind `_get_ddp_logging_data()`, under torch's names, and the timing they are made of."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lockstep.ddp.reducer import Reducer
+
+FIRST_SAMPLED = 10  # every iteration is timed up to here, then one in `sample_rate`
+
+_ENVIRONMENT = {
+    "any": {
+        "master_port": "MASTER_PORT",
+        "master_addr": "MASTER_ADDR",
+        "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+        "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    },
+    "gloo": {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"},
+    "nccl": {
+        "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+        "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+        "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "nccl_debug": "NCCL_DEBUG",
+        "nccl_nthreads": "NCCL_NTHREADS",
+        "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+    },
+}
+_GLOO_THREADS = 2  # what torch starts for each Gloo group
+_C_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
+
+# What is measured: name -> (where it begins, where it ends), in the names of `Clock`.
+_SPANS = {
+    "forward_compute_time": ("forward_start", "backward_start"),
+    "backward_compute_time": ("backward_start", "backward_end"),
+    "backward_comm_time": ("comm_start", "comm_end"),
+    "backward_compute_comm_overlap_time": ("comm_start", "backward_end"),
+}
+_STARTS = {
+    "forward_compute_time_start": "forward_start",
+    "backward_compute_time_start": "backward_start",
+    "backward_comm_time_start": "comm_start",
+    "backward_compute_time_end": "backward_end",
+    "backward_comm_time_end": "comm_end",
+}
+
+
+class Clock:
+    """When the parts of one iteration happened, in nanoseconds, on the host."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, int] = {}
+
+    def mark(self, event: str) -> None:
+        self.at[event] = time.time_ns()
+
+    def span_ns(self, begin: str, end: str) -> int | None:
+        if begin not in self.at or end not in self.at or self.at[end] < self.at[begin]:
+            return None
+        return self.at[end] - self.at[begin]
+
+
+class Log:
+    """Also the home of the last error, which torch's tools look for here."""
+
+    def __init__(self, reducer: Reducer, construction: dict[str, Any]) -> None:
+        self._reducer = reducer
+        self._samples = 0
+        group = reducer.group
+        backend = _backend_name(group)
+        sizes = [p.numel() * p.element_size() for p in reducer.parameters]
+        dtypes = {_C_NAMES.get(n, n) for n in (str(p.dtype).removeprefix("torch.") for p in reducer.parameters)}
+        self.data: dict[str, Any] = {
+            "world_size": group.size(),
+            "rank": group.rank(),
+            "iteration": 0,
+            "num_parameter_tensors": len(sizes),
+            "total_parameter_size_bytes": sum(sizes),
+            "dtypes": ", ".join(sorted(dtypes)),
+            "bucket_sizes": ", ".join(str(b.size_bytes) for b in reducer.buckets),
+            "initial_bucket_size_limits": ", ".join(str(b.plan.limit_bytes) for b in reducer.buckets),
+            "bucket_cap_bytes": reducer.settings.caps.cap_bytes,
+            "find_unused_parameters": int(reducer.settings.find_unused),
+            "gradient_as_bucket_view": int(reducer.settings.gradient_as_bucket_view),
+            "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
+            "backend_name": backend,
+            **construction,
+        }
+        for name, variable in (_ENVIRONMENT["any"] | _ENVIRONMENT.get(backend, {})).items():
+            self.data[name] = os.environ.get(variable, "N/A")
+        if backend == "gloo":
+            self.data["gloo_num_threads"] = _GLOO_THREADS
+
+    def error(self, error: BaseException) -> None:
+        self.data |= {"has_error": 1, "error": str(error), "iteration": self._reducer.iterations}
+
+    def sample(self) -> None:
+        """Before a forward: take down how the iteration before it went."""
+        r = self._reducer
+        self._samples += 1
+        self.data |= {
+            "iteration": r.iterations,
+            "num_buckets_reduced": r.buckets_reduced,
+            "unused_parameter_size": sum(r.parameters[i].nbytes for i in r.usage.unused),
+        }
+        if self.data.get("has_rebuilt_buckets") != int(r.has_rebuilt):
+            self.data["has_rebuilt_buckets"] = int(r.has_rebuilt)
+            if r.has_rebuilt:
+                self.data |= {
+                    "rebuilt_bucket_sizes": ", ".join(str(b.size_bytes) for b in r.buckets),
+                    "rebuilt_bucket_size_limits": ", ".join(str(b.plan.limit_bytes) for b in r.buckets),
+                    "rebuilt_per_bucket_param_indices": ", ".join(
+                        " ".join(map(str, b.plan.indices)) for b in r.buckets
+                    ),
+                }
+        if r.last_order:
+            self.data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, r.last_order))
+        for name, (begin, end) in _SPANS.items():
+            span = r.clock.span_ns(begin, end)
+            self.data[name] = span or 0
+            if span is not None:
+                before = self.data.get(f"avg_{name}", 0)
+                self.data[f"avg_{name}"] = (span + before * (self._samples - 1)) // self._samples
+        for name, event in _STARTS.items():
+            self.data[name] = r.clock.at.get(event, 0)
+
+    # The names below are torch's; libraries and torch's own join and hooks call them.
+    def set_error_and_log(self, message: str) -> None:
+        self.error(RuntimeError(message))
+
+    def set_runtime_stats_and_log(self) -> None:
+        self.sample()
+
+    def _set_uneven_input_join(self) -> None:
+        self.data["join_uneven_inputs"] = 1
+
+    def _set_static_graph(self) -> None:
+        self.data["static_graph"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self.data["comm_hook"] = name
+
+    def _get_ddp_logging_data(self) -> Any:
+        return type(
+            "DDPLoggingData",
+            (),
+            {
+                "strs_map": {k: v for k, v in self.data.items() if isinstance(v, str)},
+                "ints_map": {k: v for k, v in self.data.items() if isinstance(v, int)},
+            },
+        )()
+
+
+def _backend_name(group: dist.ProcessGroup) -> str:
+    try:
+        return str(group.name())
+    except (RuntimeError, AttributeError):
+        return type(group).__name__  # a process group written in Python need not have a name

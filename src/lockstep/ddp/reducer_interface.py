@@ -1,0 +1,98 @@
+"""The names under which torch's own code and other libraries know what the reducer does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lockstep.ddp import grad_hooks
+from lockstep.ddp.comm_hooks import CommHook, GradBucket
+from lockstep.ddp.logging_data import Log
+from lockstep.ddp.reducer import Reducer
+
+
+class TorchReducer(Reducer):
+    """The reducer of the drop-in; every member is a line or two to where the work is done."""
+
+    def set_logger(self, log: Log) -> None:
+        self._log = weakref.ref(log)
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        with self._noting_errors():
+            self.exchange.set_hook(state, hook)
+        self._decide()
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Future[Any]:
+        return self.exchange.run_hook(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Future[Any]:
+        return self.exchange.all_reduce(bucket)
+
+    def _autograd_hook(self, index: int) -> None:
+        self._gradient_arrived(index)
+
+    def _rebuild_buckets(self) -> bool:
+        return self.rebuild()
+
+    def _push_all_rebuilt_params(self) -> None:
+        if self.should_rebuild and not self.last_order:
+            self.last_order = list(range(len(self.parameters)))
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        last = len(self.buckets) - 1
+        return [GradBucket(b.number, b.zeros(), b.parameters, is_last=b.number == last) for b in self.buckets]
+
+    def _get_local_used_map(self) -> Tensor:
+        return self.usage.on_device()
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self.exchange.join_work = None if use_static_world_size else work
+
+    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures += list(futures)
+
+    def _set_static_graph(self) -> None:
+        with self._noting_errors():
+            if self.iterations:
+                raise RuntimeError(
+                    "set_static_graph() should be called before training loop starts and after "
+                    "DistributedDataParallel is constructed."
+                )
+        self.static_graph = True
+
+    def _set_optimizer_in_backward(self) -> None:
+        self._optimizer_in_backward = True
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        self._bucket_dtype = dtype
+        for bucket in self.buckets:
+            bucket.cast(dtype)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.sample_rate = sample_rate
+
+    def _set_sparse_metadata(self, metadata: object) -> None:
+        """A hint for backends that turn sparse gradients into dense ones; the result is the same without it."""
+
+    def _ddp_graph_static(self) -> bool:
+        return self.usage.never_changed
+
+    def _remove_autograd_hooks(self) -> None:
+        self._ears.stop()
+        grad_hooks.retire(self, self.parameters)
+
+    def _check_reducer_finalized(self) -> None:
+        self.check_finished()
+
+    def _reset_state(self) -> None:
+        self.reset()
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self.exchange.set_group(group)
+        self._decide()

@@ -1,0 +1,137 @@
+"""One of N copies of a module that act as one: what they consist of, that they start equal, and their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm import agreement
+from lockstep.comm.broadcast import Broadcast
+from lockstep.errors import ReplicaMismatchError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter that is trained."""
+
+    name: str
+    parameter: nn.Parameter
+    sparse: bool
+
+
+def trained_leaves(module: nn.Module, ignored: set[str]) -> list[Leaf]:
+    """In the order of definition; a parameter that several modules share counts once, under its first name."""
+    leaves: dict[nn.Parameter, Leaf] = {}
+    for module_name, child in module.named_modules():
+        sparse = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and bool(child.sparse)
+        for name, parameter in child.named_parameters(recurse=False):
+            full = f"{module_name}.{name}" if module_name else name
+            # torch knows the parameters of the root module by a name with a leading dot.
+            if parameter.requires_grad and not {full, f"{module_name}.{name}"} & ignored:
+                leaves.setdefault(parameter, Leaf(full, parameter, sparse))
+    return list(leaves.values())
+
+
+def state_of(module: nn.Module, ignored: set[str], *, buffers: bool = True) -> dict[str, Tensor]:
+    """Everything that must be equal on all workers, by name."""
+    named: dict[str, Tensor] = {n: p.detach() for n, p in module.named_parameters() if n not in ignored}
+    if buffers:
+        named |= {n: b.detach() for n, b in module.named_buffers() if n not in ignored}
+    return named
+
+
+def copy_state(group: dist.ProcessGroup, module: nn.Module, ignored: set[str], *, source: int, buffers: bool) -> None:
+    """Give every worker the weights (and buffers) of rank `source`."""
+    tensors = [_local(t) for t in state_of(module, ignored, buffers=buffers).values()]
+    Broadcast(keep=False)(group, tensors, source=source)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    # With tensor parallelism a parameter is a DTensor; this worker's part of it is what its data-parallel peers share.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def check_same_shapes(group: dist.ProcessGroup, leaves: Sequence[Leaf], device: torch.device) -> None:
+    """All workers together: the same parameters, or everybody raises and names who has what."""
+    mine = [_describe(leaf) for leaf in leaves]
+    if agreement.is_same(group, agreement.fingerprint(mine), device=device):
+        return
+    raise ReplicaMismatchError(_first_difference(agreement.tell_all(group, mine, device=device)))
+
+
+def _describe(leaf: Leaf) -> dict[str, Any]:
+    p = _local(leaf.parameter)
+    return {"name": leaf.name, "size": list(p.size()), "stride": list(p.stride()), "dtype": str(p.dtype)}
+
+
+def _first_difference(models: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Everybody is compared with rank 0."""
+    advice = "Build the model from the same arguments on every worker."
+    for rank, model in enumerate(models):
+        for index, (theirs, ours) in enumerate(zip(model, models[0], strict=False)):
+            for what in ("name", "size", "dtype", "stride"):
+                if theirs[what] != ours[what]:
+                    return (
+                        f"DDP expects same model across all ranks, but params[{index}] ({theirs['name']}) on rank "
+                        f"{rank} with {what}s {theirs[what]} appears not to match {what}s of the same param in "
+                        f"process 0 ({ours['name']}: {ours[what]}). {advice}"
+                    )
+        if len(model) != len(models[0]):
+            longer, shorter = sorted((model, models[0]), key=len, reverse=True)
+            extra = ", ".join(entry["name"] for entry in longer[len(shorter) :][:5])
+            return (
+                f"DDP expects same model across all ranks, but Rank {rank} has {len(model)} params, while rank 0 has "
+                f"inconsistent {len(models[0])} params. Only one of them has: {extra}. {advice}"
+            )
+    return f"DDP expects same model across all ranks, but their descriptions differ. {advice}"
+
+
+def check_same_values(
+    group: dist.ProcessGroup, module: nn.Module, ignored: set[str], device: torch.device, *, buffers: bool, advice: str
+) -> None:
+    """All workers together: the same values in every tensor, or everybody raises and names the first that differs."""
+    state = state_of(module, ignored, buffers=buffers)
+    mine = {name: _digest(_local(tensor)) for name, tensor in state.items()}
+    if agreement.is_same(group, agreement.fingerprint(mine), device=device):
+        return
+    everybody = agreement.tell_all(group, mine, device=device)
+    for name, digest in everybody[0].items():
+        others = [rank for rank, digests in enumerate(everybody) if digests.get(name) != digest]
+        if others:
+            ranks = ", ".join(map(str, others))
+            raise ReplicaMismatchError(
+                f"the replicas hold different values: {name} differs between rank 0 and rank {ranks}. {advice}"
+            )
+
+
+def _digest(tensor: Tensor) -> int:
+    """A sum over the bit patterns: equal tensors have equal sums, wherever they live."""
+    if tensor.numel() == 0:
+        return 0
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    width = next(w for w in (4, 2, 1) if flat.numel() % w == 0)
+    as_integers = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+    return int(as_integers.sum(dtype=torch.int64).item())
+
+
+class Buffers:
+    """The module's buffers, given to all workers by one of them."""
+
+    def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
+        self._module = module
+        self._ignored = set(ignored)
+        self._broadcast = Broadcast()
+        self.named: dict[str, Tensor] = {}
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Again before each use: a module may put another tensor in a buffer's place."""
+        self.named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
+
+    def send_from(self, group: dist.ProcessGroup, source: int, tensors: Sequence[Tensor] | None = None) -> None:
+        self._broadcast(group, list(self.named.values()) if tensors is None else tensors, source=source)

@@ -1,0 +1,289 @@
+"""The view of a run in a terminal, and in plain lines where there is none. It only reads what the workers write.
+
+    lockstep watch runs/digits            from anywhere, while it runs
+    lockstep run -n 4 train.py            shows the same, below what the workers print
+
+The launcher itself does not draw: it hands its output to `accompany`, in a process of its own (launcher/output.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import LockstepError
+from lockstep.report.live_status import COMPUTE, Place, Snapshot, Worker, find, look, require
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+LOOK_EVERY_S: Final = 0.5  # or as seldom as it takes to leave the machine to the run
+MOST_S: Final = 5.0
+SHARE: Final = 0.002  # of all its cores that a view may take
+PLAIN_EVERY_S: Final = 5.0
+EVENTS_SHOWN: Final = 4
+FIRST_WORKERS: Final = 16  # more do not fit on a screen
+OVER: Final = ("ended", "failed")
+VARIABLE: Final = "LOCKSTEP_VIEW"  # tells workers that somebody shows their progress
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def describe(now: Snapshot) -> str:
+    """One line."""
+    of = f"/{now.steps}" if now.steps is not None else ""
+    parts = [f"step {now.step}{of}", f"epoch {now.epoch}"]
+    if now.loss is not None:
+        parts.append(f"loss {now.loss:.4g}")
+    if now.samples_per_s:
+        parts.append(f"{now.samples_per_s:,.0f} samples/s")
+    if now.left_s is not None and now.state == "training":
+        parts.append(f"{in_time(now.left_s)} left")
+    if now.efficiency is not None:
+        parts.append(f"{now.efficiency:.0%} computing")
+    parts += [f"{name} {value:.4g}" for name, value in now.metrics.items()]
+    count = f"{len(now.workers)} worker{'s' * (len(now.workers) != 1)}"
+    return "  ".join([*parts, count, now.state])
+
+
+def in_time(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def in_bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+# ---- as a picture ----------------------------------------------------------------------------------------------------
+
+
+def draw(now: Snapshot | None) -> RenderableType:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    if now is None:
+        return Panel(Text("waiting for the first step", style="dim"), title="lockstep", title_align="left")
+    head = Table.grid(padding=(0, 2), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(justify="right", no_wrap=True)
+    of = f" of {now.steps:,}" if now.steps is not None else ""
+    left = f"{in_time(now.left_s)} left" if now.left_s is not None and now.state == "training" else now.state
+    step = Text.assemble("step ", (f"{now.step:,}", "bold"), of)
+    bar = ProgressBar(total=now.steps or 1, completed=now.step, complete_style="cyan", finished_style="green")
+    head.add_row(step, bar, left)
+    figures = [
+        ("epoch", str(now.epoch)),
+        ("loss", "" if now.loss is None else f"{now.loss:.4g}"),
+        *((name, f"{value:.4g}") for name, value in now.metrics.items()),
+        ("lr", "" if now.lr is None else f"{now.lr:.3g}"),
+        ("batch", str(now.global_batch_size or "")),
+        ("samples/s", f"{now.samples_per_s:,.0f}" if now.samples_per_s else ""),
+        ("computing", f"{now.efficiency:.0%}" if now.efficiency is not None else ""),
+        ("lost workers", str(now.lost) if now.lost else ""),
+    ]
+    told = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value]
+    parts: list[Any] = [head, Row(told), _table(now.workers)]
+    for event in now.events[-EVENTS_SHOWN:]:
+        at = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
+        parts.append(Text.assemble((f"{at}  ", "dim"), event.text))
+    return Panel(Group(*parts), title="lockstep", title_align="left", border_style="cyan")
+
+
+class Row:
+    """Texts beside each other; one that does not fit begins the next line, whole."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._texts = texts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = self._texts[0].copy()
+        for text in self._texts[1:]:
+            if line.cell_len + 2 + text.cell_len > options.max_width:
+                yield line
+                line = text.copy()
+            else:
+                line.append("  ").append_text(text)
+        yield line
+
+
+def _table(workers: Sequence[Worker]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for name in ("computes", "data", "exposed", "waits"):
+        table.add_column(name, justify="right")
+    table.add_column("for")
+    table.add_column("memory", justify="right")
+    table.add_column("restarts", justify="right")
+    table.add_column("pid", justify="right")
+    for worker in workers[:FIRST_WORKERS]:
+        shares = worker.shares
+        compute = sum(shares.get(name, 0.0) for name in COMPUTE)
+        shown = [compute, shares.get("data", 0.0), shares.get("exposed", 0.0), shares.get("waiting", 0.0)]
+        cells = [Text(f"{share:.0%}", style="" if n == 0 or share < 0.2 else "yellow") for n, share in enumerate(shown)]
+        whom = worker.waited_for if shown[3] > 0.02 else ""
+        memory = in_bytes(worker.memory_bytes)
+        about = [Text(worker.name), *(cells if shares else [Text()] * 4)]
+        table.add_row(*about, Text(whom), Text(memory), Text(str(worker.restarts or "")), Text(str(worker.pid)))
+    if len(workers) > FIRST_WORKERS:
+        table.add_row(f"and {len(workers) - FIRST_WORKERS} more")
+    return table
+
+
+# ---- watching --------------------------------------------------------------------------------------------------------
+
+
+def can_draw() -> bool:
+    """Whether there is a terminal that shows pictures, and rich to make them."""
+    if not (os.isatty(1) and os.isatty(2)) or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    try:
+        import rich.live  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class Pace:
+    """When to look next: where all cores are busy, whoever watches takes their time from the run."""
+
+    def __init__(self) -> None:
+        self._cores = os.cpu_count() or 1
+        self._due_s = 0.0
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        began_s = time.process_time()
+        try:
+            yield
+        finally:
+            cost_s = time.process_time() - began_s
+            self._due_s = time.monotonic() + min(MOST_S, max(LOOK_EVERY_S, cost_s / (SHARE * self._cores)))
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._due_s - time.monotonic())
+
+
+def watch(place: Place, *, plain: bool) -> None:
+    """Until the run has ended."""
+    if plain:
+        _watch_plain(place)
+        return
+    from rich.live import Live
+
+    pace = Pace()
+    with Live(draw(look(place)), auto_refresh=False) as live:
+        while True:
+            with pace.looking():
+                now = look(place)
+                live.update(draw(now), refresh=True)
+            if now is not None and now.state in OVER:
+                return
+            time.sleep(pace.left_s)
+
+
+def _watch_plain(place: Place) -> None:
+    said_s, last, pace = 0.0, "", Pace()
+    while True:
+        with pace.looking():
+            now = look(place)
+        if now is not None and (now.state in OVER or time.monotonic() - said_s >= PLAIN_EVERY_S):
+            if (line := describe(now)) != last:
+                print(line, flush=True)
+            said_s, last = time.monotonic(), line
+            if now.state in OVER:
+                return
+        time.sleep(pace.left_s)
+
+
+def _last_of(line: bytes) -> bytes:
+    """Of a progress bar, which writes over itself, what was to be seen in the end."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _picture(place: Place, since_s: float) -> RenderableType | None:
+    """None: there is nothing to be seen yet, or nothing that can be drawn."""
+    with suppress(Exception):  # a picture is not worth an error
+        now = look(place, since_s=since_s)
+        return None if now is None else draw(now)
+    return None
+
+
+def accompany(logs: Path) -> None:
+    """The process beside a launcher: shows what comes from standard input, and below it how the run is doing."""
+    from rich.console import Console
+    from rich.live import Live
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; we end when it has said its last word
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every sign
+    console = Console(highlight=False, emoji=False)
+    rest, pace, since_s = b"", Pace(), time.time()
+    place = find(logs)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            ready = select.select([0], [], [], pace.left_s)[0]
+            if ready:
+                chunk = os.read(0, 1 << 16)
+                *lines, rest = (rest + chunk).split(b"\n")
+                if lines:
+                    text = b"\n".join(map(_last_of, lines)).decode(errors="replace")
+                    console.print(text, markup=False, soft_wrap=True)
+                if not chunk:
+                    break
+            if pace.left_s == 0:
+                with pace.looking():
+                    place = place if place.trace.is_dir() else find(logs)
+                    live.update(_picture(place, since_s) or "", refresh=True)
+    now = look(place, since_s=since_s)
+    if now is not None and now.state == "ended":  # else the last words are those of who failed
+        console.print(draw(now))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lockstep watch",
+        description="Show how a run is doing: its progress, its figures, and what each worker spends its time on.",
+        epilog="Ctrl-C ends the view, and not the run.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run, or its launcher's logs")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a picture (so it is without a terminal)")
+    parser.add_argument("--once", action="store_true", help="how it is now, and no more")
+    chosen = parser.parse_args(arguments)
+    try:
+        place = require(chosen.run)
+        if chosen.once:
+            now = look(place)
+            print(describe(now) if now is not None else "waiting for the first step")
+            return 0
+        watch(place, plain=chosen.plain or not can_draw())
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    accompany(Path(sys.argv[1]))

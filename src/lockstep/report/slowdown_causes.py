@@ -1,0 +1,165 @@
+"""What cost the most time, in one sentence, and what to do about it. Pure.
+
+Every cause has a cost: the share of a step's time that would be saved without it. The largest is the headline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from lockstep.report.time_shares import COMPUTE, Late, Usage
+from lockstep.report.trace_reader import Event
+
+WORTH_SAYING: Final = 0.05  # of the time
+_SLOWER: Final = {
+    "compute": "which computes slower than the others",
+    "data": "which gets its data later than the others",
+    "between": "whose program does more between two steps than that of the others",
+    "": "which came last more often than the others, though it is not slower on average",
+}
+_LATE_ADVICE: Final = {
+    "compute": "Look on {host} for other programs on its cores or its GPU, for fewer threads or a lower clock than the "
+    "others have, and for samples that cost more than others.",
+    "data": "Look on {host} for a slower disk or busy cores; give its loader more processes (`num_workers=`) or more "
+    "batches ahead (`prefetch_factor=`).",
+    "between": "Look for what only this worker does between two steps: logging, writing files, evaluating. "
+    "Do it less often, or in a thread of its own.",
+    "": "Look at its steps in the timeline: single long ones, rather than all of them, make it late.",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    kind: str  # worker, turns, data, communication, between, recovery; none: nothing is worth saying
+    cost: float
+    sentence: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    usages: list[Usage]
+    total: Usage
+    late: list[Late]
+    events: Mapping[str, list[Event]]  # by worker
+    elapsed_s: float
+    size: int  # the most workers that there were at a time
+    hosts: int = 1
+
+
+def find_causes(facts: Facts) -> list[Cause]:
+    """The worst first. One that says that all is well, if none is worth saying."""
+    if not facts.total.steps:
+        sentence = "No step was measured yet."
+        return [Cause("none", 0.0, sentence, "Workers write what they measured after half a second of training.")]
+    found = [*_waiting(facts), *_data(facts), *_communication(facts), *_between(facts), *_recovery(facts)]
+    worth = sorted((one for one in found if one.cost >= WORTH_SAYING), key=lambda cause: -cause.cost)
+    return worth or [_well(facts)]
+
+
+def _waiting(facts: Facts) -> Iterator[Cause]:
+    if not facts.late:
+        return
+    worst = facts.late[0]
+    # Chance alone makes each of the workers the last one now and then: 1 / size of all that is waited.
+    if worst.part >= min(0.75, max(0.3, 1.5 / facts.size)):
+        own, typical = worst.own_s, worst.typical_s
+        detail = ""
+        if worst.reason:
+            detail = f": {ms(own[worst.reason])} per step against {ms(typical[worst.reason])}"
+        others = "The other worker" if facts.size == 2 else "The other workers"
+        sentence = (
+            f"{others} waited {percent(worst.share)} of the time for {worst.worker}, {_SLOWER[worst.reason]}{detail}."
+        )
+        advice = _LATE_ADVICE[worst.reason].format(host=worst.host or "its host")
+        own_s = sum(one.seconds for one in facts.usages if one.worker == worst.worker)
+        # It may have been there for a part of the run only; the others were there without it, too.
+        yield Cause("worker", worst.seconds / max(facts.total.seconds - own_s, worst.seconds), sentence, advice)
+        return
+    share = facts.total.share("waiting")
+    sentence = (
+        f"Workers waited {percent(share)} of the time for each other, in turns: no single one is slower, but the time "
+        "of a step varies on all of them."
+    )
+    advice = "Samples of similar cost in every shard help, and so do cores that are not shared with other programs."
+    yield Cause("turns", share, sentence, advice)
+
+
+def _data(facts: Facts) -> Iterator[Cause]:
+    # What only one of them waits for is told as that worker being late.
+    share, step_s = median(one.share("data") for one in facts.usages), _step_s(facts)
+    sentence = (
+        f"Workers waited {percent(share)} of the time for the loader: {ms(share * step_s)} of a step of {ms(step_s)}."
+    )
+    advice = (
+        "Give it more processes (`num_workers=`) or more batches ahead (`prefetch_factor=`), or make a sample cheaper "
+        "to load."
+    )
+    yield Cause("data", share, sentence, advice)
+
+
+def _communication(facts: Facts) -> Iterator[Cause]:
+    share, step_s = facts.total.share("exposed"), _step_s(facts)
+    sentence = (
+        f"Communication that is not hidden behind the backward pass took {percent(share)} of the time: "
+        f"{ms(share * step_s)} of a step of {ms(step_s)}."
+    )
+    advice = "A larger batch per worker hides more of it, and fewer workers have less of it."
+    if facts.hosts > 1:
+        advice += " So does a faster network between the hosts, or more of the workers on one host."
+    yield Cause("communication", share, sentence, advice)
+
+
+def _between(facts: Facts) -> Iterator[Cause]:
+    share = median(one.share("between") for one in facts.usages)
+    busy = [one for one in facts.usages if one.phases["between"]]
+    of_it = max((_took_s(facts, one.worker, "evaluate") / one.phases["between"] for one in busy), default=0.0)
+    detail = f", {percent(min(1.0, of_it))} of that in evaluation" if of_it > 0.1 else ""
+    sentence = f"The program itself took {percent(share)} of the time between two steps{detail}."
+    advice = "Do less there, or less often: logging, evaluating, saving, moving figures from the device (`.item()`)."
+    yield Cause("between", share, sentence, advice)
+
+
+def _recovery(facts: Facts) -> Iterator[Cause]:
+    took_s = max(_took_s(facts, one.worker, "recovery") for one in facts.usages)
+    if not took_s or not facts.elapsed_s:
+        return
+    share = min(1.0, took_s / facts.elapsed_s)
+    sentence = f"Recoveries took {percent(share)} of the time: {took_s:.1f} s in all."
+    advice = "The events of the report say when; the logs of the workers that were lost say why."
+    yield Cause("recovery", share, sentence, advice)
+
+
+def _took_s(facts: Facts, worker: str, what: str) -> float:
+    return sum(event.took_s or 0.0 for event in facts.events.get(worker, ()) if event.what == what)
+
+
+def _well(facts: Facts) -> Cause:
+    computing = facts.total.share(*COMPUTE)
+    sentence = f"Nothing holds this run up: its workers compute {percent(computing)} of the time."
+    return Cause(
+        "none",
+        0.0,
+        sentence,
+        "To be faster, the computation itself has to be: precision, kernels, more or faster devices.",
+    )
+
+
+def _step_s(facts: Facts) -> float:
+    return facts.total.per_step_s()
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def ms(seconds: float) -> str:
+    """Three digits that mean something, in the unit that fits."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{1e6 * seconds:.3g} µs"

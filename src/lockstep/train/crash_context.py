@@ -1,0 +1,49 @@
+"""What a Run adds to the record of an exception that ends its worker (failures/crash_record.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, final
+
+from lockstep.failures.crash_record import CrashHook, RunMark
+from lockstep.train import step
+
+
+@final
+class Farewell:
+    """From `begin` to `end`, an exception that nobody catches is written down with what the Run knows. After an error
+    it is not ended: the exception is yet to come to the top."""
+
+    def __init__(self, env: Mapping[str, str], where: Callable[[], dict[str, Any]]) -> None:
+        self._where = where
+        self._hook = CrashHook(env, self._describe)
+
+    def begin(self) -> None:
+        self._hook.install()
+        self._hook.mark_run(RunMark())
+
+    def leave(self, error: BaseException | None) -> None:
+        """The Run is left without its end: by this exception, or None at the end of the interpreter."""
+        facts = None
+        if isinstance(error, SystemExit):
+            facts = self._hook.describe_exit(error)
+        self._hook.mark_run(RunMark(is_left=True, facts=facts))
+
+    def end(self) -> None:
+        self._hook.remove()
+        self._hook.mark_run(None)
+
+    def _describe(self, trace: TracebackType | None) -> dict[str, Any]:
+        shard = _shard_of(trace)
+        return self._where() | ({} if shard is None else {"shard": shard})
+
+
+def _shard_of(trace: TracebackType | None) -> int | None:
+    """Which shard was being computed. Read off the frame of the step, so that a step need not note it."""
+    while trace is not None:
+        if trace.tb_frame.f_code is step.take_step.__code__:
+            shard = trace.tb_frame.f_locals.get("shard")
+            return shard.number if "outcome" not in trace.tb_frame.f_locals and shard is not None else None
+        trace = trace.tb_next
+    return None

@@ -1,0 +1,397 @@
+"""The gradients of all shards of a global batch become one.
+
+A worker runs its shards one after the other. The gradients of each are put aside and added up along the tree as far
+as the worker can (comm/tree_order.py); those of its last shard are taken as they arrive, added to what they meet in the
+tree, and sent in buckets behind the rest of the backward pass.
+
+The reducer of the drop-in has to cope with whatever backward passes a program makes. Here there is one backward pass
+per shard, and it is ours: so this is short.
+
+Note [Zeros]
+A parameter that a shard does not use has no gradient there, which counts as zeros: x + 0. That is not always x (-0 +
+0 is 0), so it is added wherever a zero would have been, on any number of workers. A parameter that no shard at all
+has used keeps no gradient, as with one process; a mark that travels with each row tells.
+
+Note [First step]
+In the first step nothing is sent before the backward pass ends. It shows in which order gradients arrive, and buckets
+are packed anew in the order that rank 0 saw. A gradient that arrives more than once (reentrant checkpoints) is
+complete only at the end, so it is always taken there. None of this changes a bit of the result.
+
+Note [Alignment]
+A kernel that sums up a tensor takes its first elements one by one if they are not aligned, so the norm of a gradient
+depends on where it lies. In a bucket every gradient begins where memory of its own would begin: at a multiple of 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import faults
+from lockstep.comm.exact_sum import NARROW, Scale, ShardSum, add_coalesced, coalesced
+from lockstep.comm.tree_order import Gathering, Subtree
+from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack, piece_of
+from lockstep.ddp.grad_hooks import Ears
+from lockstep.ddp.replica import Leaf
+
+ALIGN_BYTES = 64  # Note [Alignment]
+USED = 32768.0  # the mark: it survives division by any weight times loss scale up to 5e11, also in float16
+
+
+@dataclass
+class Kept:
+    """The gradients of one subtree of shards, None where there is none. `ours`: no one else has them."""
+
+    values: list[Tensor | None]
+    ours: bool = False
+
+
+def dtype_on_the_way(own: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the precision to which gradients of dtype `own` are rounded before they are added; None: they are not.
+
+    Complex gradients travel as they are: torch has no complex numbers as narrow as bfloat16.
+    """
+    return comm_dtype if own.is_floating_point else None
+
+
+class Bucket:
+    """Some parameters whose gradients travel together, and behind them the marks of those that were used."""
+
+    def __init__(
+        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
+    ) -> None:
+        self.indices = list(indices)
+        self.parameters = [leaves[i].parameter for i in indices]
+        self.offsets, self.numel = [], 0
+        step = ALIGN_BYTES // self.parameters[0].element_size()
+        for parameter in self.parameters:
+            self.offsets.append(self.numel)
+            self.numel += -(-parameter.numel() // step) * step
+        own = self.parameters[0].dtype
+        self.parcel = sum_.parcel(self.numel + len(self.indices), dtype_on_the_way(own, comm_dtype) or own)
+        self.rows = list(self.parcel.rows)
+        self.views = [self.cut(row) for row in self.rows]
+        self.marks = [row[self.numel : self.numel + len(self.indices)] for row in self.rows]
+        self.all_used = torch.full_like(self.marks[0], USED)
+        self.pending = len(self.indices)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        pieces = (piece_of(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True))
+        return [piece.data for piece in pieces]
+
+
+class Gradients:
+    """Of one model. In each step: `keep` after every shard but the last, `listen` before its backward, `finish`."""
+
+    def __init__(self, leaves: Sequence[Leaf], sum_: ShardSum, *, comm_dtype: torch.dtype | None = None) -> None:
+        """`comm_dtype`: the precision that gradients have on their way, if not their own."""
+        self._leaves, self._sum, self._comm_dtype = list(leaves), sum_, comm_dtype
+        self._parameters = [leaf.parameter for leaf in leaves]
+        self._device = self._parameters[0].device
+        self._on_cpu = self._device.type == "cpu"
+        self._dense = [i for i, leaf in enumerate(leaves) if not leaf.sparse]
+        self._sparse = [i for i, leaf in enumerate(leaves) if leaf.sparse]
+        self._ears = Ears(self._parameters)
+        self.seen_by: Callable[[Sequence[Tensor | None]], None] | None = None  # who wants to see those of a shard
+        self._armed = False
+        self._has_order = False  # Note [First step]
+        self._arrivals: list[int] = []
+        self._late: set[int] = set()
+        self._buckets: list[Bucket] = []
+        if sum_.size > 1:
+            self._pack(order=None)
+            self._ears.listen(self._dense, self._arrived)
+        self._forget()
+
+    def _pack(self, order: Sequence[int] | None) -> None:
+        sparse = [leaf.sparse for leaf in self._leaves]
+        plan = pack(self._parameters, (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), sparse=sparse, order=order)
+        self._buckets = []  # so that their memory is free before the new ones take some
+        dense = [p.indices for p in plan if not sparse[p.indices[0]]]
+        self._buckets = [Bucket(indices, self._leaves, self._sum, self._comm_dtype) for indices in dense]
+        self._home = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
+
+    @property
+    def bucket_bytes(self) -> tuple[int, ...]:
+        """What each bucket sends, in the order in which they leave; nothing in a world of one."""
+        return tuple(bucket.parcel.rows.nbytes for bucket in self._buckets)
+
+    @property
+    def bucket_names(self) -> list[tuple[str, str, int]]:
+        """The first and the last parameter of each bucket, and how many it has."""
+        named = [[self._leaves[i].name for i in bucket.indices] for bucket in self._buckets]
+        return [(names[0], names[-1], len(names)) for names in named]
+
+    def travels(self) -> list[tuple[float, float]]:
+        """Of every bucket of the step that was finished last: when it was sent, and when the sum was there."""
+        return [(bucket.parcel.left_s, self._sum.came_s(bucket.parcel)) for bucket in self._buckets]
+
+    # -- the shards before the last ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new step: the gradients of the last one have served."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._forget()
+
+    def stop(self) -> None:
+        """Do not take gradients any more."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._armed = False
+        self._kept: Gathering[Kept] = Gathering(self._sum.shards, self._add)
+        self._chain: list[Kept] = []
+        self._rows: list[Kept] = []
+
+    def keep(self, shard: int) -> None:
+        """Put the gradients of this shard aside, added to those before it as far as the tree allows."""
+        self._kept.push(Subtree(shard, 1), self._take())
+
+    def _take(self) -> Kept:
+        if self.seen_by is not None:
+            self.seen_by([parameter.grad for parameter in self._parameters])
+        values = [self._rounded(i, parameter.grad) for i, parameter in enumerate(self._parameters)]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return Kept(values)
+
+    def _rounded(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """To what it would be on its way; and wide again, because sums are formed in float32."""
+        if gradient is None:
+            return None
+        leaf = self._leaves[index]
+        if gradient.is_sparse != leaf.sparse:
+            raise RuntimeError(
+                f"the gradient of {leaf.name} is {'sparse' if gradient.is_sparse else 'dense'}, but its embedding has "
+                f"sparse={leaf.sparse}; a parameter must be used in one way only"
+            )
+        if leaf.sparse:
+            return gradient.coalesce()
+        narrow = dtype_on_the_way(gradient.dtype, self._comm_dtype)
+        if narrow is not None:
+            return gradient.to(narrow).to(torch.float32)
+        return gradient.float() if gradient.dtype in NARROW else gradient
+
+    def _add(self, left: Kept, right: Kept) -> Kept:
+        """Gradients may share memory with each other, so only sums of our own are written into."""
+        total = list(left.values)
+        both = [i for i in self._dense if left.values[i] is not None and right.values[i] is not None]
+        a, b = [left.values[i] for i in both], [right.values[i] for i in both]
+        if left.ours and both:
+            torch._foreach_add_(a, b)  # type: ignore[arg-type]
+        elif both:
+            for i, value in zip(both, torch._foreach_add(a, b), strict=True):  # type: ignore[arg-type]
+                total[i] = value
+        for i in set(self._dense) - set(both):
+            one = right.values[i] if left.values[i] is None else left.values[i]
+            total[i] = None if one is None else one + 0.0  # Note [Zeros]
+        for i in self._sparse:
+            total[i] = _add_sparse(left.values[i], right.values[i])
+        return Kept(total, ours=True)
+
+    # -- the last shard ----------------------------------------------------------------------------------------------
+
+    def listen(self, shard: int, scale: Scale) -> None:
+        """The next backward pass is that of our last shard. `scale`: what the sum of all shards is multiplied by."""
+        self._scale, self._last = scale, Subtree(shard, 1)
+        held = [kept for _, kept in self._kept.left]
+        meets = self._kept.awaiting(self._last)
+        self._rows = held[: len(held) - meets]
+        self._chain = held[len(held) - meets :][::-1]  # what the last shard is added to, the nearest first
+        self._armed = True
+        self._next = 0
+        self._arrivals = []
+        self._is_used = [any(kept.values[i] is not None for kept in self._chain) for i in range(len(self._leaves))]
+        self._is_placed = [False] * len(self._leaves)
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.indices)
+
+    def _arrived(self, index: int) -> None:
+        """Called by autograd, for every parameter."""
+        if not self._armed:
+            return
+        self._arrivals.append(index)
+        if not self._has_order or index in self._late:
+            return
+        if self._is_placed[index]:
+            raise RuntimeError(
+                f"the gradient of {self._leaves[index].name} arrived twice in one backward pass, and not in the first "
+                "step. Reentrant checkpoints must be the same in every step; or use checkpoint(use_reentrant=False)"
+            )
+        with torch.no_grad():
+            self._ready(index)
+
+    def _ready(self, index: int) -> None:
+        bucket, slot = self._home[index]
+        self._is_placed[index] = True
+        if self._on_cpu:  # while it is in the cache; a GPU likes all at once
+            self._place(bucket, slot)
+        bucket.pending -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _place(self, bucket: Bucket, slot: int) -> None:
+        """Write one gradient, added to what it meets, into the last row of its bucket."""
+        index, view = bucket.indices[slot], bucket.views[-1][slot]
+        gradient = self._parameters[index].grad
+        self._parameters[index].grad = None
+        if self.seen_by is not None:
+            self.seen_by([gradient])
+        if gradient is not None:
+            self._is_used[index] = True
+        if not self._chain:
+            self._copy(view, gradient)
+            return
+        leaf, first = self._rounded(index, gradient), self._chain[0].values[index]
+        if leaf is None and first is None:
+            view.zero_()
+        else:
+            zero = view.new_zeros(())  # Note [Zeros]
+            torch.add(zero if first is None else first, zero if leaf is None else leaf, out=view)
+        for kept in self._chain[1:]:
+            more = kept.values[index]
+            view.add_(0.0 if more is None else more)
+
+    def _copy(self, view: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None:
+            view.zero_()
+            return
+        narrow = dtype_on_the_way(gradient.dtype, self._comm_dtype)
+        view.copy_(gradient if narrow is None or narrow == view.dtype else gradient.to(narrow))
+
+    def _place_all(self, bucket: Bucket) -> None:
+        """Few large kernels instead of many small ones, where nothing is missing."""
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        chain = [[kept.values[i] for i in bucket.indices] for kept in self._chain]
+        if self._comm_dtype is not None or any(value is None for values in (gradients, *chain) for value in values):
+            for slot in range(len(bucket.indices)):
+                self._place(bucket, slot)
+            return
+        if self.seen_by is not None:
+            self.seen_by(gradients)
+        total = [self._rounded(i, gradient) for i, gradient in zip(bucket.indices, gradients, strict=True)]
+        for values in chain:
+            total = list(torch._foreach_add(values, total))  # type: ignore[arg-type]
+        torch._foreach_copy_(bucket.views[-1], total)  # type: ignore[arg-type]
+        for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
+            self._is_used[index], parameter.grad = True, None
+
+    def _send(self, bucket: Bucket) -> None:
+        if not self._on_cpu:
+            self._place_all(bucket)
+        for kept, views, marks in zip(self._rows, bucket.views, bucket.marks, strict=False):
+            values = [kept.values[i] for i in bucket.indices]
+            for view, value in zip(views, values, strict=True):
+                view.zero_() if value is None else view.copy_(value)
+            marks.copy_(self._marked(bucket, [value is not None for value in values]))
+        bucket.marks[-1].copy_(self._marked(bucket, [self._is_used[i] for i in bucket.indices]))
+        faults.at("backward")
+        self._sum.start(bucket.parcel, self._scale)
+
+    @staticmethod
+    def _marked(bucket: Bucket, used: Sequence[bool]) -> Tensor:
+        return bucket.all_used if all(used) else bucket.all_used * torch.tensor(used, device=bucket.all_used.device)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def send_rest(self) -> None:
+        """The backward pass is over: what has not come will not come."""
+        self._armed = False
+        for index in [i for bucket in self._buckets for i in bucket.indices if not self._is_placed[i]]:
+            self._ready(index)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait until every parameter has the sum over all shards, scaled, as its gradient."""
+        if self._sum.size == 1:
+            self._finish_alone()
+        for n, bucket in enumerate(self._buckets):
+            where = f"bucket {n + 1} of {len(self._buckets)}"
+            self._give(bucket, self._sum.result(bucket.parcel, where))
+        for index in self._sparse:
+            self._parameters[index].grad = self._sum_sparse(index)
+        if self._buckets and not self._has_order:
+            self._learn_order()
+        self._forget()
+
+    def _give(self, bucket: Bucket, flat: Tensor) -> None:
+        used = [True] * len(bucket.indices)
+        if not all(self._is_used[i] or any(k.values[i] is not None for k in self._rows) for i in bucket.indices):
+            used = (flat[bucket.numel : bucket.numel + len(used)] != 0).tolist()
+        in_place = flat.data_ptr() == bucket.rows[0].data_ptr()
+        pieces = bucket.views[0] if in_place and flat.dtype == bucket.rows[0].dtype else bucket.cut(flat)
+        for parameter, piece, is_used in zip(bucket.parameters, pieces, used, strict=True):
+            parameter.grad = piece.to(parameter.dtype) if is_used else None
+
+    def _finish_alone(self) -> None:
+        """All shards were ours, so the tree has one sum."""
+        self._kept.push(self._last, self._take())
+        ((_, kept),) = self._kept.left
+        there = [i for i in self._dense if kept.values[i] is not None]
+        values, scale = [kept.values[i] for i in there], self._scale()
+        if there and (kept.ours or _have_memory_of_their_own(values)):
+            torch._foreach_mul_(values, scale)  # type: ignore[arg-type]
+        elif there:
+            values = list(torch._foreach_mul(values, scale))  # type: ignore[arg-type]
+        for i, value in zip(there, values, strict=True):
+            assert value is not None
+            parameter = self._parameters[i]
+            narrow = dtype_on_the_way(parameter.dtype, self._comm_dtype)
+            parameter.grad = (value if narrow is None else value.to(narrow)).to(parameter.dtype)
+
+    def _sum_sparse(self, index: int) -> Tensor | None:
+        parameter = self._parameters[index]
+        if self._sum.size == 1:
+            ((_, kept),) = self._kept.left
+            parts = [kept.values[index]]
+        else:
+            last, parameter.grad = self._rounded(index, parameter.grad), None
+            for kept in self._chain:
+                last = _add_sparse(kept.values[index], last)
+            parts = [*(kept.values[index] for kept in self._rows), last]
+        total = self._sum.add_sparse([_no_rows(parameter) if p is None else p for p in parts], self._scale)
+        return total if total._nnz() else None
+
+    def _learn_order(self) -> None:
+        """See Note [First step]."""
+        count = len(self._leaves)
+        times = torch.zeros(count, dtype=torch.int64, device=self._device)
+        for index in self._arrivals:
+            times[index] += 1
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._sum.wait(self._sum.group.allreduce([times], options), "the exchange of the order of gradients")
+        self._late = {i for i, n in enumerate(times.tolist()) if n > 1}
+        seen = [i for i in dict.fromkeys(self._arrivals) if i not in self._late]
+        order = torch.tensor(seen + [i for i in range(count) if i not in seen], device=self._device)
+        first = dist.BroadcastOptions()
+        first.rootRank, first.rootTensor = 0, 0
+        self._sum.wait(self._sum.group.broadcast([order], first), "the exchange of the order of gradients")
+        self._has_order = True
+        # The gradients are pieces of the old buckets: they stay alive as long as somebody needs them.
+        self._pack(order=order.tolist())
+
+
+def _have_memory_of_their_own(gradients: Sequence[Tensor | None]) -> bool:
+    """Autograd may hand over two views of one tensor."""
+    return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
+
+
+def _add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return add_coalesced(left, right)
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    """The sparse gradient of an embedding of which nothing was looked up."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return coalesced(indices, values, parameter.shape)

@@ -1,0 +1,167 @@
+"""May this step be applied? Decided from what all workers know, so all decide the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lockstep.data.batches import Batch
+from lockstep.ddp.replica import Leaf
+from lockstep.errors import DesyncError, NonFiniteError, UnevenDataError
+from lockstep.train.options import OnNonFinite, Options
+from lockstep.train.schedule import LargeBatch
+from lockstep.train.step_table import Outcome
+
+REMOVE_SPLIT: Final = (
+    "If it splits itself (by rank, split_dataset_by_node, get_worker_info), remove that, or say "
+    '`run.batches(..., split="worker")`'
+)
+SEED_IT: Final = (
+    "If its samples are random, draw from torch, random or numpy.random, which the run seeds, and not from a generator "
+    "that seeds itself. Make random data and random splits inside of the `with` block of the Run, or with a seed; sort "
+    "lists of files."
+)
+
+
+@dataclass(frozen=True)
+class Look:
+    """At the gradient of the global batch."""
+
+    finite: bool
+    norm: float | Tensor | None = None
+    why: str = ""
+
+
+def refuse_bad_data(outcome: Outcome, number: int) -> None:
+    """Of step `number`: all workers must have a part of the same batch, and weights that make a mean."""
+    advice = "An iterable dataset must give every worker the same samples; Lockstep deals them out. " + REMOVE_SPLIT
+    if outcome.ended and len(outcome.ended) < len(outcome.samples):
+        raise UnevenDataError(
+            f"the data of rank {_list(outcome.ended)} ended before step {number}, and that of other workers goes on. "
+            f"{advice}"
+        )
+    odd = next((rank for rank, taken in enumerate(outcome.numbers) if taken != outcome.numbers[0]), None)
+    if odd is not None and not outcome.ended:
+        raise DesyncError(
+            f"rank 0 takes step {outcome.numbers[0]}, but rank {odd} takes step {outcome.numbers[odd]}; neither was "
+            "applied. A worker has left out a batch or taken one twice: look for control flow in the loop that depends "
+            "on the rank, or for an exception of run.step that the program catches on one worker"
+        )
+    for what, values in (("samples", outcome.samples), ("the end of an epoch", outcome.ends_epoch)):
+        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            raise UnevenDataError(
+                f"step {number}: the workers have different batches ({what}: {values[0]} on rank 0, {values[odd]} on "
+                f"rank {odd}). {advice}"
+            )
+    seen = [rank for rank, content in enumerate(outcome.content) if content]
+    odd = next((rank for rank in seen if outcome.content[rank] != outcome.content[seen[0]]), None)
+    if odd is not None:
+        raise UnevenDataError(
+            f"step {number}: rank {odd} has read other samples for this batch than rank {seen[0]}; no worker has taken "
+            "the step. Dataset and order must give every worker the same samples; Lockstep deals them out. "
+            f"{REMOVE_SPLIT}. {SEED_IT}"
+        )
+    if outcome.bad_weights:
+        shard, weight = next(iter(outcome.bad_weights.items()))
+        raise ValueError(
+            f"step {number}: the weight of shard {shard} is {weight}; a loss function returns (sum, weight), and the "
+            "weight is a number of samples or tokens: finite, and not negative"
+        )
+    if not outcome.weight > 0 and not outcome.ended:
+        raise ValueError(
+            f"step {number}: the weights of all shards add up to {outcome.weight}, so there is no mean; "
+            "return the number of samples or tokens as the weight of the loss"
+        )
+
+
+def look_at_gradients(
+    leaves: Sequence[Leaf], outcome: Outcome, options: Options, *, wait: bool, shares: Sequence[Sequence[int]]
+) -> Look:
+    """Is it finite, and how long is it? And clip it, if that was asked for. `shares`: the shards of every worker.
+
+    Without `wait` a GPU that is still computing the norm is not waited for: see `LastNorm`.
+    """
+    if options.on_nonfinite is OnNonFinite.IGNORE and options.max_grad_norm is None:
+        return Look(finite=True)
+    if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
+        ranks = [rank for rank, share in enumerate(shares) if set(share) & set(outcome.bad_shards)]
+        why = f"the loss of {_shards(outcome.bad_shards)} is not a finite number, on rank {_list(ranks)}"
+        return Look(finite=False, why=f"{why}; of the gradient, {_first_bad(leaves, 'gradient')}")
+    gradients = [leaf.parameter.grad for leaf in leaves if leaf.parameter.grad is not None]
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(values)
+    if wait or not norm.is_cuda:
+        length = float(norm)
+        if not math.isfinite(length) and options.on_nonfinite is not OnNonFinite.IGNORE:
+            return Look(finite=False, norm=length, why=f"the gradient is not finite: {_first_bad(leaves, 'gradient')}")
+    if options.max_grad_norm is not None:
+        if norm.is_cuda:
+            torch._foreach_mul_(values, torch.clamp(options.max_grad_norm / (norm + 1e-6), max=1.0))
+        elif length > options.max_grad_norm:
+            torch._foreach_mul_(values, options.max_grad_norm / (length + 1e-6))
+    return Look(finite=True, norm=norm if norm.is_cuda else length)
+
+
+class LastNorm:
+    """The norm of the gradient of the step before, which a GPU may still have been computing when it was applied.
+
+    Waiting for it would let the GPU run dry once in every step. A loss that is not finite is known in time; a gradient
+    that is not, though its loss is, has by now been applied on a GPU: so this is an error, and not a step left out.
+    """
+
+    def __init__(self) -> None:
+        self._norm: Tensor | None = None
+        self._number = 0
+
+    def keep(self, number: int, norm: float | Tensor | None, options: Options) -> None:
+        looks = options.on_nonfinite is not OnNonFinite.IGNORE
+        self._number, self._norm = number, norm if isinstance(norm, Tensor) and looks else None
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """At a moment when the GPU has gone on."""
+        norm, self._norm = self._norm, None
+        if norm is not None and not math.isfinite(float(norm)):
+            raise NonFiniteError(
+                f"step {self._number}: the gradient was not finite, and its step has been taken: "
+                f"{_first_bad(leaves, 'weight')}. Go on from the last checkpoint; "
+                'Run(on_nonfinite="skip") waits for the GPU in every step and leaves such batches out'
+            )
+
+
+def _first_bad(leaves: Sequence[Leaf], what: str) -> str:
+    for leaf in leaves:
+        tensor = leaf.parameter.grad if what == "gradient" else leaf.parameter.detach()
+        if tensor is not None:
+            values = tensor.coalesce().values() if tensor.is_sparse else tensor
+            bad = int((~torch.isfinite(values)).sum())
+            if bad:
+                return f"{bad} of {values.numel()} elements of {leaf.name} are infinite or not a number"
+    return "every element is, but their norm is too large for its precision"
+
+
+def _shards(numbers: Sequence[int]) -> str:
+    return f"shard{'s' if len(numbers) > 1 else ''} {_list(numbers)}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def stop_or_skip(look: Look, batch: Batch, options: Options) -> None:
+    if options.on_nonfinite is OnNonFinite.STOP:
+        raise NonFiniteError(
+            f"step {batch.number} (epoch {batch.epoch}): {look.why}. No worker has taken this step. "
+            'Run(on_nonfinite="skip") would leave such batches out; '
+            "a lower learning rate, warm-up or max_grad_norm= may help"
+        )
+
+
+def learning_rate(large_batch: LargeBatch | None, number: int) -> AbstractContextManager[Any]:
+    return nullcontext() if large_batch is None else large_batch.applied(number)

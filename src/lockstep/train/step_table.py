@@ -1,0 +1,212 @@
+"""What all workers have to know of a step: one small sum, under way while the last backward pass runs.
+
+Every worker fills in its own fields of a table of zeros, and the tables are added up: so all have the same table. It
+holds loss and weight of every shard; of every worker the number of its step, whether it asks to stop or has run out of
+data, how large its batch is, whether it ends an epoch and what it contains; which buffers changed, and what each worker
+has observed of earlier steps (observer.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm import agreement
+from lockstep.comm.exact_sum import ShardSum
+from lockstep.data.batches import Batch
+from lockstep.train.loss_check import ShardLoss
+from lockstep.train.step_observer import FIELDS, NOTHING
+
+LOSS, WEIGHT, HIGH, LOW = range(4)  # of a shard; the last two are its samples, in two halves of 32 bits
+# Of a worker; what it tells takes all the rest.
+NUMBER, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, TOLD = range(9)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one step, the same on all workers."""
+
+    loss_sum: float
+    weight: float
+    bad_shards: list[int]  # whose loss is not a finite number
+    bad_weights: dict[int, float]  # by shard: negative, or not a finite number
+    stop: int  # the strongest wish
+    stop_asked_by: list[int]  # ranks
+    move: int
+    ended: list[int]  # ranks that have no more data
+    numbers: list[int]  # the step that each rank takes
+    samples: list[int]  # of the global batch, as each rank has it
+    ends_epoch: list[bool]  # as each rank has it
+    content: list[int]  # 64 bits of the samples of the global batch, as each rank has it; 0: it has not looked
+    changed: Tensor  # [shard, buffer]
+    fingerprint: int  # of all samples (data/ledger.py)
+    told: list[list[float]]  # by each rank, of earlier steps
+    metrics: dict[str, tuple[float, float]]  # that the loss function returned: (sum, weight) over all shards
+
+    @property
+    def loss(self) -> float:
+        """The mean over the global batch."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+
+class Tally:
+    """The table of one step."""
+
+    def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
+        self._sum, self._rank = sum_, sum_.group.rank()
+        self._buffers, self._loss_scale = buffers, loss_scale
+        self._noted: list[tuple[int, ShardLoss, list[int]]] = []
+        self._names: Sequence[str] = ()
+        self._shapes: list[tuple[int, int]] = []
+        self._table = torch.zeros(0)
+        self._pending: Any = None
+        self.sent: Any = None  # an event, on a GPU
+        self._scale: float | Tensor | None = None
+
+    def _parts(self, table: Tensor) -> list[Tensor]:
+        """[shard, (loss, weight, samples)], [rank, (stop, ended, ...)], [shard, changed buffers], [shard, metrics]"""
+        parts = torch.split(table, [math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def note(self, shard: int, loss: ShardLoss, changed: list[int]) -> None:
+        self._noted.append((shard, replace(loss, total=loss.total.detach()), changed))
+
+    @property
+    def metric_names(self) -> list[str] | None:
+        """Of the metrics that the loss function returned here; None if this worker had no samples in this step.
+
+        Raises ValueError if they are not the same for all shards.
+        """
+        names = [sorted(loss.metrics) for _, loss, _ in self._noted]
+        odd = next((one for one in names if one != names[0]), None)
+        if odd is not None:
+            raise ValueError(describe_odd_metrics(names[0], odd))
+        return names[0] if names else None
+
+    def send(
+        self,
+        batch: Batch | None,
+        *,
+        stop: int = 0,
+        move: int = 0,
+        told: Sequence[float] = NOTHING,
+        names: Sequence[str] = (),
+    ) -> None:
+        """`stop`, `move`: what we ask of everybody (see `Wishes`). No batch: we have no more data.
+
+        names  of the metrics, the same on all workers
+        """
+        shards, self._names = self._sum.shards, names
+        self._shapes = [(shards, 4), (self._sum.size, TOLD + FIELDS), (shards, self._buffers), (shards, 2 * len(names))]
+        # Filled in on the host, where that is quick; what a GPU has computed is added on the way.
+        self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
+        by_shard, by_rank, changed, _ = self._parts(self._table)
+        number, samples, ends_epoch = (
+            (batch.number, batch.count, batch.ends_epoch) if batch is not None else (0, 0, False)
+        )
+        for one in batch.shards if batch is not None else ():
+            by_shard[one.number, HIGH] = one.samples >> 32
+            by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
+        content = batch.content if batch is not None else 0
+        mine = [number, stop, batch is None, samples, ends_epoch, move, content >> 32, content & 0xFFFFFFFF, *told]
+        by_rank[self._rank] = torch.tensor(mine, dtype=torch.float64)
+        for shard, loss, which in self._noted:
+            if any(which):
+                changed[shard] = torch.tensor(which, dtype=torch.float64)
+            if not isinstance(loss.weight, Tensor):
+                by_shard[shard, WEIGHT] = loss.weight
+        self._table = self._table.to(self._sum.device)
+        by_shard, _, _, metrics = self._parts(self._table)
+        for shard, loss, _ in self._noted:
+            by_shard[shard, LOSS] += loss.total
+            if isinstance(loss.weight, Tensor):
+                by_shard[shard, WEIGHT] += loss.weight
+            for n, value in enumerate(part for name in names for part in loss.metrics[name]):
+                metrics[shard, n] += value
+        self.sent = torch.cuda.current_stream().record_event() if self._table.is_cuda else None
+        self._pending = self._sum.add_up(self._table)
+
+    def scale(self) -> float | Tensor:
+        """What the sum of gradients is multiplied by. To be asked for when the table has come.
+
+        A GPU is not waited for: there it is a tensor.
+        """
+        if self._scale is None:
+            weight = self._parts(self._table)[0][:, WEIGHT].sum() * self._loss_scale
+            if weight.is_cuda:
+                self._scale = weight.reciprocal().float()
+            else:
+                total = float(weight)
+                self._scale = 1.0 / total if total else math.nan
+        return self._scale
+
+    def outcome(self) -> Outcome:
+        """Wait for the table, and read it."""
+        self._sum.wait(self._pending, "the sum of losses and weights")
+        with self._sum.aside(self.sent):
+            self._sum.wait(self._pending, "the sum of losses and weights")
+            by_shard, by_rank, changed, metrics = self._parts(self._table.cpu())
+        weights: list[float] = by_shard[:, WEIGHT].tolist()
+        return Outcome(
+            loss_sum=float(by_shard[:, LOSS].sum()),
+            weight=float(by_shard[:, WEIGHT].sum()),
+            bad_shards=[s for s, loss in enumerate(by_shard[:, LOSS].tolist()) if not math.isfinite(loss)],
+            bad_weights={s: weight for s, weight in enumerate(weights) if not 0 <= weight < math.inf},
+            stop=int(by_rank[:, STOP].max()),
+            stop_asked_by=_who(by_rank[:, STOP]),
+            move=int(by_rank[:, MOVE].max()),
+            ended=_who(by_rank[:, ENDED]),
+            numbers=[int(number) for number in by_rank[:, NUMBER].tolist()],
+            samples=[int(count) for count in by_rank[:, SAMPLES].tolist()],
+            ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
+            content=_words(by_rank[:, CONTENT_HIGH], by_rank[:, CONTENT_LOW]),
+            changed=changed,
+            fingerprint=sum(_words(by_shard[:, HIGH], by_shard[:, LOW])) % 2**64,
+            told=by_rank[:, TOLD:].tolist(),
+            metrics={
+                name: (_exact_sum(metrics[:, 2 * n]), _exact_sum(metrics[:, 2 * n + 1]))
+                for n, name in enumerate(self._names)
+            },
+        )
+
+
+def agree_on_metrics(sum_: ShardSum, mine: Sequence[str] | None) -> tuple[str, ...]:
+    """All workers together: the names of the metrics. `mine`: those of this worker; None if it had no samples.
+
+    Raises ValueError, on all workers, where two have different ones.
+    """
+    told = agreement.tell_all(sum_.group, mine, device=sum_.device)
+    names = [one for one in told if one is not None] or [[]]
+    odd = next((one for one in names if one != names[0]), None)
+    if odd is not None:
+        raise ValueError(describe_odd_metrics(names[0], odd))
+    return tuple(names[0])
+
+
+def describe_odd_metrics(some: Sequence[str], others: Sequence[str]) -> str:
+    return (
+        f"the loss function returned the metrics {', '.join(some) or '(none)'} for one shard and "
+        f"{', '.join(others) or '(none)'} for another; a metric is there always or never: use a weight of 0 where it "
+        "has no value"
+    )
+
+
+def _exact_sum(values: Tensor) -> float:
+    try:
+        return math.fsum(values.tolist())
+    except (ValueError, OverflowError):  # infinities of both signs
+        return math.nan
+
+
+def _who(votes: Tensor) -> list[int]:
+    return [rank for rank, vote in enumerate(votes.tolist()) if vote]
+
+
+def _words(high: Tensor, low: Tensor) -> list[int]:
+    """Whole numbers of 64 bits from their halves."""
+    return [(int(a) << 32) + int(b) for a, b in zip(high.tolist(), low.tolist(), strict=True)]

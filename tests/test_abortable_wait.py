@@ -1,0 +1,44 @@
+"""Nobody waits in a group that was given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crew import crew
+from lockstep.comm import abortable_wait, agreement
+from lockstep.comm.broadcast import Broadcast
+from lockstep.errors import PeerLostError
+from lockstep.train.metrics import gather_pieces
+
+CPU = torch.device("cpu")
+
+WAITS = {
+    "compares": lambda group: agreement.is_same(group, 1, device=CPU),
+    "tells": lambda group: agreement.tell_all(group, "word", device=CPU),
+    "broadcasts": lambda group: Broadcast(keep=False)(group, [torch.ones(4)], source=1),
+    "gathers": lambda group: gather_pieces(group, CPU, {0: {"loss": (1.0, 1.0)}}, what="run.log"),
+}
+
+
+def wait_for_nobody(rank: int, size: int, what: str) -> float:
+    """The other one never calls, and lives on: so no connection tells anything."""
+    group = dist.new_group(timeout=timedelta(seconds=3))  # its thread ends with the other's
+    if rank == 0:
+        threading.Timer(0.3, abortable_wait.give_up, [group]).start()
+        began_s = time.monotonic()
+        with pytest.raises(PeerLostError, match="its group was given up while this worker waited in"):
+            WAITS[what](group)
+        return time.monotonic() - began_s
+    return 0.0
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_who_waits_in_a_group_that_is_given_up_goes_on(what: str) -> None:
+    waited_s, _ = crew(wait_for_nobody, 2, what)
+    assert waited_s < 2

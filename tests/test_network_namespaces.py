@@ -1,0 +1,150 @@
+"""Hosts made on this machine, and `lockstep bench hosts` on them. Speed is not tested; the bytes on the links are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lockstep.bench.collectives import Case, Op
+from lockstep.bench.hosts import GLOO, HIERARCHY, bytes_by_plan
+from lockstep.bench.network_namespaces import Rig, RigError, refuse_where_impossible, sent_bytes
+
+MIB = 2**20
+START_S = 90.0  # for six processes that import torch, on a machine that has much else to do
+
+
+def can_make_hosts() -> bool:
+    try:
+        with Rig(hosts=1, mbit=1000):
+            return True
+    except RigError:
+        return False
+
+
+needs_root = pytest.mark.skipif(not can_make_hosts(), reason="needs root, ip and tc")
+
+
+def bench(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lockstep.bench.command", "hosts", *arguments]
+    # A shell starts what is in the background with SIGINT ignored, and so would these be.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+
+
+def holders() -> set[int]:
+    """Processes that hold a network namespace which is not ours."""
+    found, ours = set(), os.readlink("/proc/self/ns/net")
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.readlink(entry / "ns" / "net") != ours:
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_only(before: set[int]) -> None:
+    end = time.monotonic() + 30
+    while holders() - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not holders() - before
+
+
+def test_what_is_sent_by_plan():
+    case = Case(Op.ALL_REDUCE, workers=4, size_bytes=25 * MIB)
+    assert bytes_by_plan(case, GLOO, hosts=2) == 37.5 * MIB
+    assert bytes_by_plan(case, HIERARCHY, hosts=2) == 25 * MIB
+    assert bytes_by_plan(case, HIERARCHY, hosts=4) == 37.5 * MIB
+    assert bytes_by_plan(Case(Op.BROADCAST, 4, MIB), HIERARCHY, hosts=2) == MIB
+
+
+def test_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(RigError, match="need tc; install iproute2"):
+        refuse_where_impossible()
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(RigError, match="need root"):
+        refuse_where_impossible()
+
+
+@needs_root
+def test_hosts_reach_each_other_over_links_that_count():
+    before, listening, counted = holders(), threading.Event(), dict[str, int]()
+    with Rig(hosts=3, mbit=1000) as rig:
+
+        def serve() -> None:
+            rig.hosts[2].enter()  # this thread only
+            with socket.create_server((rig.hosts[2].address, 5000)) as server:
+                server.settimeout(10)
+                listening.set()
+                caller, _ = server.accept()
+                with caller:
+                    counted["received"] = sum(iter(lambda: len(caller.recv(MIB)), 0))
+
+        def call() -> None:
+            rig.hosts[0].enter()
+            with socket.create_connection((rig.hosts[2].address, 5000), timeout=10) as link:
+                start = sent_bytes()
+                link.sendall(bytes(2 * MIB))
+                link.shutdown(socket.SHUT_WR)
+                link.recv(1)  # until all of it is there
+                counted["sent"] = sent_bytes() - start
+
+        server, caller = threading.Thread(target=serve), threading.Thread(target=call)
+        server.start()
+        assert listening.wait(10)
+        caller.start()
+        for thread in (server, caller):
+            thread.join(20)
+    assert counted["received"] == 2 * MIB
+    assert 2 * MIB <= counted["sent"] < 2.1 * MIB
+    wait_until_only(before)
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.timeout(240)
+def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
+    before, found = holders(), tmp_path / "found.json"
+    process = bench("--sizes", "4MiB", "--ops", "all-reduce,broadcast", "--rounds", "2", "--json", str(found))
+    table, progress = process.communicate(timeout=200)
+    assert process.returncode == 0, progress
+    assert "by plan" in table
+    all_reduce, broadcast = json.loads(found.read_text())["cases"]
+    for arm, plan in (("gloo", 6 * MIB), ("hierarchy", 4 * MIB)):
+        assert all_reduce["arms"][arm]["link_bytes"] == plan
+        assert plan <= all_reduce["arms"][arm]["sent_bytes"] < 1.05 * plan
+    assert 4 * MIB <= broadcast["arms"]["hierarchy"]["sent_bytes"] < 1.05 * 4 * MIB
+    wait_until_only(before)
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_is_ended(number):
+    before = holders()
+    process = bench("--quick", "--rounds", "1000")
+    try:
+        end = time.monotonic() + START_S
+        while len(holders() - before) < 5:  # three namespaces are held, and workers have entered theirs
+            assert time.monotonic() < end, f"not under way after {START_S} s"
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+    finally:
+        process.kill()
+    wait_until_only(before)
