@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch
 
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.verify import verify
 from test_checkpoint import everything, split_tensors, write
 from test_checkpoint_crash import LATER, SCENES, fail_everywhere, in_a_clean_process, kill_everywhere
@@ -103,14 +103,14 @@ def _kill_at_any_time(folder: Path, seed: int, count: int, pipe: Connection) -> 
             time.sleep(generator.uniform(0.005, 0.08))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            found = Store(folder).newest()
+            found = CheckpointStore(folder).newest()
             assert found is not None or last == 0, "all are gone"
             if found is not None:
                 assert not found.skipped, found.skipped
                 assert found.step >= last, f"step {last} was there, and now {found.step} is the newest"
                 assert found.state["blob"].unique().tolist() == [found.step]
                 last = found.step
-        Store(folder).save(last + 1, {})
+        CheckpointStore(folder).save(last + 1, {})
         assert len(os.listdir(folder / "checkpoints")) == 2
         assert last > count / 4, f"only {last} were written: the kills came too early to tell anything"
         pipe.send(count)
@@ -119,7 +119,7 @@ def _kill_at_any_time(folder: Path, seed: int, count: int, pipe: Connection) -> 
 
 
 def _save_for_ever(folder: Path, step: int) -> None:
-    store = Store(folder)
+    store = CheckpointStore(folder)
     while True:
         step += 1
         store.save(step, {"blob": torch.full((1 << 16,), float(step))})

@@ -31,14 +31,14 @@ from typing import Any
 
 from lockstep.elastic.membership import (
     START,
-    Do,
     Generation,
-    Host,
-    Order,
+    HostRecord,
+    OrderAction,
     Position,
     Standing,
     Want,
     Worker,
+    WorkerOrder,
     next_generation,
     orders,
 )
@@ -182,7 +182,7 @@ class Supervisor:
     def start_over(self) -> None:
         self.known: dict[str, Worker] = {}  # the record that it writes
         self.processes: dict[str, Process] = {}
-        self.told: dict[str, tuple[Do, int]] = {}
+        self.told: dict[str, tuple[OrderAction, int]] = {}
         self.journal: tuple[int, tuple[int, ...]] = (0, ())
         self.lease, self.lease_until, self.found = 0, NEVER, 0
         self.waking = self.writing = False
@@ -194,7 +194,7 @@ class Supervisor:
 class Snapshot:
     """The store at one revision."""
 
-    def __init__(self, run: Generation, swaps: int, records: dict[str, tuple[int, Host]], want: Want) -> None:
+    def __init__(self, run: Generation, swaps: int, records: dict[str, tuple[int, HostRecord]], want: Want) -> None:
         self.run, self.swaps, self.want = run, swaps, want
         self.hosts = [host for _, host in records.values()]
         self.leases = {name: lease for name, (lease, _) in records.items()}
@@ -211,7 +211,7 @@ class Cluster:
         self.random = Random(~plan.seed).random
         self.now, self.queue, self.ticket = 0.0, [], count().__next__  # type: ignore[var-annotated]
         self.run, self.swaps, self.want = Generation(0), 0, plan.want
-        self.records: dict[str, tuple[int, Host]] = {}
+        self.records: dict[str, tuple[int, HostRecord]] = {}
         self.snapshots = [Snapshot(self.run, 0, {}, self.want)]
         self.hosts = [Supervisor(index, room) for index, room in enumerate(plan.hosts)]
         self.processes: dict[str, Process] = {}
@@ -325,7 +325,7 @@ class Cluster:
             return
         host.lease, host.lease_until = 0, NEVER
         for name, number in self.told_to_join(host):
-            self.tell(host, Order(name, Do.LEAVE, number))
+            self.tell(host, WorkerOrder(name, OrderAction.LEAVE, number))
         self.register(host)
 
     def told_to_join(self, host: Supervisor) -> list[tuple[str, int]]:
@@ -365,7 +365,7 @@ class Cluster:
             self.put(host)
 
     def put(self, host: Supervisor) -> None:
-        self.records[host.name] = (host.lease, Host(host.name, tuple(host.known.values())))
+        self.records[host.name] = (host.lease, HostRecord(host.name, tuple(host.known.values())))
         self.changed()
 
     def wake_soon(self, host: Supervisor) -> None:
@@ -398,11 +398,11 @@ class Cluster:
             self.tell(host, order)
         self.start_newcomers(host, seen)
 
-    def tell(self, host: Supervisor, order: Order) -> None:
+    def tell(self, host: Supervisor, order: WorkerOrder) -> None:
         process = host.processes.get(order.worker)
         if process is None or (host.told.get(order.worker) == (order.do, order.generation) and self.random() < 0.9):
             return
-        if order.do is Do.KILL or order.do is Do.RELEASE:
+        if order.do is OrderAction.KILL or order.do is OrderAction.RELEASE:
             self.say(order.worker, "gets", order.do.value, "because", order.why)
             self.kill(process)
             return
@@ -482,12 +482,12 @@ class Cluster:
         process.standing = Standing.READY
         self.report(process)
 
-    def obey(self, process: Process, do: Do, number: int) -> None:
+    def obey(self, process: Process, do: OrderAction, number: int) -> None:
         if self.hold(process, self.obey, process, do, number):
             return
-        if do is Do.JOIN:
+        if do is OrderAction.JOIN:
             self.join(process, number)
-        elif do is Do.LEAVE:
+        elif do is OrderAction.LEAVE:
             self.leave(process, number)
         elif process.standing is Standing.INSIDE and process.generation == number:
             process.closing = True

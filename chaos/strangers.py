@@ -34,10 +34,10 @@ class Tap:
         self.channel = Channel(secret, is_server=False)
         self.sock = socket.create_connection(("127.0.0.1", port), ANSWER_S)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.hello = self.channel.take_greeting()
+        self.hello = self.channel.take_handshake()
         self.sock.sendall(self.hello)
         self.welcome = self._read_until(lambda: self.channel.is_open)
-        self.proof = self.channel.take_greeting()
+        self.proof = self.channel.take_handshake()
         self.sock.sendall(self.proof)
         self.number = 0
         self.first = b""

@@ -36,7 +36,7 @@ from random import Random
 from typing import Any
 
 from lockstep.bench import network_namespaces
-from lockstep.bench.network_namespaces import INTERFACE, Host, Rig
+from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost, VirtualHosts
 
 CUTS, QUICK_CUTS, CUTS_PER_RUN = 100, 5, 5
 LEASE_S = 1.5
@@ -60,7 +60,7 @@ def train(folder: Path | None, steps: int) -> None:
 
     import lockstep
     from lockstep import faults
-    from lockstep.elastic import agent_client as seats
+    from lockstep.elastic import agent_client
 
     dice = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(233, 8, generator=dice), torch.randint(4, (233,), generator=dice))
@@ -69,14 +69,14 @@ def train(folder: Path | None, steps: int) -> None:
         x, y = batch
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
-    seat = seats.take()
+    agent = agent_client.current()
     if folder is not None:
         faulthandler.register(STACKS, file=(folder / "stacks" / str(os.getpid())).open("w"), all_threads=True)
         trace = os.open(folder / "traces" / str(os.getpid()), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
         def comes_by(place: str) -> None:
-            generation = seat.generation if seat is not None else 0
-            os.write(trace, f"{time.monotonic_ns()} {generation} {faults.here.get('step', -1)} {place}\n".encode())
+            generation = agent.generation if agent is not None else 0
+            os.write(trace, f"{time.monotonic_ns()} {generation} {faults.context.get('step', -1)} {place}\n".encode())
 
         faults.hook = comes_by
     directory = None if folder is None else folder / "run"
@@ -103,19 +103,21 @@ def reference(steps: int = STEPS) -> str:
 
 
 @contextmanager
-def hosts(count: int = 3) -> Iterator[tuple[Host, ...]]:
-    with Rig(hosts=count, mbit=1000) as made:
+def hosts(count: int = 3) -> Iterator[tuple[NamespaceHost, ...]]:
+    with VirtualHosts(hosts=count, mbit=1000) as made:
         yield made.hosts
 
 
-def inside(host: Host, command: str) -> None:
+def inside(host: NamespaceHost, command: str) -> None:
     network_namespaces._inside(host.holder_pid, command)
 
 
 class Fleet:
     """One run on several hosts, and what can be done to it."""
 
-    def __init__(self, folder: Path, hosts: Sequence[Host], workers: int, *options: str, steps: int = STEPS) -> None:
+    def __init__(
+        self, folder: Path, hosts: Sequence[NamespaceHost], workers: int, *options: str, steps: int = STEPS
+    ) -> None:
         self.folder, self.hosts, self.workers, self.options = folder, hosts, workers, options
         self.names = NAMES[: len(hosts)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -277,13 +279,13 @@ class Cut:
         to = "" if self.kind == "link" else f" to {NAMES[self.other]}"
         return f"{self.kind}: {NAMES[self.host]}{to} for {self.for_s:.2f} s"
 
-    def make(self, hosts: Sequence[Host]) -> None:
+    def make(self, hosts: Sequence[NamespaceHost]) -> None:
         inside(hosts[self.host], self._command(hosts, cut=True))
 
-    def heal(self, hosts: Sequence[Host]) -> None:
+    def heal(self, hosts: Sequence[NamespaceHost]) -> None:
         inside(hosts[self.host], self._command(hosts, cut=False))
 
-    def _command(self, hosts: Sequence[Host], *, cut: bool) -> str:
+    def _command(self, hosts: Sequence[NamespaceHost], *, cut: bool) -> str:
         other = hosts[self.other].address
         match self.kind, cut:
             case "link", _:
@@ -389,7 +391,7 @@ def main(argv: list[str]) -> int:
     if arguments.train is not None or arguments.train_alone:
         train(arguments.train, arguments.steps)
         return 0
-    network_namespaces.refuse_where_impossible()
+    network_namespaces.check_requirements()
     numbers = range(-(-arguments.cuts // CUTS_PER_RUN))
     if arguments.only_case is not None:
         numbers = range(arguments.only_case, arguments.only_case + 1)

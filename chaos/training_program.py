@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import faults
-from lockstep.elastic import agent_client as seats
+from lockstep.elastic import agent_client
 from lockstep.train.metrics import Mean
 from training_life import is_alive
 from training_plan import ALL, EPOCHS, STACKS, Who
@@ -292,15 +292,15 @@ class Ear:
         self._order_seen, self._hits = -1, 0
         (folder / "lives" / str(self._pid)).write_text(os.environ.get("MASTER_PORT", ""))
         self._trace = os.open(folder / "traces" / str(self._pid), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._seat = seats.take()
+        self._agent = agent_client.current()
         faults.hook = self.comes_by
 
     @property
     def _generation(self) -> int:
-        return self._seat.generation if self._seat is not None else 0
+        return self._agent.generation if self._agent is not None else 0
 
     def _mark(self, place: str, step: int) -> None:
-        line = f"{time.monotonic_ns()} {self._generation} {faults.here.get('rank', -1)} {step} {place}\n"
+        line = f"{time.monotonic_ns()} {self._generation} {faults.context.get('rank', -1)} {step} {place}\n"
         os.write(self._trace, line.encode())
 
     def begins(self, step: int, run: lockstep.Run) -> None:
@@ -327,8 +327,8 @@ class Ear:
         """Called by the library at every named place, also by the thread that writes checkpoints."""
         if self._first < 0 < self._generation:
             self._first = self._generation
-            (self._folder / "names" / str(self._pid)).write_text(str(faults.here["worker"]))
-        self._mark(place, faults.here.get("step", -1))
+            (self._folder / "names" / str(self._pid)).write_text(str(faults.context["worker"]))
+        self._mark(place, faults.context.get("step", -1))
         order = self._control().get("order")
         if order is None or order["place"] != place or not self._is_meant(Who(order["who"])):
             return
@@ -343,7 +343,7 @@ class Ear:
         return found
 
     def _is_meant(self, who: Who) -> bool:
-        rank = faults.here.get("rank")
+        rank = faults.context.get("rank")
         match who:
             case Who.FIRST:
                 return rank == 0
@@ -355,7 +355,7 @@ class Ear:
 
     def _obey(self, order: dict[str, Any]) -> None:
         victims = [*self._others(order["also"]), self._pid]
-        claim = {"at_s": time.monotonic(), "pids": victims, "place": order["place"], "step": faults.here.get("step")}
+        claim = {"at_s": time.monotonic(), "pids": victims, "place": order["place"], "step": faults.context.get("step")}
         path = self._folder / "claims" / str(order["id"])
         draft = path.with_name(f"{order['id']}.{self._pid}")
         draft.write_text(json.dumps(claim))

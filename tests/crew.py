@@ -40,7 +40,18 @@ class Failure(str):
 
 
 def try_crew(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 60) -> list[Any]:
-    """Like `crew`, with a Failure in the place of a worker that failed."""
+    """Like `crew`, with a Failure in the place of a worker that failed.
+
+    A worker that waits for two seconds for a core while Gloo connects is hung up on by its peer. That is no fault of
+    `function`, which has not begun then, so the workers are started once more.
+    """
+    outcomes = _run(function, workers, *args, timeout_s=timeout_s)
+    if any(isinstance(o, Failure) and "connectFullMesh" in o and "in _join_crew" in o for o in outcomes):
+        outcomes = _run(function, workers, *args, timeout_s=timeout_s)
+    return outcomes
+
+
+def _run(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(workers):
@@ -71,7 +82,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 outcomes[rank] = pipe.recv()
             except EOFError:
-                outcomes[rank] = Failure("died without a word")
+                outcomes[rank] = Failure("died without an error message")
     return outcomes
 
 
@@ -83,9 +94,7 @@ def _work(
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=40)
-        )
+        _join_crew(rank, size, store)
         result = function(rank, size, *args)
         dist.barrier()  # nobody closes its connections while another still talks
         dist.destroy_process_group()
@@ -94,3 +103,10 @@ def _work(
     pipe.send(result)
     pipe.close()
     os._exit(0)
+
+
+def _join_crew(rank: int, size: int, store: str) -> None:
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=40)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)

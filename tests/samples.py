@@ -14,7 +14,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.batches import Batch, Batches, Settings
+from lockstep.data.batches import Batch, Batches, BatchSettings
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class SkippingStream(Stream):
             yield 1000 * self.epoch + index, torch.rand(())
 
 
-def batches(dataset: Any, settings: Settings, *, rank: int = 0, size: int = 1, **options: Any) -> Batches:
+def batches(dataset: Any, settings: BatchSettings, *, rank: int = 0, size: int = 1, **options: Any) -> Batches:
     return Batches(dataset, settings, **({"seed": 7, "device": CPU} | options), rank=rank, size=size)
 
 

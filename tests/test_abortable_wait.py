@@ -19,8 +19,8 @@ from lockstep.train.metrics import gather_pieces
 CPU = torch.device("cpu")
 
 WAITS = {
-    "compares": lambda group: agreement.is_same(group, 1, device=CPU),
-    "tells": lambda group: agreement.tell_all(group, "word", device=CPU),
+    "compares": lambda group: agreement.all_equal(group, 1, device=CPU),
+    "tells": lambda group: agreement.gather_values(group, "word", device=CPU),
     "broadcasts": lambda group: Broadcast(keep=False)(group, [torch.ones(4)], source=1),
     "gathers": lambda group: gather_pieces(group, CPU, {0: {"loss": (1.0, 1.0)}}, what="run.log"),
 }
@@ -30,9 +30,9 @@ def wait_for_nobody(rank: int, size: int, what: str) -> float:
     """The other one never calls, and lives on: so no connection tells anything."""
     group = dist.new_group(timeout=timedelta(seconds=3))  # its thread ends with the other's
     if rank == 0:
-        threading.Timer(0.3, abortable_wait.give_up, [group]).start()
+        threading.Timer(0.3, abortable_wait.mark_aborted, [group]).start()
         began_s = time.monotonic()
-        with pytest.raises(PeerLostError, match="its group was given up while this worker waited in"):
+        with pytest.raises(PeerLostError, match="its group was aborted while this worker waited in"):
             WAITS[what](group)
         return time.monotonic() - began_s
     return 0.0

@@ -21,9 +21,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lockstep.data.batches import Batches, DataError, Position, Settings
+from lockstep.data.batches import Batches, BatchSettings, DataError, Position
 from lockstep.data.reader import draws_random_numbers, gather
-from lockstep.data.sample_order import ByLength, Order, Sequential, Shuffled, cut, share
+from lockstep.data.sample_order import ByLength, Order, Sequential, Shuffled, shard_ranges, shards_of_rank
 from samples import (
     Augmented,
     Plain,
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 @pytest.mark.parametrize(("size", "batch", "shards"), [(64, 16, 8), (61, 16, 8), (17, 8, 8), (30, 7, 5), (9, 9, 1)])
 def test_every_sample_once_per_epoch_and_the_same_for_any_number_of_workers(size: int, batch: int, shards: int) -> None:
-    settings = Settings(batch, shards, epochs=2)
+    settings = BatchSettings(batch, shards, epochs=2)
     alone = union(lambda rank, of: batches(Plain(size), settings, rank=rank, size=of), 1)
     per_epoch = -(-size // batch)
     numbers = samples_of(alone)
@@ -61,24 +61,24 @@ def test_every_sample_once_per_epoch_and_the_same_for_any_number_of_workers(size
 
 
 def test_a_batch_says_what_it_is() -> None:
-    given = list(batches(Plain(18), Settings(8, 8), rank=1, size=3))
+    given = list(batches(Plain(18), BatchSettings(8, 8), rank=1, size=3))
     last = given[-1]
     assert (last.epoch, last.step, last.number, last.count, last.ends_epoch, last.of_shards) == (0, 2, 2, 2, True, 8)
-    assert [shard.number for shard in last.shards] == list(share(8, 3, 1))
-    assert last.counts == (0, 0, 0, 1, 0, 0, 0, 1) == tuple(len(places) for places in cut(2, 8))
+    assert [shard.number for shard in last.shards] == list(shards_of_rank(8, 3, 1))
+    assert last.counts == (0, 0, 0, 1, 0, 0, 0, 1) == tuple(len(places) for places in shard_ranges(2, 8))
     assert [shard.count for shard in last.shards] == [0, 1, 0]
     assert [shard.data is None for shard in last.shards] == [True, False, True]
     assert last.position == Position(0, 2, 2)
 
 
 def test_the_incomplete_batch_is_dropped_on_request() -> None:
-    given = union(lambda rank, of: batches(Plain(30), Settings(8, 4, drop_last=True), rank=rank, size=of), 2)
+    given = union(lambda rank, of: batches(Plain(30), BatchSettings(8, 4, drop_last=True), rank=rank, size=of), 2)
     assert [count for _, count, _, _ in given] == [8, 8, 8]
     assert given[-1][2]
 
 
 def test_joined_shards_are_the_same_samples_in_one() -> None:
-    settings = Settings(16, 8, epochs=2)
+    settings = BatchSettings(16, 8, epochs=2)
     for workers in (1, 3):
         for rank in range(workers):
             apart = list(batches(Plain(34), settings, rank=rank, size=workers))
@@ -114,12 +114,12 @@ def test_samples_may_be_asked_for_together_if_they_are_not_random() -> None:
             return [self[index] for index in indices]
 
     dataset = Together(16)
-    assert union(lambda rank, of: batches(dataset, Settings(8, 2)), 1) == union(
-        lambda rank, of: batches(Plain(16), Settings(8, 2)), 1
+    assert union(lambda rank, of: batches(dataset, BatchSettings(8, 2)), 1) == union(
+        lambda rank, of: batches(Plain(16), BatchSettings(8, 2)), 1
     )
     assert dataset.calls == 4
     dataset.is_random = True
-    list(batches(dataset, Settings(8, 2)))
+    list(batches(dataset, BatchSettings(8, 2)))
     assert dataset.calls == 4
 
 
@@ -127,11 +127,11 @@ def test_samples_may_be_asked_for_together_if_they_are_not_random() -> None:
 
 
 def test_augmentation_does_not_depend_on_workers_or_loaders_or_what_else_is_drawn() -> None:
-    settings = Settings(8, 4, epochs=2)
+    settings = BatchSettings(8, 4, epochs=2)
     alone = union(lambda rank, of: batches(Augmented(20), settings), 1)
     for loaders, workers in ((0, 3), (1, 1), (2, 2)):
         torch.rand(5), random.random(), np.random.rand()
-        other = Settings(8, 4, epochs=2, num_workers=loaders)
+        other = BatchSettings(8, 4, epochs=2, num_workers=loaders)
         assert union(lambda rank, of, s=other: batches(Augmented(20), s, rank=rank, size=of), workers) == alone
     draws = [repr(shards) for *_, shards in alone]
     assert len(set(draws)) == len(draws)
@@ -140,7 +140,7 @@ def test_augmentation_does_not_depend_on_workers_or_loaders_or_what_else_is_draw
 
 def test_a_sample_is_augmented_anew_in_each_epoch_and_no_two_alike() -> None:
     seen = collections.Counter[float]()
-    for batch in batches(Augmented(20), Settings(8, 4, epochs=3)):
+    for batch in batches(Augmented(20), BatchSettings(8, 4, epochs=3)):
         for shard in batch.shards:
             for kind in ("torch", "python", "numpy"):
                 seen.update(shard.data[kind].flatten().tolist())
@@ -149,26 +149,27 @@ def test_a_sample_is_augmented_anew_in_each_epoch_and_no_two_alike() -> None:
 
 def test_numpy_is_sown_even_if_the_dataset_is_the_first_to_use_it() -> None:
     program = (
-        "import sys, torch; from lockstep.data.batches import *; from lockstep.seed import mix, sow\n"
+        "import sys, torch; from lockstep.data.batches import *; from lockstep.seed import derive_seed, seed_all\n"
         "class Lazy:\n"
         "    def __len__(self): return 4\n"
         "    def __getitem__(self, index): import numpy; return index, numpy.random.rand()\n"
         "if 'numpy.random' in sys.modules: sys.exit('numpy.random is there from the start: nothing to see')\n"
-        "given = Batches(Lazy(), Settings(2, 1), seed=7, rank=0, size=1, device=torch.device('cpu'))\n"
+        "given = Batches(Lazy(), BatchSettings(2, 1), seed=7, rank=0, size=1, device=torch.device('cpu'))\n"
         "found = dict(pair for b in given for s in b.shards for pair in zip(*map(torch.Tensor.tolist, s.data)))\n"
         "import numpy\n"
-        "for i in range(4): sow(mix(7, 'sample', 0, i)); assert found[i] == numpy.random.rand(), (i, found)\n"
+        "for i in range(4):\n"
+        "    seed_all(derive_seed(7, 'sample', 0, i)); assert found[i] == numpy.random.rand(), (i, found)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_random_collate_is_keyed_by_the_shard() -> None:
-    settings = Settings(8, 4, epochs=2, collate_fn=masked)
+    settings = BatchSettings(8, 4, epochs=2, collate_fn=masked)
     alone = union(lambda rank, of: batches(Plain(20), settings), 1)
     assert len({repr(one) for *_, shards in alone for one in shards.values()}) == 6 * 4
     assert union(lambda rank, of: batches(Plain(20), settings, rank=rank, size=of), 3) == alone
-    with_loaders = Settings(8, 4, epochs=2, collate_fn=masked, num_workers=1)
+    with_loaders = BatchSettings(8, 4, epochs=2, collate_fn=masked, num_workers=1)
     assert union(lambda rank, of: batches(Plain(20), with_loaders), 1) == alone
 
 
@@ -184,7 +185,7 @@ def test_the_random_numbers_of_the_training_process_go_on_undisturbed(dataset: A
     sow()
     undisturbed = [draw() for _ in range(3)]
     sow()
-    given = batches(dataset, Settings(8, 4, num_workers=loaders, collate_fn=masked))
+    given = batches(dataset, BatchSettings(8, 4, num_workers=loaders, collate_fn=masked))
     assert [draw() for _ in given] == undisturbed
     if not isinstance(dataset, Stream):
         sow()
@@ -206,7 +207,7 @@ def test_datasets_that_plainly_draw_nothing_are_known() -> None:
 
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_the_position_is_that_of_the_next_batch_however_much_is_loaded_ahead(loaders: int) -> None:
-    given = batches(Plain(20), Settings(8, 4, epochs=2, num_workers=loaders, prefetch_factor=4))
+    given = batches(Plain(20), BatchSettings(8, 4, epochs=2, num_workers=loaders, prefetch_factor=4))
     assert given.position == Position(0, 0, 0)
     places = [(given.position, given.ended) for _ in given]
     assert [place for place, _ in places] == [
@@ -224,7 +225,7 @@ def test_the_position_is_that_of_the_next_batch_however_much_is_loaded_ahead(loa
 
 @pytest.mark.parametrize("dataset", [Augmented(20), Stream(20), SkippingStream(20)], ids=["map", "stream", "skipping"])
 def test_any_world_goes_on_from_the_state(dataset: Any) -> None:
-    settings = Settings(6, 6, epochs=3)
+    settings = BatchSettings(6, 6, epochs=3)
     whole = union(lambda rank, of: batches(dataset, settings), 1)
     for stop, workers, loaders in ((1, 3, 0), (5, 2, 1), (8, 1, 2), (12, 1, 0)):
         first = batches(dataset, settings)
@@ -234,7 +235,7 @@ def test_any_world_goes_on_from_the_state(dataset: Any) -> None:
         assert all(type(value) in (int, str) for value in state.values())
 
         def resumed(rank: int, of: int, state: Any = state, loaders: int = loaders) -> Batches:
-            rest = batches(dataset, Settings(6, 6, epochs=3, num_workers=loaders), rank=rank, size=of)
+            rest = batches(dataset, BatchSettings(6, 6, epochs=3, num_workers=loaders), rank=rank, size=of)
             rest.restore(state)
             return rest
 
@@ -242,7 +243,7 @@ def test_any_world_goes_on_from_the_state(dataset: Any) -> None:
 
 
 def test_a_million_samples_are_resumed_at_once() -> None:
-    given = batches(Plain(1_000_000), Settings(256, 8, epochs=2))
+    given = batches(Plain(1_000_000), BatchSettings(256, 8, epochs=2))
     began = time.perf_counter()
     given.seek(Position(1, 3000, 7000))
     batch = next(iter(given))
@@ -252,7 +253,7 @@ def test_a_million_samples_are_resumed_at_once() -> None:
 
 
 def test_seeking_while_iterating_changes_what_comes_next() -> None:
-    given = batches(Plain(64), Settings(8, 4, num_workers=1))
+    given = batches(Plain(64), BatchSettings(8, 4, num_workers=1))
     seen = []
     for batch in given:
         seen.append(batch.number)
@@ -264,20 +265,20 @@ def test_seeking_while_iterating_changes_what_comes_next() -> None:
 
 
 def test_a_loop_that_was_left_is_taken_up_again() -> None:
-    given = batches(Plain(64), Settings(8, 4))
+    given = batches(Plain(64), BatchSettings(8, 4))
     first = [batch.number for batch in itertools.islice(given, 3)]
     assert first + [batch.number for batch in given] == list(range(8))
 
 
 def test_a_loop_inside_a_loop_is_refused() -> None:
-    given = batches(Plain(64), Settings(8, 4))
+    given = batches(Plain(64), BatchSettings(8, 4))
     with pytest.raises(RuntimeError, match="rank 0: another loop over these batches has begun"):
         for _ in given:
             next(iter(given))
 
 
 def test_the_end_of_an_epoch_by_another_name() -> None:
-    given = batches(Plain(16), Settings(8, 4, epochs=2))
+    given = batches(Plain(16), BatchSettings(8, 4, epochs=2))
     given.seek(Position(0, 2, 2))
     assert given.position == Position(1, 0, 2)
     given.seek(Position(2, 0, 4))
@@ -288,14 +289,14 @@ def test_the_end_of_an_epoch_by_another_name() -> None:
 
 
 def test_a_state_of_other_batches_is_refused_inside_an_epoch_only() -> None:
-    state = batches(Plain(64), Settings(8, 4)).state() | {"step": 3, "number": 3}
-    other = batches(Plain(64), Settings(16, 4), seed=9)
+    state = batches(Plain(64), BatchSettings(8, 4)).state() | {"step": 3, "number": 3}
+    other = batches(Plain(64), BatchSettings(16, 4), seed=9)
     with pytest.raises(
         ValueError, match=r"at step 3 of epoch 0.*global_batch_size was 8 and is 16; seed was 7 and is 9"
     ):
         other.restore(state)
     with pytest.raises(ValueError, match="samples was 64 and is 65"):
-        batches(Plain(65), Settings(8, 4)).restore(state)
+        batches(Plain(65), BatchSettings(8, 4)).restore(state)
     with pytest.raises(ValueError, match="lacks number"):
         other.restore({k: v for k, v in state.items() if k != "number"})
     other.restore(state | {"epoch": 2, "step": 0})
@@ -303,7 +304,7 @@ def test_a_state_of_other_batches_is_refused_inside_an_epoch_only() -> None:
 
 
 def test_endless_batches_have_no_end() -> None:
-    given = batches(Plain(8), Settings(8, 4, epochs=None))
+    given = batches(Plain(8), BatchSettings(8, 4, epochs=None))
     epochs = [batch.epoch for batch in itertools.islice(given, 50)]
     assert epochs == list(range(50))
     assert given.steps_in_all is None
@@ -311,7 +312,7 @@ def test_endless_batches_have_no_end() -> None:
 
 
 def test_any_shard_can_be_fetched_as_its_owner_got_it() -> None:
-    settings = Settings(8, 4, epochs=2, collate_fn=None)
+    settings = BatchSettings(8, 4, epochs=2, collate_fn=None)
     given = batches(Augmented(20), settings, rank=0, size=2)
     theirs = {batch.position: batch for batch in batches(Augmented(20), settings, rank=1, size=2)}
     for batch in given:
@@ -345,7 +346,7 @@ class Evens:
 def test_any_order_can_be_given() -> None:
     def given(order: Order, rank: int, of: int, epochs: int = 1, num_workers: int = 0) -> Batches:
         return batches(
-            Plain(20), Settings(4, 3, epochs=epochs, num_workers=num_workers), order=order, rank=rank, size=of
+            Plain(20), BatchSettings(4, 3, epochs=epochs, num_workers=num_workers), order=order, rank=rank, size=of
         )
 
     expected = [[0], [0, 2], [0], [0, 2], [0, 2, 4]]
@@ -392,7 +393,7 @@ def no_samples() -> Any:
 def test_an_order_that_goes_wrong_costs_only_that_batch(wrong: Any, kind: Any, words: str, loaders: int) -> None:
     seen = []
     with pytest.raises(kind, match=words) as caught:
-        for batch in batches(Plain(20), Settings(4, 1, num_workers=loaders, prefetch_factor=4), order=Late(wrong)):
+        for batch in batches(Plain(20), BatchSettings(4, 1, num_workers=loaders, prefetch_factor=4), order=Late(wrong)):
             seen.append(batch.number)
     assert seen == [0, 1]
     assert caught.value.__cause__ is not None

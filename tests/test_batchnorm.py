@@ -373,7 +373,7 @@ def without_waiting(rank: int, size: int) -> None:
         x = torch.randn(8, 6, 5, 5, device="cuda").contiguous(memory_format=memory_format)
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         ours, torchs = SyncBatchNorm(6, process_group=group).cuda(), nn.BatchNorm2d(6).cuda()
-        ours._group_to_ask = lambda: group  # as if there were somebody to ask
+        ours._sync_group = lambda: group  # as in a group of several workers
         direction = torch.randn_like(x)
         torch.cuda.set_sync_debug_mode("error")
         y = ours(mine)

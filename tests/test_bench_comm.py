@@ -17,26 +17,32 @@ import torch
 import torch.distributed as dist
 
 from crew import crew, try_crew
-from lockstep.bench import collectives, plot
-from lockstep.bench import comm as bench_comm
-from lockstep.bench import command as bench
-from lockstep.bench.collectives import Buffers, Case, Op, check, fill, parse_size, size_text
-from lockstep.bench.comm import ArmFigures, Choice, LeftOut, Settings, choose, figures, lines_of
+from lockstep.bench import collectives, comm as bench_comm, command as bench, plot
+from lockstep.bench.collectives import Case, CommBuffers, Op, check, fill, parse_size, size_text
+from lockstep.bench.comm import (
+    CommResult,
+    CommSettings,
+    MeasurableBackends,
+    SkippedArm,
+    choose,
+    skipped_lines,
+    summarize,
+)
 from lockstep.bench.comm_worker import (
     COPY,
     GLOO,
     NCCL,
     SHM_GROUP,
     SHM_OWN,
-    Bench,
     CaseTimes,
-    Job,
+    CommBench,
+    CommJob,
     calls_in_row,
-    open_lanes,
+    prepare_arms,
     time_row,
 )
 from lockstep.bench.rounds import Estimate
-from lockstep.bench.workers import Seat, Workers
+from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.errors import LockstepError
 from lockstep.report.table import render
 
@@ -193,13 +199,13 @@ def test_a_wrong_element_is_found(op, monkeypatch):
     monkeypatch.setattr(collectives, "PIECE", 64)  # several pieces, and a short one
     case = Case(op, 2, 4 * 400)
     right = received(case, 1)
-    check(case, Buffers(right, right), 1, arm="gloo")
+    check(case, CommBuffers(right, right), 1, arm="gloo")
     right[150] += 1
     value = int(right[150])
     with pytest.raises(
         LockstepError, match=f"wrong result on gloo: worker 1 has {value} at position 150, and {value - 1}"
     ):
-        check(case, Buffers(right, right), 1, arm="gloo")
+        check(case, CommBuffers(right, right), 1, arm="gloo")
 
 
 def test_buffers_are_filled_anew():
@@ -232,16 +238,16 @@ def test_the_first_call_of_a_row_is_not_timed():
     assert took_ms < 40
 
 
-def bench_of(rank: int, size: int, groups: dict[str, object]) -> Bench:
-    return Bench(Seat(rank, size, 0, 30, SimpleNamespace(send=lambda message: None)), CPU, groups)
+def bench_of(rank: int, size: int, groups: dict[str, object]) -> CommBench:
+    return CommBench(BenchWorker(rank, size, 0, 30, SimpleNamespace(send=lambda message: None)), CPU, groups)
 
 
 def arms_of_a_poor_backend(rank: int, size: int) -> tuple[set[str], dict[str, str], bool]:
     """Gloo in the place of shm: it makes no tensors."""
-    lanes = open_lanes(
+    arm_calls = prepare_arms(
         Case(Op.ALL_REDUCE, size, 400), bench_of(rank, size, {"gloo": dist.new_group(), "shm": dist.new_group()})
     )
-    return set(lanes.calls), lanes.left_out, COPY in lanes.calls
+    return set(arm_calls.calls), arm_calls.left_out, COPY in arm_calls.calls
 
 
 def test_an_arm_that_cannot_be_measured_is_left_out():
@@ -267,7 +273,7 @@ def test_workers_agree_on_what_failed():
 
 def arms_with_a_wrong_result(rank: int, size: int) -> None:
     collectives.dist.all_reduce = lambda tensor, group: tensor.add_(3)
-    open_lanes(Case(Op.ALL_REDUCE, size, 400), bench_of(rank, size, {"gloo": dist.new_group()}))
+    prepare_arms(Case(Op.ALL_REDUCE, size, 400), bench_of(rank, size, {"gloo": dist.new_group()}))
 
 
 def test_a_wrong_result_ends_the_benchmark():
@@ -281,12 +287,12 @@ def test_a_wrong_result_ends_the_benchmark():
 # ------------------------------------------------------------------------------------------------------------- workers
 
 
-def work_that_fails(seat: Seat, job: str) -> None:
-    seat.tell("the hard part")
-    seat.join()
-    if seat.rank == 1 and job == "raise":
+def work_that_fails(worker: BenchWorker, job: str) -> None:
+    worker.send("the hard part")
+    worker.join()
+    if worker.rank == 1 and job == "raise":
         raise ArithmeticError("one and one is three")
-    if seat.rank == 1:
+    if worker.rank == 1:
         os._exit(3)
     dist.barrier()
 
@@ -296,7 +302,7 @@ def work_that_fails(seat: Seat, job: str) -> None:
     ("job", "says"),
     [
         ("raise", "the hard part: worker 1 of 2 failed(.|\n)*ArithmeticError: one and one is three"),
-        ("exit", "the hard part: worker 1 of 2 failed\nit ended with status 3 without a word"),
+        ("exit", "the hard part: worker 1 of 2 failed\nit ended with status 3 without an error message"),
     ],
     ids=["raise", "exit"],
 )
@@ -306,10 +312,10 @@ def test_the_worker_that_failed_is_named(job, says, capsys):
     assert capsys.readouterr().err == "the hard part\n"
 
 
-def work_and_fall_silent(seat: Seat, job: str) -> None:
-    if seat.rank == 0:
-        seat.tell(job)
-        seat.tell(1)
+def work_and_fall_silent(worker: BenchWorker, job: str) -> None:
+    if worker.rank == 0:
+        worker.send(job)
+        worker.send(1)
     time.sleep(1000)
 
 
@@ -318,7 +324,7 @@ def test_silence_has_a_deadline():
         results = workers.results()
         assert next(results) == (0, 1)
         workers.wait_s = 0.5
-        with pytest.raises(LockstepError, match=r"thinking: no worker gave a sign of life for 0\.5 s"):
+        with pytest.raises(LockstepError, match=r"thinking: no worker sent a message for 0\.5 s"):
             next(results)
 
 
@@ -339,9 +345,9 @@ def case_times(rank: int, case: Case = CASE) -> CaseTimes:
 
 
 def test_figures_are_those_of_the_slowest_worker():
-    found = figures([case_times(0), case_times(1)])
+    found = summarize([case_times(0), case_times(1)])
     assert list(found) == [COPY, GLOO, SHM_GROUP, SHM_OWN]
-    assert found[COPY] == ArmFigures(Estimate(0.5, 0.25, 5.0), None, None, 9, [0.5, 0.25, 5.0])
+    assert found[COPY] == CommResult(Estimate(0.5, 0.25, 5.0), None, None, 9, [0.5, 0.25, 5.0])
     assert found[GLOO].call_ms == Estimate(8.0, 8.0, 80.0)
     assert found[GLOO].gloo_over is None
     shm = found[SHM_GROUP]
@@ -353,7 +359,7 @@ def test_figures_are_those_of_the_slowest_worker():
 
 
 def test_the_table():
-    found = {CASE: figures([case_times(0), case_times(1)])}
+    found = {CASE: summarize([case_times(0), case_times(1)])}
     other = replace(CASE, size_bytes=2**20)
     found[other] = {arm: figure for arm, figure in found[CASE].items() if arm != SHM_GROUP}
     table = render(bench_comm.columns_of(bench_comm.arms_in(found)), list(bench_comm.rows_of(found)))
@@ -368,7 +374,7 @@ def test_the_table():
 
 
 def test_the_table_without_shm():
-    found = {CASE: {arm: f for arm, f in figures([case_times(0), case_times(1)]).items() if arm in (COPY, GLOO)}}
+    found = {CASE: {arm: f for arm, f in summarize([case_times(0), case_times(1)]).items() if arm in (COPY, GLOO)}}
     assert [column.title for column in bench_comm.columns_of(bench_comm.arms_in(found))] == [
         "op", "workers", "size", "copy ms", "gloo ms",
     ]  # fmt: skip
@@ -382,19 +388,19 @@ def test_milliseconds():
 
 def test_which_backends_are_measured():
     every = ("gloo", "shm", "nccl")
-    assert choose(every, device="cpu", workers=2, gpus=0) == Choice(("gloo", "shm"), ())
-    assert choose(every, device="cuda", workers=2, gpus=2) == Choice(("gloo", "nccl", "shm"), ())
-    assert choose(every, device="cuda", workers=4, gpus=2) == Choice(
+    assert choose(every, device="cpu", workers=2, gpus=0) == MeasurableBackends(("gloo", "shm"), ())
+    assert choose(every, device="cuda", workers=2, gpus=2) == MeasurableBackends(("gloo", "nccl", "shm"), ())
+    assert choose(every, device="cuda", workers=4, gpus=2) == MeasurableBackends(
         ("gloo", "shm"), ("nccl is left out with 4 workers: it wants a GPU for each, and sees 2",)
     )
-    assert choose(("gloo",), device="cpu", workers=2, gpus=0) == Choice(
+    assert choose(("gloo",), device="cpu", workers=2, gpus=0) == MeasurableBackends(
         ("gloo",), ("shm is left out: torch.distributed does not have it here",)
     )
 
 
 def test_the_arms_of_a_job():
-    assert Job((CASE,), ("gloo", "shm"), 1, "cpu").arms == [COPY, GLOO, SHM_GROUP, SHM_OWN]
-    assert Job((CASE,), ("gloo", "nccl"), 1, "cuda").arms == [COPY, GLOO, NCCL]
+    assert CommJob((CASE,), ("gloo", "shm"), 1, "cpu").arms == [COPY, GLOO, SHM_GROUP, SHM_OWN]
+    assert CommJob((CASE,), ("gloo", "nccl"), 1, "cuda").arms == [COPY, GLOO, NCCL]
 
 
 def test_a_busy_machine_is_told():
@@ -405,17 +411,17 @@ def test_a_busy_machine_is_told():
 
 
 def test_one_line_for_all_cases_with_the_same_reason():
-    left_out = [LeftOut(SHM_GROUP, replace(CASE, size_bytes=size), "no room") for size in (4, 4096)]
-    left_out.insert(1, LeftOut(GLOO, replace(CASE, op=Op.BROADCAST), "cannot"))
-    assert list(lines_of(left_out)) == [
+    left_out = [SkippedArm(SHM_GROUP, replace(CASE, size_bytes=size), "no room") for size in (4, 4096)]
+    left_out.insert(1, SkippedArm(GLOO, replace(CASE, op=Op.BROADCAST), "cannot"))
+    assert list(skipped_lines(left_out)) == [
         "shm, group memory is left out of [2 workers, all-reduce, 4 B] and 1 more: no room",
         "gloo is left out of [2 workers, broadcast, 4 KiB]: cannot",
     ]
 
 
 def test_the_record_says_whether_it_is_complete():
-    settings = Settings((Op.ALL_REDUCE,), (2,), (4096, 8192), 3, "cpu", 30)
-    found = {CASE: figures([case_times(0), case_times(1)])}
+    settings = CommSettings((Op.ALL_REDUCE,), (2,), (4096, 8192), 3, "cpu", 30)
+    found = {CASE: summarize([case_times(0), case_times(1)])}
     record = bench_comm.record_of(settings, found, ["a note"])
     assert record["complete"] is False
     assert record["notes"] == ["a note"]
@@ -425,7 +431,7 @@ def test_the_record_says_whether_it_is_complete():
 
 def test_vector_bytes_are_those_that_were_moved():
     case = Case(Op.ALL_GATHER, 4, 4)
-    settings = Settings((case.op,), (4,), (4,), 3, "cpu", 30)
+    settings = CommSettings((case.op,), (4,), (4,), 3, "cpu", 30)
     record = bench_comm.record_of(settings, {case: {}}, [])
     assert (record["cases"][0]["size_bytes"], record["cases"][0]["vector_bytes"]) == (4, 16)
 
@@ -434,7 +440,7 @@ def test_vector_bytes_are_those_that_were_moved():
 
 
 def test_a_panel_for_each_operation_and_number_of_workers():
-    of_case = figures([case_times(0), case_times(1)])
+    of_case = summarize([case_times(0), case_times(1)])
     found = {Case(op, n, size): of_case for n in (2, 4) for op in (Op.ALL_REDUCE, Op.BROADCAST) for size in (4, 16)}
     panels = bench_comm.panels_of(found)
     assert [panel.title for panel in panels] == [

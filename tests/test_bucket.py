@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB, Bucket, Caps, Ownership, Pack, pack
+from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB, Bucket, BucketPlan, Caps, Ownership, pack
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.zeros(n, dtype=dtype) for n in sizes]
 
 
-def indices(packs: list[Pack]) -> list[tuple[int, ...]]:
+def indices(packs: list[BucketPlan]) -> list[tuple[int, ...]]:
     return [p.indices for p in packs]
 
 
@@ -91,7 +91,7 @@ def _ordinary(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 def bucket_of(module: nn.Module) -> Bucket:
     leaves = list(module.parameters())
-    return Bucket(0, Pack(tuple(range(len(leaves))), 0), leaves, sparse=False, allocate=_ordinary)
+    return Bucket(0, BucketPlan(tuple(range(len(leaves))), 0), leaves, sparse=False, allocate=_ordinary)
 
 
 def test_a_buffer_is_used_again_only_when_nobody_holds_a_piece_of_it() -> None:

@@ -13,10 +13,17 @@ import pytest
 from lockstep.failures import crash_record, traceback_parser
 from lockstep.failures.card import ASCII, LINES, Card, draw
 from lockstep.failures.causes import Evidence, explain
-from lockstep.failures.crash_record import Facts
-from lockstep.failures.postmortem import Dead, describe_place, hold, last_seen, make_card, named_by_all
+from lockstep.failures.crash_record import CrashRecord
+from lockstep.failures.postmortem import (
+    FailedWorker,
+    describe_failure,
+    describe_place,
+    last_seen,
+    make_card,
+    named_by_all,
+)
 from lockstep.failures.traceback_parser import Frame, is_users
-from lockstep.launcher.oom_kills import Killed, compare
+from lockstep.launcher.oom_kills import OomKills, compare
 
 OURS = str(Path(traceback_parser.__file__).parents[1] / "train" / "run.py")
 TRACE = f"""\
@@ -86,7 +93,7 @@ def test_the_text_of_torchs_loader_process_is_shortened() -> None:
 
 
 def test_without_a_traceback_nothing_is_known() -> None:
-    assert traceback_parser.read(["hello", "bye"]) == traceback_parser.Trouble()
+    assert traceback_parser.read(["hello", "bye"]) == traceback_parser.ParsedError()
 
 
 def raised(*files: str, cause: Exception | None = None) -> Exception:
@@ -200,13 +207,13 @@ def test_causes_of_signals(number: int, memory: str, words: str, why: str) -> No
 
 
 def test_what_the_kernel_counts() -> None:
-    assert compare(Killed(1, 5), Killed(1, 5)) == ""
-    assert compare(Killed(), Killed()) == ""
-    assert compare(Killed(1, 5, "1073741824"), Killed(3, 7, "1073741824")) == (
+    assert compare(OomKills(1, 5), OomKills(1, 5)) == ""
+    assert compare(OomKills(), OomKills()) == ""
+    assert compare(OomKills(1, 5, "1073741824"), OomKills(3, 7, "1073741824")) == (
         "it has killed 2 in this container, whose limit is 1.00 GiB"
     )
-    assert compare(Killed(None, 5), Killed(None, 6)) == "it has killed 1 on this machine since the run began"
-    assert Killed.count() == Killed.count()
+    assert compare(OomKills(None, 5), OomKills(None, 6)) == "it has killed 1 on this machine since the run began"
+    assert OomKills.count() == OomKills.count()
 
 
 def test_drawing() -> None:
@@ -222,14 +229,14 @@ def test_drawing() -> None:
     assert len(draw(Card("t", what="x\n" * 100), box=ASCII).splitlines()) < 14, "a long text does not fill the screen"
 
 
-def dead(folder: Path, code: int = 1) -> Dead:
-    return Dead("rank 1", 2, 77, code, TRACE, folder, "rank1.log", trace_name="rank1")
+def dead(folder: Path, code: int = 1) -> FailedWorker:
+    return FailedWorker("rank 1", 2, 77, code, TRACE, folder, "rank1.log", trace_name="rank1")
 
 
 def test_facts_say_more_than_the_last_words(tmp_path: Path) -> None:
     where = {"rank": 1, "size": 2, "step": 5, "epoch": 1, "call": "run.step", "shard": 3}
-    crash_record.write(tmp_path, Facts(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where))
-    card = hold(dead(tmp_path), crash_record.read(tmp_path, 77, "rank1"))
+    crash_record.write(tmp_path, CrashRecord(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where))
+    card = describe_failure(dead(tmp_path), crash_record.read(tmp_path, 77, "rank1"))
     assert card.who == "rank 1 of 2, pid 77 on node2"
     assert card.where == "step 5, epoch 1 (both count from 0), shard 3, in run.step"
     assert card.place == ("/home/me/data.py:7, in __getitem__", '    raise ValueError("bad")')
@@ -238,7 +245,7 @@ def test_facts_say_more_than_the_last_words(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_rank_changes_is_named_with_the_rank_that_errors_speak_of(tmp_path: Path) -> None:
-    facts = Facts(77, "node2", "DataError", "rank 1: dataset[3] failed", "\n".join(TRACE), {"rank": 1, "size": 2})
+    facts = CrashRecord(77, "node2", "DataError", "rank 1: dataset[3] failed", "\n".join(TRACE), {"rank": 1, "size": 2})
     card = make_card(replace(dead(tmp_path), name="worker 5 on node2"), facts, {})
     assert card.who == "worker 5 on node2 (rank 1 of 2 then), pid 77 on node2"
     assert make_card(replace(dead(tmp_path), name="worker 5"), None, {}).who.startswith("worker 5 of 2, pid 77 on ")
@@ -248,7 +255,7 @@ def test_a_worker_whose_rank_changes_is_named_with_the_rank_that_errors_speak_of
 def test_facts_that_are_damaged_are_left_alone(tmp_path: Path, damage: bytes) -> None:
     crash_record.path_of(tmp_path, 77).write_bytes(damage)
     assert crash_record.read(tmp_path, 77, "rank1") is None
-    assert "DataError: dataset[3] failed" in hold(dead(tmp_path), None).what
+    assert "DataError: dataset[3] failed" in describe_failure(dead(tmp_path), None).what
 
 
 def test_of_one_that_was_killed_the_trace_says_how_far_it_was(tmp_path: Path) -> None:
@@ -277,7 +284,7 @@ def test_of_one_that_was_killed_the_trace_says_how_far_it_was(tmp_path: Path) ->
 )
 def test_an_error_of_all_workers_is_about_the_one_it_names(tmp_path: Path, what: str, named: str | None) -> None:
     """We are rank 1."""
-    one = replace(dead(tmp_path), pids={"rank 0": 76, "rank 1": 77}, words=[*TRACE[:-2], what])
+    one = replace(dead(tmp_path), pids={"rank 0": 76, "rank 1": 77}, last_lines=[*TRACE[:-2], what])
     assert named_by_all(what, one) == named
     card = make_card(one, None, {})
     assert card.who.startswith("rank 0 of 2, pid 76" if named else "rank 1 of 2, pid 77")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main as cli
-from lockstep.cli.certify import Arm, Difference, arms_for, first_difference, likely_cause
+from lockstep.cli.certify import Difference, Variant, first_difference, likely_cause, list_variants
 
 PROGRAM = """
 import torch, torch.nn.functional as F, lockstep
@@ -72,16 +72,16 @@ def test_the_first_difference_is_named() -> None:
     ],
 )
 def test_the_likely_cause(wrong: set[int], cause: str) -> None:
-    arms = arms_for([1, 2, 4], 8)[1:]
-    assert arms[-2] == Arm("2 workers, resumed on 1 at step 4", 2, resumed_after=4)
-    assert arms[-1] == Arm("3 workers, one killed in step 4", 3, killed_in=4)
-    found = {arm: Difference(3, ["a"]) if n in wrong else None for n, arm in enumerate(arms)}
+    variants = list_variants([1, 2, 4], 8)[1:]
+    assert variants[-2] == Variant("2 workers, resumed on 1 at step 4", 2, resumed_after=4)
+    assert variants[-1] == Variant("3 workers, one killed in step 4", 3, killed_in=4)
+    found = {arm: Difference(3, ["a"]) if n in wrong else None for n, arm in enumerate(variants)}
     assert cause in likely_cause(found)
 
 
 def test_a_run_that_fails_is_no_other_result() -> None:
     """Not even the first one, which only repeats the program on one worker."""
-    first, *others = arms_for([1, 2, 4], 8)[1:]
+    first, *others = list_variants([1, 2, 4], 8)[1:]
     failed = Difference(0, [], error="it took longer than 600 s")
     assert "longer than 600 s" in likely_cause({first: failed, **{arm: Difference(3, ["a"]) for arm in others}})
 

@@ -20,8 +20,7 @@ import torch
 
 import lockstep
 from lockstep import CheckpointError
-from lockstep.checkpoint import folder_names, manifest, state_tree
-from lockstep.checkpoint import format as layout
+from lockstep.checkpoint import folder_names, format as layout, manifest, state_tree
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS
 from lockstep.checkpoint.verify import verify
 
@@ -160,9 +159,9 @@ def split_tensors(path: Path) -> None:
     del files[TENSORS]
     for n in range(2):
         mine = dict(list(contents.tensors.items())[n::2])
-        pieces = [data[e.start : e.start + e.kind.bytes] for e in mine.values()]
-        header = layout.make_header({name: entry.kind for name, entry in mine.items()})
-        files[f"part-{n}.safetensors"] = layout.disk.write_new(path / f"part-{n}.safetensors", [header, *pieces])
+        pieces = [data[e.start : e.start + e.spec.bytes] for e in mine.values()]
+        header = layout.make_header({name: entry.spec for name, entry in mine.items()})
+        files[f"part-{n}.safetensors"] = layout.file_io.write_new(path / f"part-{n}.safetensors", [header, *pieces])
     made = manifest.Manifest(contents.manifest.step, 1.0, {}, contents.manifest.state_sha256, files)
     (path / MANIFEST).write_bytes(manifest.encode(made))
 
@@ -240,7 +239,7 @@ def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {"a": 1}, 5)
     for name in ("step-000000006", "copy", "step-5", "step-0000000005"):
         path = path.rename(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name} holds the checkpoint of step 5, so somebody"):
+        with pytest.raises(CheckpointError, match=f"{name} holds the checkpoint of step 5, so it was renamed"):
             layout.read(path)
     assert layout.read(path.rename(tmp_path / "step-000000005")) == {"a": 1}
 

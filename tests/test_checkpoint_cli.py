@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.manifest import STATE, TENSORS
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.checkpoint import main
 from test_checkpoint import bits
 from test_checkpoint_damage import small_state
@@ -23,7 +23,7 @@ from test_checkpoint_damage import small_state
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    store = Store(tmp_path / "run", kept=3)
+    store = CheckpointStore(tmp_path / "run", kept=3)
     for step in (10, 20, 30):
         store.save(step, small_state(step))
     return tmp_path / "run"
@@ -109,7 +109,7 @@ def test_show_takes_the_newest_that_is_whole(run: Path, capsys: Any) -> None:
 
 
 def test_many_tensors_are_summed_up_and_names_cannot_move_the_cursor(tmp_path: Path, capsys: Any) -> None:
-    Store(tmp_path).save(1, {"model": {f"{n}\x1b[2J\ud800": torch.ones(n) for n in range(20)}})
+    CheckpointStore(tmp_path).save(1, {"model": {f"{n}\x1b[2J\ud800": torch.ones(n) for n in range(20)}})
     assert main(["show", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "and 12 smaller ones: --tensors shows all" in text

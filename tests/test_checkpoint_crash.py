@@ -21,8 +21,8 @@ import pytest
 
 import crew
 from lockstep import CheckpointError, faults
-from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.verify import looks_whole, verify
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.verify import looks_valid, verify
 from test_checkpoint import fast_path, same  # noqa: F401  (fast_path is a fixture)
 from test_checkpoint_damage import small_state
 
@@ -84,10 +84,10 @@ class Scene:
     def prepare(self, folder: Path) -> None:
         folder.mkdir()
         for step in self.before:
-            Store(folder).save(step, small_state(step))
+            CheckpointStore(folder).save(step, small_state(step))
 
     def play(self, folder: Path) -> None:
-        Store(folder).save(self.step, small_state(self.step + 1))
+        CheckpointStore(folder).save(self.step, small_state(self.step + 1))
 
 
 SCENES = {"the first": Scene((), 1), "the third": Scene((10, 20), 30), "the same step again": Scene((10, 20), 20)}
@@ -95,7 +95,7 @@ SCENES = {"the first": Scene((), 1), "the third": Scene((10, 20), 30), "the same
 
 def check(folder: Path, scene: Scene, *, done: bool) -> tuple[int, int] | None:
     """What is there now is right, and the next save leaves nothing else behind. Returns (step, state) of the newest."""
-    found = Store(folder).newest()
+    found = CheckpointStore(folder).newest()
     newest = None
     if found is not None:
         states = [n for n in (found.step, found.step + 1) if same(found.state, small_state(n))]
@@ -106,9 +106,9 @@ def check(folder: Path, scene: Scene, *, done: bool) -> tuple[int, int] | None:
     if done:
         assert newest == scene.new
     named = sorted((folder / "checkpoints").glob("step-*"))
-    assert all(map(looks_whole, named))
+    assert all(map(looks_valid, named))
     assert len(named) + (found is not None and found.path not in named) >= len(scene.before), "one is lost"
-    Store(folder).save(99, small_state(99))
+    CheckpointStore(folder).save(99, small_state(99))
     there = sorted(os.listdir(folder / "checkpoints"))
     assert there[-1] == "step-000000099"
     assert all(name.startswith("step-") for name in there), there

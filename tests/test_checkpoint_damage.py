@@ -18,7 +18,7 @@ import torch
 from lockstep import CheckpointError
 from lockstep.checkpoint import format as layout
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.verify import verify
 from test_checkpoint import fast_path, same  # noqa: F401  (fast_path is a fixture)
 
@@ -39,8 +39,8 @@ def small_state(seed: int) -> dict[str, Any]:
     }
 
 
-def make(folder: Path) -> Store:
-    store = Store(folder, kept=len(STEPS))
+def make(folder: Path) -> CheckpointStore:
+    store = CheckpointStore(folder, kept=len(STEPS))
     for step in STEPS:
         store.save(step, small_state(step))
     return store
@@ -113,7 +113,7 @@ class Damage:
 class Vandal:
     """Damages checkpoints at random, and can put everything back."""
 
-    def __init__(self, store: Store, seed: int) -> None:
+    def __init__(self, store: CheckpointStore, seed: int) -> None:
         self.store, self.random = store, random.Random(seed)
         self.files = {path: path.read_bytes() for step in STEPS for path in sorted(store.path_of(step).iterdir())}
         self.touched: set[Path] = set()
@@ -200,7 +200,7 @@ class Vandal:
         return [path.parent] if data != self.files[path] else []
 
 
-def check_newest(store: Store, damage: Damage) -> None:
+def check_newest(store: CheckpointStore, damage: Damage) -> None:
     """The newest that was not hurt, and the hurt ones before it by name."""
     good = [step for step in STEPS if step not in damage.steps]
     found = store.newest()

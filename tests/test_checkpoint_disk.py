@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from lockstep import faults
-from lockstep.checkpoint import write_errors
 from lockstep.checkpoint.manifest import TENSORS
-from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.writer import Writer
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.writer import CheckpointWriter, describe_failure
 from test_checkpoint_writer import DEADLINE_S, state_of, steps_of
 
 
@@ -37,7 +36,7 @@ def test_a_failing_disk_is_told_and_the_last_checkpoint_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, advice: str
 ) -> None:
     said: list[str] = []
-    with Writer(Store(tmp_path), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), said.append) as writer:
         writer.submit(1, state_of(1))
         assert writer.drain(DEADLINE_S)
         with monkeypatch.context() as broken:
@@ -68,7 +67,7 @@ def test_a_directory_that_is_gone_is_told_and_not_made_again(tmp_path: Path) -> 
     """It may be a disk that was unmounted: what is below it is another disk."""
     said: list[str] = []
     run = tmp_path / "runs" / "mine"
-    with Writer(Store(run), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(run), said.append) as writer:
         writer.submit(1, state_of(1))
         assert writer.drain(DEADLINE_S)
         shutil.rmtree(run)
@@ -90,7 +89,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path, place: str) -> None:
     said: list[str] = []
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("mine")
-    with Writer(Store(tmp_path / "run"), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path / "run"), said.append) as writer:
         writer.submit(1, state_of(1))
     assert "something else is in the place of a directory: move it away" in said[0]
     assert (tmp_path / place).read_text() == "mine"
@@ -104,7 +103,7 @@ def test_what_is_read_back_wrongly_is_told(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(faults, "hook", lose_bits)
     said: list[str] = []
-    with Writer(Store(tmp_path), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), said.append) as writer:
         writer.submit(1, state_of(1))
     assert "read back, it was not what was written" in said[0]
     assert "its SHA-256" in said[0]
@@ -113,7 +112,7 @@ def test_what_is_read_back_wrongly_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 def test_old_ones_that_cannot_be_removed_are_another_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    with Writer(Store(tmp_path), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), said.append) as writer:
         for step in (1, 2):
             writer.submit(step, state_of(step))
             assert writer.drain(DEADLINE_S)
@@ -134,7 +133,7 @@ def test_no_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("can't allocate memory: you tried to allocate 4000 bytes\nmore")
 
     said: list[str] = []
-    with Writer(Store(tmp_path), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), said.append) as writer:
         state, more = state_of(1), state_of(2)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", empty)
@@ -146,5 +145,5 @@ def test_no_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_words_for_errors_without_a_number() -> None:
-    text = write_errors.describe(3, Path("/x"), OSError("odd"), Path("/y"))
+    text = describe_failure(3, Path("/x"), OSError("odd"), Path("/y"))
     assert "step 3 was not written to /x: OSError: odd; the last one is /y, and it stays" in text

@@ -14,7 +14,7 @@ import torch
 
 from lockstep import CheckpointError, faults
 from lockstep.checkpoint.manifest import MANIFEST, TENSORS
-from lockstep.checkpoint.store import Store, choose_outdated
+from lockstep.checkpoint.store import CheckpointStore, choose_outdated
 from test_checkpoint import same
 
 
@@ -32,7 +32,7 @@ def damage(path: Path) -> None:
 
 
 def test_the_newest_counts_and_the_last_two_stay(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     assert store.newest() is None
     assert store.latest() is None
     assert store.last() is None
@@ -47,20 +47,20 @@ def test_the_newest_counts_and_the_last_two_stay(tmp_path: Path) -> None:
 
 
 def test_more_can_be_kept_but_not_less(tmp_path: Path) -> None:
-    store = Store(tmp_path, kept=3)
+    store = CheckpointStore(tmp_path, kept=3)
     for step in range(6):
         store.save(step, {"step": step})
     assert there(tmp_path) == ["3", "4", "5"]
     for kept in (1, 0, -1, 2.5):
         with pytest.raises(ValueError, match="2 is the least"):
-            Store(tmp_path, kept=kept)  # type: ignore[arg-type]
+            CheckpointStore(tmp_path, kept=kept)  # type: ignore[arg-type]
     for step in (-1, 1.5, 10**18):
         with pytest.raises(ValueError, match="must be a whole number, 0 or more"):
             store.save(step, {})  # type: ignore[arg-type]
 
 
 def test_steps_of_ten_digits_are_in_order(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     for step in (999_999_999, 10**9, 10**10):
         store.save(step, {"step": step})
     assert store.latest() == {"step": 10**10}
@@ -84,11 +84,11 @@ def test_what_is_outdated_is_decided_by_what_is_whole() -> None:
 
 
 def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     for step in (1, 2):
         store.save(step, {"step": torch.tensor(step)})
     damage(store.path_of(2))
-    store = Store(tmp_path)  # which did not write it
+    store = CheckpointStore(tmp_path)  # which did not write it
     found = store.newest()
     assert found is not None
     assert found.step == 1
@@ -101,7 +101,7 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
 
 
 def test_one_that_this_store_wrote_and_lost_does_not_count_either(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     for step in (1, 2):
         store.save(step, {"step": torch.tensor(step)})
     (store.path_of(2) / TENSORS).unlink()
@@ -110,12 +110,12 @@ def test_one_that_this_store_wrote_and_lost_does_not_count_either(tmp_path: Path
 
 
 def test_later_ones_that_are_damaged_do_not_push_out_the_one_that_was_written(tmp_path: Path) -> None:
-    store = Store(tmp_path, kept=4)
+    store = CheckpointStore(tmp_path, kept=4)
     for step in (10, 20, 30, 40):
         store.save(step, {"step": torch.tensor(step)})
     damage(store.path_of(30))
     damage(store.path_of(40))
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(25, {"step": torch.tensor(25)})
     assert there(tmp_path) == ["20", "25", "30", "40"]
     found = store.newest()
@@ -130,7 +130,7 @@ def test_later_ones_that_are_damaged_do_not_push_out_the_one_that_was_written(tm
 
 
 def test_the_same_state_again_is_not_written_again(tmp_path: Path) -> None:
-    store, state = Store(tmp_path), {"weight": torch.ones(3), "step": 1}
+    store, state = CheckpointStore(tmp_path), {"weight": torch.ones(3), "step": 1}
     path = store.save(1, state)
     assert path is not None
     before = (path / MANIFEST).stat().st_ino
@@ -148,7 +148,7 @@ def test_the_same_state_again_is_not_written_again(tmp_path: Path) -> None:
 
 
 def test_the_old_one_gets_its_name_back_if_the_new_one_cannot_have_it(tmp_path: Path, monkeypatch: Any) -> None:
-    store, rename = Store(tmp_path), os.rename
+    store, rename = CheckpointStore(tmp_path), os.rename
     store.save(1, {"step": 1})
 
     def fail_for_new(source: Path, target: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_old_one_gets_its_name_back_if_the_new_one_cannot_have_it(tmp_path: 
 def test_what_is_read_back_wrongly_gets_no_name_and_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     for step in (1, 2):
         store.save(step, {"step": torch.tensor(step)})
 
@@ -184,7 +184,7 @@ def test_what_is_read_back_wrongly_gets_no_name_and_nothing_is_removed(
 
 
 def test_the_fence_is_asked_last_and_drops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, order = Store(tmp_path), []
+    store, order = CheckpointStore(tmp_path), []
     for step in (1, 2):
         store.save(step, {"step": step})
     monkeypatch.setattr(faults, "hook", order.append)
@@ -204,20 +204,20 @@ def test_the_fence_is_asked_last_and_drops_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_fence_counts_for_the_same_state_too(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(1, {"step": 1})
     assert store.save(1, {"step": 1}, fence=lambda: False) is None
     assert store.save(1, {"step": 1}, fence=lambda: True) == store.path_of(1)
 
 
 def test_what_is_removed_while_it_is_read_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(1, {"step": 1})
 
     def save_two_more(place: str) -> None:
         monkeypatch.setattr(faults, "hook", None)
         for step in (2, 3):
-            Store(tmp_path).save(step, {"step": step})
+            CheckpointStore(tmp_path).save(step, {"step": step})
 
     monkeypatch.setattr(faults, "hook", save_two_more)
     found = store.newest()
@@ -229,7 +229,7 @@ def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
     for mask, directory, file in ((0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)):
         before = os.umask(mask)
         try:
-            path = Store(tmp_path / oct(mask)).save(1, {"a": torch.ones(1)})
+            path = CheckpointStore(tmp_path / oct(mask)).save(1, {"a": torch.ones(1)})
         finally:
             os.umask(before)
         assert path is not None
@@ -238,7 +238,7 @@ def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
 
 
 def test_strange_things_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(1, {"step": 1})
     store.path_of(2).touch()
     store.path_of(3).symlink_to("nowhere")

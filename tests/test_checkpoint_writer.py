@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from lockstep import CheckpointError, faults
-from lockstep.checkpoint import format as layout
-from lockstep.checkpoint import host_copies as copying
-from lockstep.checkpoint import writer
-from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.writer import Writer
+from lockstep.checkpoint import format as layout, writer as writing
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.writer import CheckpointWriter
 
 DEADLINE_S = 30.0
 
@@ -59,7 +57,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 
 def test_what_was_submitted_is_written_whatever_becomes_of_the_state(tmp_path: Path, slow_disk: SlowDisk) -> None:
     said: list[str] = []
-    with Writer(Store(tmp_path), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), said.append) as writer:
         state = state_of(1)
         writer.submit(1, state)
         assert slow_disk.reached.wait(DEADLINE_S)
@@ -69,7 +67,7 @@ def test_what_was_submitted_is_written_whatever_becomes_of_the_state(tmp_path: P
         del state["model"]
         slow_disk.go_on.set()
         assert writer.drain(DEADLINE_S)
-    found = Store(tmp_path).newest()
+    found = CheckpointStore(tmp_path).newest()
     assert found is not None
     assert numbers(found.state) == {1}
     assert said == []
@@ -77,10 +75,10 @@ def test_what_was_submitted_is_written_whatever_becomes_of_the_state(tmp_path: P
 
 def test_many_saves_reuse_their_memory_and_are_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    host_memory = copying._host_memory
-    monkeypatch.setattr(copying, "_host_memory", lambda tensor: made.append(tensor) or host_memory(tensor))
+    host_memory = writing._host_memory
+    monkeypatch.setattr(writing, "_host_memory", lambda tensor: made.append(tensor) or host_memory(tensor))
     seen: list[int] = []
-    with Writer(Store(tmp_path), lambda text: None) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), lambda text: None) as writer:
         state = state_of(0)
         for step in range(40):
             state["model"]["weight"].fill_(step)
@@ -88,32 +86,32 @@ def test_many_saves_reuse_their_memory_and_are_never_mixed(tmp_path: Path, monke
             writer.submit(step, state)
             if step % 3 == 0:
                 assert writer.drain(DEADLINE_S)
-                found = Store(tmp_path).newest()
+                found = CheckpointStore(tmp_path).newest()
                 assert found is not None
                 assert numbers(found.state) == {found.step}
                 seen.append(found.step)
     assert seen == list(range(0, 40, 3))
     assert len(made) == 4  # two tensors, two sets
-    found = Store(tmp_path).newest()
+    found = CheckpointStore(tmp_path).newest()
     assert found is not None
     assert numbers(found.state) == {39}
 
 
 def test_a_state_that_changes_its_shape(tmp_path: Path) -> None:
-    with Writer(Store(tmp_path), pytest.fail) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), pytest.fail) as writer:
         for step, tensor in enumerate((torch.ones(3), torch.ones(4), torch.ones(4).int(), torch.ones(()))):
             writer.submit(step, {"a": tensor})
             assert writer.drain(DEADLINE_S)
-            assert (Store(tmp_path).latest() or {})["a"].dtype == tensor.dtype
+            assert (CheckpointStore(tmp_path).latest() or {})["a"].dtype == tensor.dtype
         writer.submit(9, {"b": torch.ones(2)})
         assert writer.drain(DEADLINE_S)
-        assert list(Store(tmp_path).latest() or {}) == ["b"]
+        assert list(CheckpointStore(tmp_path).latest() or {}) == ["b"]
         assert [list(copies._buffers) for copies in writer._free] == [[], ["b"]]  # one was enough
 
 
 def test_on_a_slow_disk_the_newest_waits_and_the_others_are_named(tmp_path: Path, slow_disk: SlowDisk) -> None:
     said: list[str] = []
-    writer = Writer(Store(tmp_path), said.append)
+    writer = CheckpointWriter(CheckpointStore(tmp_path), said.append)
     writer.submit(1, state_of(1))
     assert slow_disk.reached.wait(DEADLINE_S)
     began = time.monotonic()
@@ -133,26 +131,26 @@ def test_on_a_slow_disk_the_newest_waits_and_the_others_are_named(tmp_path: Path
     assert writer.close(DEADLINE_S)
     assert writer.close(DEADLINE_S)
     assert not writer._thread.is_alive()
-    with pytest.raises(CheckpointError, match="step 5 came after the writer was closed"):
+    with pytest.raises(CheckpointError, match="step 5 was submitted after the writer was closed"):
         writer.submit(5, state_of(5))
 
 
 def test_waiting_says_what_for(tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(writer, "SAY_EVERY_S", 0.01)
+    monkeypatch.setattr(writing, "REPORT_EVERY_S", 0.01)
 
     def say(text: str) -> None:
         said.append(text)
         slow_disk.go_on.set()
 
-    with Writer(Store(tmp_path), say) as background:
+    with CheckpointWriter(CheckpointStore(tmp_path), say) as background:
         background.submit(1, state_of(1))
     assert "waiting for the checkpoint of step 1, written to" in said[0]
     assert steps_of(tmp_path) == [1]
 
 
 def test_close_gives_up_what_takes_too_long(tmp_path: Path, slow_disk: SlowDisk) -> None:
-    writer = Writer(Store(tmp_path), lambda text: None)
+    writer = CheckpointWriter(CheckpointStore(tmp_path), lambda text: None)
     writer.submit(1, state_of(1))
     assert slow_disk.reached.wait(DEADLINE_S)
     writer.submit(2, state_of(2))
@@ -164,7 +162,7 @@ def test_close_gives_up_what_takes_too_long(tmp_path: Path, slow_disk: SlowDisk)
 
 
 def test_a_state_that_cannot_be_saved_is_the_callers_error(tmp_path: Path) -> None:
-    with Writer(Store(tmp_path), pytest.fail) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), pytest.fail) as writer:
         with pytest.raises(CheckpointError, match="odd is a object, which a checkpoint cannot hold"):
             writer.submit(1, {"odd": object()})
         writer.submit(2, state_of(2))
@@ -175,9 +173,9 @@ def test_a_bug_does_not_end_the_thread(tmp_path: Path, monkeypatch: pytest.Monke
     def complain(text: str) -> None:
         raise KeyError("no")
 
-    with Writer(Store(tmp_path), complain) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), complain) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "write", lambda *args, **options: 1 / 0)
+            patch.setattr(CheckpointStore, "write", lambda *args, **options: 1 / 0)
             writer.submit(1, state_of(1))
             assert writer.drain(DEADLINE_S)
         writer.submit(2, state_of(2))
@@ -187,7 +185,7 @@ def test_a_bug_does_not_end_the_thread(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_who_lost_the_right_to_write_changes_nothing(tmp_path: Path) -> None:
     may_write = True
-    with Writer(Store(tmp_path), pytest.fail, fence=lambda: may_write) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), pytest.fail, fence=lambda: may_write) as writer:
         for step in (1, 2, 3):
             writer.submit(step, state_of(step))
             assert writer.drain(DEADLINE_S)
@@ -198,7 +196,7 @@ def test_who_lost_the_right_to_write_changes_nothing(tmp_path: Path) -> None:
 def test_places_where_tests_can_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = []
     monkeypatch.setattr(faults, "hook", lambda place: places.append((place, threading.current_thread().name)))
-    with Writer(Store(tmp_path), pytest.fail) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), pytest.fail) as writer:
         for step in range(3):
             writer.submit(step, state_of(step))
             writer.drain(DEADLINE_S)
@@ -211,7 +209,7 @@ def test_places_where_tests_can_break_it(tmp_path: Path, monkeypatch: pytest.Mon
 def test_from_a_gpu_through_pinned_memory(tmp_path: Path) -> None:
     weights = torch.zeros(64, 1 << 16, device="cuda")
     said: list[str] = []
-    with Writer(Store(tmp_path), said.append) as writer:
+    with CheckpointWriter(CheckpointStore(tmp_path), said.append) as writer:
         for step in range(1, 20):
             weights.fill_(step)
             other = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -15,16 +15,16 @@ import pytest
 
 from lockstep.control import server as module
 from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
-from lockstep.control.reconnect import Patience, backoff
-from lockstep.control.remote_store import Client, reach
+from lockstep.control.reconnect import ProgressTimeout, backoff
+from lockstep.control.remote_store import RemoteStoreClient, connect_store
 from lockstep.control.secret import new_secret
 from lockstep.control.server import LARGEST_BUFFER_BYTES, PUSH_BELOW_BYTES, Server
 from lockstep.control.sockets import Dial, TcpDial
-from lockstep.control.store import Entry, Store
-from lockstep.control.store_client import Arbiter, ControlError, LocalClient, Terms
+from lockstep.control.store import ControlStore, StoreEntry
+from lockstep.control.store_client import ClientOptions, ControlError, LocalStoreClient, StoreClient
 
 SECRET = new_secret()
-TERMS = Terms("job/", ttl_s=5.0, patience_s=2.0)
+OPTIONS = ClientOptions("job/", ttl_s=5.0, answer_timeout_s=2.0)
 
 
 class Loop:
@@ -40,11 +40,13 @@ class Loop:
         self.parts.append(part)
         return part
 
-    def client(self, dial: Dial, terms: Terms = TERMS, secret: bytes = SECRET) -> Client:
-        client: Client = self.add(Client(dial, secret, self.selector, terms=terms, on_lost=self.lost.append))
+    def client(self, dial: Dial, options: ClientOptions = OPTIONS, secret: bytes = SECRET) -> RemoteStoreClient:
+        client: RemoteStoreClient = self.add(
+            RemoteStoreClient(dial, secret, self.selector, options=options, on_lost=self.lost.append)
+        )
         return client
 
-    def server(self, store: Store, port: int = 0) -> Server:
+    def server(self, store: ControlStore, port: int = 0) -> Server:
         server: Server = self.add(Server(store, SECRET, self.selector, host="127.0.0.1", port=port))
         return server
 
@@ -65,16 +67,16 @@ class Loop:
         while (left_s := end_s - time.monotonic()) > 0:
             self.turn(min(0.02, left_s))
 
-    def connected(self, *clients: Arbiter, within_s: float = 5.0) -> None:
+    def connected(self, *clients: StoreClient, within_s: float = 5.0) -> None:
         self.until(lambda: all(client.is_connected for client in clients), "connected", within_s)
 
-    def cas(self, client: Arbiter, key: str, value: Any, revision: int, *, leased: bool = False) -> Any:
+    def cas(self, client: StoreClient, key: str, value: Any, revision: int, *, leased: bool = False) -> Any:
         heard: list[Any] = []
         client.cas(key, value, revision, leased=leased, then=heard.append)
         self.until(lambda: heard, f"an answer to cas {key}", 10.0)
         return heard[0]
 
-    def delete(self, client: Arbiter, key: str, revision: int) -> Any:
+    def delete(self, client: StoreClient, key: str, revision: int) -> Any:
         heard: list[Any] = []
         client.delete(key, revision, then=heard.append)
         self.until(lambda: heard, f"an answer to delete {key}", 10.0)
@@ -107,17 +109,17 @@ def deaf_listener() -> Iterator[tuple[str, int]]:
 
 
 def test_a_client_sees_what_was_there_and_what_others_change(loop: Loop) -> None:
-    store = Store()
-    local: LocalClient = loop.add(LocalClient(store, terms=TERMS, on_lost=loop.lost.append))
+    store = ControlStore()
+    local: LocalStoreClient = loop.add(LocalStoreClient(store, options=OPTIONS, on_lost=loop.lost.append))
     store.cas("job/early", {"n": 1}, 0)
     store.cas("elsewhere", 1, 0)
     server = loop.server(store)
     one, two = loop.client(dial(server)), loop.client(dial(server))
     assert not one.is_connected
-    assert "yet" in one.trouble
+    assert "yet" in one.disconnect_reason
     loop.connected(one, two)
     assert one.snapshot() == store.list("job/")
-    assert one.trouble == ""
+    assert one.disconnect_reason == ""
     made = loop.cas(one, "job/a", [1, 2], 0)
     loop.cas(local, "job/b", None, 0)
     loop.until(lambda: len(two.snapshot()) == 3, "two sees three keys")
@@ -127,7 +129,7 @@ def test_a_client_sees_what_was_there_and_what_others_change(loop: Loop) -> None
 
 
 def test_an_answer_comes_when_the_snapshot_shows_it(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     one, two = loop.client(dial(server)), loop.client(dial(server))
     loop.connected(one, two)
@@ -144,18 +146,18 @@ def test_an_answer_comes_when_the_snapshot_shows_it(loop: Loop) -> None:
 
 
 def test_swaps_of_many_clients_are_lost_by_none(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     clients = [loop.client(dial(server)) for _ in range(8)]
     loop.connected(*clients)
     loop.cas(clients[0], "job/count", 0, 0)
     left = {client: 20 for client in clients}
 
-    def count(client: Client) -> None:
+    def count(client: RemoteStoreClient) -> None:
         entry = client.snapshot().get("job/count")
         revision, value = (0, 0) if entry is None else (entry.revision, entry.value)
 
-        def then(result: Entry | ControlError | None) -> None:
+        def then(result: StoreEntry | ControlError | None) -> None:
             assert not isinstance(result, ControlError)
             left[client] -= result is not None
             if left[client]:
@@ -173,7 +175,7 @@ def test_swaps_of_many_clients_are_lost_by_none(loop: Loop) -> None:
 
 def test_a_snapshot_is_of_one_revision_however_large(loop: Loop) -> None:
     """Two keys that are always written one after the other are never seen the other way round."""
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     for number in range(40):
         store.cas(f"job/large/{number}", "x" * 100_000, 0)
@@ -196,10 +198,10 @@ def test_a_snapshot_is_of_one_revision_however_large(loop: Loop) -> None:
 
 
 def test_a_reader_that_stops_costs_little_and_catches_up(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     brisk, apart = loop.client(dial(server)), Loop()
-    slow = apart.client(dial(server), Terms("job/", ttl_s=60.0, patience_s=30.0))
+    slow = apart.client(dial(server), ClientOptions("job/", ttl_s=60.0, answer_timeout_s=30.0))
     both = [loop, apart]
     loop.until(lambda: [one.turn(0.005) for one in both] and brisk.is_connected and slow.is_connected, "connected")
     entry = loop.cas(brisk, "job/large", "", 0)
@@ -221,14 +223,14 @@ def test_a_reader_that_stops_costs_little_and_catches_up(loop: Loop) -> None:
 
 
 def test_who_asks_and_does_not_read_is_dropped(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     store.cas("job/large", "x" * 900_000, 0)
     server = loop.server(store)
     channel, sock = Channel(SECRET, is_server=False), socket.create_connection(server.address)
-    sock.sendall(channel.take_greeting())
+    sock.sendall(channel.take_handshake())
     loop.spin(0.1)
     channel.feed(sock.recv(4096))
-    sock.sendall(channel.take_greeting())
+    sock.sendall(channel.take_handshake())
     sock.sendall(b"".join(channel.outgoing({"id": n, "do": "get", "key": "job/large"}) for n in range(50)))
     largest = 0
     end_s = time.monotonic() + 5
@@ -242,7 +244,7 @@ def test_who_asks_and_does_not_read_is_dropped(loop: Loop) -> None:
 
 def test_who_takes_nothing_for_long_is_dropped(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STALLED_S", 0.4)
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     brisk, apart = loop.client(dial(server)), Loop()
     slow = apart.client(dial(server))
@@ -261,10 +263,10 @@ def test_who_takes_nothing_for_long_is_dropped(loop: Loop, monkeypatch: pytest.M
 
 
 def test_what_hangs_on_a_lease_stays_while_it_is_renewed_and_goes_when_its_holder_stops(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     apart = Loop()
-    holder, watcher = apart.client(dial(server), Terms("job/", ttl_s=0.6)), loop.client(dial(server))
+    holder, watcher = apart.client(dial(server), ClientOptions("job/", ttl_s=0.6)), loop.client(dial(server))
     loop.until(lambda: [apart.turn(0.005)] and holder.is_connected and watcher.is_connected, "connected")
     heard: list[Any] = []
     holder.cas("job/mine", 1, 0, leased=True, then=heard.append)
@@ -287,9 +289,9 @@ def test_what_hangs_on_a_lease_stays_while_it_is_renewed_and_goes_when_its_holde
 
 
 def test_who_leaves_takes_its_keys_along_at_once(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
-    client = loop.client(dial(server), Terms("job/", ttl_s=60.0))
+    client = loop.client(dial(server), ClientOptions("job/", ttl_s=60.0))
     loop.connected(client)
     loop.cas(client, "job/mine", 1, 0, leased=True)
     loop.cas(client, "job/for good", 1, 0)
@@ -301,9 +303,9 @@ def test_who_leaves_takes_its_keys_along_at_once(loop: Loop) -> None:
 
 
 def test_a_lease_that_the_store_ends_is_lost_and_followed_by_a_new_one(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
-    client = loop.client(dial(server), Terms("job/", ttl_s=0.6))
+    client = loop.client(dial(server), ClientOptions("job/", ttl_s=0.6))
     loop.connected(client)
     mine = loop.cas(client, "job/mine", 1, 0, leased=True)
     store.revoke(mine.lease)
@@ -319,7 +321,7 @@ def test_a_lease_that_the_store_ends_is_lost_and_followed_by_a_new_one(loop: Loo
 
 
 def test_a_lost_connection_comes_back_with_the_same_lease(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     server = loop.server(store)
     client = loop.client(dial(server))
     loop.connected(client)
@@ -342,7 +344,7 @@ def test_a_lost_connection_comes_back_with_the_same_lease(loop: Loop) -> None:
 
 
 def test_a_server_that_comes_back_empty_is_another_store(loop: Loop) -> None:
-    server = loop.server(Store())
+    server = loop.server(ControlStore())
     address = server.address
     client = loop.client(TcpDial(*address))
     loop.connected(client)
@@ -350,7 +352,7 @@ def test_a_server_that_comes_back_empty_is_another_store(loop: Loop) -> None:
     server.close()
     loop.parts.remove(server)
     loop.until(lambda: not client.is_connected, "the client notices")
-    store = Store()
+    store = ControlStore()
     store.cas("job/new", 1, 0)
     loop.server(store, address[1])
     loop.connected(client)
@@ -362,8 +364,8 @@ def test_a_server_that_comes_back_empty_is_another_store(loop: Loop) -> None:
 
 
 def test_a_store_that_does_not_come_back_in_time_costs_the_lease(loop: Loop) -> None:
-    server = loop.server(Store())
-    client = loop.client(dial(server), Terms("job/", ttl_s=0.5))
+    server = loop.server(ControlStore())
+    client = loop.client(dial(server), ClientOptions("job/", ttl_s=0.5))
     loop.connected(client)
     promised_s, server_address = client.held_until_s, server.address
     loop.parts.remove(server)
@@ -379,15 +381,15 @@ def test_a_store_that_does_not_come_back_in_time_costs_the_lease(loop: Loop) -> 
 
 def test_who_is_silent_or_another_is_given_up_and_said_to_be(loop: Loop) -> None:
     with deaf_listener() as address:
-        silent = loop.client(TcpDial(*address), Terms("job/", patience_s=0.3))
-        loop.until(lambda: "nothing was heard for 0.3 s" in silent.trouble, "patience ends")
-    server = loop.server(Store())
+        silent = loop.client(TcpDial(*address), ClientOptions("job/", answer_timeout_s=0.3))
+        loop.until(lambda: "nothing was received for 0.3 s" in silent.disconnect_reason, "patience ends")
+    server = loop.server(ControlStore())
     wrong = loop.client(dial(server), secret=bytes(32))
-    loop.until(lambda: "our secret may be another" in wrong.trouble, "it is refused")
+    loop.until(lambda: "the secrets may differ" in wrong.disconnect_reason, "it is refused")
     with deaf_listener() as address:
         pass
     nobody = loop.client(TcpDial(*address))
-    loop.until(lambda: "refused" in nobody.trouble, "nobody is there")
+    loop.until(lambda: "refused" in nobody.disconnect_reason, "nobody is there")
     answers: list[Any] = []
     nobody.cas("job/a", 1, 0, then=answers.append)
     loop.turn(0)
@@ -395,11 +397,11 @@ def test_who_is_silent_or_another_is_given_up_and_said_to_be(loop: Loop) -> None
 
 
 def test_attempts_become_rarer_and_are_never_all_at_once() -> None:
-    assert [backoff(n, luck=1.0) for n in range(5)] == [0.05, 0.1, 0.2, 0.4, 0.8]
-    assert backoff(10**9, luck=1.0) == 2.0
-    assert backoff(3, luck=0.0) == 0.2
+    assert [backoff(n, jitter=1.0) for n in range(5)] == [0.05, 0.1, 0.2, 0.4, 0.8]
+    assert backoff(10**9, jitter=1.0) == 2.0
+    assert backoff(3, jitter=0.0) == 0.2
     rng = random.Random(0)
-    assert len({backoff(9, luck=rng.random()) for _ in range(100)}) == 100
+    assert len({backoff(9, jitter=rng.random()) for _ in range(100)}) == 100
 
 
 def test_somebody_who_refuses_is_not_asked_all_the_time(loop: Loop) -> None:
@@ -410,35 +412,37 @@ def test_somebody_who_refuses_is_not_asked_all_the_time(loop: Loop) -> None:
     assert 4 <= nobody.dialled <= 8
 
 
-def test_patience_counts_from_the_first_look() -> None:
-    patience = Patience(2.0)
-    assert patience.ends_s(10.0, waiting=False) == math.inf
-    assert patience.ends_s(20.0, waiting=True) == 22.0
-    assert patience.ends_s(21.0, waiting=True) == 22.0
-    patience.progress()
-    assert patience.ends_s(21.0, waiting=True) == 23.0
-    assert patience.ends_s(22.0, waiting=False) == math.inf
-    assert patience.ends_s(22.5, waiting=True) == 24.5
+def test_a_progress_timeout_counts_from_the_first_tick() -> None:
+    timeout = ProgressTimeout(2.0)
+    assert timeout.deadline_s(10.0, waiting=False) == math.inf
+    assert timeout.deadline_s(20.0, waiting=True) == 22.0
+    assert timeout.deadline_s(21.0, waiting=True) == 22.0
+    timeout.reset()
+    assert timeout.deadline_s(21.0, waiting=True) == 23.0
+    assert timeout.deadline_s(22.0, waiting=False) == math.inf
+    assert timeout.deadline_s(22.5, waiting=True) == 24.5
 
 
 def test_where_the_store_is_can_be_written_in_two_ways(loop: Loop) -> None:
-    store = Store()
+    store = ControlStore()
     host, port = loop.server(store).address
-    client = loop.add(reach(f"{host}:{port}", SECRET, loop.selector, terms=TERMS, on_lost=loop.lost.append))
+    client = loop.add(connect_store(f"{host}:{port}", SECRET, loop.selector, options=OPTIONS, on_lost=loop.lost.append))
     loop.connected(client)
-    bridged = loop.add(reach("etcd://127.0.0.1:1", SECRET, loop.selector, terms=TERMS, on_lost=loop.lost.append))
-    loop.until(lambda: "etcd does not answer" in bridged.trouble, "nobody is there", 10.0)
+    bridged = loop.add(
+        connect_store("etcd://127.0.0.1:1", SECRET, loop.selector, options=OPTIONS, on_lost=loop.lost.append)
+    )
+    loop.until(lambda: "etcd does not answer" in bridged.disconnect_reason, "nobody is there", 10.0)
     with pytest.raises(ValueError, match="names 2 hosts, and only one"):
-        reach("a:1,b:2", SECRET, loop.selector, terms=TERMS, on_lost=loop.lost.append)
+        connect_store("a:1,b:2", SECRET, loop.selector, options=OPTIONS, on_lost=loop.lost.append)
 
 
 def test_a_name_that_is_unknown_is_said_so_at_once() -> None:
     with pytest.raises(OSError, match="'no such host' has no address"):
         TcpDial("no such host", 1)
-    with pytest.raises(ValueError, match="of patience"):
-        Terms("job/", patience_s=0)
+    with pytest.raises(ValueError, match="answer timeout"):
+        ClientOptions("job/", answer_timeout_s=0)
     with pytest.raises(ValueError, match="at least one character"):
-        Terms("")
+        ClientOptions("")
 
 
 # ------------------------------------------------------------------------------- a store that knows the secret and lies
@@ -473,7 +477,7 @@ class Liar:
             return []
         messages = self.channel.feed(data)
         if data:
-            self.sock.sendall(self.channel.take_greeting())
+            self.sock.sendall(self.channel.take_handshake())
         return messages
 
     def say(self, message: dict[str, Any]) -> None:
@@ -503,7 +507,7 @@ def test_a_store_that_talks_nonsense_is_left_and_the_supervisor_lives(loop: Loop
 
 def test_an_answer_that_the_records_never_show_ends_the_connection(loop: Loop) -> None:
     liar = Liar()
-    client = loop.client(liar, Terms("job/", ttl_s=60.0, patience_s=0.3))
+    client = loop.client(liar, ClientOptions("job/", ttl_s=60.0, answer_timeout_s=0.3))
     heard: list[Any] = []
     asked = False
     end_s = time.monotonic() + 5
@@ -520,13 +524,13 @@ def test_an_answer_that_the_records_never_show_ends_the_connection(loop: Loop) -
             asked = True
             client.cas("job/a", 2, 5, then=heard.append)
         loop.turn(0.01)
-    assert heard == [Entry(2, 6)]  # it did happen
-    assert "no records came for 0.3 s" in client.trouble
+    assert heard == [StoreEntry(2, 6)]  # it did happen
+    assert "no records came for 0.3 s" in client.disconnect_reason
 
 
 def test_a_lease_counts_from_the_question_and_one_that_was_given_up_is_returned(loop: Loop) -> None:
     liar = Liar()
-    client = loop.client(liar, Terms("job/", ttl_s=1.0, patience_s=30.0))
+    client = loop.client(liar, ClientOptions("job/", ttl_s=1.0, answer_timeout_s=30.0))
     asked: list[dict[str, Any]] = []
 
     def hears(do: str) -> bool:

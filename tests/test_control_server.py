@@ -24,12 +24,12 @@ import pytest
 
 from lockstep.control import server as module
 from lockstep.control.messages import FIELDS
-from lockstep.control.remote_store import Client
+from lockstep.control.remote_store import RemoteStoreClient
 from lockstep.control.secret import VARIABLE, read_secret
-from lockstep.control.server import MOST_UNPROVEN, Server
+from lockstep.control.server import MAX_UNAUTHENTICATED, Server
 from lockstep.control.sockets import TcpDial
-from lockstep.control.store import Store
-from lockstep.control.store_client import Terms
+from lockstep.control.store import ControlStore
+from lockstep.control.store_client import ClientOptions
 from test_control_client import Loop
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
@@ -46,7 +46,7 @@ ENV = {**os.environ, VARIABLE: SECRET.hex()}
 def serve(port: int) -> None:
     """A store on a port until standard input ends."""
     loop = Loop()
-    store = Store()
+    store = ControlStore()
     server: Server = loop.add(Server(store, read_secret(os.environ), loop.selector, host="127.0.0.1", port=port))
     print(server.address[1], flush=True)
     parent = _Parent()
@@ -75,11 +75,11 @@ def server_process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]
 
 
 @contextmanager
-def honest(port: int, ttl_s: float = 5.0) -> Iterator[tuple[Loop, Client]]:
+def honest(port: int, ttl_s: float = 5.0) -> Iterator[tuple[Loop, RemoteStoreClient]]:
     loop = Loop()
-    terms = Terms("job/", ttl_s=ttl_s, patience_s=2.0)
-    client: Client = loop.add(
-        Client(TcpDial("127.0.0.1", port), SECRET, loop.selector, terms=terms, on_lost=loop.lost.append)
+    options = ClientOptions("job/", ttl_s=ttl_s, answer_timeout_s=2.0)
+    client: RemoteStoreClient = loop.add(
+        RemoteStoreClient(TcpDial("127.0.0.1", port), SECRET, loop.selector, options=options, on_lost=loop.lost.append)
     )
     loop.connected(client)
     yield loop, client
@@ -101,7 +101,7 @@ def hold(port: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the tests
 
 
-def measure(loop: Loop, client: Client, go_on: Callable[[int], bool]) -> list[float]:
+def measure(loop: Loop, client: RemoteStoreClient, go_on: Callable[[int], bool]) -> list[float]:
     """Round trips of a swap, from asking until the mirror shows it; a few hundred a second."""
     times: list[float] = []
     while go_on(len(times)):
@@ -156,14 +156,14 @@ def test_ten_thousand_hostile_messages_and_two_hundred_idle_strangers(capsys: py
 
 
 def test_idle_strangers_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNPROVEN_S", 0.5)
+    monkeypatch.setattr(module, "AUTHENTICATE_WITHIN_S", 0.5)
     loop = Loop()
-    server: Server = loop.add(Server(Store(), SECRET, loop.selector, host="127.0.0.1"))
+    server: Server = loop.add(Server(ControlStore(), SECRET, loop.selector, host="127.0.0.1"))
     client = loop.client(TcpDial(*server.address), secret=SECRET)
     loop.connected(client)
     strangers = [socket.create_connection(server.address) for _ in range(200)]
     loop.spin(0.1)
-    assert server.connections == 1 + MOST_UNPROVEN
+    assert server.connections == 1 + MAX_UNAUTHENTICATED
     late = loop.client(TcpDial(*server.address), secret=SECRET)
     loop.connected(late)
     assert loop.cas(late, "job/a", 1, 0) is not None
@@ -179,7 +179,7 @@ def test_idle_strangers_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch)
 def test_a_full_house_turns_newcomers_away_and_serves_its_guests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_CONNECTIONS", 3)
     loop = Loop()
-    server: Server = loop.add(Server(Store(), SECRET, loop.selector, host="127.0.0.1"))
+    server: Server = loop.add(Server(ControlStore(), SECRET, loop.selector, host="127.0.0.1"))
     clients = [loop.client(TcpDial(*server.address), secret=SECRET) for _ in range(3)]
     loop.connected(*clients)
     late = loop.client(TcpDial(*server.address), secret=SECRET)
@@ -193,7 +193,7 @@ def test_a_full_house_turns_newcomers_away_and_serves_its_guests(monkeypatch: py
 
 def test_without_descriptors_strangers_go_and_guests_stay() -> None:
     loop = Loop()
-    server: Server = loop.add(Server(Store(), SECRET, loop.selector, host="127.0.0.1"))
+    server: Server = loop.add(Server(ControlStore(), SECRET, loop.selector, host="127.0.0.1"))
     client = loop.client(TcpDial(*server.address), secret=SECRET)
     loop.connected(client)
     strangers = [socket.create_connection(server.address) for _ in range(20)]

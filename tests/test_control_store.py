@@ -12,11 +12,11 @@ from lockstep.control import store as module
 from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
 from lockstep.control.messages import PAGE_BYTES, cut_pages, follow, message_as_push
 from lockstep.control.remote_store import Mirror
-from lockstep.control.store import Change, Entry, NoLease, Store
-from lockstep.control.store_client import ControlError, LocalClient, Terms
+from lockstep.control.store import Change, ControlStore, NoLease, StoreEntry
+from lockstep.control.store_client import ClientOptions, ControlError, LocalStoreClient
 
 
-def made(entry: Entry | None) -> Entry:
+def made(entry: StoreEntry | None) -> StoreEntry:
     assert entry is not None
     return entry
 
@@ -25,11 +25,11 @@ def made(entry: Entry | None) -> Entry:
 
 
 def test_a_key_is_set_only_by_who_knows_its_revision() -> None:
-    store = Store()
+    store = ControlStore()
     first = made(store.cas("a", 1, 0))
     assert store.cas("a", 2, 0) is None
     assert store.cas("a", 2, first.revision + 1) is None
-    assert store.get("a") == first == Entry(1, store.revision)
+    assert store.get("a") == first == StoreEntry(1, store.revision)
     second = made(store.cas("a", 2, first.revision))
     assert store.cas("a", 3, first.revision) is None
     assert store.get("a") == second
@@ -37,7 +37,7 @@ def test_a_key_is_set_only_by_who_knows_its_revision() -> None:
 
 
 def test_a_key_is_deleted_only_by_who_knows_its_revision_and_can_be_made_again() -> None:
-    store = Store()
+    store = ControlStore()
     first = made(store.cas("a", 1, 0))
     assert not store.delete("a", first.revision + 1)
     assert not store.delete("b", 0)
@@ -49,7 +49,7 @@ def test_a_key_is_deleted_only_by_who_knows_its_revision_and_can_be_made_again()
 
 
 def test_what_fails_changes_no_revision() -> None:
-    store = Store()
+    store = ControlStore()
     store.cas("a", 1, 0)
     before = store.revision
     store.cas("a", 2, 0)
@@ -61,8 +61,8 @@ def test_what_fails_changes_no_revision() -> None:
 
 def test_revisions_of_one_store_mean_nothing_in_the_next() -> None:
     """After a restart, somebody who still knows a revision must not hit another record by chance."""
-    assert len({Store().revision for _ in range(100)}) == 100
-    old, new = Store(), Store()
+    assert len({ControlStore().revision for _ in range(100)}) == 100
+    old, new = ControlStore(), ControlStore()
     seen = made(old.cas("a", 1, 0))
     new.cas("a", "another", 0)
     assert new.cas("a", 2, seen.revision) is None
@@ -70,7 +70,7 @@ def test_revisions_of_one_store_mean_nothing_in_the_next() -> None:
 
 
 def test_values_are_copies_as_everybody_will_read_them() -> None:
-    store = Store()
+    store = ControlStore()
     mine: dict[Any, Any] = {"list": [1, (2, 3)], 4: None}
     store.cas("a", mine, 0)
     mine["list"].append("later")
@@ -81,13 +81,13 @@ def test_values_are_copies_as_everybody_will_read_them() -> None:
 
 
 def test_keys_go_with_their_lease_and_not_before() -> None:
-    store = Store()
+    store = ControlStore()
     lease = store.grant(3.0, now_s=100.0)
     store.cas("mine", 1, 0, lease)
     store.cas("free", 1, 0)
     assert store.next_end_s() == 103.0
     store.expire(102.9)
-    assert store.get("mine") == Entry(1, store.revision - 1, lease)
+    assert store.get("mine") == StoreEntry(1, store.revision - 1, lease)
     store.expire(103.0)
     assert store.get("mine") is None
     assert store.get("free") is not None
@@ -97,7 +97,7 @@ def test_keys_go_with_their_lease_and_not_before() -> None:
 
 
 def test_a_renewed_lease_counts_from_its_renewal() -> None:
-    store = Store()
+    store = ControlStore()
     lease = store.grant(3.0, now_s=100.0)
     store.cas("mine", 1, 0, lease)
     assert store.keep_alive(lease, 102.0)
@@ -108,7 +108,7 @@ def test_a_renewed_lease_counts_from_its_renewal() -> None:
 
 
 def test_a_renewal_that_waited_while_the_host_was_stopped_counts() -> None:
-    store = Store()
+    store = ControlStore()
     lease = store.grant(3.0, now_s=100.0)
     assert store.keep_alive(lease, 120.0)  # nobody has called expire
     store.expire(120.0)
@@ -116,7 +116,7 @@ def test_a_renewal_that_waited_while_the_host_was_stopped_counts() -> None:
 
 
 def test_a_key_hangs_on_the_lease_it_was_last_set_with() -> None:
-    store = Store()
+    store = ControlStore()
     one, two = store.grant(3.0, 0.0), store.grant(9.0, 0.0)
     first = made(store.cas("a", 1, 0, one))
     second = made(store.cas("a", 2, first.revision, two))
@@ -128,7 +128,7 @@ def test_a_key_hangs_on_the_lease_it_was_last_set_with() -> None:
 
 
 def test_leases_are_unguessable_and_revoked_at_once() -> None:
-    store = Store()
+    store = ControlStore()
     leases = {store.grant(1.0, 0.0) for _ in range(100)}
     assert len(leases) == 100
     assert all(len(lease) == 32 for lease in leases)
@@ -143,7 +143,7 @@ def test_leases_are_unguessable_and_revoked_at_once() -> None:
 
 
 def test_changes_are_the_last_of_each_key_in_order() -> None:
-    store = Store()
+    store = ControlStore()
     start = store.revision
     a = made(store.cas("a", 1, 0))
     b = made(store.cas("b", 1, 0))
@@ -159,7 +159,7 @@ def test_changes_are_the_last_of_each_key_in_order() -> None:
 
 def test_deletions_are_forgotten_after_so_many_and_nobody_misses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_DELETIONS", 5)
-    store = Store()
+    store = ControlStore()
     start = store.revision
     for number in range(6):
         entry = made(store.cas(f"k{number}", 1, 0))
@@ -173,7 +173,7 @@ def test_deletions_are_forgotten_after_so_many_and_nobody_misses_one(monkeypatch
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mirror_that_looks_now_and_then_is_what_the_store_has(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_DELETIONS", 20)
-    rng, store = random.Random(seed), Store()
+    rng, store = random.Random(seed), ControlStore()
     leases: list[str] = []
     mirrors = [(Mirror(), follow(store, "in/")) for _ in range(3)]
     for now_s in range(600):
@@ -202,17 +202,17 @@ def test_a_mirror_that_looks_now_and_then_is_what_the_store_has(seed: int, monke
 
 def look(mirror: Mirror, pushes: Any) -> None:
     while (push := next(pushes)) is not None:
-        mirror.take(message_as_push(push.as_message()))
+        mirror.apply(message_as_push(push.as_message()))
 
 
 def test_a_round_in_several_pushes_is_seen_all_at_once() -> None:
-    store = Store()
+    store = ControlStore()
     for number in range(10):
         store.cas(f"k{number}", "x" * (PAGE_BYTES // 3), 0)
     mirror, pushes = Mirror(), follow(store, "k")
     seen = []
     while (push := next(pushes)) is not None:
-        mirror.take(push)
+        mirror.apply(push)
         seen.append(len(mirror.entries))
     assert len(seen) >= 4
     assert seen == [0] * (len(seen) - 1) + [10]
@@ -220,8 +220,8 @@ def test_a_round_in_several_pushes_is_seen_all_at_once() -> None:
 
 def test_the_largest_values_fit_into_frames() -> None:
     full = "x" * (module.LARGEST_VALUE_BYTES - 2)
-    changes = [Change("k" * 256, 2**53, Entry(full, 2**53, "l" * 32)) for _ in range(3)]
-    small = [Change("k" * 256, 1, Entry("x" * (PAGE_BYTES - 1000), 1)) for _ in range(3)]
+    changes = [Change("k" * 256, 2**53, StoreEntry(full, 2**53, "l" * 32)) for _ in range(3)]
+    small = [Change("k" * 256, 1, StoreEntry("x" * (PAGE_BYTES - 1000), 1)) for _ in range(3)]
     client, server = opened()
     for page in cut_pages([*small, *changes]):
         client.feed(server.outgoing({"changes": [[c.key, c.revision, made(c.entry).value, None] for c in page]}))
@@ -232,9 +232,9 @@ def test_the_largest_values_fit_into_frames() -> None:
 
 def opened() -> tuple[Channel, Channel]:
     client, server = Channel(bytes(32), is_server=False), Channel(bytes(32), is_server=True)
-    server.feed(client.take_greeting())
-    client.feed(server.take_greeting())
-    server.feed(client.take_greeting())
+    server.feed(client.take_handshake())
+    client.feed(server.take_handshake())
+    server.feed(client.take_handshake())
     return client, server
 
 
@@ -248,7 +248,7 @@ def deep(levels: int) -> Any:
 cycle: list[Any] = []
 cycle.append(cycle)
 
-BAD: list[tuple[Callable[[Store], Any], str]] = [
+BAD: list[tuple[Callable[[ControlStore], Any], str]] = [
     (lambda s: s.cas("", 1, 0), "at least one character"),
     (lambda s: s.cas(7, 1, 0), "must be text"),
     (lambda s: s.cas("k" * 257, 1, 0), "has 257 bytes; at most 256"),
@@ -275,7 +275,7 @@ BAD: list[tuple[Callable[[Store], Any], str]] = [
 
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_bad_input_is_refused_in_words_and_changes_nothing(number: int) -> None:
-    store = Store()
+    store = ControlStore()
     store.cas("kept", 1, 0)
     revision, before = store.revision, store.list("")
     call, words = BAD[number]
@@ -287,7 +287,7 @@ def test_bad_input_is_refused_in_words_and_changes_nothing(number: int) -> None:
 def test_limits_are_reached_and_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KEYS", 3)
     monkeypatch.setattr(module, "MOST_LEASES", 2)
-    store = Store()
+    store = ControlStore()
     entries = [made(store.cas(f"k{number}", deep(31), 0)) for number in range(3)]
     with pytest.raises(ValueError, match="one more than 3 keys"):
         store.cas("k3", 1, 0)
@@ -305,12 +305,14 @@ def test_limits_are_reached_and_not_passed(monkeypatch: pytest.MonkeyPatch) -> N
 # --------------------------------------------------------------------------------------------- the arbiter on this host
 
 
-def local(store: Store, lost: list[str] | None = None) -> LocalClient:
-    return LocalClient(store, terms=Terms("job/", ttl_s=3.0), on_lost=[].append if lost is None else lost.append)
+def local(store: ControlStore, lost: list[str] | None = None) -> LocalStoreClient:
+    return LocalStoreClient(
+        store, options=ClientOptions("job/", ttl_s=3.0), on_lost=[].append if lost is None else lost.append
+    )
 
 
 def test_a_local_arbiter_tells_its_answers_in_the_next_tick() -> None:
-    store, heard = Store(), []
+    store, heard = ControlStore(), []
     client = local(store)
     client.cas("job/a", 1, 0, leased=True, then=heard.append)
     assert client.tick(10.0) == 10.0 + 1.0
@@ -327,7 +329,7 @@ def test_a_local_arbiter_tells_its_answers_in_the_next_tick() -> None:
 
 
 def test_a_local_arbiter_renews_in_time_even_after_a_stop_and_leaves_nothing() -> None:
-    store, lost = Store(), []
+    store, lost = ControlStore(), []
     client = local(store, lost)
     client.tick(10.0)
     client.cas("job/a", 1, 0, leased=True, then=lambda _: None)
@@ -350,7 +352,7 @@ def test_a_local_arbiter_renews_in_time_even_after_a_stop_and_leaves_nothing() -
 
 
 def test_a_snapshot_never_changes() -> None:
-    store = Store()
+    store = ControlStore()
     client = local(store)
     store.cas("job/a", 1, 0)
     store.cas("elsewhere", 1, 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel, Phase, WireError, read_message
+from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel, HandshakePhase, WireError, read_message
 from lockstep.control.messages import check_request, message_as_push, row_as_change
 from lockstep.control.secret import VARIABLE, new_secret, read_secret, write_secret
 
@@ -24,11 +24,11 @@ def pair(secret: bytes = SECRET) -> tuple[Channel, Channel]:
 
 def greet(client: Channel, server: Channel) -> list[bytes]:
     """Shake hands, and return what went over the wire."""
-    hello = client.take_greeting()
+    hello = client.take_handshake()
     assert server.feed(hello) == []
-    welcome = server.take_greeting()
+    welcome = server.take_handshake()
     assert client.feed(welcome) == []
-    proof = client.take_greeting()
+    proof = client.take_handshake()
     assert not server.is_open
     assert server.feed(proof) == []
     assert client.is_open
@@ -82,20 +82,20 @@ def test_the_largest_frame_passes_and_one_more_byte_is_not_even_waited_for() -> 
 def test_a_stranger_gets_no_byte() -> None:
     stranger, server = Channel(bytes(32), is_server=False), Channel(SECRET, is_server=True)
     with pytest.raises(WireError, match="does not know"):
-        server.feed(stranger.take_greeting())
-    assert server.take_greeting() == b""
-    assert server.phase is Phase.BROKEN
+        server.feed(stranger.take_handshake())
+    assert server.take_handshake() == b""
+    assert server.phase is HandshakePhase.BROKEN
 
 
 def test_a_client_does_not_believe_a_server_without_the_secret() -> None:
     client, _ = pair()
-    hello = client.take_greeting()
+    hello = client.take_handshake()
     for answer in (hello, HELLO_BYTES.to_bytes(4, "big") + bytes(64), bytes(4) + hello[4:]):
         client, _ = pair()
-        client.take_greeting()
+        client.take_handshake()
         with pytest.raises(WireError):
             client.feed(answer)
-        assert client.take_greeting() == b""
+        assert client.take_handshake() == b""
 
 
 def test_a_recorded_session_is_no_use_in_another() -> None:
@@ -104,7 +104,7 @@ def test_a_recorded_session_is_no_use_in_another() -> None:
     request = client.outgoing({"id": 1})
     fresh = Channel(SECRET, is_server=True)
     fresh.feed(hello)  # known to be genuine, but not to be new: it gets a challenge
-    assert fresh.phase is Phase.PROOF
+    assert fresh.phase is HandshakePhase.PROOF
     with pytest.raises(WireError, match="forged, changed, repeated"):
         fresh.feed(proof)
     fresh = Channel(SECRET, is_server=True)
@@ -119,7 +119,7 @@ def test_a_recorded_server_is_no_server() -> None:
     fresh, _ = pair()
     with pytest.raises(WireError, match="frame 0 is forged"):
         fresh.feed(welcome + server.outgoing({"changes": []}))
-    assert fresh.take_greeting() != b""  # its own hello, and nothing after
+    assert fresh.take_handshake() != b""  # its own hello, and nothing after
 
 
 def test_before_its_proof_nobody_makes_the_server_keep_more_than_a_few_bytes() -> None:
@@ -128,7 +128,7 @@ def test_before_its_proof_nobody_makes_the_server_keep_more_than_a_few_bytes() -
         with pytest.raises(WireError, match="where a hello has 64"):
             server.feed(start + bytes(65536))
     client, server = pair()
-    server.feed(client.take_greeting())
+    server.feed(client.take_handshake())
     with pytest.raises(WireError, match="where a proof has 32"):
         server.feed((33).to_bytes(4, "big"))
 
@@ -191,7 +191,7 @@ def empty(client: Channel, server: Channel) -> bytes:
 
 
 def greet_again(client: Channel, server: Channel) -> bytes:
-    return Channel(SECRET, is_server=False).take_greeting()
+    return Channel(SECRET, is_server=False).take_handshake()
 
 
 ATTACKS: list[Attack] = [

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.ddp.grad_hooks import Listening
+from lockstep.ddp.grad_hooks import HookMode
 from programs import CASES, Mlp
 
 pytestmark = [
@@ -51,7 +51,7 @@ def train(
             optimizer.step()
             seen.append(bits(module.parameters()))
     if few:
-        assert model.reducer.listening is Listening.TO_LAST_OF_BUCKET
+        assert model.reducer.hook_mode is HookMode.LAST_OF_BUCKET
     return seen
 
 

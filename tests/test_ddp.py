@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from crew import WorkerFailedError, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.ddp.grad_hooks import Listening
+from lockstep.ddp.grad_hooks import HookMode
 from lockstep.ddp.join import any_worker_syncs, highest_rank
 from programs import Mlp, digest
 
@@ -470,8 +470,8 @@ def works_with_a_limit(rank: int, size: int) -> None:
         assert trained_over(group, **options) == trained_over(dist.group.WORLD, **options), options
         assert group.waits > 0
     ddp = OurDDP(seeded(Mlp), process_group=group)
-    assert highest_rank(ddp, candidate=True) == size - 1
-    assert any_worker_syncs(ddp, rank == 0, wait=True)
+    assert highest_rank(ddp.process_group, ddp.device, candidate=True) == size - 1
+    assert any_worker_syncs(ddp.process_group, ddp.device, we_do=rank == 0, wait=True)
 
 
 def test_a_python_group_whose_works_must_be_given_a_time_limit() -> None:
@@ -725,7 +725,7 @@ def test_torch_compile(where: str) -> None:
     crew(compiled, 2, where)
 
 
-# -- few hooks (see Note [Two ways to listen] in reducer.py) ---------------------------------------------------------
+# -- few hooks (see Note [Few hooks] in ddp/grad_hooks.py) ---------------------------------------------------------
 
 
 class Order(nn.Module):
@@ -759,7 +759,7 @@ def few_hooks(rank: int, size: int) -> list[bool]:
         for p, q, g in zip(ddp.parameters(), local.parameters(), before, strict=True):
             expected = mean_over_workers(q.grad) + (0 if g is None else g)
             torch.testing.assert_close(p.grad, expected)
-        few.append(ddp.reducer.listening is Listening.TO_LAST_OF_BUCKET)
+        few.append(ddp.reducer.hook_mode is HookMode.LAST_OF_BUCKET)
 
     for _ in range(8):
         step(FORWARD)
@@ -800,7 +800,7 @@ def world_of_one(rank: int, size: int) -> int:
             model(x, FORWARD).sum().backward()
         for p, q in zip(ddp.parameters(), local.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
-    assert ddp.reducer.listening is Listening.TO_VERY_LAST
+    assert ddp.reducer.hook_mode is HookMode.LAST_PARAMETER
     for steps in range(1, 40):
         ddp.zero_grad()
         try:

@@ -33,7 +33,7 @@ def saved_settings(rank: int, size: int) -> list[Any]:
     for _ in range(3):
         loaded(torch.ones(2, 16)).sum().backward()
     sizes = [bucket.numel for bucket in loaded.reducer.buckets]
-    return [sizes, loaded.bucket_bytes_cap, loaded.reducer.ownership.name, loaded.forward_sync_buffers]
+    return [sizes, loaded.bucket_bytes_cap, loaded.reducer.queue.ownership.name, loaded.forward_sync_buffers]
 
 
 def test_a_saved_wrapper_keeps_its_settings() -> None:

@@ -15,7 +15,7 @@ PROGRAM = """
 import gc, os, signal, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
-from lockstep.comm import graveyard
+from lockstep.comm import deferred_destroy
 
 folder, rank = sys.argv[1], int(sys.argv[2])
 store = dist.FileStore(folder + "/store", 2)
@@ -26,7 +26,7 @@ if rank == 1:
 group = dist.group.WORLD
 work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
 if sys.argv[3] == "keep":
-    graveyard.keep(group)
+    deferred_destroy.keep_alive(group)
 began = time.monotonic()
 dist.distributed_c10d._world.pg_map.clear()
 dist.distributed_c10d._update_default_pg(None)
@@ -35,14 +35,14 @@ for kept in vars(dist.distributed_c10d._world).values():
         kept.clear()
 del group, work, store
 gc.collect()
-graveyard.bury()
-print(f"{time.monotonic() - began:.3f} {graveyard.kept()}", flush=True)
+deferred_destroy.destroy_unreferenced()
+print(f"{time.monotonic() - began:.3f} {deferred_destroy.count_kept()}", flush=True)
 """
 
 
 @pytest.mark.parametrize("way", ["keep", pytest.param("let go", marks=pytest.mark.slow)])
 def test_a_group_that_cannot_end(tmp_path, way: str) -> None:  # type: ignore[no-untyped-def]
-    """Without the graveyard it blocks whoever lets go of it: if that ever changes, the graveyard may go."""
+    """Without deferred_destroy, dropping the last reference blocks: if that ever changes, the module may go."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     stopped = subprocess.Popen([*command, "1", way], stderr=subprocess.DEVNULL)
     try:
@@ -64,16 +64,16 @@ def test_a_group_that_cannot_end(tmp_path, way: str) -> None:  # type: ignore[no
         stopped.wait()
 
 
-def test_nobody_is_buried_whom_somebody_knows() -> None:
+def test_a_group_that_is_still_referenced_is_not_destroyed() -> None:
     class Group:
         pass
 
     group = Group()
-    before = deferred_destroy.kept()
-    deferred_destroy.keep(group)
-    deferred_destroy.keep(group)
-    deferred_destroy.bury()
-    assert deferred_destroy.kept() == before + 1
+    before = deferred_destroy.count_kept()
+    deferred_destroy.keep_alive(group)
+    deferred_destroy.keep_alive(group)
+    deferred_destroy.destroy_unreferenced()
+    assert deferred_destroy.count_kept() == before + 1
     del group
-    deferred_destroy.bury()
-    assert deferred_destroy.kept() == before
+    deferred_destroy.destroy_unreferenced()
+    assert deferred_destroy.count_kept() == before

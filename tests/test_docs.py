@@ -204,7 +204,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         digests |= set(re.findall(r"digest ([0-9a-f]+)", done.stdout))
         if "LOCKSTEP_FAULTS" in line:
-            assert "was lost; 1 worker goes on" in done.stderr
+            assert "was lost; 1 worker continues" in done.stderr
     assert len(lines) > 8
     assert len(digests) == 2  # of the run, and of the one that has more epochs
     assert shutil.which("lockstep", path=str(tmp_path / "bin"))

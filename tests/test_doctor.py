@@ -15,7 +15,7 @@ import pytest
 from lockstep.doctor import command, facts
 from lockstep.doctor.facts import Gpu, Machine, Space, Torch
 from lockstep.doctor.judge import Level, judge
-from lockstep.world.environment import Place
+from lockstep.world.environment import RankAssignment
 
 GIB = 1 << 30
 CPU = Torch("2.13.0+cpu", gloo=True, import_s=2.0)
@@ -44,7 +44,7 @@ WITH_GPUS = replace(SOUND, torch=CUDA, driver_gpus=2)
 
 
 def test_a_sound_machine_has_nothing_to_change() -> None:
-    for machine in (SOUND, WITH_GPUS, replace(SOUND, place=Place(3, 8, "SLURM"))):
+    for machine in (SOUND, WITH_GPUS, replace(SOUND, place=RankAssignment(3, 8, "SLURM"))):
         assert {finding.level for finding in judge(machine)} == {Level.GOOD}
         assert not any(finding.advice for finding in judge(machine))
 
@@ -87,7 +87,11 @@ def test_a_sound_machine_has_nothing_to_change() -> None:
         (replace(SOUND, host_addresses=("127.0.1.1", "::1")), Level.NOTE, "stands for 127.0.1.1, ::1 only"),
         (replace(SOUND, place_problem="RANK=3 is set, but WORLD_SIZE is not"), Level.BAD, "WORLD_SIZE is not"),
         (replace(SOUND, env={"SLURM_NTASKS": "4"}), Level.WARN, "start it with srun, which makes 4 workers"),
-        (replace(WITH_GPUS, place=Place(0, 4, "SLURM", local_size=4)), Level.NOTE, "4 workers here share 2 GPUs"),
+        (
+            replace(WITH_GPUS, place=RankAssignment(0, 4, "SLURM", local_size=4)),
+            Level.NOTE,
+            "4 workers here share 2 GPUs",
+        ),
         (replace(SOUND, master_problem="MASTER_PORT=1 cannot be"), Level.BAD, "choose another port"),
         (replace(SOUND, clock_is_set=False), Level.NOTE, "no time server"),
     ],
@@ -198,11 +202,13 @@ def test_workers_that_cannot_meet_are_a_problem() -> None:
 
 
 def test_words_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "look", lambda env, directory: replace(SOUND, quota_cores=2.0, open_files=99))
+    monkeypatch.setattr(
+        command, "inspect_machine", lambda env, directory: replace(SOUND, quota_cores=2.0, open_files=99)
+    )
     assert command.main(["--no-trial"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("+ torch          2.13.0+cpu, built for CPUs")
     assert last == "no problems, 2 warnings"
-    monkeypatch.setattr(command, "look", lambda env, directory: replace(SOUND, loopback_problem="no"))
+    monkeypatch.setattr(command, "inspect_machine", lambda env, directory: replace(SOUND, loopback_problem="no"))
     assert command.main(["--no-trial"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 problem, no warnings"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.exit_policy import EARLY, Act, Decision, Exit, Scene, blame, decide, exit_status
+from lockstep.launcher.exit_policy import EARLY, Action, Decision, Exit, LaunchState, decide, exit_status, first_failure
 from test_launch import Stage, split_card, stage  # noqa: F401
 from test_recovery import Play, Show, perform
 
@@ -40,7 +40,7 @@ def leave(how):
 
 def at(place, number):
     for how, where, worker, step in plan:
-        me = faults.here.get("worker", f"h0.{{run.world.rank}}")
+        me = faults.context.get("worker", f"h0.{{run.world.rank}}")
         if where == place and int(step) == number and worker in ("all", "ever", me.partition(".")[2]):
             once = Path(f"{{how}} {{where}} {{step}} {{me}}")
             if worker == "ever" and run.world.rank != 0:
@@ -225,12 +225,12 @@ def test_in_a_fixed_world_all_may_end(stage: Stage, exits: str) -> None:  # noqa
 
 def test_who_is_to_blame() -> None:
     early, peer = Exit(1, 0, 5.0, early=True), Exit(0, 1, 4.99, lost_peer=True)
-    assert decide(Scene(now_s=5.0, alive=1, grace_s=10.0, exits=[early])) == Decision(Act.STOP)
-    assert blame([peer, early]) == early
+    assert decide(LaunchState(now_s=5.0, alive=1, grace_s=10.0, exits=[early])) == Decision(Action.STOP)
+    assert first_failure([peer, early]) == early
     assert exit_status([peer, early], None) == 1
     quit_, own = Exit(1, 0, 5.0, quit=True), Exit(0, 3, 5.1)
-    assert decide(Scene(now_s=5.0, alive=1, grace_s=10.0, exits=[quit_])) == Decision(Act.WAIT)
-    assert blame([quit_]) is None
-    assert blame([quit_, peer]) == Exit(1, 0, 5.0, quit=True, early=True)
+    assert decide(LaunchState(now_s=5.0, alive=1, grace_s=10.0, exits=[quit_])) == Decision(Action.WAIT)
+    assert first_failure([quit_]) is None
+    assert first_failure([quit_, peer]) == Exit(1, 0, 5.0, quit=True, early=True)
     assert exit_status([quit_, peer], None) == 1
-    assert blame([quit_, own]) == own
+    assert first_failure([quit_, own]) == own

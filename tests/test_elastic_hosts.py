@@ -25,16 +25,16 @@ from lockstep.bench import network_namespaces
 from lockstep.errors import LockstepError
 from lockstep.launcher.hosts import (
     SAY_AFTER_S,
-    Contact,
+    HostContact,
     Hosts,
-    await_address,
-    check_where,
-    in_words,
+    check_rendezvous,
+    display_name,
     interface_to,
-    name_host,
-    prefix_of,
-    share_of,
-    title_of,
+    key_prefix,
+    make_host_name,
+    name_workers,
+    wait_for_address,
+    workers_on_host,
 )
 from lockstep.launcher.job import Job, worker_env
 from test_launch import split_card
@@ -53,10 +53,10 @@ SECRET = secrets.token_hex(32)
 
 def why_not() -> str:
     try:
-        network_namespaces.refuse_where_impossible()
+        network_namespaces.check_requirements()
         with hosts(1):
             return ""
-    except network_namespaces.RigError as error:
+    except network_namespaces.NamespaceError as error:
         return str(error)
 
 
@@ -156,7 +156,7 @@ def test_the_others_go_on_when_a_host_is_killed(stage: Stage, undisturbed: str) 
     assert not any(is_alive(pid) for pid in pids.values())
     check(fleet, undisturbed, "ada", "bob")
     assert "host cyd is lost" in fleet.output("ada")
-    assert "worker 0 on cyd was lost; 2 workers go on" in fleet.output("bob")
+    assert "worker 0 on cyd was lost; 2 workers continue" in fleet.output("bob")
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_another_secret_is_refused(stage: Stage) -> None:
     fleet.start("ada")
     fleet.start("bob", LOCKSTEP_JOB_SECRET=secrets.token_hex(32))
     assert fleet.await_end("bob") == {"bob": 1}
-    assert "our secret may be another" in fleet.output("bob")
+    assert "the secrets may differ" in fleet.output("bob")
     assert "bob" not in fleet.output("ada")
     assert fleet.processes["ada"].poll() is None  # it waits for the right one
 
@@ -309,7 +309,7 @@ def test_scaling_from_any_host_is_shared_out_evenly(stage: Stage, undisturbed: s
         assert subprocess.run(command, timeout=60).returncode == 0
 
     def by_host() -> dict[str, int]:
-        members = [title_of(member.rpartition(".")[0]) for member in fleet.members()]
+        members = [display_name(member.rpartition(".")[0]) for member in fleet.members()]
         return {name: members.count(name) for name in fleet.names}
 
     scale("bob", 3)
@@ -395,8 +395,8 @@ class Loopbacks:
     """Hosts that are not: all of them are this machine."""
 
     @staticmethod
-    def of(count: int) -> tuple[network_namespaces.Host, ...]:
-        return tuple(network_namespaces.Host(number, "127.0.0.1", os.getpid()) for number in range(count))
+    def of(count: int) -> tuple[network_namespaces.NamespaceHost, ...]:
+        return tuple(network_namespaces.NamespaceHost(number, "127.0.0.1", os.getpid()) for number in range(count))
 
 
 @pytest.mark.slow
@@ -464,26 +464,25 @@ def some_hosts(**more: Any) -> Hosts:
     ("total", "many", "shares"), [(6, 3, [2, 2, 2]), (5, 3, [2, 2, 1]), (1, 3, [1, 0, 0]), (7, 2, [4, 3]), (3, 1, [3])]
 )
 def test_shares_are_even_and_the_first_have_the_rest(total: int, many: int, shares: list[int]) -> None:
-    assert [share_of(total, many, number) for number in range(many)] == shares
-    assert share_of(total, many, many) == 0  # one that takes the place of a host that is not gone yet
+    assert [workers_on_host(total, many, number) for number in range(many)] == shares
+    assert workers_on_host(total, many, many) == 0  # one that takes the place of a host that is not gone yet
 
 
 def test_names_are_never_used_again_and_people_read_the_old_ones() -> None:
-    first, second = (name_host({"LOCKSTEP_HOST": " rack 7/node.3 "}) for _ in range(2))
+    first, second = (make_host_name({"LOCKSTEP_HOST": " rack 7/node.3 "}) for _ in range(2))
     assert first != second
-    assert title_of(first) == title_of(second) == "rack-7-node-3"
-    assert title_of(name_host({"LOCKSTEP_HOST": "..."})) == "host"
-    assert title_of(name_host({})) == socket.gethostname().partition(".")[0]
-    assert (
-        in_words(f"{first}.0 and {second}.12 join") == "worker 0 on rack-7-node-3 and worker 12 on rack-7-node-3 join"
-    )
-    assert in_words("1.5 and 10.77.0.1 stay") == "1.5 and 10.77.0.1 stay"
+    assert display_name(first) == display_name(second) == "rack-7-node-3"
+    assert display_name(make_host_name({"LOCKSTEP_HOST": "..."})) == "host"
+    assert display_name(make_host_name({})) == socket.gethostname().partition(".")[0]
+    named = name_workers(f"{first}.0 and {second}.12 join")
+    assert named == "worker 0 on rack-7-node-3 and worker 12 on rack-7-node-3 join"
+    assert name_workers("1.5 and 10.77.0.1 stay") == "1.5 and 10.77.0.1 stay"
 
 
 def test_jobs_with_different_secrets_do_not_meet() -> None:
-    assert prefix_of(b"a" * 32) != prefix_of(b"b" * 32)
-    assert prefix_of(b"a" * 32) == prefix_of(b"a" * 32)
-    assert "aaaa" not in prefix_of(b"a" * 32)
+    assert key_prefix(b"a" * 32) != key_prefix(b"b" * 32)
+    assert key_prefix(b"a" * 32) == key_prefix(b"a" * 32)
+    assert "aaaa" not in key_prefix(b"a" * 32)
 
 
 def test_the_network_that_leads_to_the_rendezvous_is_found() -> None:
@@ -511,45 +510,45 @@ def test_a_secret_is_not_shown() -> None:
 
 
 def test_what_is_said_about_the_store() -> None:
-    contact = Contact(some_hosts(give_up_s=60.0))
-    assert contact.look(100.0, trouble="nobody answers") == []  # perhaps in a moment
-    (line,) = contact.look(100.0 + SAY_AFTER_S, trouble="nobody answers")
+    contact = HostContact(some_hosts(give_up_s=60.0))
+    assert contact.update_store(100.0, trouble="nobody answers") == []  # perhaps in a moment
+    (line,) = contact.update_store(100.0 + SAY_AFTER_S, trouble="nobody answers")
     assert line == "waiting for the control store: nobody answers; giving up in 59 s"
-    assert contact.look(105.0, trouble="nobody answers") == []
-    assert not contact.is_hopeless(159.0)
-    assert contact.is_hopeless(160.0)
-    assert contact.look(161.0, trouble="") == ["the control store at 10.77.0.1:29400 can be reached"]
-    assert not contact.is_hopeless(999.0)
-    contact.look(200.0, trouble="it hung up")
-    (line,) = contact.look(202.0, trouble="it hung up")
+    assert contact.update_store(105.0, trouble="nobody answers") == []
+    assert not contact.should_give_up(159.0)
+    assert contact.should_give_up(160.0)
+    assert contact.update_store(161.0, trouble="") == ["the control store at 10.77.0.1:29400 can be reached"]
+    assert not contact.should_give_up(999.0)
+    contact.update_store(200.0, trouble="it hung up")
+    (line,) = contact.update_store(202.0, trouble="it hung up")
     assert line == "the control store cannot be reached: it hung up; giving up in 58 s"
-    assert contact.look(202.1, trouble="") != []
-    assert contact.look(202.2, trouble="") == []
+    assert contact.update_store(202.1, trouble="") != []
+    assert contact.update_store(202.2, trouble="") == []
 
 
 def test_what_is_said_about_other_hosts() -> None:
-    contact = Contact(some_hosts())
+    contact = HostContact(some_hosts())
     ada, cyd = "ada-000000", "cyd-000001"
-    assert contact.meet([ada, cyd], []) == ["ada and cyd can be seen: 3 of 3 hosts"]
-    assert contact.meet([ada, cyd], []) == []
-    assert contact.meet([ada], []) == ["host cyd is lost: nothing was heard from it for 5 s"]
-    assert contact.meet([ada, "cyd-000002"], []) == ["cyd can be seen: 3 of 3 hosts"]
-    assert contact.meet([], [ada, "cyd-000002"]) == []  # they left when it was time
-    assert contact.met == {ada, cyd, "cyd-000002"}
+    assert contact.update_hosts([ada, cyd], []) == ["ada and cyd can be seen: 3 of 3 hosts"]
+    assert contact.update_hosts([ada, cyd], []) == []
+    assert contact.update_hosts([ada], []) == ["host cyd is lost: nothing was heard from it for 5 s"]
+    assert contact.update_hosts([ada, "cyd-000002"], []) == ["cyd can be seen: 3 of 3 hosts"]
+    assert contact.update_hosts([], [ada, "cyd-000002"]) == []  # they left when it was time
+    assert contact.seen == {ada, cyd, "cyd-000002"}
 
 
 def test_a_rendezvous_without_an_address_is_waited_for_and_given_up() -> None:
     said: list[str] = []
     with pytest.raises(LockstepError, match=r"'nobody\.invalid' has no address .*; gave up after 0\.3 s"):
-        await_address(some_hosts(where="nobody.invalid:1", give_up_s=0.3), said.append)
+        wait_for_address(some_hosts(where="nobody.invalid:1", give_up_s=0.3), said.append)
     assert len(said) == 1
     assert "waiting until it has, at most 0.3 s" in said[0]
-    await_address(some_hosts(where="127.0.0.1:1"), said.append)
+    wait_for_address(some_hosts(where="127.0.0.1:1"), said.append)
     assert len(said) == 1
 
 
 def test_where_hosts_can_meet() -> None:
-    assert check_where("[::1]:29400") == [("::1", 29400)]
-    assert len(check_where("etcd://a:2379,b:2379")) == 2
+    assert check_rendezvous("[::1]:29400") == [("::1", 29400)]
+    assert len(check_rendezvous("etcd://a:2379,b:2379")) == 2
     with pytest.raises(ValueError, match="only one can keep the store"):
-        check_where("a:1,b:2")
+        check_rendezvous("a:1,b:2")

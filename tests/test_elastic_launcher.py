@@ -96,7 +96,7 @@ def test_a_worker_is_replaced_although_its_log_cannot_be_written(tmp_path: Path)
 def test_a_screen_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.pipe()
     try:
-        output.lose_patience(0.3)
+        output.set_write_timeout(0.3)
         began_s = time.monotonic()
         for _ in range(50):
             output.write_all(theirs, b"y" * 10_000)
@@ -106,7 +106,7 @@ def test_a_screen_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         output.write_all(theirs, b"again\n")
         assert os.read(ours, 1 << 20).endswith(b"what is missing here is in the logs\nagain\n")
     finally:
-        output.regain_patience()
+        output.clear_write_timeout()
         os.close(ours)
         os.close(theirs)
 

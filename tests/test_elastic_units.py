@@ -1,4 +1,4 @@
-"""The parts of an elastic run, one by one: lines, restarts, the roster with workers that are played, faults, intervals.
+"""The parts of an elastic run, one by one: pipes, restarts, the workers of a host that are played, faults, intervals.
 
 Nothing is started here. tests/test_recovery.py has the real processes.
 """
@@ -20,11 +20,11 @@ import pytest
 
 from lockstep import faults
 from lockstep.control import json_pipe as lines
-from lockstep.control.json_pipe import Line, LineError, Lines, encode
-from lockstep.control.store import LARGEST_VALUE_BYTES, Store
-from lockstep.control.store_client import LocalClient, Terms
-from lockstep.elastic.host_workers import Roster
-from lockstep.elastic.membership import Phase, Standing, Want
+from lockstep.control.json_pipe import JsonPipe, JsonPipeError, MessageParser, encode
+from lockstep.control.store import LARGEST_VALUE_BYTES, ControlStore
+from lockstep.control.store_client import ClientOptions, LocalStoreClient
+from lockstep.elastic.host_workers import HostWorkers
+from lockstep.elastic.membership import GenerationPhase, Standing, Want
 from lockstep.elastic.records import PREFIX, Keys, Records
 from lockstep.elastic.restart_policy import (
     FEWEST,
@@ -33,32 +33,32 @@ from lockstep.elastic.restart_policy import (
     PER_WORKER,
     ROUNDS,
     WITHIN_S,
-    Failure,
+    WorkerFailure,
     start_at_s,
     why_give_up,
 )
-from lockstep.train.checkpointing import Saving, read_interval
-from lockstep.train.elastic_calls import LARGEST_RESULT_BYTES
+from lockstep.train.checkpointing import CheckpointSaver, read_interval
+from lockstep.train.recovery import LARGEST_RESULT_BYTES
 
-JOURNAL, KEYS = Keys(PREFIX).journal, Keys(PREFIX).values
+CALL_LOG, KEYS = Keys(PREFIX).call_log, Keys(PREFIX).values
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Line, socket.socket]]:
+def pair() -> Iterator[tuple[JsonPipe, socket.socket]]:
     """The supervisor's end, and the worker's, which blocks for a while at most."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(5)
     with ours, theirs:
-        yield Line(ours), theirs
+        yield JsonPipe(ours), theirs
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_messages_may_come_in_any_pieces(size: int) -> None:
     sent = [{"say": "hello", "pid": 3}, {"say": "kv", "value": "ä\n\\"}, {}]
     data = b"".join(map(encode, sent))
-    cutter, got = Lines(), []
+    cutter, got = MessageParser(), []
     for at in range(0, len(data), size):
         got += cutter.feed(data[at : at + size])
     assert got == sent
@@ -66,74 +66,74 @@ def test_messages_may_come_in_any_pieces(size: int) -> None:
 
 @pytest.mark.parametrize("garbage", [b"no json\n", b"[1]\n", b"3\n", b"null\n", b"\n", b'{"a":1\n', b"\xff\n"])
 def test_garbage_is_refused(garbage: bytes) -> None:
-    cutter = Lines()
+    cutter = MessageParser()
     assert cutter.feed(encode({"say": "beat"})) == [{"say": "beat"}]
-    with pytest.raises(LineError, match="a line that is not"):
+    with pytest.raises(JsonPipeError, match="a line that is not"):
         cutter.feed(garbage)
 
 
 def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "LONGEST_LINE_BYTES", 100)
-    cutter = Lines()
+    cutter = MessageParser()
     assert cutter.feed(b'"' + 98 * b"x") == []
-    with pytest.raises(LineError, match="more than 100 bytes"):
+    with pytest.raises(JsonPipeError, match="more than 100 bytes"):
         cutter.feed(b"xx")
 
 
-def test_a_line_brings_messages_both_ways_and_ends_with_the_other_side(pair: tuple[Line, socket.socket]) -> None:
-    line, worker = pair
-    assert line.receive() == []
+def test_a_line_brings_messages_both_ways_and_ends_with_the_other_side(pair: tuple[JsonPipe, socket.socket]) -> None:
+    pipe, worker = pair
+    assert pipe.receive() == []
     worker.sendall(encode({"say": "hello"}) + encode({"say": "beat"}) + b'{"say":')
-    assert line.receive() == [{"say": "hello"}, {"say": "beat"}]
-    line.send({"do": "leave"})
+    assert pipe.receive() == [{"say": "hello"}, {"say": "beat"}]
+    pipe.send({"do": "leave"})
     assert worker.recv(100) == b'{"do":"leave"}\n'
     worker.sendall(b'"end"}\n')
     worker.close()
-    assert not line.ended
-    assert line.receive() == [{"say": "end"}]
-    assert line.ended
-    assert line.receive() == []
-    line.send({"do": "leave"})  # to nobody: no error, and nothing waits
-    assert not line.is_behind
+    assert not pipe.ended
+    assert pipe.receive() == [{"say": "end"}]
+    assert pipe.ended
+    assert pipe.receive() == []
+    pipe.send({"do": "leave"})  # to nobody: no error, and nothing waits
+    assert not pipe.has_unsent
 
 
-def test_garbage_ends_a_line(pair: tuple[Line, socket.socket]) -> None:
-    line, worker = pair
+def test_garbage_ends_a_line(pair: tuple[JsonPipe, socket.socket]) -> None:
+    pipe, worker = pair
     worker.sendall(b"what?\n")
-    assert line.receive() == []
-    assert line.ended
+    assert pipe.receive() == []
+    assert pipe.ended
 
 
-def test_a_worker_that_does_not_read_blocks_nobody(pair: tuple[Line, socket.socket]) -> None:
-    line, worker = pair
+def test_a_worker_that_does_not_read_blocks_nobody(pair: tuple[JsonPipe, socket.socket]) -> None:
+    pipe, worker = pair
     began_s = time.monotonic()
     sent = 0
-    while not line.is_behind:
-        line.send({"number": sent, "text": "x" * 1000})
+    while not pipe.has_unsent:
+        pipe.send({"number": sent, "text": "x" * 1000})
         sent += 1
         assert sent < 100_000
     for _ in range(100):
-        line.send({"number": sent, "text": "x" * 1000})
+        pipe.send({"number": sent, "text": "x" * 1000})
         sent += 1
     assert time.monotonic() - began_s < 5
-    assert not line.ended
+    assert not pipe.ended
     # It is continued, and hears all of it, in order.
-    cutter, got = Lines(), []
+    cutter, got = MessageParser(), []
     while len(got) < sent:
-        line.flush()
+        pipe.flush()
         got += cutter.feed(worker.recv(1 << 16))
     assert [one["number"] for one in got] == list(range(sent))
-    assert not line.is_behind
+    assert not pipe.has_unsent
 
 
 def test_a_worker_that_never_reads_again_is_given_up(
-    pair: tuple[Line, socket.socket], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[JsonPipe, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "MOST_WAITING_BYTES", 10_000)
-    line, _ = pair
+    monkeypatch.setattr(lines, "MAX_UNSENT_BYTES", 10_000)
+    pipe, _ = pair
     for _ in range(100_000):
-        line.send({"text": "x" * 1000})
-        if line.ended:
+        pipe.send({"text": "x" * 1000})
+        if pipe.ended:
             return
     raise AssertionError("it waits without end")
 
@@ -141,12 +141,12 @@ def test_a_worker_that_never_reads_again_is_given_up(
 # ---- restarts --------------------------------------------------------------------------------------------------------
 
 
-def killed(at_s: float, newest: int, here: int | None = None) -> Failure:
-    return Failure(0, at_s, newest, newest if here is None else here)
+def killed(at_s: float, newest: int, here: int | None = None) -> WorkerFailure:
+    return WorkerFailure(0, at_s, newest, newest if here is None else here)
 
 
-def failed(at_s: float, newest: int, error: str = "ValueError: x") -> Failure:
-    return Failure(0, at_s, newest, newest, error)
+def failed(at_s: float, newest: int, error: str = "ValueError: x") -> WorkerFailure:
+    return WorkerFailure(0, at_s, newest, newest, error)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def failed(at_s: float, newest: int, error: str = "ValueError: x") -> Failure:
         ([failed(n, -1) for n in range(2)], 4, "2 workers failed with the same error"),  # before the first step
     ],
 )
-def test_when_a_run_is_given_up(failures: list[Failure], workers: int, why: str | None) -> None:
+def test_when_a_run_is_given_up(failures: list[WorkerFailure], workers: int, why: str | None) -> None:
     said = why_give_up(failures, workers)
     assert (said is None) if why is None else (said is not None and why in said)
 
@@ -198,51 +198,53 @@ def test_when_a_run_is_given_up(failures: list[Failure], workers: int, why: str 
         ([failed(7, 5, str(n)) for n in range(40)], 7 + LONGEST_PAUSE_S),
     ],
 )
-def test_when_the_next_worker_is_started(failures: list[Failure], at_s: float) -> None:
+def test_when_the_next_worker_is_started(failures: list[WorkerFailure], at_s: float) -> None:
     assert start_at_s(failures) == at_s
 
 
-# ---- the roster, with workers that are played ------------------------------------------------------------------------
+# ---- the workers of a host, played by the test -----------------------------------------------------------------------
 
 
-class Diary:
+class RecordedEvents:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.said.append(text)
 
-    def note(self, event: str, **facts: Any) -> None:
+    def record(self, event: str, **facts: Any) -> None:
         self.events.append((event, facts))
 
 
 class Stage:
-    """A roster with a real store, and what it has done."""
+    """HostWorkers with a real store, and what it has done."""
 
-    def __init__(self, want: Want, *, store: Store | None = None, host: str = "h0") -> None:
-        self.store, self.diary = store or Store(), Diary()
-        arbiter = LocalClient(self.store, terms=Terms(prefix=PREFIX, ttl_s=5.0), on_lost=self.diary.say)
-        self.records = Records(host, arbiter, want)
-        self.roster = Roster(self.records, self.diary)
+    def __init__(self, want: Want, *, store: ControlStore | None = None, host: str = "h0") -> None:
+        self.store, self.events = store or ControlStore(), RecordedEvents()
+        client = LocalStoreClient(
+            self.store, options=ClientOptions(prefix=PREFIX, ttl_s=5.0), on_lost=self.events.print
+        )
+        self.records = Records(host, client, want)
+        self.host_workers = HostWorkers(self.records, self.events)
         self.actors: list[Actor] = []
 
     def act(self) -> list[str]:
         """Returns who is to be killed."""
         for actor in self.actors:
             while True:
-                actor.line.flush()
-                for message in actor.person.line.receive():
-                    self.roster.hear(actor.person, message)
-                if not actor.line.is_behind:
+                actor.pipe.flush()
+                for message in actor.local.pipe.receive():
+                    self.host_workers.handle(actor.local, message)
+                if not actor.pipe.has_unsent:
                     break
-        kills = self.roster.act(time.monotonic())
+        kills = self.host_workers.act(time.monotonic())
         for actor in self.actors:
             actor.listen()
-            while actor.person.line.is_behind:
-                actor.person.line.flush()
+            while actor.local.pipe.has_unsent:
+                actor.local.pipe.flush()
                 actor.listen()
-        return [person.id for person, _ in kills]
+        return [local.id for local, _ in kills]
 
     def enter(self, slot: int = 0) -> Actor:
         """A process is started, and comes to its Run."""
@@ -272,8 +274,8 @@ class Stage:
 
     def close(self) -> None:
         for actor in self.actors:
-            actor.line.close()
-            actor.person.line.close()
+            actor.pipe.close()
+            actor.local.pipe.close()
 
 
 class Actor:
@@ -281,20 +283,20 @@ class Actor:
 
     def __init__(self, stage: Stage, slot: int) -> None:
         ours, theirs = socket.socketpair()
-        self.stage, self.line = stage, Line(theirs)
-        self.person = stage.roster.add(Line(ours), slot)
+        self.stage, self.pipe = stage, JsonPipe(theirs)
+        self.local = stage.host_workers.add(JsonPipe(ours), slot)
         self.heard: list[dict[str, Any]] = []
         self._asked = 0
 
     @property
     def id(self) -> str:
-        return self.person.id
+        return self.local.id
 
     def say(self, what: str, **more: Any) -> None:
-        self.line.send({"say": what, **more})
+        self.pipe.send({"say": what, **more})
 
     def listen(self) -> None:
-        self.heard += self.line.receive()
+        self.heard += self.pipe.receive()
 
     def told(self, do: str) -> list[dict[str, Any]]:
         """All it was ever told of this kind."""
@@ -313,13 +315,13 @@ class Actor:
         """Its Run is over, and its process ends."""
         self.say("done")
         self.stage.act()
-        assert not self.stage.roster.lost(self.id, done=True)
+        assert not self.stage.host_workers.remove(self.id, done=True)
 
     def quit(self, top: int, calls: int = 0, *, calling: bool = False) -> None:
         """It leaves its Run by sys.exit(0), and its process ends."""
         self.say("leaves", position=[top, calls], calling=calling)
         self.stage.act()
-        assert not self.stage.roster.lost(self.id, done=True)
+        assert not self.stage.host_workers.remove(self.id, done=True)
 
     def ask(self, op: str, key: str, value: bytes | None = None, *, generation: int = 1, **more: Any) -> int:
         self._asked += 1
@@ -356,16 +358,16 @@ def test_where_a_run_is_and_how_far_it_has_come(stages: Any) -> None:
     (first,) = stage.cast(1)
     first.say("beat", position=[7, 0])
     stage.act()
-    assert (stage.roster.here, stage.roster.newest) == ((7, 0), (7, 0))
-    stage.roster.lost(first.id, done=False)
+    assert (stage.host_workers.current, stage.host_workers.newest) == ((7, 0), (7, 0))
+    stage.host_workers.remove(first.id, done=False)
     second = stage.enter()
     second.ready()
     stage.act()
     assert second.id in stage.members
-    assert stage.roster.here < (1, 0)
+    assert stage.host_workers.current < (1, 0)
     second.say("beat", position=[3, 0])
     stage.act()
-    assert (stage.roster.here, stage.roster.newest) == ((3, 0), (7, 0))
+    assert (stage.host_workers.current, stage.host_workers.newest) == ((3, 0), (7, 0))
 
 
 def test_a_run_gets_no_more_workers_than_it_can_use(stages: Any) -> None:
@@ -374,7 +376,7 @@ def test_a_run_gets_no_more_workers_than_it_can_use(stages: Any) -> None:
     assert len(stage.members) == 4
     first.say("limit", workers=2)
     stage.act()
-    assert stage.roster.want == Want(2, 1, 2)
+    assert stage.host_workers.want == Want(2, 1, 2)
     assert first.told("close")
     for actor in (first, second, *others):
         actor.left(3)
@@ -385,16 +387,16 @@ def test_a_run_gets_no_more_workers_than_it_can_use(stages: Any) -> None:
 def test_whom_an_earlier_run_blamed_is_nothing_to_us(stages: Any) -> None:
     """An etcd keeps it. It is taken away before the first host is listed, and does not count until then."""
     stage = stages(workers=1)
-    stage.store.cas(stage.records.keys.blame, {"status": 1, "why": "long ago"}, 0, lease=None)
-    assert stage.records.blame is None
+    stage.store.cas(stage.records.keys.failure, {"status": 1, "why": "long ago"}, 0, lease=None)
+    assert stage.records.failure is None
     stage.enter().ready()
     stage.act()
     stage.act()
-    assert stage.records.blame is None
+    assert stage.records.failure is None
     assert len(stage.members) == 1
-    stage.records.accuse(status=3, why="now")
+    stage.records.publish_failure(status=3, why="now")
     stage.act()
-    assert stage.records.blame == {"status": 3, "why": "now"}
+    assert stage.records.failure == {"status": 3, "why": "now"}
 
 
 def test_whoever_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages: Any) -> None:
@@ -407,7 +409,7 @@ def test_whoever_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages:
     lost.ready()
     theirs.act()
     assert theirs.members == (lost.id, mine.id)
-    theirs.roster.lost(lost.id, done=False)
+    theirs.host_workers.remove(lost.id, done=False)
     theirs.act()
     for stage in (ours, theirs, ours, theirs, ours):
         stage.act()
@@ -424,7 +426,7 @@ def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(st
     assert welcome == {
         "do": "welcome", "id": "h0.0", "slot": 0, "wanted": 2, "journal": [], "loop": False, "generation": 0,
     }  # fmt: skip
-    assert first.person.pid == 101
+    assert first.local.pid == 101
     second = stage.enter(slot=1)
     first.ready()
     stage.act()
@@ -441,7 +443,7 @@ def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(st
         assert actor.heard.index(lease) < actor.heard.index(join)  # or it could not take a step at once
     stage.act()
     assert len(first.told("join")) == 1  # said once
-    assert [event for event, _ in stage.diary.events] == ["generation"]
+    assert [event for event, _ in stage.events.events] == ["generation"]
 
 
 def test_fewer_than_wanted_begin_when_nobody_else_is_on_the_way(stages: Any) -> None:
@@ -449,7 +451,7 @@ def test_fewer_than_wanted_begin_when_nobody_else_is_on_the_way(stages: Any) -> 
     first, second, third = (stage.enter(slot) for slot in range(3))
     first.ready()
     stage.act()
-    stage.roster.lost(third.id, done=False)
+    stage.host_workers.remove(third.id, done=False)
     stage.act()
     assert first.told("join") == []  # the second is starting
     second.ready()
@@ -461,12 +463,12 @@ def test_the_others_leave_when_one_is_lost_and_go_on_from_the_newest(stages: Any
     stage = stages(workers=3)
     first, second, third = stage.cast(3)
     assert first.told("leave") == []
-    stage.roster.lost(second.id, done=False)
+    stage.host_workers.remove(second.id, done=False)
     assert stage.act() == []
     for actor in (first, third):
         (leave,) = actor.told("leave")
         assert leave == {"do": "leave", "generation": 1, "why": "h0.1 was lost"}
-        assert actor.person.told_leave_s is not None
+        assert actor.local.leave_sent_s is not None
     first.left(4, 0)
     stage.act()
     assert stage.records.generation.number == 1  # the third is still inside
@@ -475,9 +477,9 @@ def test_the_others_leave_when_one_is_lost_and_go_on_from_the_newest(stages: Any
     now = stage.records.generation
     assert (now.number, now.members, now.position, now.source) == (2, (first.id, third.id), (4, 2), third.id)
     assert [actor.told("join")[-1]["generation"]["number"] for actor in (first, third)] == [2, 2]
-    assert first.person.told_leave_s is None
-    assert stage.diary.said == ["h0.1 was lost; 2 workers go on at step 4 (generation 2)"]
-    assert stage.roster.newest == (4, 2)
+    assert first.local.leave_sent_s is None
+    assert stage.events.said == ["h0.1 was lost; 2 workers continue at step 4 (generation 2)"]
+    assert stage.host_workers.newest == (4, 2)
     for actor in (first, third):
         actor.inside()
     stage.act()
@@ -492,7 +494,7 @@ def test_one_that_is_told_to_join_and_lost_before_it_did_is_missed(stages: Any) 
     stage.act()
     first.inside()
     stage.act()
-    stage.roster.lost(second.id, done=False)
+    stage.host_workers.remove(second.id, done=False)
     stage.act()
     assert [one["why"] for one in first.told("leave")] == ["h0.1 was lost"]
     first.left(-1, 0)
@@ -503,7 +505,7 @@ def test_one_that_is_told_to_join_and_lost_before_it_did_is_missed(stages: Any) 
 def test_whoever_is_inside_a_generation_that_is_over_is_killed(stages: Any) -> None:
     stage = stages(workers=2)
     first, second = stage.cast(2)
-    stage.roster.lost(second.id, done=False)
+    stage.host_workers.remove(second.id, done=False)
     stage.act()
     first.left(3)
     stage.act()
@@ -521,16 +523,16 @@ def test_the_lease_is_told_again_and_again(stages: Any, monkeypatch: pytest.Monk
     assert len(actor.told("lease")) == before + 2
 
 
-# -- the journal, and who comes later
+# -- the call log, and who comes later
 
 
-def test_a_newcomer_hears_the_journal_and_is_taken_in_at_the_top_of_a_step(stages: Any) -> None:
+def test_a_newcomer_hears_the_call_log_and_is_taken_in_at_the_top_of_a_step(stages: Any) -> None:
     stage = stages(workers=2)
     first, second = stage.cast(2)
     first.say("journal", first=0, entries=[["Run", None], ["run.replicate", None]])
     second.say("journal", first=0, entries=[["Run", None]])
     stage.act()
-    stage.roster.lost(second.id, done=False)
+    stage.host_workers.remove(second.id, done=False)
     stage.act()
     first.left(-1, 2)
     stage.act()
@@ -552,7 +554,7 @@ def test_a_newcomer_hears_the_journal_and_is_taken_in_at_the_top_of_a_step(stage
     third.ready(calls=3, told=2)
     stage.act()
     assert first.told("close")[-1]["generation"] == 2
-    assert stage.records.generation.phase is Phase.CLOSING
+    assert stage.records.generation.phase is GenerationPhase.CLOSING
     assert third.told("join") == first.told("leave")[1:] == []
     first.left(6)
     stage.act()
@@ -565,7 +567,7 @@ def test_a_newcomer_hears_the_journal_and_is_taken_in_at_the_top_of_a_step(stage
     assert len(third.told("journal")) == 2
 
 
-def test_what_is_in_the_journal_stays(stages: Any) -> None:
+def test_what_is_in_the_call_log_stays(stages: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
     first.say("journal", first=0, entries=[["a", 1]])
@@ -583,7 +585,7 @@ def test_whatever_a_call_may_give_is_told_to_newcomers(stages: Any, value: Any) 
     assert repr(stage.enter(slot=1).told("welcome")[0]["journal"]) == repr([["run.log", {"loss": value}]])
 
 
-def test_the_journal_is_dropped_when_its_results_are_lost_for_all(stages: Any) -> None:
+def test_the_call_log_is_dropped_when_its_results_are_lost_for_all(stages: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
     first.say("journal", first=0, entries=[["Run", None]])
@@ -592,12 +594,12 @@ def test_the_journal_is_dropped_when_its_results_are_lost_for_all(stages: Any) -
     second.ready(calls=1, told=1)
     first.say("journal", first=1, entries=[["once", 5]])
     stage.act()
-    assert len(stage.keys(JOURNAL)) == 2
-    stage.roster.lost(first.id, done=False)
+    assert len(stage.keys(CALL_LOG)) == 2
+    stage.host_workers.remove(first.id, done=False)
     stage.act()
     now = stage.records.generation
     assert (now.number, now.anew, now.position, now.source) == (2, 2, (-1, 1), second.id)
-    assert len(stage.keys(JOURNAL)) == 1  # what the source has
+    assert len(stage.keys(CALL_LOG)) == 1  # what the source has
     third = stage.enter(slot=1)
     assert third.told("welcome")[0]["journal"] == [["Run", None]]
     assert third.told("welcome")[0]["loop"] is False
@@ -622,7 +624,7 @@ def test_a_newcomer_that_heard_what_was_done_again_is_killed(stages: Any) -> Non
     first.say("journal", first=0, entries=[["once", 5]])
     stage.act()
     second, third = stage.enter(slot=0), stage.enter(slot=1)
-    stage.roster.lost(first.id, done=False)
+    stage.host_workers.remove(first.id, done=False)
     second.ready(calls=0, told=1)
     stage.act()
     assert stage.members == (second.id,)  # it begins anew
@@ -716,7 +718,7 @@ def test_keys_belong_to_one_generation(stages: Any) -> None:
     waiting = first.ask("get", "never")
     gone = second.ask("get", "never")
     assert stage.keys(KEYS) == [f"{KEYS}1/k"]
-    stage.roster.lost(second.id, done=False)
+    stage.host_workers.remove(second.id, done=False)
     stage.act()
     first.left(2)
     stage.act()
@@ -758,18 +760,18 @@ def test_more_are_wanted_and_then_fewer(stages: Any) -> None:
     stage.act()
     assert stage.members == (first.id, second.id)
     assert [len(actor.told("release")) for actor in stage.actors] == [0, 0, 1]
-    stage.roster.lost(third.id, done=True)  # it ends with status 0, and is no member
+    stage.host_workers.remove(third.id, done=True)  # it ends with status 0, and is no member
     for actor in (first, second):
         actor.inside()
     assert stage.act() == []
-    assert not stage.roster.is_over
+    assert not stage.host_workers.is_over
     assert stage.members == (first.id, second.id)
 
 
 def test_the_end_is_the_end_of_all_and_newcomers_are_released(stages: Any) -> None:
     stage = stages(workers=3)
     first, second, third = stage.cast(3)
-    stage.roster.lost(third.id, done=False)
+    stage.host_workers.remove(third.id, done=False)
     stage.act()
     for actor in (first, second):
         actor.left(7)
@@ -779,14 +781,14 @@ def test_the_end_is_the_end_of_all_and_newcomers_are_released(stages: Any) -> No
     newcomer = stage.enter(slot=2)
     stage.act()
     first.end()
-    assert stage.roster.is_over
+    assert stage.host_workers.is_over
     newcomer.ready(told=2)
     assert stage.act() == []
     assert newcomer.told("release") == newcomer.told("join") == second.told("close") == second.told("leave")[1:] == []
     second.end()
     stage.act()
     assert len(newcomer.told("release")) == 1
-    assert stage.roster.people[first.id].worker.standing is Standing.DONE
+    assert stage.host_workers.workers[first.id].record.standing is Standing.DONE
     assert stage.members == (first.id, second.id)
 
 
@@ -796,7 +798,7 @@ def test_one_that_is_lost_at_the_end_leaves_the_rest_to_those_who_are_left(stage
     first, second, third = stage.cast(3)
     first.end()
     stage.act()
-    stage.roster.lost(second.id, done=False)
+    stage.host_workers.remove(second.id, done=False)
     stage.act()
     assert [one["why"] for one in third.told("leave")] == ["h0.1 was lost"]
     third.left(9, 3)
@@ -806,24 +808,24 @@ def test_one_that_is_lost_at_the_end_leaves_the_rest_to_those_who_are_left(stage
     stage.act()
     third.end()
     assert stage.act() == []
-    assert stage.roster.is_over
+    assert stage.host_workers.is_over
 
 
 def judge(stage: Any, after_s: float = 0.0) -> list[str]:
     """Which of those that have quit are lost."""
     stage.act()
-    return [person.id for person in stage.roster.judge_quits(time.monotonic() + after_s)]
+    return [local.id for local in stage.host_workers.resolve_quits(time.monotonic() + after_s)]
 
 
 def test_one_that_ends_with_status_0_in_its_run_is_missed(stages: Any) -> None:
     stage = stages(workers=3)
     first, second, third = stage.cast(3)
-    assert stage.roster.lost(second.id, done=True)
+    assert stage.host_workers.remove(second.id, done=True)
     stage.act()
-    assert not stage.roster.is_over
+    assert not stage.host_workers.is_over
     assert [one["why"] for one in first.told("leave")] == ["h0.1 was lost"]
-    stage.roster.release(third.person, "one too many")
-    assert not stage.roster.lost(third.id, done=True)  # it was sent home
+    stage.host_workers.release(third.local, "one too many")
+    assert not stage.host_workers.remove(third.id, done=True)  # it was sent home
 
 
 def test_one_that_quits_is_missed_if_another_makes_a_call_without_it(stages: Any) -> None:
@@ -840,8 +842,8 @@ def test_one_that_quits_is_missed_if_another_makes_a_call_without_it(stages: Any
         first.quit(4, 2, calling=calling)
         second.say("beat", position=theirs, calling=True)
         assert judge(stage, after_s) == lost
-        assert not stage.roster.is_over
-        assert stage.roster.has_quits is not bool(lost)
+        assert not stage.host_workers.is_over
+        assert stage.host_workers.has_quits is not bool(lost)
         second.say("beat", position=[4, 2], calling=False)  # it may quit, however long that takes
         assert judge(stage, 1000.0) == []
 
@@ -868,9 +870,9 @@ def test_those_who_quit_together_have_ended_the_program(stages: Any) -> None:
     third.quit(4, 2)
     for stage in (theirs, ours, theirs):
         assert judge(stage) == []
-    assert ours.roster.is_over
-    assert theirs.roster.is_over
-    assert {person.worker.standing for person in ours.roster.people.values()} == {Standing.DONE}
+    assert ours.host_workers.is_over
+    assert theirs.host_workers.is_over
+    assert {local.record.standing for local in ours.host_workers.workers.values()} == {Standing.DONE}
 
 
 def test_one_that_quits_on_a_host_without_others_is_missed_after_a_while(stages: Any) -> None:
@@ -897,7 +899,7 @@ def test_how_long_recovery_took_is_noted(stages: Any) -> None:
     (first,) = stage.cast(1)
     first.say("recovered", took_s=0.25)
     stage.act()
-    assert stage.diary.events[-1] == ("recovered", {"worker": "h0.0", "generation": 1, "took_s": 0.25})
+    assert stage.events.events[-1] == ("recovered", {"worker": "h0.0", "generation": 1, "took_s": 0.25})
 
 
 # ---- how often to save ---------------------------------------------------------------------------------------------
@@ -928,10 +930,10 @@ def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
 
-    def due(saving: Saving) -> list[bool]:
+    def due(saving: CheckpointSaver) -> list[bool]:
         return [saving.is_due(number, ends_epoch=number == 4) for number in range(6)]
 
-    epochs, steps, seconds = (Saving(None, every, fence=lambda: True) for every in (None, 3, "30s"))
+    epochs, steps, seconds = (CheckpointSaver(None, every, fence=lambda: True) for every in (None, 3, "30s"))
     assert due(epochs) == [False, False, False, False, True, False]
     assert due(steps) == [False, False, True, False, False, True]
     assert due(seconds) == [False] * 6
@@ -939,7 +941,7 @@ def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     assert due(seconds) == [True] * 6
     seconds.begin(3)
     assert due(seconds) == [False] * 6
-    assert (seconds.has(3), seconds.has(4)) == (True, False)
+    assert (seconds.is_saved(3), seconds.is_saved(4)) == (True, False)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -950,13 +952,13 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(place, signal) of every death that would have been."""
     found: list[tuple[str, int]] = []
     monkeypatch.setattr(faults, "hook", None)
-    monkeypatch.setattr(faults, "here", {})
-    monkeypatch.setattr(os, "kill", lambda pid, number: found.append((faults.here.get("place", ""), number)))
+    monkeypatch.setattr(faults, "context", {})
+    monkeypatch.setattr(os, "kill", lambda pid, number: found.append((faults.context.get("place", ""), number)))
     return found
 
 
 def pass_by(place: str, **here: Any) -> None:
-    faults.here.update(here, place=place)
+    faults.context.update(here, place=place)
     faults.at(place)
 
 

@@ -22,10 +22,10 @@ import pytest
 
 from lockstep.control.etcd import Bridge
 from lockstep.control.etcd_gateway import Etcd, Gateway, Unreachable
-from lockstep.control.remote_store import Client
+from lockstep.control.remote_store import RemoteStoreClient
 from lockstep.control.secret import new_secret
 from lockstep.control.sockets import parse_addresses
-from lockstep.control.store_client import Terms
+from lockstep.control.store_client import ClientOptions
 from test_control_client import Loop
 
 ETCD = os.environ.get("ETCD") or shutil.which("etcd")
@@ -109,23 +109,23 @@ class Team(Loop):
         super().__init__()
         self.bridges: list[Bridge] = []
 
-    def join(self, url: str, prefix: str = "job/", ttl_s: float = 10.0) -> Client:
+    def join(self, url: str, prefix: str = "job/", ttl_s: float = 10.0) -> RemoteStoreClient:
         bridge = Bridge(url, SECRET)
         self.bridges.append(bridge)
-        return self.client(bridge, Terms(prefix, ttl_s=ttl_s), SECRET)
+        return self.client(bridge, ClientOptions(prefix, ttl_s=ttl_s), SECRET)
 
     def pid_of(self, number: int) -> int:
         process = self.bridges[number]._process
         assert process is not None
         return process.pid
 
-    def count(self, client: Client, key: str, up_to: int, within_s: float) -> float:
+    def count(self, client: RemoteStoreClient, key: str, up_to: int, within_s: float) -> float:
         """Count a key up by swaps, whatever happens meanwhile, and return the longest time between two of them."""
         end_s = last_s = time.monotonic() + 0.0
         end_s += within_s
         longest_s = 0.0
         while (value := getattr(client.snapshot().get(key), "value", 0)) < up_to or not client.is_connected:
-            assert time.monotonic() < end_s, f"at {value} of {up_to} after {within_s} s; {client.trouble}"
+            assert time.monotonic() < end_s, f"at {value} of {up_to} after {within_s} s; {client.disconnect_reason}"
             if not client.is_connected:
                 self.turn()
                 continue
@@ -179,7 +179,7 @@ def test_swaps_of_several_hosts_are_lost_by_none(team: Team, etcd: Cluster) -> N
     team.connected(*clients, within_s=15.0)
     left = {client: 10 for client in clients}
 
-    def swap(client: Client) -> None:
+    def swap(client: RemoteStoreClient) -> None:
         entry = client.snapshot().get("race/n")
         value, revision = (0, 0) if entry is None else (entry.value, entry.revision)
 
@@ -286,8 +286,8 @@ def test_foreign_values_below_the_prefix_are_named(team: Team, etcd: Cluster) ->
     gateway = Gateway(parse_addresses(etcd.url))
     gateway.call("/v3/kv/put", {"key": "Zm9yZWlnbi9h", "value": "bm8ganNvbg=="})  # foreign/a
     client = team.join(etcd.url, "foreign/")
-    team.until(lambda: "no JSON and not ours" in client.trouble, "it says why", 10.0)
-    assert "foreign/a" in client.trouble
+    team.until(lambda: "no JSON and not ours" in client.disconnect_reason, "it says why", 10.0)
+    assert "foreign/a" in client.disconnect_reason
 
 
 # ---------------------------------------------------------------------------------------------------- members that fail
@@ -303,7 +303,7 @@ def test_an_etcd_that_is_killed_and_started_again_has_kept_everything(team: Team
         one.kill(0)
         team.until(lambda: not client.is_connected, "the client notices", 10.0)
         assert client.snapshot() == {"job/mine": mine, "job/kept": kept}
-        team.until(lambda: "etcd does not answer" in client.trouble, "it says why", 10.0)
+        team.until(lambda: "etcd does not answer" in client.disconnect_reason, "it says why", 10.0)
         one.start(0)
         team.connected(client, within_s=20.0)
         assert client.snapshot() == {"job/mine": mine, "job/kept": kept}
@@ -375,9 +375,9 @@ def test_a_member_that_is_stopped_is_passed_over(team: Team, tmp_path: Path) -> 
 def test_without_etcd_it_says_whom_it_asked(team: Team) -> None:
     ports = free_ports(2)
     client = team.join(f"etcd://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")
-    team.until(lambda: "etcd does not answer" in client.trouble, "it says why", 10.0)
+    team.until(lambda: "etcd does not answer" in client.disconnect_reason, "it says why", 10.0)
     for port in ports:
-        assert f"127.0.0.1:{port}: [Errno 111] Connection refused" in client.trouble
+        assert f"127.0.0.1:{port}: [Errno 111] Connection refused" in client.disconnect_reason
     with pytest.raises(Unreachable):
         Gateway([("127.0.0.1", ports[0])]).call("/v3/kv/range", {})
 

@@ -1,16 +1,16 @@
-"""Hatches: memory comes out in the order in which it was put in, or not at all."""
+"""Descriptor channels: descriptors are received in the order in which they were sent, or not at all."""
 
 import os
 
 import pytest
 
 from lockstep.data import fd_channel
-from lockstep.data.fd_channel import Hatch
+from lockstep.data.fd_channel import FdChannel
 
 
 @pytest.fixture
-def way():
-    made = Hatch()
+def channel():
+    made = FdChannel()
     yield made
     made.close()
 
@@ -21,9 +21,9 @@ def memory(text: bytes) -> int:
     return handle
 
 
-def put(way: Hatch, text: bytes) -> int:
+def send(channel: FdChannel, text: bytes) -> int:
     handle = memory(text)
-    label = way.put(handle)
+    label = channel.send(handle)
     os.close(handle)
     return label
 
@@ -34,39 +34,39 @@ def read(handle: int) -> bytes:
     return found
 
 
-def test_what_was_put_in_comes_out_in_order(way):
-    labels = [put(way, text) for text in (b"one", b"two", b"three")]
-    assert [read(fd_channel.take(way.number, label)) for label in labels] == [b"one", b"two", b"three"]
+def test_descriptors_are_received_in_order(channel):
+    labels = [send(channel, text) for text in (b"one", b"two", b"three")]
+    assert [read(fd_channel.receive(channel.number, label)) for label in labels] == [b"one", b"two", b"three"]
 
 
-def test_it_comes_from_another_process(way):
+def test_a_descriptor_is_received_from_another_process(channel):
     child = os.fork()
     if child == 0:
-        put(way, b"from a child")
+        send(channel, b"from a child")
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert read(fd_channel.take(way.number, 1)) == b"from a child"
+    assert read(fd_channel.receive(channel.number, 1)) == b"from a child"
 
 
-def test_memory_of_a_batch_that_never_came_is_thrown_away(way):
+def test_descriptors_of_a_batch_that_was_never_sent_are_closed(channel):
     before = len(os.listdir("/proc/self/fd"))
-    put(way, b"of a batch that could not be pickled")
-    label = put(way, b"of the next one")
-    assert read(fd_channel.take(way.number, label)) == b"of the next one"
+    send(channel, b"of a batch that could not be pickled")
+    label = send(channel, b"of the next one")
+    assert read(fd_channel.receive(channel.number, label)) == b"of the next one"
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_memory_that_is_missing_is_an_error(way):
-    label = put(way, b"one")
-    put(way, b"two")
-    assert read(fd_channel.take(way.number, label)) == b"one"
+def test_memory_that_is_missing_is_an_error(channel):
+    label = send(channel, b"one")
+    send(channel, b"two")
+    assert read(fd_channel.receive(channel.number, label)) == b"one"
     with pytest.raises(ConnectionError, match="memory 1 of a loader process is missing, and 2 came"):
-        fd_channel.take(way.number, label)
+        fd_channel.receive(channel.number, label)
 
 
 def test_closing_leaves_nothing_open():
     before = len(os.listdir("/proc/self/fd"))
-    way = Hatch()
-    put(way, b"never taken")
-    way.close()
+    channel = FdChannel()
+    send(channel, b"never received")
+    channel.close()
     assert len(os.listdir("/proc/self/fd")) == before

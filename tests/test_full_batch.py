@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from crew import crew
-from lockstep.data.sample_order import Shuffled, cut
+from lockstep.data.sample_order import Shuffled, shard_ranges
 from runs import PROGRAMS, Bags, Cnn, Gpt, Program, Resnet, data, mlp, predict_tokens, sgd, use
 
 BATCH, EPOCHS, SEED = 32, 2, 7
@@ -60,7 +60,7 @@ class InShards(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         before = [b.clone() for b in self.norm.buffers()]
         outputs, after = [], [torch.zeros_like(b) for b in before]
-        for span in cut(len(x), self.shards):
+        for span in shard_ranges(len(x), self.shards):
             for buffer, start in zip(self.norm.buffers(), before, strict=True):
                 buffer.data = start.clone()
             outputs.append(self.norm(x[span.start : span.stop]))
@@ -145,5 +145,5 @@ def test_the_mean_of_means_would_be_far_off() -> None:
             (total / weight / len(parts)).backward()
         return torch.cat([p.grad.view(-1).clone() for p in model.parameters()])  # type: ignore[union-attr]
 
-    right, means = gradient(cut(BATCH, 1)), gradient(cut(BATCH, 8))
+    right, means = gradient(shard_ranges(BATCH, 1)), gradient(shard_ranges(BATCH, 8))
     assert float((right - means).norm() / right.norm()) > 0.3

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import lockstep
 from crew import WorkerFailedError, crew
-from lockstep.comm.hierarchy import HierarchicalGroup, Options
-from lockstep.comm.host_layout import LEAST_PIECE_BYTES, MOST_CHUNK_BYTES, chunk_bytes, cut, lay_out
-from lockstep.comm.pipeline import SMALL_BYTES
+from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
+from lockstep.comm.host_layout import MAX_CHUNK_BYTES, MIN_PIECE_BYTES, chunk_bytes, group_by_host, split_range
+from lockstep.comm.pipelined_collectives import SMALL_BYTES
 from lockstep.world.environment import identify_host
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, NARROW, kinds_of, reduced, same_bits, some
 
@@ -38,7 +38,7 @@ def join(rank: int, hosts: str, **options: Any) -> Any:
     """A group over these hosts; the letter says which host a rank is on."""
     os.environ["LOCKSTEP_HOST"] = hosts[rank]
     store = dist.PrefixStore("hierarchy", dist.distributed_c10d._get_default_store())
-    return HierarchicalGroup(store, rank, len(hosts), WAIT, options=Options(**options))
+    return HierarchicalGroup(store, rank, len(hosts), WAIT, options=HierarchyOptions(**options))
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,23 +55,23 @@ def reduce_options(op: Any) -> Any:
 
 
 def test_layout_of_hosts_with_different_numbers_of_workers():
-    layout = lay_out(["x", "y", "x", "x", "y"], rank=3)
+    layout = group_by_host(["x", "y", "x", "x", "y"], rank=3)
     assert layout.hosts == ((0, 2, 3), (1, 4))
-    assert (layout.host, layout.local_rank, layout.neighbours) == (0, 2, (0, 2, 3))
-    assert (layout.carriers, layout.carries, layout.even) == (2, False, False)
-    assert lay_out(["x", "y", "x", "x", "y"], rank=4).column == (2, 4)
+    assert (layout.host, layout.local_rank, layout.local_ranks) == (0, 2, (0, 2, 3))
+    assert (layout.num_columns, layout.has_column, layout.is_even) == (2, False, False)
+    assert group_by_host(["x", "y", "x", "x", "y"], rank=4).column == (2, 4)
     assert layout.host_of(4) == 1
 
 
 def test_every_worker_sees_the_same_hosts_and_is_in_one_column():
     for identities in itertools.product("xyz", repeat=5):
-        layouts = [lay_out(identities, rank) for rank in range(5)]
+        layouts = [group_by_host(identities, rank) for rank in range(5)]
         assert len({layout.hosts for layout in layouts}) == 1
-        columns = {layout.column for layout in layouts if layout.carries}
-        assert len(columns) == layouts[0].carriers
+        columns = {layout.column for layout in layouts if layout.has_column}
+        assert len(columns) == layouts[0].num_columns
         for layout in layouts:
-            assert layout.neighbours[layout.local_rank] == layout.rank
-            if layout.carries:
+            assert layout.local_ranks[layout.local_rank] == layout.rank
+            if layout.has_column:
                 assert layout.column[layout.host] == layout.rank
 
 
@@ -79,8 +79,8 @@ def test_every_worker_sees_the_same_hosts_and_is_in_one_column():
 def test_chunks_are_neither_tiny_nor_huge_and_cover_everything(pieces):
     for message in (1, 10_000, 2**20, 25 * 2**20, 2**31):
         size = chunk_bytes(message, pieces)
-        assert LEAST_PIECE_BYTES * pieces <= size <= max(MOST_CHUNK_BYTES, LEAST_PIECE_BYTES * pieces)
-    spans = list(cut(1003, 100))
+        assert MIN_PIECE_BYTES * pieces <= size <= max(MAX_CHUNK_BYTES, MIN_PIECE_BYTES * pieces)
+    spans = list(split_range(1003, 100))
     assert [i for span in spans for i in range(span.start, span.stop)] == list(range(1003))
 
 

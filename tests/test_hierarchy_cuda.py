@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import lockstep
 from crew import crew
-from lockstep.comm.hierarchy import HierarchicalGroup, Options
-from lockstep.comm.pipeline import Columns, Staged
+from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
+from lockstep.comm.pipelined_collectives import PipelinedCollectives, StagedCollectives
 from plain import KINDS, reduced, same_bits, some
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,7 +31,7 @@ def join(rank: int, hosts: str, **options: Any) -> Any:
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     torch.cuda.set_device(0)
     store = dist.PrefixStore("hierarchy", dist.distributed_c10d._get_default_store())
-    return HierarchicalGroup(store, rank, len(hosts), WAIT, options=Options(**options))
+    return HierarchicalGroup(store, rank, len(hosts), WAIT, options=HierarchyOptions(**options))
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +72,7 @@ def everything(rank: int, size: int, hosts: str, exact: bool) -> str:
         assert torch.equal(whole, everyone)
         group._reduce_scatter_base(mine, everyone * (rank + 1)).wait()
         assert torch.allclose(mine, everyone[rank] * (size * (size + 1) / 2))
-    assert isinstance(group._on_gpu, (Columns, Staged))
+    assert isinstance(group._on_gpu, (PipelinedCollectives, StagedCollectives))
     sort = type(group._on_gpu).__name__
     torch.cuda.synchronize()
     group.barrier().wait()
@@ -82,7 +82,7 @@ def everything(rank: int, size: int, hosts: str, exact: bool) -> str:
 
 @pytest.mark.parametrize(("hosts", "exact"), [("aabb", True), ("aabb", False), ("aab", False), ("ab", True)])
 def test_every_collective(hosts, exact):
-    assert set(crew(everything, len(hosts), hosts, exact, timeout_s=120)) == {"Columns"}
+    assert set(crew(everything, len(hosts), hosts, exact, timeout_s=120)) == {"PipelinedCollectives"}
 
 
 def refuse(*args: Any, **options: Any) -> None:
@@ -99,7 +99,7 @@ def through_host_memory(rank: int, size: int) -> str:
 
 
 def test_without_shared_memory_it_goes_through_host_memory():
-    assert crew(through_host_memory, 4) == ["Staged"] * 4
+    assert crew(through_host_memory, 4) == ["StagedCollectives"] * 4
 
 
 def follow_streams(rank: int, size: int) -> bool:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import crew  # noqa: F401  (its fork server has torch loaded already)
-from lockstep.comm.hierarchy import HierarchicalGroup, Options
+from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
 
 _context = mp.get_context("forkserver")
@@ -60,7 +60,7 @@ def _work(pipe: Any, function: Callable[..., Any], rank: int, hosts: str, *args:
 
 def join(rank: int, hosts: str, folder: Path, *, timeout_s: float = 15, **options: Any) -> Any:
     store = dist.FileStore(str(folder / "store"), len(hosts))
-    return HierarchicalGroup(store, rank, len(hosts), timedelta(seconds=timeout_s), options=Options(**options))
+    return HierarchicalGroup(store, rank, len(hosts), timedelta(seconds=timeout_s), options=HierarchyOptions(**options))
 
 
 def reduce_until_error(group: Any, numel: int) -> tuple[LockstepError, float]:

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from lockstep.comm.join_roll import Roll
+from lockstep.comm.join_registry import JoinRegistry
 from lockstep.errors import PeerLostError, WorldError
-from lockstep.world.join_liveness import Vigil
-from lockstep.world.process_identity import Process, read_stat, this_process
-from lockstep.world.rendezvous import Meeting
+from lockstep.world.join_liveness import JoinLiveness
+from lockstep.world.process_identity import ProcessIdentity, read_stat, this_process
+from lockstep.world.rendezvous import Rendezvous
 
 NEW_PIDS = 0x20000000  # CLONE_NEWPID
 TELL = "import json; from lockstep.world.process_identity import this_process; print(json.dumps(vars(this_process())))"
 
 
-def process_of(pid: int) -> Process:
-    return Process(pid, read_stat(pid).started, this_process().space)
+def process_of(pid: int) -> ProcessIdentity:
+    return ProcessIdentity(pid, read_stat(pid).started, this_process().space)
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
             child.kill()
 
 
-def until_dead(process: Process, within_s: float = 5) -> None:
+def until_dead(process: ProcessIdentity, within_s: float = 5) -> None:
     end_s = time.monotonic() + within_s
     while not process.is_dead(seen_from=this_process()):
         assert time.monotonic() < end_s, "not seen to be dead"
@@ -96,7 +96,7 @@ def in_a_new_pid_namespace(command: list[str]) -> str:
 
 
 def test_in_a_namespace_whose_proc_is_not_its_own_nobody_can_be_known() -> None:
-    told = Process(**json.loads(in_a_new_pid_namespace([sys.executable, "-c", TELL])))
+    told = ProcessIdentity(**json.loads(in_a_new_pid_namespace([sys.executable, "-c", TELL])))
     assert told.pid < 10, "not in a pid namespace of its own"
     assert told.space == ""
     assert not told.is_dead(seen_from=this_process())
@@ -107,7 +107,7 @@ def test_a_container_is_a_space_of_its_own() -> None:
     done = subprocess.run(unshare, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("needs root, to make a pid namespace")
-    told = Process(**json.loads(done.stdout))
+    told = ProcessIdentity(**json.loads(done.stdout))
     assert told.pid == 1
     assert told.space not in ("", this_process().space)
     assert not replace(told, pid=2**22).is_dead(seen_from=this_process())  # no such process here
@@ -121,11 +121,11 @@ def test_all_who_look_blame_the_same_one() -> None:
     with sleeper() as one, sleeper() as two:
         first, second = process_of(one.pid), process_of(two.pid)
     for order in ((1, 2), (2, 1)):
-        vigil = Vigil(store, during="they formed a group")
+        liveness = JoinLiveness(store, during="they formed a group")
         for rank in order:
-            vigil.watch(rank, first if rank == 1 else second)
+            liveness.watch(rank, first if rank == 1 else second)
         with pytest.raises(PeerLostError, match=rf"rank 1 \(pid {first.pid}\) died while they formed a group") as lost:
-            vigil.look()
+            liveness.check()
         assert (lost.value.rank, lost.value.pid) == (1, first.pid)
 
 
@@ -133,33 +133,33 @@ def test_who_has_signed_the_roll_can_be_seen_to_die_by_all_the_others() -> None:
     store: Any = HashStore()
     with sleeper() as child:
         store.set("process/1", json.dumps(vars(process_of(child.pid))))
-        roll = Roll(store, 0, [4, 7, 9])
-        roll.look()
-        assert (roll.has_come(1), roll.has_come(2)) == (True, False)
+        registry = JoinRegistry(store, 0, [4, 7, 9])
+        registry.check()
+        assert (registry.has_joined(1), registry.has_joined(2)) == (True, False)
     time.sleep(0.06)  # it does not look more often
     with pytest.raises(PeerLostError, match="rank 7") as lost:
-        roll.look()
+        registry.check()
     assert lost.value.rank == 7
 
 
 def test_who_is_known_from_elsewhere_need_not_have_signed() -> None:
     with sleeper() as child:
         known = {7: process_of(child.pid), 8: replace(this_process(), started="1")}  # 8 is dead, and not a member
-        roll = Roll(HashStore(), 0, [4, 7, 9], known)
-        roll.look()
-        assert not roll.has_come(1)
+        registry = JoinRegistry(HashStore(), 0, [4, 7, 9], known)
+        registry.check()
+        assert not registry.has_joined(1)
     time.sleep(0.06)
     with pytest.raises(PeerLostError, match="rank 7"):
-        roll.look()
+        registry.check()
 
 
 def test_a_meeting_names_who_died_after_its_card_and_not_who_is_merely_late() -> None:
     store: Any = HashStore()
     with sleeper() as child:
         store.set("card/1", json.dumps({"process": vars(process_of(child.pid))}))
-        meeting = Meeting(store, 0, 2, "host:1", time.monotonic() + 0.2)
-        assert meeting.introduce({}) == [{}, {}]
+        rendezvous = Rendezvous(store, 0, 2, "host:1", time.monotonic() + 0.2)
+        assert rendezvous.exchange_identities({}) == [{}, {}]
         with pytest.raises(WorldError, match="rank 0 of 2 waited at host:1 for rank 1"):
-            meeting.swap("gpu", "")
+            rendezvous.exchange("gpu", "")
     with pytest.raises(PeerLostError, match=rf"rank 1 \(pid {child.pid}\) died while 2 workers met at host:1"):
-        meeting.swap("gpu", "")
+        rendezvous.exchange("gpu", "")

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.demo.show import Training
+from lockstep.demo.show import DemoRun
 from lockstep.launcher.exit_policy import (
     SETTLE_S,
-    Act,
+    Action,
     Decision,
     Exit,
-    Scene,
-    blame,
+    LaunchState,
     count_workers,
     decide,
     describe,
     exit_status,
+    first_failure,
     is_lost_peer,
-    last_words,
+    last_output,
 )
 from lockstep.launcher.job import Job, reserve_port, worker_env
 
@@ -214,9 +214,8 @@ def test_the_default_folder_for_logs(stage: Stage) -> None:
 def test_the_launcher_does_not_load_torch(stage: Stage) -> None:
     script = stage.script("print('torch' in open(f'/proc/{os.getppid()}/maps').read())\n")
     assert stage.run("-n", "1", script).stdout == "[rank 0] False\n"
-    code = (
-        "import sys, lockstep.cli, lockstep.launcher.worker_main; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    )
+    imports = "import sys, lockstep.cli.main, lockstep.cli.run, lockstep.launcher.worker_main"
+    code = f"{imports}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout == "False False\n", done.stderr
 
@@ -248,7 +247,7 @@ def test_the_demo(tmp_path: Path, quick: bool) -> None:
     assert len(set(re.findall(r"weights +(\w+)…|(\w+)… on one", done.stdout))) == 2
     assert "… on one: the same bits" in done.stdout
     assert "was lost: killed by SIGKILL" in done.stderr
-    assert re.search(r"killed +and the others went on after \d+ ms", done.stdout)
+    assert re.search(r"killed +and the others continued after \d+ ms", done.stdout)
     page = (tmp_path / "demo" / "digits" / "report.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     shown = [row["worker"] for row in data["scenes"][data["best"]]["rows"]]
@@ -270,7 +269,7 @@ def test_the_speed_of_the_demo_is_that_of_all_workers(tmp_path: Path) -> None:
         lines += [{"kind": "steps", "samples": speed, "t0": 1.0, "t1": 2.0} for speed in speeds]
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
-    training = Training(tmp_path, {})
+    training = DemoRun(tmp_path, {})
     assert (training.samples_per_s(2), training.samples_per_s(1)) == (100, 50)
     assert math.isnan(training.samples_per_s(3))
 
@@ -357,7 +356,7 @@ def test_a_worker_that_dies_of_a_signal(stage: Stage, sign: signal.Signals) -> N
     assert f"rank 1 of 2 failed first: killed by {sign.name}" in done.stderr
     lines, card = split_card(done.stderr)
     assert lines[-1] == "[rank 1] last line"
-    assert f"| what   killed by {sign.name}; the last that it said: last line" in card
+    assert f"| what   killed by {sign.name}; its last output: last line" in card
     assert time.monotonic() - begin_s < SOON_S
 
 
@@ -374,7 +373,7 @@ def test_peers_that_do_not_obey_are_killed_after_the_grace(stage: Stage) -> None
     assert done.returncode == 3
     assert "[rank 0] no\n" in done.stdout
     lines, card = split_card(done.stderr)
-    assert lines[-1] == "lockstep: rank 1 said nothing"
+    assert lines[-1] == "lockstep: rank 1 printed nothing"
     assert "| what   the program called sys.exit(3)\n" in card
 
 
@@ -591,34 +590,38 @@ def test_workers_do_not_outlive_launcher_and_guardian(stage: Stage) -> None:
 NOW = 100.0
 
 
-def scene(*exits: Exit, alive: int = 1, told_at_s: float | None = None, interrupts: int = 0) -> Scene:
-    return Scene(now_s=NOW, alive=alive, grace_s=10, exits=exits, told_at_s=told_at_s, interrupts=interrupts)
+def scene(*exits: Exit, alive: int = 1, stop_sent_at_s: float | None = None, interrupts: int = 0) -> LaunchState:
+    return LaunchState(
+        now_s=NOW, alive=alive, grace_s=10, exits=exits, stop_sent_at_s=stop_sent_at_s, interrupts=interrupts
+    )
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (scene(), Decision(Act.WAIT)),
-        (scene(Exit(0, 0, NOW)), Decision(Act.WAIT)),
-        (scene(alive=0), Decision(Act.DONE)),
-        (scene(Exit(0, 1, NOW), alive=0), Decision(Act.DONE)),
-        (scene(Exit(0, 1, NOW)), Decision(Act.STOP)),
-        (scene(Exit(0, -9, NOW)), Decision(Act.STOP)),
-        (scene(Exit(0, 1, NOW, lost_peer=True)), Decision(Act.WAIT, NOW + SETTLE_S)),
-        (scene(Exit(0, 1, NOW - SETTLE_S, lost_peer=True)), Decision(Act.STOP)),
-        (scene(Exit(0, 1, NOW, lost_peer=True), Exit(1, 1, NOW)), Decision(Act.STOP)),
-        (scene(Exit(0, 1, NOW), told_at_s=NOW - 1), Decision(Act.WAIT, NOW + 9)),
-        (scene(Exit(0, 1, NOW), told_at_s=NOW - 10), Decision(Act.KILL)),
-        (scene(told_at_s=NOW, interrupts=1), Decision(Act.WAIT, NOW + 10)),
-        (scene(told_at_s=NOW, interrupts=2), Decision(Act.KILL)),
+        (scene(), Decision(Action.WAIT)),
+        (scene(Exit(0, 0, NOW)), Decision(Action.WAIT)),
+        (scene(alive=0), Decision(Action.DONE)),
+        (scene(Exit(0, 1, NOW), alive=0), Decision(Action.DONE)),
+        (scene(Exit(0, 1, NOW)), Decision(Action.STOP)),
+        (scene(Exit(0, -9, NOW)), Decision(Action.STOP)),
+        (scene(Exit(0, 1, NOW, lost_peer=True)), Decision(Action.WAIT, NOW + SETTLE_S)),
+        (scene(Exit(0, 1, NOW - SETTLE_S, lost_peer=True)), Decision(Action.STOP)),
+        (scene(Exit(0, 1, NOW, lost_peer=True), Exit(1, 1, NOW)), Decision(Action.STOP)),
+        (scene(Exit(0, 1, NOW), stop_sent_at_s=NOW - 1), Decision(Action.WAIT, NOW + 9)),
+        (scene(Exit(0, 1, NOW), stop_sent_at_s=NOW - 10), Decision(Action.KILL)),
+        (scene(stop_sent_at_s=NOW, interrupts=1), Decision(Action.WAIT, NOW + 10)),
+        (scene(stop_sent_at_s=NOW, interrupts=2), Decision(Action.KILL)),
     ],
 )
-def test_decide(seen: Scene, expected: Decision) -> None:
+def test_decide(seen: LaunchState, expected: Decision) -> None:
     assert decide(seen) == expected
 
 
 def test_decide_kills_once() -> None:
-    assert decide(Scene(now_s=NOW, alive=1, grace_s=0, told_at_s=0, interrupts=3, killed=True)) == Decision(Act.WAIT)
+    assert decide(LaunchState(now_s=NOW, alive=1, grace_s=0, stop_sent_at_s=0, interrupts=3, killed=True)) == Decision(
+        Action.WAIT
+    )
 
 
 LOST = Exit(0, 1, NOW, lost_peer=True)
@@ -635,14 +638,14 @@ CAUSE = Exit(1, 3, NOW + 0.01)
         ([LOST, CAUSE], 1),
         ([LOST, Exit(1, -9, NOW + 0.5)], 1),
         ([LOST, Exit(1, 3, NOW + SETTLE_S + 0.1)], 0),
-        ([LOST, Exit(1, -15, NOW + 0.5, told=True)], 0),
+        ([LOST, Exit(1, -15, NOW + 0.5, stop_sent=True)], 0),
         ([LOST, Exit(2, 1, NOW, lost_peer=True)], 0),
         ([Exit(0, 5, NOW), Exit(1, 6, NOW)], 0),
-        ([Exit(1, -2, NOW, told=True), Exit(0, -2, NOW, told=True)], 1),
+        ([Exit(1, -2, NOW, stop_sent=True), Exit(0, -2, NOW, stop_sent=True)], 1),
     ],
 )
 def test_blame(exits: list[Exit], rank: int | None) -> None:
-    culprit = blame(exits)
+    culprit = first_failure(exits)
     assert (None if culprit is None else culprit.rank) == rank
 
 
@@ -650,13 +653,13 @@ def test_blame(exits: list[Exit], rank: int | None) -> None:
     ("exits", "asked", "status"),
     [
         ([Exit(0, 0, NOW)], None, 0),
-        ([Exit(0, 0, NOW, told=True)], signal.SIGTERM, 0),
+        ([Exit(0, 0, NOW, stop_sent=True)], signal.SIGTERM, 0),
         ([LOST, CAUSE], None, 3),
         ([Exit(0, -9, NOW)], None, 137),
-        ([Exit(0, -2, NOW, told=True)], signal.SIGINT, 130),
-        ([Exit(0, -9, NOW, told=True)], signal.SIGTERM, 143),
-        ([Exit(0, 4, NOW, told=True)], signal.SIGTERM, 4),
-        ([Exit(0, -11, NOW), Exit(1, -15, NOW, told=True)], signal.SIGTERM, 139),
+        ([Exit(0, -2, NOW, stop_sent=True)], signal.SIGINT, 130),
+        ([Exit(0, -9, NOW, stop_sent=True)], signal.SIGTERM, 143),
+        ([Exit(0, 4, NOW, stop_sent=True)], signal.SIGTERM, 4),
+        ([Exit(0, -11, NOW), Exit(1, -15, NOW, stop_sent=True)], signal.SIGTERM, 139),
     ],
 )
 def test_exit_status(exits: list[Exit], asked: int | None, status: int) -> None:
@@ -675,15 +678,15 @@ def test_last_words_are_the_last_traceback_with_its_causes() -> None:
     cause = "Traceback (most recent call last):\n  File 1\nKeyError: 1\n"
     both = "\nDuring handling of the above exception, another exception occurred:\n\n"
     last = "Traceback (most recent call last):\n  File 2\nValueError: 2\n"
-    assert last_words(old + cause + both + last, "x") == (cause + both + last).splitlines()
+    assert last_output(old + cause + both + last, "x") == (cause + both + last).splitlines()
     prefixed = "".join(f"[rank1]: {line}\n" for line in (cause + both + last).splitlines())
-    assert last_words(prefixed, "x") == (cause + both + last).splitlines()
+    assert last_output(prefixed, "x") == (cause + both + last).splitlines()
 
 
 def test_last_words_without_a_traceback_are_the_last_lines() -> None:
-    assert last_words("", "") == []
-    assert last_words("a warning\n", "a warning\nthen this\n\n") == ["a warning", "then this"]
-    assert last_words("", "\n".join(map(str, range(100)))) == [str(i) for i in range(80, 100)]
+    assert last_output("", "") == []
+    assert last_output("a warning\n", "a warning\nthen this\n\n") == ["a warning", "then this"]
+    assert last_output("", "\n".join(map(str, range(100)))) == [str(i) for i in range(80, 100)]
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,13 @@ STEPS = ORDER.steps(0)
 def note(ledger: Ledger, number: int, samples: Sequence[int] | None = None) -> None:
     epoch, step = divmod(number, STEPS)
     used = ORDER.batch(epoch, step) if samples is None else samples
-    ledger.note(number, epoch=epoch, samples=len(used), fingerprint=fingerprint(used), writes=False)
+    ledger.record(number, epoch=epoch, samples=len(used), fingerprint=fingerprint(used), writes=False)
 
 
 def keep(folder: Path, steps: int, changes: dict[int, Sequence[int]] | None = None) -> None:
     ledger = Ledger(folder)
     ledger.begin(0, FACTS, writes=True)
-    ledger.share_out(2)
+    ledger.set_workers(2)
     for number in range(steps):
         note(ledger, number, (changes or {}).get(number))
         if number % 3 == 0:
@@ -108,9 +108,9 @@ def test_another_writer_goes_on_behind_the_last_line(tmp_path: Path) -> None:
             note(ledger, number)
         if number % 4 == 0:
             for ledger in ledgers:
-                ledger.share_out(3)
+                ledger.set_workers(3)
             writer.choice(ledgers).write()
-    ledgers[0].share_out(1)
+    ledgers[0].set_workers(1)
     ledgers[0].write()
     assert prove(tmp_path).holds
     assert prove(tmp_path).steps == 2 * STEPS

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from lockstep.report import live_view
-from lockstep.report.live_status import find, look
+from lockstep.report.live_status import find_run, read_status
 from lockstep.train import progress
-from lockstep.train.step import Result
+from lockstep.train.step_types import Result
 
 PROGRAM = """
 import time, torch, lockstep
@@ -64,7 +64,7 @@ def write(run: Path, *told: dict[str, Any]) -> None:
 
 def test_what_is_left_and_how_much_of_it_is_work(run: Path) -> None:
     write(run, said(0), said(1))
-    now = look(find(run), now_s=101.0)
+    now = read_status(find_run(run), now_s=101.0)
     assert now is not None
     assert (now.left_s, now.efficiency, len(now.workers)) == (60 * 32 / 64, pytest.approx(0.7), 2)
     assert live_view.describe(now) == (
@@ -76,17 +76,17 @@ def test_only_those_count_who_are_there(run: Path) -> None:
     gone, other = said(2, unix_s=10.0), said(3, generation=0)
     write(run, said(0, metrics={"accuracy": 0.9}), gone, other)
     (run / "trace" / "h0.9.now").write_text('{"unix_s": ')  # being written
-    now = look(find(run), now_s=101.0)
+    now = read_status(find_run(run), now_s=101.0)
     assert now is not None
     assert [worker.name for worker in now.workers] == ["worker 0"]
     assert "accuracy 0.9" in live_view.describe(now)
-    silent = look(find(run), now_s=1000.0)
+    silent = read_status(find_run(run), now_s=1000.0)
     assert silent is not None
     assert silent.state == "silent"
 
 
 def test_nobody_has_said_anything(run: Path) -> None:
-    assert look(find(run)) is None
+    assert read_status(find_run(run)) is None
     pytest.importorskip("rich")
     live_view.draw(None)
 
@@ -100,7 +100,7 @@ def test_the_picture_has_all_of_it(run: Path) -> None:
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut o')
     write(run, said(0), said(1, loss=float("nan"), worker="[bold]h1.1"))
-    console.print(live_view.draw(look(find(run), now_s=101.0)))
+    console.print(live_view.draw(read_status(find_run(run), now_s=101.0)))
     text = console.export_text()
     assert re.search(r"256 MiB +1 +7 ", text), text  # worker 0 came in the place of worker 5
     for part in ("step 40 of 100", "0:30 left", "70%", "worker 0", "[bold]h1.1", "256 MiB", "lost workers 1"):
@@ -119,7 +119,7 @@ def test_events_of_a_trace_have_the_time_at_which_they_happened_and_are_told_onc
         lines += [{"kind": "event", "what": "checkpoint", "step": 5, "t": clock_s + 7}] if rank == 0 else []
         lines += [{"kind": "event", "what": "evaluate", "step": 9, "t": clock_s + 8}]
         (run / "trace" / f"1-h0.{rank}-7.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    now = look(find(run), now_s=101.0)
+    now = read_status(find_run(run), now_s=101.0)
     assert now is not None
     told = [(event.unix_s, event.text) for event in now.events]
     assert told == [(97.0, "checkpoint saved at step 5"), (97.5, "worker 2 was lost"), (98.0, "evaluation at step 9")]
@@ -130,7 +130,7 @@ def test_a_figure_stays_beside_its_name(run: Path, width: int) -> None:
     console = pytest.importorskip("rich.console").Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     (run / "events.jsonl").write_text(json.dumps({"time": 99.0, "event": "lost", "worker": "h0.1"}) + "\n")
     write(run, said(0, metrics={"accuracy": 0.9944, "perplexity": 12.34}), said(1))
-    console.print(live_view.draw(look(find(run), now_s=101.0)))
+    console.print(live_view.draw(read_status(find_run(run), now_s=101.0)))
     text = console.export_text()
     for part in ("epoch 2", "accuracy 0.9944", "perplexity 12.34", "samples/s 64", "computing 70%", "lost workers 1"):
         assert part in text, text
@@ -142,7 +142,7 @@ def test_the_line_of_a_run_without_a_view(
     """It has the last metrics, and comes from the worker that is rank 0 now."""
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     leads, lines = [True], []
-    line = progress.Progress(steps=3, speaks=lambda: leads[0])
+    line = progress.Progress(steps=3, is_printing=lambda: leads[0])
     for number in range(3):
         leads[0] = number != 1
         result = Result(number, 0.5, 1.0, None, skipped=False, stop_asked_by=(), waited_s=0.0)
@@ -160,12 +160,12 @@ def test_the_line_of_a_run_without_a_view(
     assert capsys.readouterr().err == "lockstep: step 3  accuracy 0.75\n"
     (tmp_path / "trace").mkdir()
     for trace in (None, tmp_path / "trace", tmp_path / "none"):
-        line.point_at_report(trace)
+        line.print_report_command(trace)
     assert capsys.readouterr().err == ""
     (tmp_path / "trace" / "1.jsonl").touch()
-    line.point_at_report(tmp_path / "trace")
+    line.print_report_command(tmp_path / "trace")
     leads[0] = False
-    line.point_at_report(tmp_path / "trace")
+    line.print_report_command(tmp_path / "trace")
     assert capsys.readouterr().err == f"lockstep: where the time went: lockstep report {tmp_path}\n"
 
 

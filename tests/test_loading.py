@@ -20,7 +20,7 @@ from torch.utils.data import (
     Dataset,
 )
 
-from lockstep.data.batches import DataError, Settings
+from lockstep.data.batches import BatchSettings, DataError
 from lockstep.data.sample_order import Sequential
 from samples import (
     Plain,
@@ -36,44 +36,44 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Settings(0), "global_batch_size=0, which must be a whole number of 1 or more"),
-        (lambda: Settings(8.0), "global_batch_size=8.0"),  # type: ignore[arg-type]
-        (lambda: Settings(8, 0), "shards=0"),
-        (lambda: Settings(8, True), "shards=True"),
-        (lambda: Settings(8, epochs=0), "epochs=0, which must be a whole number of 1 or more, or None for no end"),
-        (lambda: Settings(8, epochs="3"), "epochs='3'"),  # type: ignore[arg-type]
-        (lambda: Settings(8, num_workers=-1), "num_workers=-1, which must be a whole number of 0 or more"),
-        (lambda: Settings(8, prefetch_factor=0), "prefetch_factor=0"),
-        (lambda: Settings(8, timeout_s=0), "timeout_s=0"),
-        (lambda: Settings(8, collate_fn=3), "collate_fn=3 cannot be called"),  # type: ignore[arg-type]
+        (lambda: BatchSettings(0), "global_batch_size=0, which must be a whole number of 1 or more"),
+        (lambda: BatchSettings(8.0), "global_batch_size=8.0"),  # type: ignore[arg-type]
+        (lambda: BatchSettings(8, 0), "shards=0"),
+        (lambda: BatchSettings(8, True), "shards=True"),
+        (lambda: BatchSettings(8, epochs=0), "epochs=0, which must be a whole number of 1 or more, or None for no end"),
+        (lambda: BatchSettings(8, epochs="3"), "epochs='3'"),  # type: ignore[arg-type]
+        (lambda: BatchSettings(8, num_workers=-1), "num_workers=-1, which must be a whole number of 0 or more"),
+        (lambda: BatchSettings(8, prefetch_factor=0), "prefetch_factor=0"),
+        (lambda: BatchSettings(8, timeout_s=0), "timeout_s=0"),
+        (lambda: BatchSettings(8, collate_fn=3), "collate_fn=3 cannot be called"),  # type: ignore[arg-type]
         (
-            lambda: Settings(4),
+            lambda: BatchSettings(4),
             "shards=8 of a batch of 4 samples: .* set shards=4 or less, or a larger global_batch_size",
         ),
-        (lambda: batches(Plain(7), Settings(8)), r"\(Plain\) has 7 samples, fewer than one global batch of 8"),
-        (lambda: batches(Plain(8), Settings(8), size=9), "9 workers for 8 shards"),
-        (lambda: batches(Plain(8), Settings(8), rank=2, size=2), "rank=2 is not one of 2 workers"),
-        (lambda: batches(Plain(8), Settings(8), seed="a"), "seed='a' is a str; give a plain int"),
+        (lambda: batches(Plain(7), BatchSettings(8)), r"\(Plain\) has 7 samples, fewer than one global batch of 8"),
+        (lambda: batches(Plain(8), BatchSettings(8), size=9), "9 workers for 8 shards"),
+        (lambda: batches(Plain(8), BatchSettings(8), rank=2, size=2), "rank=2 is not one of 2 workers"),
+        (lambda: batches(Plain(8), BatchSettings(8), seed="a"), "seed='a' is a str; give a plain int"),
         (
-            lambda: batches(Plain(8), Settings(8), order=Sequential(9, 8)),
+            lambda: batches(Plain(8), BatchSettings(8), order=Sequential(9, 8)),
             "an order of 9 samples, but the dataset has 8",
         ),
-        (lambda: batches(Plain(8), Settings(8), order=Sequential(8, 4)), "batches of 4, but global_batch_size=8"),
+        (lambda: batches(Plain(8), BatchSettings(8), order=Sequential(8, 4)), "batches of 4, but global_batch_size=8"),
         (
-            lambda: batches(Plain(8), Settings(8, drop_last=True), order=Sequential(8, 8)),
+            lambda: batches(Plain(8), BatchSettings(8, drop_last=True), order=Sequential(8, 8)),
             "drop_last=True with Sequential",
         ),
         (
-            lambda: batches(Plain(8), Settings(8), order=[3]),
+            lambda: batches(Plain(8), BatchSettings(8), order=[3]),
             r"order=\[3\] is no torch Sampler, and has no steps\(epoch\) and",
         ),
         (
-            lambda: batches(Stream(8), Settings(8), order=Sequential(8, 8)),
+            lambda: batches(Stream(8), BatchSettings(8), order=Sequential(8, 8)),
             "for a Stream: an iterable dataset has the order",
         ),
-        (lambda: batches(3, Settings(8)), "a int is no dataset: it needs __getitem__ and __len__"),
-        (lambda: batches(Dataset(), Settings(8)), "a Dataset is no dataset"),
-        (lambda: batches((i for i in range(9)), Settings(8)), "a generator can be gone through only once"),
+        (lambda: batches(3, BatchSettings(8)), "a int is no dataset: it needs __getitem__ and __len__"),
+        (lambda: batches(Dataset(), BatchSettings(8)), "a Dataset is no dataset"),
+        (lambda: batches((i for i in range(9)), BatchSettings(8)), "a generator can be iterated over only once"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(make: Callable[[], object], words: str) -> None:
@@ -94,7 +94,7 @@ def test_the_first_batch_of_an_order_is_looked_at_before_anything_is_loaded(firs
             return first
 
     with pytest.raises(ValueError, match=rf"Wrong.batch\(epoch=0, step=0\) {words}"):
-        batches(Plain(20), Settings(4, 2), order=Wrong())
+        batches(Plain(20), BatchSettings(4, 2), order=Wrong())
 
 
 class Unpicklable(Exception):
@@ -131,7 +131,7 @@ def test_a_sample_that_cannot_be_read_is_named_at_its_turn(error: Any, cause: ty
     with pytest.raises(DataError, match=r"rank 1: dataset\[15\] failed in epoch 0, step 3: ") as caught:
         for batch in batches(
             Broken(error),
-            Settings(4, 2, num_workers=loaders, prefetch_factor=4),
+            BatchSettings(4, 2, num_workers=loaders, prefetch_factor=4),
             rank=1,
             size=2,
             order=Sequential(20, 4),
@@ -150,10 +150,10 @@ def test_what_cannot_be_put_together_or_streamed_is_named() -> None:
             return torch.zeros(index)
 
     with pytest.raises(DataError, match=r"rank 0: 4 samples .* \(epoch 0, step 0, shard 0\): .*give collate_fn="):
-        list(batches(Ragged(8), Settings(8, 2)))
+        list(batches(Ragged(8), BatchSettings(8, 2)))
     for loaders in (0, 1):
         with pytest.raises(DataError, match=r"rank 0: the stream \(BrokenStream\) failed at sample 13 of epoch 0: OSE"):
-            list(batches(BrokenStream(20), Settings(4, 2, num_workers=loaders)))
+            list(batches(BrokenStream(20), BatchSettings(4, 2, num_workers=loaders)))
 
 
 class Sleepy(Plain):
@@ -174,7 +174,7 @@ def test_a_loader_process_that_hangs_is_an_error_and_gone_while_that_is_held() -
         DataError, match=r"rank 0: loading with 1 loader processes failed: .*timed out.* raise timeout_s"
     ):
         try:
-            list(batches(Sleepy(8), Settings(2, 2, num_workers=1, timeout_s=0.5), order=Sequential(8, 2)))
+            list(batches(Sleepy(8), BatchSettings(2, 2, num_workers=1, timeout_s=0.5), order=Sequential(8, 2)))
         finally:
             assert not loaders_alive()
 
@@ -199,7 +199,9 @@ def test_a_loader_process_that_is_lost_is_replaced_and_no_sample_with_it(
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         began_s = time.monotonic()
-        found = list(batches(DiesOnce(8, tmp_path / "died"), Settings(2, 2, num_workers=1), order=Sequential(8, 2)))
+        found = list(
+            batches(DiesOnce(8, tmp_path / "died"), BatchSettings(2, 2, num_workers=1), order=Sequential(8, 2))
+        )
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert [shard.data.tolist() for batch in found for shard in batch.shards] == [[n] for n in range(8)]
@@ -211,7 +213,7 @@ def test_a_loader_process_that_is_lost_does_not_end_what_its_parent_is_doing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     found = []
-    for batch in batches(Plain(40), Settings(2, 2, num_workers=1), order=Sequential(40, 2)):
+    for batch in batches(Plain(40), BatchSettings(2, 2, num_workers=1), order=Sequential(40, 2)):
         found += [shard.data.item() for shard in batch.shards]
         if batch.number == 3:
             (loader,) = loaders_alive()
@@ -224,7 +226,7 @@ def test_a_loader_process_that_is_lost_does_not_end_what_its_parent_is_doing(
 def test_a_loader_process_makes_no_files_in_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed would leave them."""
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)  # whoever calls it fails
-    found = list(batches(Tensors(8), Settings(2, 2, num_workers=1), order=Sequential(8, 2)))
+    found = list(batches(Tensors(8), BatchSettings(2, 2, num_workers=1), order=Sequential(8, 2)))
     assert torch.cat([shard.data for batch in found for shard in batch.shards]).tolist() == list(range(8))
 
 
@@ -238,7 +240,7 @@ def test_a_loader_process_that_dies_is_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"if a process was killed, the machine may be|DataLoader worker .* killed by"
     ):
-        list(batches(Suicidal(8), Settings(2, 2, num_workers=1), order=Sequential(8, 2)))
+        list(batches(Suicidal(8), BatchSettings(2, 2, num_workers=1), order=Sequential(8, 2)))
 
 
 # ---- loader processes ------------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ def loaders_alive() -> list[int]:
 @pytest.mark.parametrize("dataset", [Plain(80), Stream(80)], ids=["map", "stream"])
 def test_loader_processes_live_over_all_epochs_and_go_with_the_loop(dataset: Any) -> None:
     assert not loaders_alive()
-    given = batches(dataset, Settings(8, 4, epochs=3, num_workers=2))
+    given = batches(dataset, BatchSettings(8, 4, epochs=3, num_workers=2))
     assert not loaders_alive()
     pids = {tuple(sorted(loaders_alive())) for _ in itertools.islice(given, 25)}
     assert len(pids) == 1
@@ -282,14 +284,14 @@ def test_loader_processes_live_over_all_epochs_and_go_with_the_loop(dataset: Any
 
 
 def test_loader_processes_go_when_the_loop_fails_even_while_the_traceback_is_held() -> None:
-    given = batches(Broken(lambda: KeyError("x")), Settings(4, 2, num_workers=2, prefetch_factor=4))
+    given = batches(Broken(lambda: KeyError("x")), BatchSettings(4, 2, num_workers=2, prefetch_factor=4))
     try:
         list(given)
     except DataError as error:
         kept = error
         assert not loaders_alive()
     assert kept.__traceback__ is not None
-    given = batches(Plain(20), Settings(4, 2, num_workers=2))
+    given = batches(Plain(20), BatchSettings(4, 2, num_workers=2))
 
     def train() -> None:
         for _ in given:
@@ -301,7 +303,7 @@ def test_loader_processes_go_when_the_loop_fails_even_while_the_traceback_is_hel
 
 
 def train_forever(tell: Connection, wait_for_batch: bool) -> None:
-    given = iter(batches(Slow(80), Settings(8, 4, num_workers=2)))
+    given = iter(batches(Slow(80), BatchSettings(8, 4, num_workers=2)))
     if wait_for_batch:
         next(given)
         tell.send([child.pid for child in multiprocessing.active_children()])
@@ -341,12 +343,12 @@ class Threads(Plain):
 
 
 def test_a_loader_process_uses_one_thread() -> None:
-    assert {int(s.data.max()) for b in batches(Threads(8), Settings(4, 2, num_workers=1)) for s in b.shards} == {1}
+    assert {int(s.data.max()) for b in batches(Threads(8), BatchSettings(4, 2, num_workers=1)) for s in b.shards} == {1}
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_waiting_is_the_consumers_waiting_only(loaders: int) -> None:
-    given = batches(Slow(12), Settings(4, 2, num_workers=loaders))
+    given = batches(Slow(12), BatchSettings(4, 2, num_workers=loaders))
     began = time.perf_counter()
     for _ in given:
         time.sleep(0.1)
@@ -379,7 +381,7 @@ def test_a_loader_process_does_not_collect_what_is_its_parents(tmp_path: Path) -
     gc.disable()
     try:
         Bomb(told)
-        assert len(list(batches(Collecting(6), Settings(2, 2, num_workers=1)))) == 3
+        assert len(list(batches(Collecting(6), BatchSettings(2, 2, num_workers=1)))) == 3
     finally:
         gc.enable()
     assert not told.exists()

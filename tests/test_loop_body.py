@@ -62,7 +62,7 @@ def move(share):
 
 def act(place):
     '''In each of the named steps rank 1 is stopped before it applies it, and rank 2 killed in the next one.'''
-    step, rank = faults.here.get("step"), faults.here.get("rank")
+    step, rank = faults.context.get("step"), faults.context.get("rank")
     if run.world.size != 3:
         return
     if place == "reduced" and step in behind and rank == 1 and not Path(f"stopped {{step}}").exists():

@@ -15,15 +15,15 @@ import pytest
 
 from lockstep.elastic.membership import (
     START,
-    Do,
     Generation,
-    Host,
-    Order,
-    Phase,
+    GenerationPhase,
+    HostRecord,
+    OrderAction,
     Position,
     Standing,
     Want,
     Worker,
+    WorkerOrder,
     as_json,
     from_json,
     next_generation,
@@ -64,9 +64,9 @@ def done(id_: str) -> Worker:
     return Worker(id_, Standing.DONE, 3, (5, 2))
 
 
-def hosts(*workers: Worker) -> list[Host]:
+def hosts(*workers: Worker) -> list[HostRecord]:
     names = sorted({worker.id.partition(".")[0] for worker in workers})
-    return [Host(name, tuple(worker for worker in workers if worker.id.startswith(f"{name}."))) for name in names]
+    return [HostRecord(name, tuple(worker for worker in workers if worker.id.startswith(f"{name}."))) for name in names]
 
 
 # ------------------------------------------------------------------------------------------------- the next generation
@@ -149,7 +149,7 @@ def test_forming(
 ) -> None:
     formed = next_generation(NOW, hosts(*workers), want)
     assert formed is not None
-    assert replace(formed, anew=0) == Generation(4, members, Phase.RUNNING, position, source, why)
+    assert replace(formed, anew=0) == Generation(4, members, GenerationPhase.RUNNING, position, source, why)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_nothing_to_change(workers: list[Worker], want: Want) -> None:
 )
 def test_closing(workers: list[Worker], want: Want, why: str) -> None:
     whole = [inside(A), inside(B), left(C, generation=2)]
-    closing = replace(NOW, phase=Phase.CLOSING, why=why)
+    closing = replace(NOW, phase=GenerationPhase.CLOSING, why=why)
     assert next_generation(NOW, hosts(*whole, *workers), want) == closing
     assert next_generation(closing, hosts(*whole, *workers), want) is None
     assert next_generation(closing, hosts(*whole), WANT) is None  # it is not taken back
@@ -241,7 +241,7 @@ def small_cases() -> Iterator[tuple[Generation, list[Worker], Want]]:
     member = [None, ready, inside, done, quit_, lambda id_: left(id_, (3, 1), 2)]
     member += [lambda id_, at=at: left(id_, at) for at in ((-1, 1), (4, 0), (4, 1), (5, 0))]  # type: ignore[misc]
     newcomer = [None, starting, ready, lambda id_: ready(id_, 2, 2), lambda id_: ready(id_, 2, 0)]
-    for phase, position in product(Phase, (None, (-1, 1), (4, 0))):
+    for phase, position in product(GenerationPhase, (None, (-1, 1), (4, 0))):
         now = Generation(3, (A, C), phase, position, None if position is None else A, anew=1)
         for one, other, third, many in product(member, member, newcomer, (1, 2, 3)):
             workers = [make(id_) for make, id_ in ((one, A), (other, C), (third, B)) if make is not None]
@@ -263,10 +263,10 @@ def test_all_small_cases() -> None:
 
         if following is not None and following.number == 3:
             assert not broken
-            assert following == replace(now, phase=Phase.CLOSING, why=following.why)
+            assert following == replace(now, phase=GenerationPhase.CLOSING, why=following.why)
         elif following is not None:
             assert following.number == 4
-            assert following.phase is Phase.RUNNING
+            assert following.phase is GenerationPhase.RUNNING
             assert all(worker in survivors or worker.standing in ENDED for worker in present)
             assert set(following.members) <= set(by_id)
             assert 1 <= len(following.members) <= want.workers
@@ -284,14 +284,16 @@ def test_all_small_cases() -> None:
                 assert not inside_a_step or all(worker.position[0] >= 0 for worker in entering)
             # Nobody is left over without an order, and nobody who goes on is told anything but to join.
             after = [order for name in ("h0", "h1") for order in orders(following, hosts(*workers), name)]
-            assert {o.worker for o in after if o.do is Do.JOIN} == set(following.members)
-            assert {o.worker for o in after if o.do is Do.RELEASE} == {w.id for w in survivors if w not in entering}
+            assert {o.worker for o in after if o.do is OrderAction.JOIN} == set(following.members)
+            assert {o.worker for o in after if o.do is OrderAction.RELEASE} == {
+                w.id for w in survivors if w not in entering
+            }
         elif broken:
             # Whoever it waits for has been told.
             for worker in present:
                 out = worker in survivors or worker.standing in ENDED
                 assert out == (worker.id not in told)
-                assert out or told[worker.id] is Do.LEAVE
+                assert out or told[worker.id] is OrderAction.LEAVE
 
         assert all(order.generation == 3 for order in given)
         assert len(told) == len(given)
@@ -306,30 +308,49 @@ def test_all_small_cases() -> None:
     ("now", "workers", "expected"),
     [
         pytest.param(NOW, [inside(A), inside(B), inside(C)], {}, id="all is well"),
-        pytest.param(NOW, [ready(A), left(B, generation=2), inside(C)], {A: Do.JOIN, B: Do.JOIN}, id="join"),
-        pytest.param(NOW, [ready(A, 2, told=3), inside(B), inside(C)], {A: Do.JOIN}, id="join, whatever it was told"),
-        pytest.param(NOW, [inside(A), left(B), inside(C)], {A: Do.LEAVE}, id="somebody left"),
-        pytest.param(NOW, [ready(A), left(B, generation=2)], {A: Do.LEAVE, B: Do.LEAVE}, id="before they joined"),
-        pytest.param(NOW, [done(A), inside(B), inside(C)], {}, id="somebody is done"),
-        pytest.param(NOW, [done(A), inside(B)], {B: Do.LEAVE}, id="somebody is done and another is lost"),
         pytest.param(
-            replace(NOW, phase=Phase.CLOSING), [inside(A), ready(B), inside(C)], {A: Do.CLOSE, B: Do.JOIN}, id="closing"
+            NOW, [ready(A), left(B, generation=2), inside(C)], {A: OrderAction.JOIN, B: OrderAction.JOIN}, id="join"
         ),
-        pytest.param(replace(NOW, phase=Phase.CLOSING), [inside(A), left(C)], {A: Do.LEAVE}, id="closing and broken"),
+        pytest.param(
+            NOW, [ready(A, 2, told=3), inside(B), inside(C)], {A: OrderAction.JOIN}, id="join, whatever it was told"
+        ),
+        pytest.param(NOW, [inside(A), left(B), inside(C)], {A: OrderAction.LEAVE}, id="somebody left"),
+        pytest.param(
+            NOW,
+            [ready(A), left(B, generation=2)],
+            {A: OrderAction.LEAVE, B: OrderAction.LEAVE},
+            id="before they joined",
+        ),
+        pytest.param(NOW, [done(A), inside(B), inside(C)], {}, id="somebody is done"),
+        pytest.param(NOW, [done(A), inside(B)], {B: OrderAction.LEAVE}, id="somebody is done and another is lost"),
+        pytest.param(
+            replace(NOW, phase=GenerationPhase.CLOSING),
+            [inside(A), ready(B), inside(C)],
+            {A: OrderAction.CLOSE, B: OrderAction.JOIN},
+            id="closing",
+        ),
+        pytest.param(
+            replace(NOW, phase=GenerationPhase.CLOSING),
+            [inside(A), left(C)],
+            {A: OrderAction.LEAVE},
+            id="closing and broken",
+        ),
         pytest.param(
             NOW,
             [inside(A), inside(B), inside(C), inside("h0.3", 2), left("h0.4", generation=2), ready("h0.5")],
-            {"h0.3": Do.KILL, "h0.4": Do.RELEASE},
+            {"h0.3": OrderAction.KILL, "h0.4": OrderAction.RELEASE},
             id="strangers",
         ),
-        pytest.param(NOW, [inside(A, 2), inside(B), inside(C)], {A: Do.KILL}, id="a member inside an older one"),
+        pytest.param(
+            NOW, [inside(A, 2), inside(B), inside(C)], {A: OrderAction.KILL}, id="a member inside an older one"
+        ),
         pytest.param(
             NOW,
             [inside(A), inside(B), inside(C), ready("h0.3", 1, told=0), ready("h0.4", 1, told=1), starting("h0.5")],
-            {"h0.3": Do.KILL},
+            {"h0.3": OrderAction.KILL},
             id="a newcomer that replayed what is void",
         ),
-        pytest.param(NOW, [done(A), done(B), ready("h0.3")], {"h0.3": Do.RELEASE}, id="the end"),
+        pytest.param(NOW, [done(A), done(B), ready("h0.3")], {"h0.3": OrderAction.RELEASE}, id="the end"),
         pytest.param(
             NOW,
             [inside(A, 4), left(B, generation=4), left("h0.3", generation=4), inside(C)],
@@ -339,21 +360,23 @@ def test_all_small_cases() -> None:
         pytest.param(Generation(0), [ready(A), starting(B)], {}, id="nobody has met yet"),
     ],
 )
-def test_orders(now: Generation, workers: list[Worker], expected: dict[str, Do]) -> None:
+def test_orders(now: Generation, workers: list[Worker], expected: dict[str, OrderAction]) -> None:
     given = orders(now, hosts(*workers), "h0")
     assert {order.worker: order.do for order in given} == expected
 
 
 def test_orders_say_why() -> None:
-    assert orders(NOW, hosts(inside(A), inside(C)), "h1") == [Order(C, Do.LEAVE, 3, "h0.2 was lost")]
-    closing = replace(NOW, phase=Phase.CLOSING, why="h0.3 joins")
-    assert orders(closing, hosts(inside(A), inside(B), inside(C)), "h1") == [Order(C, Do.CLOSE, 3, "h0.3 joins")]
+    assert orders(NOW, hosts(inside(A), inside(C)), "h1") == [WorkerOrder(C, OrderAction.LEAVE, 3, "h0.2 was lost")]
+    closing = replace(NOW, phase=GenerationPhase.CLOSING, why="h0.3 joins")
+    assert orders(closing, hosts(inside(A), inside(B), inside(C)), "h1") == [
+        WorkerOrder(C, OrderAction.CLOSE, 3, "h0.3 joins")
+    ]
 
 
 def test_a_host_that_was_away_does_not_join_what_it_finds() -> None:
     there = hosts(inside(A), left(B, generation=2), ready(C))
-    assert orders(NOW, there, "h1", found=3) == [Order(C, Do.LEAVE, 3, "h1 was away")]
-    assert orders(NOW, there, "h1", found=2) == [Order(C, Do.JOIN, 3)]
+    assert orders(NOW, there, "h1", found=3) == [WorkerOrder(C, OrderAction.LEAVE, 3, "h1 was away")]
+    assert orders(NOW, there, "h1", found=2) == [WorkerOrder(C, OrderAction.JOIN, 3)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
@@ -363,18 +386,18 @@ def test_a_host_that_was_away_does_not_join_what_it_finds() -> None:
     "record",
     [
         Generation(0),
-        replace(NOW, phase=Phase.CLOSING, why="h0.3 joins"),
-        Host("h0"),
-        Host("node.example", (Worker("node.example.12", Standing.LEFT, 3, (5, 1)),)),
-        Host("h0", (ready(A, 2, 1), starting(B), done("h0.3"), inside("h0.4"))),
+        replace(NOW, phase=GenerationPhase.CLOSING, why="h0.3 joins"),
+        HostRecord("h0"),
+        HostRecord("node.example", (Worker("node.example.12", Standing.LEFT, 3, (5, 1)),)),
+        HostRecord("h0", (ready(A, 2, 1), starting(B), done("h0.3"), inside("h0.4"))),
         Want(2, 1, 8),
     ],
 )
-def test_records_survive_json(record: Generation | Host | Want) -> None:
+def test_records_survive_json(record: Generation | HostRecord | Want) -> None:
     assert from_json(type(record), json.loads(json.dumps(as_json(record)))) == record
 
 
-GENERATION, HOST, WISH = as_json(NOW), as_json(Host("h0", (left(A), left(B)))), as_json(WANT)
+GENERATION, HOST, WISH = as_json(NOW), as_json(HostRecord("h0", (left(A), left(B)))), as_json(WANT)
 WORKER = as_json(left(A))
 
 
@@ -391,7 +414,7 @@ WORKER = as_json(left(A))
         (Generation, GENERATION | {"number": -1}, "Generation.number: -1 is not a whole number"),
         (Generation, GENERATION | {"members": "h0.1"}, "Generation.members: 'h0.1' is not a list"),
         (Generation, GENERATION | {"members": [1]}, "Generation.members: 1 is not a string"),
-        (Generation, GENERATION | {"members": [A, A]}, "somebody is a member twice"),
+        (Generation, GENERATION | {"members": [A, A]}, "a worker is a member twice"),
         (Generation, GENERATION | {"phase": "ended"}, "Generation.phase: 'ended' is none of"),
         (Generation, GENERATION | {"phase": ["running"]}, r"Generation.phase: \['running'\] is not a string"),
         (Generation, GENERATION | {"position": [1]}, "Generation.position: .* is not a pair"),
@@ -401,14 +424,18 @@ WORKER = as_json(left(A))
         (Generation, GENERATION | {"position": None}, "the source 'h0.1' has no position"),
         (Generation, GENERATION | {"why": None}, "Generation.why: None is not a string"),
         (Generation, GENERATION | {"anew": 4}, "anew is 4, after its number, 3"),
-        (Host, HOST | {"name": 0}, "Host.name: 0 is not a string"),
-        (Host, HOST | {"workers": {}}, "Host.workers: {} is not a list"),
-        (Host, HOST | {"workers": [None]}, "Host.workers: Worker: None is not an object"),
-        (Host, HOST | {"workers": [WORKER | {"standing": "gone"}]}, "Host.workers: Worker.standing: 'gone' is none of"),
-        (Host, HOST | {"workers": [WORKER | {"id": "h1.1"}]}, "'h1.1' is not <host>.<serial> with the host 'h0'"),
-        (Host, HOST | {"workers": [WORKER | {"id": "h0.1.1"}]}, "'h0.1.1' is not <host>.<serial>"),
-        (Host, HOST | {"workers": [WORKER, WORKER]}, "somebody is on the list twice"),
-        (Host, HOST | {"workers": [WORKER | {"standing": "ready"}]}, "'h0.1' is ready, so its top is -1, not 5"),
+        (HostRecord, HOST | {"name": 0}, "HostRecord.name: 0 is not a string"),
+        (HostRecord, HOST | {"workers": {}}, "HostRecord.workers: {} is not a list"),
+        (HostRecord, HOST | {"workers": [None]}, "HostRecord.workers: Worker: None is not an object"),
+        (
+            HostRecord,
+            HOST | {"workers": [WORKER | {"standing": "gone"}]},
+            "HostRecord.workers: Worker.standing: 'gone' is none of",
+        ),
+        (HostRecord, HOST | {"workers": [WORKER | {"id": "h1.1"}]}, "'h1.1' is not <host>.<serial> with the host 'h0'"),
+        (HostRecord, HOST | {"workers": [WORKER | {"id": "h0.1.1"}]}, "'h0.1.1' is not <host>.<serial>"),
+        (HostRecord, HOST | {"workers": [WORKER, WORKER]}, "a worker is on the list twice"),
+        (HostRecord, HOST | {"workers": [WORKER | {"standing": "ready"}]}, "'h0.1' is ready, so its top is -1, not 5"),
         (Want, WISH | {"least": 0}, "1 <= least <= workers <= most does not hold: 0, 3, 6"),
         (Want, WISH | {"workers": 7}, "does not hold: 1, 7, 6"),
         (Want, WISH | {"most": None}, "Want.most: None is not a whole number"),
@@ -416,7 +443,7 @@ WORKER = as_json(left(A))
     ],
 )
 def test_wrong_json_is_refused_and_named(
-    kind: type[Generation] | type[Host] | type[Want], value: object, words: str
+    kind: type[Generation] | type[HostRecord] | type[Want], value: object, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         from_json(kind, value)

@@ -20,8 +20,8 @@ def lines(folder: Path) -> list[tuple[int, float]]:
 def test_one_writes_and_all_know(tmp_path: Path) -> None:
     first, second = MetricsFile(tmp_path), MetricsFile(tmp_path)
     for step in range(3):
-        first.note(step, {"loss": float(step)}, writes=True)
-        second.note(step, {"loss": float(step)}, writes=False)
+        first.add(step, {"loss": float(step)}, writes=True)
+        second.add(step, {"loss": float(step)}, writes=False)
     assert lines(tmp_path) == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
@@ -29,16 +29,16 @@ def test_one_writes_and_all_know(tmp_path: Path) -> None:
 def test_the_heir_adds_the_last_line_if_it_is_missing(tmp_path: Path, wrote: bool) -> None:
     first, second = MetricsFile(tmp_path), MetricsFile(tmp_path)
     for step in range(3):
-        second.note(step, {"loss": float(step)}, writes=False)
+        second.add(step, {"loss": float(step)}, writes=False)
         if step < 2 or wrote:
-            first.note(step, {"loss": float(step)}, writes=True)
-    second.note(3, {"loss": 3.0}, writes=True)  # the first is lost
+            first.add(step, {"loss": float(step)}, writes=True)
+    second.add(3, {"loss": 3.0}, writes=True)  # the first is lost
     assert lines(tmp_path) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_the_heir_adds_it_at_the_end_if_nothing_comes_after_it(tmp_path: Path) -> None:
     heir = MetricsFile(tmp_path)
-    heir.note(7, {"loss": 1.0}, writes=False)
+    heir.add(7, {"loss": 1.0}, writes=False)
     heir.write()
     heir.write()
     assert lines(tmp_path) == [(7, 1.0)]
@@ -48,8 +48,8 @@ def test_the_heir_adds_it_at_the_end_if_nothing_comes_after_it(tmp_path: Path) -
 def test_a_call_that_is_made_again_is_not_written_again(tmp_path: Path, loss: float) -> None:
     """The first wrote it and was lost; the heir learns the result then, and is rank 0."""
     first, heir = MetricsFile(tmp_path), MetricsFile(tmp_path)
-    first.note(0, {"loss": 1.0}, writes=True)
-    heir.note(0, {"loss": 1.0}, writes=False)
-    first.note(1, {"loss": loss}, writes=True)
-    heir.note(1, {"loss": loss}, writes=True)
+    first.add(0, {"loss": 1.0}, writes=True)
+    heir.add(0, {"loss": 1.0}, writes=False)
+    first.add(1, {"loss": loss}, writes=True)
+    heir.add(1, {"loss": loss}, writes=True)
     assert [step for step, _ in lines(tmp_path)] == [0, 1]

@@ -402,7 +402,7 @@ def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noq
     done = stage.run("--plain", "-n", "2", script, "sleep", OMP_NUM_THREADS="1", LOCKSTEP_STALL_S="2")
     assert done.returncode == 0, done.stderr
     said = done.stderr.replace("[rank 0] ", "")
-    assert re.search(r"rank 0 has waited \d s in .*; there: we; not there yet: rank 1 \(pid \d+", said), said
+    assert re.search(r"rank 0 has waited \d s in .*; arrived: rank 0; missing: rank 1 \(pid \d+", said), said
     assert "rank 1 is here:" in said
     assert "now(); time.sleep(7)" in said
 
@@ -410,9 +410,9 @@ def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noq
 LOCK = """
 import sys
 from pathlib import Path
-from lockstep.train.run_lock import Claim
-claim = Claim(Path(sys.argv[1]), {"LOCKSTEP_RUN_ID": sys.argv[2]})
-claim.take(leads=sys.argv[3] == "rank 0")
+from lockstep.train.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), {"LOCKSTEP_RUN_ID": sys.argv[2]})
+lock.acquire(leads=sys.argv[3] == "rank 0")
 print("taken", flush=True)
 sys.stdin.read()
 """

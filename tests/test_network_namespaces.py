@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.bench.collectives import Case, Op
-from lockstep.bench.hosts import GLOO, HIERARCHY, bytes_by_plan
-from lockstep.bench.network_namespaces import Rig, RigError, refuse_where_impossible, sent_bytes
+from lockstep.bench.hosts import GLOO, HIERARCHY, planned_bytes
+from lockstep.bench.network_namespaces import NamespaceError, VirtualHosts, check_requirements, sent_bytes
 
 MIB = 2**20
 START_S = 90.0  # for six processes that import torch, on a machine that has much else to do
@@ -26,9 +26,9 @@ START_S = 90.0  # for six processes that import torch, on a machine that has muc
 
 def can_make_hosts() -> bool:
     try:
-        with Rig(hosts=1, mbit=1000):
+        with VirtualHosts(hosts=1, mbit=1000):
             return True
-    except RigError:
+    except NamespaceError:
         return False
 
 
@@ -63,30 +63,30 @@ def wait_until_only(before: set[int]) -> None:
 
 def test_what_is_sent_by_plan():
     case = Case(Op.ALL_REDUCE, workers=4, size_bytes=25 * MIB)
-    assert bytes_by_plan(case, GLOO, hosts=2) == 37.5 * MIB
-    assert bytes_by_plan(case, HIERARCHY, hosts=2) == 25 * MIB
-    assert bytes_by_plan(case, HIERARCHY, hosts=4) == 37.5 * MIB
-    assert bytes_by_plan(Case(Op.BROADCAST, 4, MIB), HIERARCHY, hosts=2) == MIB
+    assert planned_bytes(case, GLOO, hosts=2) == 37.5 * MIB
+    assert planned_bytes(case, HIERARCHY, hosts=2) == 25 * MIB
+    assert planned_bytes(case, HIERARCHY, hosts=4) == 37.5 * MIB
+    assert planned_bytes(Case(Op.BROADCAST, 4, MIB), HIERARCHY, hosts=2) == MIB
 
 
 def test_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
-    with pytest.raises(RigError, match="need tc; install iproute2"):
-        refuse_where_impossible()
+    with pytest.raises(NamespaceError, match="need tc; install iproute2"):
+        check_requirements()
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(RigError, match="need root"):
-        refuse_where_impossible()
+    with pytest.raises(NamespaceError, match="need root"):
+        check_requirements()
 
 
 @needs_root
 def test_hosts_reach_each_other_over_links_that_count():
     before, listening, counted = holders(), threading.Event(), dict[str, int]()
-    with Rig(hosts=3, mbit=1000) as rig:
+    with VirtualHosts(hosts=3, mbit=1000) as virtual:
 
         def serve() -> None:
-            rig.hosts[2].enter()  # this thread only
-            with socket.create_server((rig.hosts[2].address, 5000)) as server:
+            virtual.hosts[2].enter()  # this thread only
+            with socket.create_server((virtual.hosts[2].address, 5000)) as server:
                 server.settimeout(10)
                 listening.set()
                 caller, _ = server.accept()
@@ -94,8 +94,8 @@ def test_hosts_reach_each_other_over_links_that_count():
                     counted["received"] = sum(iter(lambda: len(caller.recv(MIB)), 0))
 
         def call() -> None:
-            rig.hosts[0].enter()
-            with socket.create_connection((rig.hosts[2].address, 5000), timeout=10) as link:
+            virtual.hosts[0].enter()
+            with socket.create_connection((virtual.hosts[2].address, 5000), timeout=10) as link:
                 start = sent_bytes()
                 link.sendall(bytes(2 * MIB))
                 link.shutdown(socket.SHUT_WR)

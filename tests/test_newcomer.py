@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from crew import crew
-from lockstep.checkpoint.differences import changes
+from lockstep.checkpoint.differences import setting_changes
 from lockstep.errors import LockstepError
 from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
 from test_launch import Stage, stage, wait_for  # noqa: F401
@@ -348,10 +348,10 @@ def test_what_counts_is_what_is_used(tmp_path: Path, capfd: pytest.CaptureFixtur
 def test_changes_are_told_of_what_both_have() -> None:
     saved = {"options": {"precision": "fp32"}, "optimizer": [{"lr": 0.1}, {"lr": 0.2}], "scheduler": {"gamma": 0.1}}
     now = {"options": {"precision": "fp32", "new": 1}, "optimizer": [{"lr": 0.1}, {"lr": 0.4}], "scheduler": {}}
-    assert [str(change) for change in changes(saved, now)] == [
+    assert [str(change) for change in setting_changes(saved, now)] == [
         "learning rate of parameter group 1: 0.2 in the checkpoint, 0.4 in the program; the checkpoint's counts"
     ]
-    assert changes({}, now) == []
+    assert setting_changes({}, now) == []
 
 
 def test_starting_over_moves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

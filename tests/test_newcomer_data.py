@@ -48,7 +48,7 @@ from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
         ({"shuffle": True}, "samples are shuffled by default.*order=lockstep.Sequential"),
         ({"sampler": None}, "it is called order= here"),
         ({"worker_init_fn": print}, "random numbers of loader processes follow from"),
-        ({"persistent_workers": True}, "loader processes live over all epochs anyway"),
+        ({"persistent_workers": True}, "loader processes are kept over all epochs anyway"),
         ({"num_worker": 1}, "did you mean num_workers=?"),
         ({"Epochs": 1}, "did you mean epochs=?"),
         ({"xyz": 1}, "it has global_batch_size, shards, epochs, drop_last, num_workers"),

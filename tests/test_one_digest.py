@@ -67,16 +67,17 @@ def plant(mistake: str, size: int) -> None:
 
     match mistake:
         case "another order of sums":
-            tree_order.Gathering.awaiting = lambda self, node: len(
-                self.left
-            )  # from left to right, as far as one holds them
+            # from left to right, over all that one worker holds
+            tree_order.TreeAccumulator.count_merges = lambda self, node: len(self.pending)
             tree_order.subtrees.cache_clear()
         case "random numbers of workers":
-            mix = step.mix
-            step.mix = lambda *words: mix(*words, size)
+            derive_seed = step.derive_seed
+            step.derive_seed = lambda *words: derive_seed(*words, size)
         case "samples dealt out to workers":
-            cut = sample_order.cut
-            sample_order.cut = lambda count, shards: cut(count, shards)[size - 1 :] + cut(count, shards)[: size - 1]
+            cut = sample_order.shard_ranges
+            sample_order.shard_ranges = lambda count, shards: (
+                cut(count, shards)[size - 1 :] + cut(count, shards)[: size - 1]
+            )
 
 
 def train_with_mistake(rank: int, size: int, mistake: str) -> list[str]:

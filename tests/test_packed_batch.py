@@ -15,8 +15,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lockstep.data.batches import Position, Settings
-from lockstep.data.packed_batch import ALIGN_BYTES, over, pack
+from lockstep.data.batches import BatchSettings, Position
+from lockstep.data.packed_batch import ALIGN_BYTES, map_leaves, pack
 from lockstep.data.sample_order import Sequential
 from samples import (
     CPU,
@@ -57,7 +57,7 @@ def collate_nested(items: list[Any]) -> Any:
 
 
 def test_any_structure_comes_through_loader_processes_as_it_was() -> None:
-    (batch,) = batches(Plain(4), Settings(4, 2, num_workers=1, collate_fn=collate_nested))
+    (batch,) = batches(Plain(4), BatchSettings(4, 2, num_workers=1, collate_fn=collate_nested))
     expected = nested()
     for shard in batch.shards:
         data = shard.data
@@ -86,15 +86,15 @@ def test_any_structure_comes_through_loader_processes_as_it_was() -> None:
         assert data["array"].tolist() == [0, 1, 2]
 
 
-def test_a_parcel_is_one_piece_of_aligned_memory_and_its_contents_do_not_overlap() -> None:
+def test_a_packed_batch_is_one_aligned_buffer_and_its_tensors_do_not_overlap() -> None:
     content = [torch.full((n,), n, dtype=dtype) for n, dtype in ((3, torch.int64), (200, torch.uint8), (5, torch.half))]
-    parcel = pack(content)
-    assert parcel.flat is not None
-    assert parcel.flat.is_shared()
-    opened = parcel.open()
+    packed = pack(content)
+    assert packed.flat is not None
+    assert packed.flat.is_shared()
+    opened = packed.unpack()
     for tensor in opened:
-        assert tensor.untyped_storage().data_ptr() == parcel.flat.untyped_storage().data_ptr()
-        assert (tensor.data_ptr() - parcel.flat.data_ptr()) % ALIGN_BYTES == 0
+        assert tensor.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
+        assert (tensor.data_ptr() - packed.flat.data_ptr()) % ALIGN_BYTES == 0
     assert as_bytes(opened) == as_bytes(content)
     opened[1].zero_()
     assert as_bytes(opened[::2]) == as_bytes(content[::2])
@@ -103,16 +103,16 @@ def test_a_parcel_is_one_piece_of_aligned_memory_and_its_contents_do_not_overlap
 
 def test_changing_a_structure_leaves_the_old_one_alone() -> None:
     data = nested()
-    twin = over(data, lambda leaf: leaf + 1 if type(leaf) is torch.Tensor and not leaf.is_sparse else leaf)
+    twin = map_leaves(data, lambda leaf: leaf + 1 if type(leaf) is torch.Tensor and not leaf.is_sparse else leaf)
     assert torch.equal(data["list"][0], torch.ones(3))
     assert torch.equal(twin["list"][0], torch.full((3,), 2.0))
     assert torch.equal(twin["more"]["int8"] - 1, data["more"]["int8"])
-    assert over(data, lambda leaf: leaf) is data
+    assert map_leaves(data, lambda leaf: leaf) is data
 
 
 def test_on_another_device_everything_is_moved() -> None:
     """Without a GPU: `meta` is a device too."""
-    (batch,) = batches(Plain(4), Settings(4, 2, collate_fn=masked), device=torch.device("meta"))
+    (batch,) = batches(Plain(4), BatchSettings(4, 2, collate_fn=masked), device=torch.device("meta"))
     assert all(shard.data.is_meta for shard in batch.shards)
 
 
@@ -122,8 +122,8 @@ class TestOnAGpu:
     def test_the_same_bytes_arrive(self, loaders: int) -> None:
         device = torch.device("cuda", 0)
         data = TensorDataset(torch.randn(512, 256, 64), torch.arange(512))
-        here = list(batches(data, Settings(64, 8, epochs=2)))
-        there = batches(data, Settings(64, 8, epochs=2, num_workers=loaders), device=device)
+        here = list(batches(data, BatchSettings(64, 8, epochs=2)))
+        there = batches(data, BatchSettings(64, 8, epochs=2, num_workers=loaders), device=device)
         kept = []
         for one, other in zip(here, there, strict=True):
             x = other.shards[3].data[0]
@@ -139,7 +139,7 @@ class TestOnAGpu:
     def test_memory_is_not_reused_while_the_consumer_still_reads_it(self) -> None:
         device = torch.device("cuda", 0)
         data = TensorDataset(torch.arange(64.0)[:, None].repeat(1, 1 << 16))
-        given = batches(data, Settings(8, 1, num_workers=1), device=device, order=Sequential(64, 8))
+        given = batches(data, BatchSettings(8, 1, num_workers=1), device=device, order=Sequential(64, 8))
         sums = []
         for batch in given:
             x = batch.shards[0].data[0]
@@ -151,19 +151,23 @@ class TestOnAGpu:
     def test_objects_move_themselves(self) -> None:
         device = torch.device("cuda", 0)
         for loaders in (0, 1):
-            (batch,) = batches(Plain(4), Settings(4, 2, num_workers=loaders, collate_fn=collate_nested), device=device)
+            (batch,) = batches(
+                Plain(4), BatchSettings(4, 2, num_workers=loaders, collate_fn=collate_nested), device=device
+            )
             for shard in batch.shards:
                 assert shard.data["packed"].data.device == device
                 assert shard.data["packed"].batch_sizes.device == CPU
                 assert shard.data["sparse"].device == device
                 assert shard.data["format"].is_contiguous(memory_format=torch.channels_last)
                 assert shard.data["pair"].right[1].device == device
-        fetched = batches(Plain(4), Settings(4, 2, collate_fn=collate_nested), device=device).fetch(Position(), [1])
+        fetched = batches(Plain(4), BatchSettings(4, 2, collate_fn=collate_nested), device=device).fetch(
+            Position(), [1]
+        )
         assert fetched.shards[0].data["point"].y.device == device
 
     def test_nothing_waits_for_the_whole_device(self) -> None:
         device = torch.device("cuda", 0)
-        given = iter(batches(TensorDataset(torch.zeros(64, 8)), Settings(8, 2, num_workers=1), device=device))
+        given = iter(batches(TensorDataset(torch.zeros(64, 8)), BatchSettings(8, 2, num_workers=1), device=device))
         next(given)
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)  # about a second

@@ -17,47 +17,47 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.comm import abortable_wait, peer_watch
-from lockstep.comm.peer_watch import Report, judge
+from lockstep.comm.peer_watch import WorkerReport, diagnose
 from lockstep.errors import DesyncError, PeerLostError
 
-US = Report(0, pid=10, host="a", passes=5, inside=True, calls=9)
+US = WorkerReport(0, pid=10, host="a", passes=5, inside=True, calls=9)
 
 
-def peer(**changes: object) -> Report:
-    return Report(**({"rank": 1, "pid": 11, "host": "a", "passes": 5, "inside": True, "calls": 9} | changes))  # type: ignore[arg-type]
+def peer(**changes: object) -> WorkerReport:
+    return WorkerReport(**({"rank": 1, "pid": 11, "host": "a", "passes": 5, "inside": True, "calls": 9} | changes))  # type: ignore[arg-type]
 
 
 def test_nobody_is_blamed_for_being_slow() -> None:
-    assert judge(US, [peer(inside=False, calls=8, passes=4)], dead=[], where="there") is None
-    assert judge(US, [peer()], dead=[], where="there") is None
-    assert judge(US, [Report(1)], dead=[], where="there") is None, "nothing heard yet"
+    assert diagnose(US, [peer(inside=False, calls=8, passes=4)], dead=[], where="there") is None
+    assert diagnose(US, [peer()], dead=[], where="there") is None
+    assert diagnose(US, [WorkerReport(1)], dead=[], where="there") is None, "nothing heard yet"
 
 
 def test_one_that_left_is_named_with_its_reason() -> None:
-    error = judge(US, [peer(rank=2), peer(left="ValueError: x", inside=False)], dead=[], where="bucket 3")
+    error = diagnose(US, [peer(rank=2), peer(left="ValueError: x", inside=False)], dead=[], where="bucket 3")
     assert isinstance(error, PeerLostError)
     for word in ("rank 1", "pid 11", "ValueError: x", "bucket 3", "5 backward passes"):
         assert word in str(error)
 
 
 def test_one_that_died_is_named() -> None:
-    error = judge(US, [peer(), peer(rank=2, pid=12)], dead=[2], where="there")
+    error = diagnose(US, [peer(), peer(rank=2, pid=12)], dead=[2], where="there")
     assert isinstance(error, PeerLostError)
     assert "rank 2 (pid 12" in str(error)
 
 
 def test_one_that_called_something_else_is_named() -> None:
-    error = judge(US, [peer(rank=2), peer(inside=False, calls=9)], dead=[], where="there")
+    error = diagnose(US, [peer(rank=2), peer(inside=False, calls=9)], dead=[], where="there")
     assert isinstance(error, DesyncError)
     assert "rank 1" in str(error)
 
 
 def test_calls_of_a_run_are_compared_where_their_positions_are_equal() -> None:
     us = replace(US, position=(2, 1), doing="run.log")
-    assert judge(us, [peer(position=(2, 0), doing="run.step", calls=8)], dead=[], where="there") is None
-    assert judge(us, [peer(position=(2, 1), doing="run.log", calls=8)], dead=[], where="there") is None
-    assert judge(us, [peer(position=(2, 1), doing="", calls=8)], dead=[], where="there") is None, "between two calls"
-    error = judge(us, [peer(position=(2, 1), doing="run.save", calls=8)], dead=[], where="there")
+    assert diagnose(us, [peer(position=(2, 0), doing="run.step", calls=8)], dead=[], where="there") is None
+    assert diagnose(us, [peer(position=(2, 1), doing="run.log", calls=8)], dead=[], where="there") is None
+    assert diagnose(us, [peer(position=(2, 1), doing="", calls=8)], dead=[], where="there") is None, "between two calls"
+    error = diagnose(us, [peer(position=(2, 1), doing="run.save", calls=8)], dead=[], where="there")
     assert isinstance(error, DesyncError)
     assert str(error).startswith("rank 0 called run.log, but rank 1 called run.save; look for control flow")
 
@@ -86,7 +86,7 @@ SCRIPT = """
     ("what", "words"),
     [
         ("raise", ["PeerLostError: rank 1", "ValueError: bad sample 17", "backward pass 4"]),
-        ("kill", ["PeerLostError: rank 1", "died without a word", "backward pass 4"]),
+        ("kill", ["PeerLostError: rank 1", "died without an error message", "backward pass 4"]),
         pytest.param("finish", ["PeerLostError: rank 1", "its program ended", "join()"], marks=pytest.mark.slow),
     ],
 )
@@ -123,9 +123,9 @@ def free_port() -> int:
 def test_whoever_waits_in_a_group_that_is_given_up_goes_on() -> None:
     """Also if its collective never ends."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
-    watch, never = peer_watch.Watch(group, polls=True), threading.Event()
-    threading.Timer(0.2, abortable_wait.give_up, [group]).start()
+    watch, never = peer_watch.PeerWatch(group, polls=True), threading.Event()
+    threading.Timer(0.2, abortable_wait.mark_aborted, [group]).start()
     began_s = time.monotonic()
-    with pytest.raises(PeerLostError, match="its group was given up while this worker waited in a dream"):
+    with pytest.raises(PeerLostError, match="its group was aborted while this worker waited in a dream"):
         watch.wait_for(never.wait, "a dream")
     assert time.monotonic() - began_s < 5

@@ -1,4 +1,4 @@
-"""Hosts that cannot see each other: who is left out, and knocking at real doors."""
+"""Hosts that cannot reach each other: who is left out, and probing real ports."""
 
 import selectors
 import socket
@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from lockstep.elastic.other_hosts import Moved
-from lockstep.elastic.reachability import KNOCK_S, Doors, left_out, partners
+from lockstep.elastic.other_hosts import ProgressClock
+from lockstep.elastic.reachability import PROBE_TIMEOUT_S, Reachability, left_out, unreachable_from
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,20 @@ def test_everybody_concludes_the_same_whatever_the_order():
     assert left_out(complaints) == left_out(dict(reversed(complaints.items()))) == {"c", "d"}
 
 
-def test_partners_are_named_from_either_side():
-    assert partners("b", {"a": ["b"], "b": ["c"], "c": []}) == ["a", "c"]
+def test_unreachable_hosts_are_named_from_either_side():
+    assert unreachable_from("b", {"a": ["b"], "b": ["c"], "c": []}) == ["a", "c"]
 
 
 def test_progress_counts_from_the_beginning_of_a_generation():
-    moved = Moved()
-    assert moved.still_s(10.0, 1, 0) == 0.0
-    assert moved.still_s(14.0, 1, 0) == 4.0
-    assert not moved.ever
-    assert moved.still_s(15.0, 1, 1) == 0.0
-    assert moved.ever
-    assert moved.still_s(18.0, 1, 1) == 3.0
-    assert moved.still_s(19.0, 2, 1) == 0.0
-    assert not moved.ever
+    progress = ProgressClock()
+    assert progress.stalled_s(10.0, 1, 0) == 0.0
+    assert progress.stalled_s(14.0, 1, 0) == 4.0
+    assert not progress.has_progressed
+    assert progress.stalled_s(15.0, 1, 1) == 0.0
+    assert progress.has_progressed
+    assert progress.stalled_s(18.0, 1, 1) == 3.0
+    assert progress.stalled_s(19.0, 2, 1) == 0.0
+    assert not progress.has_progressed
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def selector():
 
 @pytest.fixture
 def two(selector):
-    doors = [Doors("127.0.0.1", selector) for _ in range(2)]
-    yield doors
-    for one in doors:
+    hosts = [Reachability("127.0.0.1", selector) for _ in range(2)]
+    yield hosts
+    for one in hosts:
         one.close()
     assert not selector.get_map()
 
@@ -70,30 +70,30 @@ def turn(selector, for_s: float) -> None:
             key.data.ready(mask)
 
 
-def test_a_door_that_is_there_is_reached(selector, two):
+def test_a_port_that_is_there_is_reached(selector, two):
     mine, other = two
-    mine.look(100.0, {"other": other.own}, all_of_them=False)
+    mine.probe(100.0, {"other": other.address}, probe_all=False)
     turn(selector, 0.2)
-    assert mine.unreached(200.0, 0.0, also_new=True) == set()
+    assert mine.unreached(200.0, 0.0, include_never_reached=True) == set()
 
 
-def test_a_door_that_is_gone_is_missed_after_a_while_and_found_again(selector, two):
+def test_a_port_that_is_gone_is_missed_after_a_while_and_found_again(selector, two):
     mine, other = two
-    mine.look(100.0, {"other": other.own}, all_of_them=True)
+    mine.probe(100.0, {"other": other.address}, probe_all=True)
     turn(selector, 0.2)
-    door = other.own
+    address = other.address
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         moved = {"other": closed.getsockname()}
-        mine._others["other"].door = moved["other"]
-        mine.look(102.0, moved, all_of_them=True)
+        mine._peers["other"].address = moved["other"]
+        mine.probe(102.0, moved, probe_all=True)
         turn(selector, 0.2)
-    assert mine.unreached(103.0, 5.0, also_new=False) == set()
-    assert mine.unreached(107.5, 5.0, also_new=False) == {"other"}
-    mine._others["other"].door = door
-    mine.look(108.0, {"other": door}, all_of_them=False)  # one that was missed is looked for in any case
+    assert mine.unreached(103.0, 5.0, include_never_reached=False) == set()
+    assert mine.unreached(107.5, 5.0, include_never_reached=False) == {"other"}
+    mine._peers["other"].address = address
+    mine.probe(108.0, {"other": address}, probe_all=False)  # one that was missed is looked for in any case
     turn(selector, 0.2)
-    assert mine.unreached(200.0, 0.0, also_new=True) == set()
+    assert mine.unreached(200.0, 0.0, include_never_reached=True) == set()
 
 
 @pytest.fixture
@@ -106,18 +106,18 @@ def silent():
         yield listener.getsockname()
 
 
-def test_a_door_that_never_answered_counts_only_if_nothing_ever_went_on(selector, two, silent):
+def test_a_port_that_never_answered_counts_only_if_nothing_ever_went_on(selector, two, silent):
     mine, _ = two
-    mine.look(100.0, {"far": silent}, all_of_them=True)
+    mine.probe(100.0, {"far": silent}, probe_all=True)
     turn(selector, 0.2)
-    assert mine.unreached(110.0, 5.0, also_new=True) == set()  # we are still waiting for an answer
-    mine.look(100.0 + KNOCK_S + 0.1, {"far": silent}, all_of_them=True)
-    assert mine.unreached(110.0, 5.0, also_new=True) == {"far"}
-    assert mine.unreached(110.0, 5.0, also_new=False) == set()
+    assert mine.unreached(110.0, 5.0, include_never_reached=True) == set()  # we are still waiting for an answer
+    mine.probe(100.0 + PROBE_TIMEOUT_S + 0.1, {"far": silent}, probe_all=True)
+    assert mine.unreached(110.0, 5.0, include_never_reached=True) == {"far"}
+    assert mine.unreached(110.0, 5.0, include_never_reached=False) == set()
 
 
 def test_a_host_that_is_gone_is_forgotten(selector, two, silent):
     mine, _ = two
-    mine.look(100.0, {"far": silent}, all_of_them=True)
-    mine.look(101.0, {}, all_of_them=True)
-    assert mine.unreached(200.0, 0.0, also_new=True) == set()
+    mine.probe(100.0, {"far": silent}, probe_all=True)
+    mine.probe(101.0, {}, probe_all=True)
+    assert mine.unreached(200.0, 0.0, include_never_reached=True) == set()

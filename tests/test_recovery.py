@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.store import Store
-from lockstep.train.signals import PREEMPTED
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.launcher.exit_policy import PREEMPTED
 from test_launch import outer_env, processes_of, split_card, wait_for
 
 DEADLINE_S = 90.0
@@ -77,12 +77,12 @@ def wait(until, at_most_s=30.0):
 
 def scene(place):
     '''In which order workers come to a place.'''
-    me, seat = faults.here.get("worker"), run._session.calls._seat
+    me, agent = faults.context.get("worker"), run._session.calls._agent
     if env["SCENE"] == "backward":
-        if faults.here.get("step") == 4 and seat.generation == 1 and place == "backward":
+        if faults.context.get("step") == 4 and agent.generation == 1 and place == "backward":
             if me == "h0.1":
                 os.kill(os.getpid(), 9)
-            wait(lambda: seat.why_left() is not None)  # what it sends then fails inside of autograd
+            wait(lambda: agent.leave_reason() is not None)  # what it sends then fails inside of autograd
         return
     if env["SCENE"] in ("orphan", "heir") and place == "restored":  # the source dies when the other one has its state
         if me != "h0.0":
@@ -90,33 +90,34 @@ def scene(place):
         else:
             wait(lambda: Path("restored").exists())
             os.kill(os.getpid(), 9)
-    if env["SCENE"] == "route" and place == "joining" and me == "h0.0" and seat.generation == 2:
-        lockstep.train.elastic_calls.ORDER_MUST_COME_WITHIN_S = 0.5
+    if env["SCENE"] == "route" and place == "joining" and me == "h0.0" and agent.generation == 2:
+        lockstep.train.recovery.ORDER_MUST_COME_WITHIN_S = 0.5
         raise lockstep.WorldError("no route to the others")
     if env["SCENE"] in ("heir", "route"):
-        if place == "waiting" and faults.here.get("step") == 2 and me == "h0.1":
+        if place == "waiting" and faults.context.get("step") == 2 and me == "h0.1":
             os.kill(os.getpid(), 9)
         return
     behind = env["SCENE"] in ("behind", "orphan")
     turn = 1 if behind else 2
-    if faults.here.get("step") != 4 or seat.generation > turn:
+    if faults.context.get("step") != 4 or agent.generation > turn:
         return
     if place == "top" and me == "h0.1" and not behind:
         os.kill(os.getpid(), 9)
-    if place == "reduced" and me in ("h0.0", "h0.2") and seat.generation == 2:
+    if place == "reduced" and me in ("h0.0", "h0.2") and agent.generation == 2:
         wait(lambda: run._session.calls.wants_to_move)  # somebody is there to be let in when this step is over
     if place == "applied" and me == "h0.0":
         Path("applied").touch()
-    if place == "committed" and me == "h0.2" and seat.generation == turn:
+    if place == "committed" and me == "h0.2" and agent.generation == turn:
         wait(lambda: Path("applied").exists())
         os.kill(os.getpid(), 9)
 
 
 def commit_late():
     '''It has not taken the step when it hears that somebody was lost, and another one has.'''
-    if faults.here.get("step") == 4 and faults.here["worker"] == "h0.1" and run._session.calls._seat.generation == 1:
-        wait(lambda: run._session.calls._seat.why_left() is not None)
-    run._session.calls._seat.check_commit()
+    generation = run._session.calls._agent.generation
+    if faults.context.get("step") == 4 and faults.context["worker"] == "h0.1" and generation == 1:
+        wait(lambda: run._session.calls._agent.leave_reason() is not None)
+    run._session.calls._agent.check_commit()
 
 
 if "DIES" in env and env["LOCAL_RANK"] == "0" and not Path("died").exists():
@@ -203,7 +204,7 @@ with lockstep.Run(seed=7, progress=False) as run:
         while run.world.size < 2 and not run._session.calls.wants_to_move and time.monotonic() < end_s:
             time.sleep(0.005)
         run.step(classify, batch)
-        awake = run._session.observer.of_step is run._session.observer
+        awake = run._session.observer.active is run._session.observer
         print("step", batch.number, "awake" if awake else "asleep", flush=True)
 """
 
@@ -574,7 +575,7 @@ def test_those_who_are_left_go_on_where_they_were(show: Show) -> None:
 def test_killed_writers_leave_whole_checkpoints_only(show: Show) -> None:
     folder = show.folder / "kept" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["step-000000022", "step-000000024"], show.text
-    found = Store(folder.parent).newest()
+    found = CheckpointStore(folder.parent).newest()
     assert found is not None
     assert (found.step, found.skipped) == (24, ())
 

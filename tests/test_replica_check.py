@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lockstep
 from crew import Failure, try_crew
-from lockstep.train.replica_check import blame
+from lockstep.train.replica_check import describe_majority
 from runs import PROGRAMS, adamw, classify, data, sgd, train, use
 
 WORLDS = [2, 3, 4]
@@ -166,7 +166,7 @@ def test_the_minority_is_to_blame_if_there_is_one(size: int) -> None:
         most = max(digests.count(value) for value in digests)
         if most == size:
             continue
-        text = blame(digests)
+        text = describe_majority(digests)
         if 2 * most > size:
             right = max(digests, key=digests.count)
             wrong = [str(rank) for rank, value in enumerate(digests) if value != right]

@@ -18,24 +18,24 @@ from lockstep.cli.main import main
 from lockstep.errors import LockstepError
 from lockstep.report.bucket_overlap import split_buckets
 from lockstep.report.curves import MOST_POINTS, advise_batch, draw, thin_out
-from lockstep.report.generations import choose_scene, find_eras, find_scenes
+from lockstep.report.generations import choose_excerpt, find_excerpts, find_generations
 from lockstep.report.launcher_events import worker_name
 from lockstep.report.page import mark_code
-from lockstep.report.summary import Status, Story, tell
-from lockstep.report.time_shares import COMPUTE, Usage
-from lockstep.report.trace_reader import PHASES, Closeup, Span, read_trace
-from lockstep.run_files import point_at_each_other
+from lockstep.report.summary import RunSummary, Status, summarize
+from lockstep.report.time_shares import COMPUTE, TimeUsage
+from lockstep.report.trace_reader import PHASES, DetailedStep, TraceSpan, read_trace
+from lockstep.run_files import write_pointers
 from traces import UNIX_S, Plan, make_trace, write_trace
 
 NOW_S = UNIX_S + 1e6
 EVIL = "</script><img src=x onerror=\"document.title='harm'\">"
 
 
-def story_of(run: Path) -> Story:
-    return tell(read_trace(run, now_s=NOW_S))
+def story_of(run: Path) -> RunSummary:
+    return summarize(read_trace(run, now_s=NOW_S))
 
 
-def plant(tmp_path: Path, **plan: Any) -> Story:
+def plant(tmp_path: Path, **plan: Any) -> RunSummary:
     return story_of(write_trace(tmp_path / "run", Plan(**plan)))
 
 
@@ -115,7 +115,7 @@ def test_phases_add_up_to_the_time_of_the_steps(tmp_path: Path, plan: Plan) -> N
     run = write_trace(tmp_path, plan)
     story = story_of(run)
     for usage, process in zip(story.usages, read_trace(run, now_s=NOW_S).processes, strict=True):
-        took_s = sum(window.took_s for window in process.stays[0].windows)
+        took_s = sum(window.took_s for window in process.records[0].windows)
         assert sum(usage.phases.values()) == usage.seconds == pytest.approx(took_s, rel=0.03)
     total = story.total
     assert sum(total.share(name) for name in total.phases) == pytest.approx(1)
@@ -147,14 +147,14 @@ def test_efficiency_against_one_worker_alone_in_the_same_run(tmp_path: Path) -> 
 
 def test_a_bucket_is_exposed_as_far_as_it_overlaps_a_wait() -> None:
     spans = (
-        Span("backward 0", "main", 0, 100),
-        Span("wait", "main", 100, 50),
-        Span("bucket 0", "comm", 40, 30),
-        Span("bucket 1", "comm", 70, 50),
-        Span("bucket 1", "comm", 120, 30),
-        Span("bucket x", "comm", 0, 30),
+        TraceSpan("backward 0", "main", 0, 100),
+        TraceSpan("wait", "main", 100, 50),
+        TraceSpan("bucket 0", "comm", 40, 30),
+        TraceSpan("bucket 1", "comm", 70, 50),
+        TraceSpan("bucket 1", "comm", 120, 30),
+        TraceSpan("bucket x", "comm", 0, 30),
     )
-    assert split_buckets(Closeup(1, 0.0, spans)) == {0: (0, 30), 1: (50, 30)}
+    assert split_buckets(DetailedStep(1, 0.0, spans)) == {0: (0, 30), 1: (50, 30)}
 
 
 def test_thinning_out_keeps_spikes_gaps_and_ends() -> None:
@@ -249,12 +249,12 @@ def test_the_timeline_begins_with_most_workers(tmp_path: Path) -> None:
     write_trace(tmp_path, Plan(workers=3, steps=60, ended=False))
     write_trace(tmp_path, Plan(workers=1, steps=60, first=61, generation=1, begin_s=8.0, exposed_s=0.06))
     trace = read_trace(tmp_path, now_s=NOW_S)
-    scenes = find_scenes(find_eras(trace))
-    best = choose_scene(scenes)
-    assert (scenes[best].era.size, scenes[-1].era.size) == (3, 1)
-    assert min(scenes[best].steps) == max(min(scene.steps) for scene in scenes if scene.era.size == 3)
-    assert [bucket.exposed_s for bucket in tell(trace).buckets] == pytest.approx([0, 0, 0, 0.004], abs=1e-4)
-    assert choose_scene([]) == 0
+    excerpts = find_excerpts(find_generations(trace))
+    best = choose_excerpt(excerpts)
+    assert (excerpts[best].generation.size, excerpts[-1].generation.size) == (3, 1)
+    assert min(excerpts[best].steps) == max(min(excerpt.steps) for excerpt in excerpts if excerpt.generation.size == 3)
+    assert [bucket.exposed_s for bucket in summarize(trace).buckets] == pytest.approx([0, 0, 0, 0.004], abs=1e-4)
+    assert choose_excerpt([]) == 0
     main(["report", str(tmp_path)])
     data = json.loads(Scripts((tmp_path / "report.html").read_text()).texts[0])
     assert len(data["scenes"][data["best"]]["rows"]) == 3
@@ -314,8 +314,8 @@ def test_events_of_earlier_launches_are_found_too(tmp_path: Path) -> None:
         logs.mkdir()
         line = {"time": UNIX_S + number, "event": "lost", "worker": f"node-{'ab12cd'}.{number}", "code": code}
         (logs / "events.jsonl").write_text(json.dumps(line) + "\n")
-        point_at_each_other(run, logs)
-        point_at_each_other(run, logs)  # by the next generation of workers
+        write_pointers(run, logs)
+        write_pointers(run, logs)  # by the next generation of workers
     assert [one.text for one in story_of(run).happenings if one.what == "worker lost"] == [
         "worker 0 on node was killed by SIGKILL",
         "worker 1 on node failed with exit status 3",
@@ -358,16 +358,16 @@ def test_an_event_of_all_workers_is_told_once(tmp_path: Path) -> None:
 
 def test_clocks_of_hosts_are_aligned(tmp_path: Path) -> None:
     trace = read_trace(write_trace(tmp_path, Plan(hosts=4)), now_s=NOW_S)
-    begins = [process.stays[0].windows[0].begin_s for process in trace.processes]
+    begins = [process.records[0].windows[0].begin_s for process in trace.processes]
     assert begins == pytest.approx([UNIX_S + 0.2] * 4, abs=1e-3)
-    assert tell(trace).hosts == 4
+    assert summarize(trace).hosts == 4
 
 
 def test_the_timeline_does_not_depend_on_wall_clocks_that_differ(tmp_path: Path) -> None:
     trace = read_trace(write_trace(tmp_path, Plan(hosts=2, skew_s=0.3, slow={1: 1.5})), now_s=NOW_S)
-    for scene in find_scenes(find_eras(trace)):
-        for by_rank in scene.steps.values():
-            begins = [closeup.begin_s for closeup in by_rank.values()]
+    for excerpt in find_excerpts(find_generations(trace)):
+        for by_rank in excerpt.steps.values():
+            begins = [detailed.begin_s for detailed in by_rank.values()]
             assert begins == pytest.approx([begins[0]] * 4, abs=1e-4)
 
 
@@ -380,7 +380,7 @@ def test_a_wall_clock_that_was_set_moves_no_worker_of_the_same_host(tmp_path: Pa
     changed["unix_s"] += 0.4
     path.write_text("\n".join([json.dumps(changed), *rest]) + "\n")
     for process in read_trace(run, now_s=NOW_S).processes:
-        offsets.append(process.stays[0].windows[0].begin_s)
+        offsets.append(process.records[0].windows[0].begin_s)
     assert offsets[0] == offsets[1]
 
 
@@ -417,14 +417,14 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
 
 def test_how_it_stands(tmp_path: Path) -> None:
     run = write_trace(tmp_path, Plan(steps=20, ended=False))
-    assert story_of(run).status is Status.BROKEN_OFF
+    assert story_of(run).status is Status.INTERRUPTED
     now = {"t": 5.0, "unix_s": NOW_S - 1, "worker": "rank0", "state": "training"}
     (run / "trace" / "rank0.now").write_text(json.dumps(now))
-    assert story_of(run).status is Status.GOING_ON
+    assert story_of(run).status is Status.RUNNING
     (run / "trace" / "rank0.now").write_text(json.dumps(now | {"unix_s": NOW_S - 100}))
-    assert story_of(run).status is Status.BROKEN_OFF
+    assert story_of(run).status is Status.INTERRUPTED
     (run / "trace" / "rank0.now").write_text('{"t": 5')
-    assert story_of(run).status is Status.BROKEN_OFF
+    assert story_of(run).status is Status.INTERRUPTED
 
 
 def test_where_the_trace_is_looked_for(tmp_path: Path) -> None:
@@ -571,7 +571,7 @@ def test_chrome_trace_events(tmp_path: Path) -> None:
     assert {"rank 0 on node0", "rank 1 on node1"} < {e["args"]["name"] for e in events if e["name"] == "process_name"}
     spans = [event for event in events if event["ph"] == "X"]
     trace = read_trace(run, now_s=NOW_S)
-    expected = sum(len(one.spans) for process in trace.processes for one in process.stays[0].closeups)
+    expected = sum(len(one.spans) for process in trace.processes for one in process.records[0].detailed_steps)
     assert len(spans) == expected
     for span in spans:
         assert span["dur"] >= 0
@@ -626,5 +626,5 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_usage_of_nothing() -> None:
-    nothing = Usage("w", 0, "", "", 0, 0.0, dict.fromkeys(PHASES, 0.0))
+    nothing = TimeUsage("w", 0, "", "", 0, 0.0, dict.fromkeys(PHASES, 0.0))
     assert nothing.share("data") == nothing.per_step_s() == 0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench.network_namespaces import Host, Rig, RigError
-from lockstep.report.summary import Story, tell
+from lockstep.bench.network_namespaces import NamespaceError, NamespaceHost, VirtualHosts
+from lockstep.report.summary import RunSummary, summarize
 from lockstep.report.trace_reader import read_trace
 
 DEADLINE_S = 90
@@ -54,13 +54,13 @@ with lockstep.Run("run", seed=1, device="cpu", progress=False, save_every="1h") 
 
 def can_make_hosts() -> bool:
     try:
-        with Rig(hosts=1, mbit=1000):
+        with VirtualHosts(hosts=1, mbit=1000):
             return True
-    except RigError:
+    except NamespaceError:
         return False
 
 
-def on_hosts(hosts: Sequence[Host], folder: Path, arguments: Sequence[str]) -> None:
+def on_hosts(hosts: Sequence[NamespaceHost], folder: Path, arguments: Sequence[str]) -> None:
     """One worker on each, started as a scheduler would."""
     processes = []
     for rank, host in enumerate(hosts):
@@ -83,7 +83,7 @@ def here(folder: Path, arguments: Sequence[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def check_that_times_add_up(story: Story, folder: Path, steps: int) -> None:
+def check_that_times_add_up(story: RunSummary, folder: Path, steps: int) -> None:
     assert [usage.rank for usage in story.usages] == [0, 1]
     for usage in story.usages:
         took_s = json.loads((folder / f"took{usage.rank}.json").read_text())  # measured by the program itself
@@ -145,7 +145,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_worker_that_was_killed_is_among_the_events(killed: tuple[Path, str]) -> None:
     folder, _ = killed
     for place in ("run", "logs"):
-        story = tell(read_trace(folder / place, now_s=time.time()))
+        story = summarize(read_trace(folder / place, now_s=time.time()))
         told = [one.text for one in story.happenings if one.what in ("training", "worker lost", "worker started")]
         assert told[:2] == ["begins on 2 workers", "worker 1 was killed by SIGKILL"]
         assert "worker 2 was started in place of worker 1" in told
@@ -161,7 +161,7 @@ def test_a_worker_that_was_killed_is_among_the_events(killed: tuple[Path, str]) 
 
 def test_metrics_are_in_the_report_the_view_and_the_terminal(killed: tuple[Path, str]) -> None:
     folder, seen = killed
-    curves = {curve.name: curve for curve in tell(read_trace(folder / "run", now_s=time.time())).metrics}
+    curves = {curve.name: curve for curve in summarize(read_trace(folder / "run", now_s=time.time())).metrics}
     assert curves["accuracy"].points == ((60, 0.75),)
     assert curves["half"].points[-1] == (60, 0.5)
     assert len(curves["loss"].points) >= 2
@@ -187,7 +187,7 @@ def test_a_tracker_gets_every_step_once_from_one_worker(killed: tuple[Path, str]
 def test_what_was_planted_is_on_top(planted: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     here(tmp_path, [planted, "100", "32"])
-    story = tell(read_trace(tmp_path / "run", now_s=time.time()))
+    story = summarize(read_trace(tmp_path / "run", now_s=time.time()))
     check_that_times_add_up(story, tmp_path, 100)
     assert story.causes[0].kind == planted, story.causes
     if planted == "worker":
@@ -199,8 +199,8 @@ def test_what_was_planted_is_on_top(planted: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root and network namespaces")
 def test_a_slow_network_is_on_top(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    with Rig(hosts=2, mbit=100) as rig:
-        on_hosts(rig.hosts, tmp_path, ["network", "40", "256"])
-    story = tell(read_trace(tmp_path / "run", now_s=time.time()))
+    with VirtualHosts(hosts=2, mbit=100) as virtual:
+        on_hosts(virtual.hosts, tmp_path, ["network", "40", "256"])
+    story = summarize(read_trace(tmp_path / "run", now_s=time.time()))
     check_that_times_add_up(story, tmp_path, 40)
     assert story.causes[0].kind == "communication", story.causes

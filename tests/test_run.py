@@ -34,10 +34,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import lockstep
 from crew import Failure, crew, try_crew
 from lockstep.data.ledger import prove
+from lockstep.launcher.exit_policy import PREEMPTED
 from lockstep.launcher.job import reserve_port
-from lockstep.seed import sow
+from lockstep.seed import seed_all
 from lockstep.train import determinism, run_on_one
-from lockstep.train.signals import PREEMPTED
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)
 
@@ -191,7 +191,7 @@ def saving(rank: int, size: int, folder: Path) -> Any:
             batches = run.batches(data(100), global_batch_size=32, epochs=2)
             steps = []
             for batch in run.train(batches, sgd(model.parameters())):
-                run.on_main(run._session.checkpoints.saving.drain)  # they are written in the background
+                run.on_main(run._session.checkpoints.saver.drain)  # they are written in the background
                 steps.append(saved(name))
                 run.step(classify, batch)
             after_track = saved(name)  # nobody has waited here but in `train`
@@ -253,7 +253,7 @@ def overflow(rank: int, size: int, folder: Path) -> Any:
         for batch in run.train(batches, sgd(model.parameters())):
             result = run.step(loss, batch)
             results.append((result.skipped, result.loss))
-            scales.append(run._loop.training.loss_scale.value)
+            scales.append(run._loop.state.context.loss_scale.value)
         return {"results": results, "scales": scales, "digest": run.digest()}
 
 
@@ -407,7 +407,7 @@ def left_behind(rank: int, size: int, folder: Path) -> Any:
     signal.signal(signal.SIGTERM, _own_handler)
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    sow(rank)
+    seed_all(rank)
     found = {}
     before = surroundings()
     inside: list[Any] = []
@@ -423,7 +423,9 @@ def left_behind(rank: int, size: int, folder: Path) -> Any:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    wait_for(lambda: all(t.name != "lockstep-lane" for t in threading.enumerate()), "the threads of the runs to end")
+    wait_for(
+        lambda: all(t.name != "lockstep-collectives" for t in threading.enumerate()), "the threads of the runs to end"
+    )
     return found | {"inside": inside}
 
 
@@ -572,7 +574,7 @@ def wait_long(rank: int, size: int, port: int) -> Any:
     """Longer than the group's collectives may wait, and than the others keep quiet. The world is as torchrun tells."""
     dist.destroy_process_group()
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    run_on_one.SAY_AFTER_S = 1.0
+    run_on_one.PRINT_AFTER_S = 1.0
     found = {}
     for backend in ("shm", "gloo"):
         lockstep.init(backend=backend, timeout_s=3.0)
@@ -720,7 +722,7 @@ def test_how_often_to_save_may_be_said_from_outside(tmp_path: Path, monkeypatch:
             model = run.replicate(mlp())
             for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters())):
                 run.step(classify, batch)
-                run._session.checkpoints.saving.drain()
+                run._session.checkpoints.saver.drain()
         saved[name] = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
     assert saved["outside"] == ["step-000000006", "step-000000008"]
     assert saved["inside"] == ["step-000000005", "step-000000008"]
@@ -828,7 +830,7 @@ def saves_before_its_step(folder: Path, *, steps: int | None, saves: bool) -> st
         ):
             if saves and batch.number == 2:
                 run.save()
-                run._session.checkpoints.saving.drain()
+                run._session.checkpoints.saver.drain()
                 return ""
             run.step(classify, batch)
         return run.digest()

@@ -313,7 +313,7 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     # -- the figures
     "other figures on one": (
         lambda here: here.evaluate(lambda model, batch: {"a": (1, 1), here.last("c", "b"): (1, 1)}, batch_size=8),
-        r"DesyncError: run.evaluate: rank 0 has the figures a, b, and rank {last} has a, c; b, c must be there",
+        r"DesyncError: run.evaluate: rank 0 has the metrics a, b, and rank {last} has a, c; b, c must be there",
     ),
     "other figures in one piece": (
         lambda here: here.evaluate(lambda model, batch: {"a" if len(batch[1]) == 10 else "b": (1, 1)}, batch_size=10),
@@ -350,11 +350,11 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     ),
     "log other names": (
         lambda here: without_model(here, lambda run: run.log(**{here.last("x", "y"): 1})),
-        r"DesyncError: run.log: rank 0 has the figures y, and rank {last} has x; x, y must be there",
+        r"DesyncError: run.log: rank 0 has the metrics y, and rank {last} has x; x, y must be there",
     ),
     "log more names": (
         lambda here: without_model(here, lambda run: run.log(a=1, **here.last({"b": 2}, {}))),
-        r"DesyncError: run.log: rank 0 has the figures a, and rank {last} has a, b; b must be there always or never",
+        r"DesyncError: run.log: rank 0 has the metrics a, and rank {last} has a, b; b must be there always or never",
     ),
     "log words": (
         lambda here: without_model(here, lambda run: run.log(name="net")),
@@ -514,7 +514,7 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
     ),
     "another batch": (
         lambda here: resumed(here, "batch", batches={"global_batch_size": 16}),
-        r"ValueError: cannot go on at step 1 of epoch 0, .*: global_batch_size was 32 and is 16",
+        r"ValueError: cannot resume at step 1 of epoch 0, .*: global_batch_size was 32 and is 16",
     ),
     "another model": (
         lambda here: resumed(here, "model", model=lambda: nn.Linear(16, 10)),
@@ -643,7 +643,7 @@ def test_the_others_name_the_one_that_failed(place: str, backend: str, tmp_path:
     began = time.monotonic()
     found = try_crew(fail_alone, 3, backend, str(tmp_path / "store"), place, timeout_s=SOON_S)
     assert time.monotonic() - began < SOON_S
-    assert ("died without a word" if "killed" in place else "ArithmeticError: of my own") in found[1]
+    assert ("died without an error message" if "killed" in place else "ArithmeticError: of my own") in found[1]
     for rank in (0, 2):
         assert re.search(r"PeerLostError: rank 1 \(pid \d+", found[rank]), found[rank]
 

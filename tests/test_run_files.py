@@ -62,7 +62,7 @@ def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path: Path, capsys: pyte
     assert file.add(["two", "three", "four"]) == 19
     assert path.read_text() == "one\ntwo\nthree\nfour\n"
     first, second = capsys.readouterr().err.splitlines()
-    for part in (f"the file of lines, {path}, cannot be written", "(ENOSPC)", "training goes on", "free some space"):
+    for part in (f"the file of lines, {path}, cannot be written", "(ENOSPC)", "training continues", "free some space"):
         assert part in first
     assert "is written again" in second
 
@@ -125,7 +125,7 @@ def test_a_run_goes_on_and_its_ledger_and_figures_are_whole(tmp_path: Path) -> N
     assert prove(folder).steps == 40
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 41))
-    assert said.count("the ledger, ") == said.count("the file of figures, ") == 2  # it cannot be written; it is again
+    assert said.count("the ledger, ") == said.count("the file of metrics, ") == 2  # it cannot be written; it is again
     assert "the checkpoint of step 10 was not written" in said
     assert "the checkpoint of step 20 was not written" in said
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000000030", "step-000000040"]

@@ -19,9 +19,9 @@ from lockstep.data.sample_order import (
     Sequential,
     Shuffled,
     count_all_steps,
-    cut,
-    share,
-    walk,
+    positions_from,
+    shard_ranges,
+    shards_of_rank,
 )
 
 SIZES = [(1, 1), (7, 3), (8, 8), (9, 8), (10, 4), (64, 16), (100, 7), (101, 100)]  # (samples, global batch)
@@ -46,7 +46,7 @@ def orders(size: int, batch: int, *, drop_last: bool = False) -> list[Order]:
 
 def test_shards_cover_the_batch_once_in_order_and_differ_by_one_at_most() -> None:
     for count, shards in itertools.product(range(40), range(1, 17)):
-        cuts = cut(count, shards)
+        cuts = shard_ranges(count, shards)
         assert len(cuts) == shards
         assert [place for places in cuts for place in places] == list(range(count))
         sizes = {len(places) for places in cuts}
@@ -55,14 +55,14 @@ def test_shards_cover_the_batch_once_in_order_and_differ_by_one_at_most() -> Non
 
 
 def test_few_samples_are_spread_over_the_workers() -> None:
-    assert [len(places) for places in cut(4, 8)] == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert [len(places) for places in cut(10, 8)].count(2) == 2
+    assert [len(places) for places in shard_ranges(4, 8)] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [len(places) for places in shard_ranges(10, 8)].count(2) == 2
 
 
 def test_workers_cover_the_shards_once_in_order() -> None:
     for shards in range(1, 17):
         for workers in range(1, shards + 1):
-            shares = [share(shards, workers, rank) for rank in range(workers)]
+            shares = [shards_of_rank(shards, workers, rank) for rank in range(workers)]
             assert [shard for mine in shares for shard in mine] == list(range(shards))
             assert min(len(mine) for mine in shares) >= 1
             assert max(len(mine) for mine in shares) - min(len(mine) for mine in shares) <= 1
@@ -70,16 +70,16 @@ def test_workers_cover_the_shards_once_in_order() -> None:
 
 def test_more_workers_than_shards_are_told_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"9 workers for 8 shards: 1 would have nothing to do; set shards=9 or more"):
-        share(8, 9, 0)
+        shards_of_rank(8, 9, 0)
     with pytest.raises(ValueError, match="rank=2 is not one of 2 workers"):
-        share(8, 2, 2)
+        shards_of_rank(8, 2, 2)
 
 
 def test_a_division_gives_every_position_to_one_worker() -> None:
     for count, shards in itertools.product((1, 3, 8, 21), (1, 3, 8)):
         for workers in range(1, shards + 1):
             for joined in (False, True):
-                divisions = [Division(shards, share(shards, workers, rank), joined) for rank in range(workers)]
+                divisions = [Division(shards, shards_of_rank(shards, workers, rank), joined) for rank in range(workers)]
                 parts = [part for division in divisions for part in division.of(count)]
                 assert [place for _, places in parts for place in places] == list(range(count))
                 assert len(parts) == (workers if joined else shards)
@@ -205,7 +205,7 @@ def test_what_cannot_be_is_said(make, words: str) -> None:  # type: ignore[no-un
 
 def test_a_walk_from_anywhere_is_the_rest_of_the_walk() -> None:
     order = Sequential(10, 4)
-    whole = list(walk(order, Position(), 3))
+    whole = list(positions_from(order, Position(), 3))
     assert [(p.epoch, p.step, p.number, ends) for p, ends in whole[:4]] == [
         (0, 0, 0, False),
         (0, 1, 1, False),
@@ -214,9 +214,9 @@ def test_a_walk_from_anywhere_is_the_rest_of_the_walk() -> None:
     ]
     assert len(whole) == 9
     for place, (position, _) in enumerate(whole):
-        assert list(walk(order, position, 3)) == whole[place:]
-    assert list(itertools.islice(walk(order, Position(), None), 9)) == whole
-    assert not list(walk(order, Position(epoch=3, number=9), 3))
+        assert list(positions_from(order, position, 3)) == whole[place:]
+    assert list(itertools.islice(positions_from(order, Position(), None), 9)) == whole
+    assert not list(positions_from(order, Position(epoch=3, number=9), 3))
 
 
 def test_any_number_of_epochs_is_counted_at_once() -> None:
@@ -235,7 +235,7 @@ def test_an_epoch_without_batches_is_refused() -> None:
             return [0]
 
     with pytest.raises(ValueError, match=r"Empty.steps\(1\) is 0; an epoch has at least one batch"):
-        list(walk(Empty(), Position(), 3))
+        list(positions_from(Empty(), Position(), 3))
 
 
 # ---- samplers of torch -----------------------------------------------------------------------------------------------

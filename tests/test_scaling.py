@@ -15,20 +15,20 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.launcher import scale_request
-from lockstep.launcher.scale_request import NOTE, WANTED
+from lockstep.launcher.scale_request import LAUNCHER_FILE, REQUEST_FILE
 from lockstep.world.process_identity import read_stat
 from test_launch import wait_for
 
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
-from lockstep.elastic import scaling
+from lockstep.launcher import scale_request
 folder = Path(sys.argv[1])
-signal.pthread_sigmask(signal.SIG_BLOCK, [scaling.ASKS])
-scaling.introduce(folder, least=2, most=3)
+signal.pthread_sigmask(signal.SIG_BLOCK, [scale_request.REQUEST_SIGNAL])
+scale_request.publish_launcher(folder, least=2, most=3)
 print("ready", flush=True)
-signal.sigwait([scaling.ASKS])
-print(scaling.read_wanted(folder), flush=True)
+signal.sigwait([scale_request.REQUEST_SIGNAL])
+print(scale_request.read_request(folder), flush=True)
 """
 WIDE = json.dumps({"pid": 2**70, "started": "1", "host": socket.gethostname(), "least": 1, "most": 3})
 Process = subprocess.Popen[str]
@@ -53,8 +53,8 @@ def stranger() -> Iterator[Process]:
 
 
 def change(folder: Path, **facts: object) -> None:
-    note = json.loads((folder / NOTE).read_text())
-    (folder / NOTE).write_text(json.dumps(note | facts))
+    note = json.loads((folder / LAUNCHER_FILE).read_text())
+    (folder / LAUNCHER_FILE).write_text(json.dumps(note | facts))
 
 
 def test_the_launcher_is_asked(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_too_few_and_too_many_are_refused(
 ) -> None:
     assert main(["scale", str(tmp_path), workers]) == 2
     assert "this run can have 2 to 3" in capsys.readouterr().err
-    assert not (tmp_path / WANTED).exists()
+    assert not (tmp_path / REQUEST_FILE).exists()
     assert launcher.poll() is None
 
 
@@ -86,7 +86,7 @@ def test_whoever_has_the_number_of_a_launcher_that_was_killed_is_left_alone(
     error = capsys.readouterr().err
     assert f"process {stranger.pid}, has ended" in error
     assert "give the folder of its logs" in error
-    assert not (tmp_path / WANTED).exists()
+    assert not (tmp_path / REQUEST_FILE).exists()
     with pytest.raises(subprocess.TimeoutExpired):
         stranger.wait(timeout=0.5)
 
@@ -125,11 +125,11 @@ def test_a_launcher_elsewhere(launcher: Process, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "null", WIDE])
 def test_a_note_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / NOTE).write_text(text)
+    (tmp_path / LAUNCHER_FILE).write_text(text)
     assert main(["scale", str(tmp_path), "2"]) == 2
     assert "is not a run that goes on" in capsys.readouterr().err
 
 
 def test_no_note(tmp_path: Path) -> None:
-    with pytest.raises(scale_request.NotRunning, match=NOTE):
-        scale_request.ask(tmp_path, 2)
+    with pytest.raises(scale_request.NotRunning, match=LAUNCHER_FILE):
+        scale_request.request_workers(tmp_path, 2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import lockstep
 from crew import crew
-from lockstep.bench.models import GPT2_124M, GPT_SMALL, Gpt, GptShape, draw_tokens, loss_of
+from lockstep.bench.models import GPT2_124M, GPT_SMALL, GptModel, GptShape, draw_tokens, loss_of
 from lockstep.comm.tree_order import tree_pairs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -200,7 +200,7 @@ def train_gpt(rank: int, size: int, shape: GptShape, steps: int) -> list[list[fl
     """Plain fp32, the same global batches on any number of workers. Returns some of each parameter's elements."""
     torch.cuda.set_device(0)
     torch.manual_seed(0)
-    model = Gpt(shape).cuda()
+    model = GptModel(shape).cuda()
     group: Any = dist.new_group(backend="shm")
     wrapped = lockstep.DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)

@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 import crew  # noqa: F401  (its fork server has torch loaded already)
 import lockstep
-from lockstep.comm.shm import ShmGroup
-from lockstep.comm.shm import group as group_module
+from lockstep.comm.shm import ShmGroup, group as group_module
 from lockstep.errors import PeerLostError
 from lockstep.world import world
 
@@ -198,12 +197,12 @@ def killed_in_lockstep_init(rank: int, size: int, folder: Path) -> Any:
 
     if rank == int(victim):
         # In `moment` it has shown its card, and not yet begun with the group.
-        module: Any = {"_take_gpu": world, "init_process_group": dist}[moment]
+        module: Any = {"_select_gpu": world, "init_process_group": dist}[moment]
         setattr(module, moment, die_in_my_turn)
     return lost_in(lambda: lockstep.init(backend="shm", join_timeout_s=40, timeout_s=40))
 
 
-@pytest.mark.parametrize("moment", ["_take_gpu", "init_process_group"])
+@pytest.mark.parametrize("moment", ["_select_gpu", "init_process_group"])
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 keeps the store
 def test_a_worker_killed_between_its_card_and_the_group_is_named_at_once(
     tmp_path: Path, victim: int, moment: str

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from lockstep.comm.shm.memory import KEEP_BYTES, PAGE, Heap, create_segment
-from lockstep.comm.shm.reduce_ops import Reduction, reduction
+from lockstep.comm.shm.reduce_ops import Reduction, parse_reduction
 from lockstep.comm.tree_order import tree_pairs, tree_rounds
 from lockstep.errors import SharedMemoryFullError
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, kinds_of, reduced, same_bits, some
@@ -61,11 +61,11 @@ def test_blocks_never_overlap_and_join_again_when_they_are_free(seed: int) -> No
     for _ in range(2000):
         if taken and dice.random() < 0.5:
             offset = dice.choice(list(taken))
-            heap.give_back(offset, taken.pop(offset))
+            heap.free(offset, taken.pop(offset))
             continue
         size = dice.randrange(1, 12 * PAGE)
         try:
-            offset = heap.take(size, "a test")
+            offset = heap.allocate(size, "a test")
         except SharedMemoryFullError:
             refused += 1
             continue
@@ -75,15 +75,15 @@ def test_blocks_never_overlap_and_join_again_when_they_are_free(seed: int) -> No
         taken[offset] = size
     assert refused, "the heap was never full, so this shows little"
     for offset, size in taken.items():
-        heap.give_back(offset, size)
-    heap.take(pages * PAGE, "everything in one piece")
+        heap.free(offset, size)
+    heap.allocate(pages * PAGE, "everything in one piece")
 
 
 def test_a_full_heap_says_what_was_wanted_and_what_is_left() -> None:
     heap = small_heap(512)
-    heap.take(256 * PAGE, "the first")
+    heap.allocate(256 * PAGE, "the first")
     with pytest.raises(SharedMemoryFullError, match=r"^the second needs 1\.2 MiB .* 1\.0 MiB are left; free tensors"):
-        heap.take(300 * PAGE, "the second")
+        heap.allocate(300 * PAGE, "the second")
     with pytest.raises(SharedMemoryFullError, match=r"a tensor of 1000000 x float64 needs 7\.6 MiB"):
         heap.tensor(1_000_000, torch.float64)
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_reduced_is_refused_by_name() -> None:
         (premultiplied, torch.int32, "PREMUL_SUM"),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=says):
-            reduction(ReduceOp(op) if op is not premultiplied else op, 2, dtype)
+            parse_reduction(ReduceOp(op) if op is not premultiplied else op, 2, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- segments

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from crew import crew
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from runs import use
 from stateful import FAR, OPTIMIZERS, Zoo, data, loss_of, train
 from test_recovery import KILLED, Play, kill, perform
@@ -67,7 +67,7 @@ def results_of_parts() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for size, backend, steps in ((2, "shm", 2), (3, "gloo", 4), (1, "gloo", None)):
             found: dict[str, Any] = crew(train_part, size, backend, folder, steps, timeout_s=100)[0]
-        state = Store(Path(folder) / "nadam").newest()
+        state = CheckpointStore(Path(folder) / "nadam").newest()
         assert state is not None
         found["state"] = {part: sorted(state.state["raw"]["model"][part]) for part in ("tensors", "grown", "numbers")}
         found["model"] = sorted(state.state["model"])

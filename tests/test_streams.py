@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset
 import lockstep
 from crew import crew
 from lockstep.cli import main as cli
-from lockstep.data.batches import Batch, Batches, DataError, Position, Settings
-from lockstep.data.sample_order import cut
+from lockstep.data.batches import Batch, Batches, BatchSettings, DataError, Position
+from lockstep.data.sample_order import shard_ranges
 from lockstep.errors import UnevenDataError
 from samples import (
     SkippingStream,
@@ -32,20 +32,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 @pytest.mark.parametrize("size", [24, 21, 5])
 def test_a_stream_is_cut_the_same_way_by_any_number_of_workers_and_loaders(size: int) -> None:
-    alone = union(lambda rank, of: batches(Stream(size), Settings(6, 3, epochs=2)), 1)
+    alone = union(lambda rank, of: batches(Stream(size), BatchSettings(6, 3, epochs=2)), 1)
     each = -(-size // 6)
     for epoch in range(2):
         numbers: list[int] = []
         for position, count, ends, shards in alone[epoch * each : (epoch + 1) * each]:
             assert position.epoch == epoch
             assert ends == (position.step == each - 1)
-            assert [shards[n][0] for n in range(3)] == [len(places) for places in cut(count, 3)]
+            assert [shards[n][0] for n in range(3)] == [len(places) for places in shard_ranges(count, 3)]
             for _, data in shards.values():
                 if data is not None:
                     numbers += torch.frombuffer(bytearray(data[0][2]), dtype=torch.int64).tolist()
         assert sorted(numbers) == list(range(size))
     for workers, loaders in ((2, 0), (3, 0), (1, 1), (1, 2), (2, 3)):
-        other = Settings(6, 3, epochs=2, num_workers=loaders)
+        other = BatchSettings(6, 3, epochs=2, num_workers=loaders)
         assert union(lambda rank, of, s=other: batches(Stream(size), s, rank=rank, size=of), workers) == alone
 
 
@@ -54,12 +54,12 @@ def test_a_stream_with_a_length_is_a_stream() -> None:
         def __len__(self) -> int:
             return self.size
 
-    assert batches(Sized(8), Settings(4, 1)).steps_in_all is None
-    assert len(list(batches(Sized(9), Settings(4, 1)))) == 3
+    assert batches(Sized(8), BatchSettings(4, 1)).steps_in_all is None
+    assert len(list(batches(Sized(9), BatchSettings(4, 1)))) == 3
 
 
 def test_a_stream_knows_its_epoch_and_drops_its_last_batch() -> None:
-    given = union(lambda rank, of: batches(SkippingStream(9), Settings(4, 1, epochs=2, drop_last=True)), 1)
+    given = union(lambda rank, of: batches(SkippingStream(9), BatchSettings(4, 1, epochs=2, drop_last=True)), 1)
     numbers = [torch.frombuffer(bytearray(shards[0][1][0][2]), dtype=torch.int64).tolist() for *_, shards in given]
     assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7], [1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
     assert [ends for *_, ends, _ in given] == [False, True, False, True]
@@ -98,7 +98,7 @@ class Numbers:
 @pytest.mark.parametrize(("cursor", "read"), [(Cursor, 40), (JumpingCursor, 10)])
 def test_a_stream_is_resumed_by_skipping_or_else_by_reading(cursor: type[Cursor], read: int) -> None:
     dataset = Numbers(40, cursor)
-    given = batches(dataset, Settings(5, 1))
+    given = batches(dataset, BatchSettings(5, 1))
     given.seek(Position(0, 6, 6))
     assert [batch.shards[0].data.tolist() for batch in given] == [list(range(30, 35)), list(range(35, 40))]
     assert dataset.last.read == read
@@ -106,7 +106,7 @@ def test_a_stream_is_resumed_by_skipping_or_else_by_reading(cursor: type[Cursor]
 
 def test_a_stream_is_not_begun_before_it_is_used() -> None:
     dataset = Stream(10)
-    given = batches(dataset, Settings(5, 1))
+    given = batches(dataset, BatchSettings(5, 1))
     assert dataset.begun == 0
     assert given.steps_in_all is None
     list(given)
@@ -124,14 +124,14 @@ class Once(Stream):
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_a_stream_without_samples_is_an_error(loaders: int) -> None:
     with pytest.raises(ValueError, match=r"rank 0: the stream \(Stream\) gave no samples in epoch 0"):
-        list(batches(Stream(0), Settings(4, 1, num_workers=loaders)))
+        list(batches(Stream(0), BatchSettings(4, 1, num_workers=loaders)))
     with pytest.raises(ValueError, match=r"gave fewer samples than one batch of 4 \(drop_last=True\) in epoch 0"):
-        list(batches(Stream(3), Settings(4, 1, num_workers=loaders, drop_last=True)))
+        list(batches(Stream(3), BatchSettings(4, 1, num_workers=loaders, drop_last=True)))
     with pytest.raises(ValueError, match=r"\(Once\) gave no samples in epoch 1; its __iter__ must start anew"):
-        list(batches(Once(4), Settings(4, 1, num_workers=loaders, epochs=2)))
-    short = batches(Stream(8), Settings(4, 1, num_workers=loaders))
+        list(batches(Once(4), BatchSettings(4, 1, num_workers=loaders, epochs=2)))
+    short = batches(Stream(8), BatchSettings(4, 1, num_workers=loaders))
     short.seek(Position(0, 2, 2))
-    with pytest.raises(ValueError, match="ended before sample 8 of epoch 0, where it should go on"):
+    with pytest.raises(ValueError, match="ended before sample 8 of epoch 0, where it should continue"):
         list(short)
 
 
@@ -218,7 +218,7 @@ class Odd(Counted):
 
 def resume_all(dataset: Any, stop: int, loaders: int, workers: int) -> tuple[list[Any], list[Any]]:
     """What comes after `stop` batches, and what should."""
-    settings = Settings(5, 5, epochs=2, num_workers=loaders)
+    settings = BatchSettings(5, 5, epochs=2, num_workers=loaders)
     whole = union(lambda rank, of: batches(dataset, settings), 1)
     first = batches(dataset, settings)
     for _ in itertools.islice(first, stop):
@@ -262,7 +262,7 @@ def test_a_state_that_leads_elsewhere_is_not_used(dataset: Any, words: str, capf
 
 
 def test_the_state_is_that_of_the_batch_in_hand_or_of_the_next_one() -> None:
-    given = batches(Counted(), Settings(5, 5, num_workers=2, prefetch_factor=4))
+    given = batches(Counted(), BatchSettings(5, 5, num_workers=2, prefetch_factor=4))
     assert "stream" not in given.state()
     for batch in given:
         before, after = given.state(batch.position), given.state()
@@ -280,7 +280,7 @@ def test_a_state_dict_that_fails_is_named() -> None:
     with pytest.raises(
         DataError, match=r"rank 0: state_dict\(\) of the stream \(Broken\) failed at sample 5 of epoch 0"
     ):
-        list(batches(Broken(), Settings(5, 5)))
+        list(batches(Broken(), BatchSettings(5, 5)))
 
 
 class Plain40(Counted):
@@ -325,7 +325,7 @@ class Part(IterableDataset):  # type: ignore[type-arg]
         return ((number, torch.rand(())) for number in self.numbers)
 
 
-def together(workers: int, make: Callable[[int], Any], settings: Settings, state: Any = None) -> list[list[Batch]]:
+def together(workers: int, make: Callable[[int], Any], settings: BatchSettings, state: Any = None) -> list[list[Batch]]:
     """The batches of several workers that talk to each other, each in a thread; one at a time draws random numbers."""
     barrier, turn, rows = threading.Barrier(workers, timeout=30), threading.Lock(), [[0]] * workers
 
@@ -377,7 +377,7 @@ def test_parts_make_up_global_batches_and_no_sample_is_lost(workers: int, sample
     def make(rank: int) -> Part:
         return Part(rank, workers, samples, more)
 
-    settings = Settings(12, 6, epochs=2, split="worker")
+    settings = BatchSettings(12, 6, epochs=2, split="worker")
     each = together(workers, make, settings)
     given, all_of_them = numbers_of(each), sorted([*range(samples), *range(1000, 1000 + more)])
     ends = [n + 1 for n, batch in enumerate(each[0]) if batch.ends_epoch]
@@ -395,24 +395,24 @@ def test_parts_make_up_global_batches_and_no_sample_is_lost(workers: int, sample
 
 
 def test_parts_with_loader_processes_and_joined_shards_are_the_same_samples() -> None:
-    alone = numbers_of([list(batches(Part(0, 1, 45), Settings(12, 6, epochs=2, split="worker")))])
-    loaded = numbers_of([list(batches(Part(0, 1, 45), Settings(12, 6, epochs=2, split="worker", num_workers=2)))])
+    alone = numbers_of([list(batches(Part(0, 1, 45), BatchSettings(12, 6, epochs=2, split="worker")))])
+    loaded = numbers_of([list(batches(Part(0, 1, 45), BatchSettings(12, 6, epochs=2, split="worker", num_workers=2)))])
     assert loaded == alone
     for batch, numbers in zip(
-        batches(Part(0, 1, 45), Settings(12, 6, epochs=2, split="worker"), joined=True), alone, strict=True
+        batches(Part(0, 1, 45), BatchSettings(12, 6, epochs=2, split="worker"), joined=True), alone, strict=True
     ):
         assert batch.shards[0].data[0].tolist() == numbers
 
 
 def test_an_epoch_of_parts_ends_before_the_first_incomplete_batch_if_that_is_dropped() -> None:
-    settings = Settings(12, 6, epochs=2, split="worker", drop_last=True)
+    settings = BatchSettings(12, 6, epochs=2, split="worker", drop_last=True)
     given = numbers_of(together(2, lambda rank: Part(rank, 2, 45, 17), settings))
     assert [len(one) for one in given] == [12] * 6
     assert given[:3] == given[3:]
 
 
 def test_workers_with_parts_draw_other_random_numbers() -> None:
-    each = together(2, lambda rank: Part(rank, 2, 48), Settings(12, 6, split="worker"))
+    each = together(2, lambda rank: Part(rank, 2, 48), BatchSettings(12, 6, split="worker"))
     drawn = [value for one in each for batch in one for s in batch.shards for value in s.data[1].tolist()]
     assert len(set(drawn)) == len(drawn) == 48
 
@@ -427,13 +427,13 @@ def test_parts_that_are_the_same_are_refused_and_so_is_what_cannot_be_split() ->
     with pytest.raises(
         UnevenDataError, match=r"step 0: rank 1 has the same samples as rank 0; split=\"worker\" is for"
     ):
-        together(2, lambda rank: Whole(rank, 2, 48), Settings(12, 6, split="worker"))
+        together(2, lambda rank: Whole(rank, 2, 48), BatchSettings(12, 6, split="worker"))
     with pytest.raises(ValueError, match="split='rank' is not known"):
-        Settings(12, 6, split="rank")
+        BatchSettings(12, 6, split="rank")
     with pytest.raises(ValueError, match=r'split="worker" for a list: a map-style dataset is not split'):
-        batches(list(range(48)), Settings(12, 6, split="worker"))
+        batches(list(range(48)), BatchSettings(12, 6, split="worker"))
     with pytest.raises(ValueError, match="gave no samples in epoch 0"):
-        together(2, lambda rank: Part(rank, 2, 1), Settings(12, 6, split="worker"))
+        together(2, lambda rank: Part(rank, 2, 1), BatchSettings(12, 6, split="worker"))
 
 
 def train_parts(rank: int, size: int, folder: str, case: str, steps: int | None = None) -> Any:

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from lockstep.submit.command import main, write
-from lockstep.submit.job import Cluster, Elastic, Order, check, name_after, read_time
-from lockstep.submit.k8s import Kind, pytorch_job, train_job, write_manifest
+from lockstep.submit.job import Cluster, ClusterJob, WorkerLimits, check, name_after, read_time
+from lockstep.submit.k8s import JobKind, pytorch_job, train_job, write_manifest
 from lockstep.submit.ray_train import write_program
 from lockstep.submit.slurm import write_batch
 from lockstep.submit.yaml import write_yaml
 
-SMALL = Order(program=("train.py", "--lr", "0.1"), name="train", folder="/home/me/work", python="python3", workers=2)
+SMALL = ClusterJob(
+    program=("train.py", "--lr", "0.1"), name="train", folder="/home/me/work", python="python3", workers=2
+)
 LARGE = replace(SMALL, nodes=4, workers=8, gpus=8, cpus=6, limit_s=12 * 3600)
-LASTING = replace(LARGE, elastic=Elastic(8, 64))
+LASTING = replace(LARGE, elastic=WorkerLimits(8, 64))
 IMAGE = "example/train:1"
 ODD = 'it\'s $(a) "test" `x` \\ #é'
 
@@ -58,10 +60,14 @@ def test_a_job_is_named_after_its_program(program: str, name: str) -> None:
         (replace(SMALL, limit_s=60), Cluster.RAY, "knows no --time: that is for --slurm and --k8s"),
         (replace(SMALL, partition="gpu"), Cluster.K8S, "knows no --partition"),
         (replace(SMALL, image=IMAGE), Cluster.SLURM, "knows no --image"),
-        (replace(SMALL, elastic=Elastic(1, None)), Cluster.RAY, "knows no --min, --max"),
+        (replace(SMALL, elastic=WorkerLimits(1, None)), Cluster.RAY, "knows no --min, --max"),
         (SMALL, Cluster.K8S, "--k8s needs --image"),
-        (replace(SMALL, elastic=Elastic(3, None)), Cluster.SLURM, r"2 workers, which must be at least --min \(3\)"),
-        (replace(SMALL, elastic=Elastic(None, 1)), Cluster.SLURM, r"at most --max \(1\)"),
+        (
+            replace(SMALL, elastic=WorkerLimits(3, None)),
+            Cluster.SLURM,
+            r"2 workers, which must be at least --min \(3\)",
+        ),
+        (replace(SMALL, elastic=WorkerLimits(None, 1)), Cluster.SLURM, r"at most --max \(1\)"),
         (replace(SMALL, limit_s=120), Cluster.SLURM, "asked to save 120 s before"),
         (replace(SMALL, workers=3, gpus=2), Cluster.SLURM, "-n 3 workers do not share --gpus 2 evenly"),
         (replace(SMALL, name="a b"), Cluster.SLURM, "--name 'a b' must be made of letters"),
@@ -69,7 +75,7 @@ def test_a_job_is_named_after_its_program(program: str, name: str) -> None:
         (replace(SMALL, program=("train.py", "a\nb")), Cluster.SLURM, "line break"),
     ],
 )
-def test_what_does_not_go_together(order: Order, cluster: Cluster, words: str) -> None:
+def test_what_does_not_go_together(order: ClusterJob, cluster: Cluster, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check(order, cluster)
 
@@ -107,7 +113,7 @@ def test_a_supervisor_per_node() -> None:
 
 
 @pytest.mark.parametrize("order", [SMALL, LASTING, replace(SMALL, program=(ODD, ODD), folder=f"/x/{ODD}", python=ODD)])
-def test_bash_can_read_it(order: Order) -> None:
+def test_bash_can_read_it(order: ClusterJob) -> None:
     done = subprocess.run(["bash", "-n"], input=write_batch(order), text=True, capture_output=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -149,7 +155,7 @@ ORDERS = [replace(order, image=IMAGE) for order in (SMALL, LARGE, LASTING)]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["small", "large", "lasting"])
-def test_a_train_job_is_what_the_published_schema_says(order: Order) -> None:
+def test_a_train_job_is_what_the_published_schema_says(order: ClusterJob) -> None:
     """The models of kubeflow-trainer-api are made from it; whatever they do not know is missing when they write."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the package kubeflow-trainer-api")
     job = train_job(order)
@@ -157,7 +163,7 @@ def test_a_train_job_is_what_the_published_schema_says(order: Order) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["small", "large", "lasting"])
-def test_a_pytorch_job_is_what_the_published_schema_says(order: Order) -> None:
+def test_a_pytorch_job_is_what_the_published_schema_says(order: ClusterJob) -> None:
     models = pytest.importorskip("kubeflow.training.models", reason="needs the package kubeflow-training")
     client = pytest.importorskip("kubernetes.client", reason="needs the package kubernetes")
 
@@ -194,12 +200,12 @@ def test_nodes_of_a_pytorch_job() -> None:
 
 
 def test_supervisors_in_kubernetes_share_a_secret_that_is_not_in_the_manifest() -> None:
-    text = write_manifest(ORDERS[2], Kind.TRAIN_JOB)
+    text = write_manifest(ORDERS[2], JobKind.TRAIN_JOB)
     assert "secretKeyRef" in text
     assert "kubectl create secret generic train-secret" in text
     assert "$(PET_MASTER_ADDR):29401" in text
-    assert "secretKeyRef" not in write_manifest(ORDERS[1], Kind.TRAIN_JOB)
-    assert "secretKeyRef" not in write_manifest(replace(ORDERS[2], nodes=1), Kind.TRAIN_JOB)
+    assert "secretKeyRef" not in write_manifest(ORDERS[1], JobKind.TRAIN_JOB)
+    assert "secretKeyRef" not in write_manifest(replace(ORDERS[2], nodes=1), JobKind.TRAIN_JOB)
 
 
 def test_kubernetes_replaces_nothing_in_the_arguments_of_the_program() -> None:
@@ -213,8 +219,8 @@ def test_what_we_write_is_yaml() -> None:
     value = {"words": words, "number": 3, "yes or no": True, "empty": {}, "none": [], "in": [{"a": [["b"]], "c": {}}]}
     assert yaml.safe_load(write_yaml(value)) == value
     for order in ORDERS:
-        assert yaml.safe_load(write_manifest(order, Kind.TRAIN_JOB)) == train_job(order)
-        assert yaml.safe_load(write_manifest(order, Kind.PYTORCH_JOB)) == pytorch_job(order)
+        assert yaml.safe_load(write_manifest(order, JobKind.TRAIN_JOB)) == train_job(order)
+        assert yaml.safe_load(write_manifest(order, JobKind.PYTORCH_JOB)) == pytorch_job(order)
 
 
 # ---- Ray -------------------------------------------------------------------------------------------------------------

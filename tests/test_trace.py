@@ -21,12 +21,12 @@ from torch.utils.data import TensorDataset
 import lockstep
 from crew import crew
 from lockstep.errors import LockstepError
-from lockstep.train.gradient_noise import MEMORY, FadingMean, NoiseScale, ShardNorms
-from lockstep.train.step import Stop
-from lockstep.train.step_timer import AFTER, APART_S, PHASES, Span, StepTimes, Stopwatch, next_looked_at
-from lockstep.train.tensorboard import Board
+from lockstep.train.gradient_noise import AVERAGED_STEPS, FadingMean, NoiseScale, ShardNorms
+from lockstep.train.step_timer import AFTER, APART_S, PHASES, StepTimer, StepTimes, TimedSpan, next_detailed_step
+from lockstep.train.step_types import Stop
+from lockstep.train.tensorboard import TensorBoardWriter
 from lockstep.train.trace_file import TraceFile
-from lockstep.train.trace_writer import Chronicle, Window, merge
+from lockstep.train.trace_writer import StepWindow, TraceWriter, merge
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -52,21 +52,21 @@ def test_whoever_waits_least_is_waited_for(
     waits_s: list[float], exposed_s: float, waiting_s: float, for_whom: int | None
 ) -> None:
     one = times(0.5)
-    one.hear(waits_s)
+    one.set_waits(waits_s)
     phases = one.phases()
     assert (phases["exposed"], phases["waiting"], one.waited_for) == (exposed_s, pytest.approx(waiting_s), for_whom)
     assert sum(phases.values()) == pytest.approx(1.0)
 
 
 def test_a_stopwatch_gives_all_time_to_somebody() -> None:
-    watch = Stopwatch(CPU)
-    assert watch.cut(1) is None
+    watch = StepTimer(CPU)
+    assert watch.begin_step(1) is None
     began_s = time.monotonic()
     for name, shard in (("data", -1), ("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("wait", -1)):
         time.sleep(0.002)
         watch.lap(name, shard)
-    watch.travelled(0, began_s + 0.004, began_s + 0.006)
-    found = watch.cut(2)
+    watch.add_bucket(0, began_s + 0.004, began_s + 0.006)
+    found = watch.begin_step(2)
     assert found is not None
     assert sum(found.laps.values()) == pytest.approx(found.ended_s - found.began_s)
     assert found.laps["forward"] > 0.0035
@@ -76,40 +76,40 @@ def test_a_stopwatch_gives_all_time_to_somebody() -> None:
 
 def test_few_steps_are_looked_at_closely_and_some_at_every_scale() -> None:
     looked, step = [], 0
-    while (step := next_looked_at(step)) < 1_000_000:
+    while (step := next_detailed_step(step)) < 1_000_000:
         looked.append(step)
         step += 1
     assert len(looked) < 60
     assert {1, 2, 5, 10, 12, 200, 50_001, 500_002} <= set(looked)
     assert 0 not in looked  # it is like no other
-    assert all(next_looked_at(step) == min(one for one in looked if one >= step) for step in range(1, 6000))
+    assert all(next_detailed_step(step) == min(one for one in looked if one >= step) for step in range(1, 6000))
 
 
 def test_the_first_step_is_not_looked_at_closely() -> None:
-    watch = Stopwatch(CPU)
+    watch = StepTimer(CPU)
 
     def looked(steps: range) -> list[int]:
         found = []
         for number in steps:
-            watch.cut(number)
-            found += [number] if watch.looks else []
+            watch.begin_step(number)
+            found += [number] if watch.is_detailed else []
         return found
 
     assert looked(range(15)) == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]
-    watch.drop()  # other workers
+    watch.reset()  # other workers
     assert looked(range(15, 30)) == [20, 21, 22]
 
 
-def timed(watch: Stopwatch, steps: range) -> list[int]:
+def timed(watch: StepTimer, steps: range) -> list[int]:
     found = []
     for number in steps:
-        watch.cut(number)
+        watch.begin_step(number)
         found += [number] if watch.is_timed else []
     return found
 
 
 def test_long_steps_are_timed_and_of_short_ones_a_few_without_a_rhythm() -> None:
-    watch = Stopwatch(CPU)
+    watch = StepTimer(CPU)
     assert timed(watch, range(50)) == list(range(50))  # nobody knows how long they take
     watch.set_pace({0: APART_S / 10, 1: APART_S / 16})
     found = timed(watch, range(600, 5000))
@@ -123,18 +123,18 @@ def test_long_steps_are_timed_and_of_short_ones_a_few_without_a_rhythm() -> None
 
 
 def test_all_workers_time_the_same_steps() -> None:
-    one, other = Stopwatch(CPU), Stopwatch(CPU)
-    other.drop()  # it has come later, when there were other workers
+    one, other = StepTimer(CPU), StepTimer(CPU)
+    other.reset()  # it joined later, when there were other workers
     for watch in (one, other):
         watch.set_pace({0: APART_S / 7})
     assert timed(one, range(30, 900)) == timed(other, range(30, 900))
 
 
 def test_what_was_not_timed_counts_as_what_was() -> None:
-    window = Window(began_s=10.0, known=None)
+    window = StepWindow(began_s=10.0, totals=None)
     window.add(times(0.5))
     window.count = 3  # of which one was timed: it took a second
-    line = window.close(ended_s=14.0, known=None)
+    line = window.close(ended_s=14.0, totals=None)
     assert sum(line["phases"].values()) == pytest.approx(4.0)
     assert line["phases"]["forward"] == pytest.approx(0.6)
     assert line["phases"]["between"] == pytest.approx(3 * 0.2 + 1.0)  # an evaluation, say
@@ -142,10 +142,10 @@ def test_what_was_not_timed_counts_as_what_was() -> None:
 
 def test_what_is_known_of_all_steps_is_not_guessed() -> None:
     """Of ten steps one was timed, and it was not one that waited for data, or before an evaluation."""
-    window = Window(began_s=10.0, known=(1.0, 2.0))
+    window = StepWindow(began_s=10.0, totals=(1.0, 2.0))
     window.add(StepTimes(3, 0.0, 1.0, {"data": 0.01, "forward": 0.3, "backward": 0.6, AFTER: 0.09}))
     window.count = 10
-    line = window.close(ended_s=20.0, known=(4.0, 3.5))
+    line = window.close(ended_s=20.0, totals=(4.0, 3.5))
     assert line["phases"]["data"] == pytest.approx(3.0)
     assert line["phases"]["between"] == pytest.approx(1.5)
     assert (line["phases"]["forward"], line["phases"]["backward"]) == (pytest.approx(5.5 / 3), pytest.approx(11 / 3))
@@ -153,32 +153,32 @@ def test_what_is_known_of_all_steps_is_not_guessed() -> None:
 
 def test_a_window_in_which_no_step_was_timed_is_like_the_one_before() -> None:
     before = dict.fromkeys(PHASES, 0.0) | {"forward": 0.3, "backward": 0.5, "data": 0.1, "between": 0.2}
-    for known in (None, (0.0, 0.0)):
-        window = Window(10.0, known)
+    for totals in (None, (0.0, 0.0)):
+        window = StepWindow(10.0, totals)
         window.count = 5
-        later = None if known is None else (0.1, 0.3)  # of two seconds: data, and what is done between steps
+        later = None if totals is None else (0.1, 0.3)  # of two seconds: data, and what is done between steps
         phases = window.close(12.0, later, before)["phases"]
         assert sum(phases.values()) == pytest.approx(2.0)
         assert phases["backward"] == pytest.approx(5 / 3 * phases["forward"])
-        assert phases["between"] == pytest.approx(0.0 if known is None else 0.3)
-    nothing = Window(10.0, None)
+        assert phases["between"] == pytest.approx(0.0 if totals is None else 0.3)
+    nothing = StepWindow(10.0, None)
     nothing.count = 5
     assert nothing.close(12.0, None)["phases"]["between"] == 2.0
 
 
 def test_every_line_belongs_to_the_workers_above_it(tmp_path: Path) -> None:
     """Steps of a new generation that end before it was described, and those of one that was never described."""
-    chronicle = Chronicle(tmp_path / "trace", "rank0", torch.device("cpu"))
-    chronicle.begin(None)
+    trace_writer = TraceWriter(tmp_path / "trace", "rank0", torch.device("cpu"))
+    trace_writer.begin(None)
     for generation, steps in ((1, range(3)), (2, range(3, 4)), (3, range(4, 8))):
-        chronicle.share_out(None, generation=generation, rank=0, size=1, first=steps[0])
+        trace_writer.set_world(None, generation=generation, rank=0, size=1, first=steps[0])
         for step in steps:
             at_s = time.monotonic()
-            spans = [Span("forward 0", 0.0, 0.01)]
+            spans = [TimedSpan("forward 0", 0.0, 0.01)]
             times = StepTimes(step, at_s, at_s + 0.01, {"forward": 0.01}, spans)
-            chronicle.step(step, 0.5, 8, time.monotonic())
-            chronicle.note(times, describe=dict)
-    chronicle.close(None, in_peace=True)
+            trace_writer.count_step(step, 0.5, 8, time.monotonic())
+            trace_writer.add_timed_step(times, describe=dict)
+    trace_writer.close(None, succeeded=True)
     told: dict[int, list[Any]] = {}
     generation = 0
     for path in (tmp_path / "trace").glob("*.jsonl"):
@@ -194,10 +194,10 @@ def test_every_line_belongs_to_the_workers_above_it(tmp_path: Path) -> None:
 def test_windows_that_follow_each_other_make_one() -> None:
     lines = []
     for first, loss in ((0, 4.0), (3, 1.0)):
-        window = Window(began_s=10.0 + first, known=(0.0, 0.0))
+        window = StepWindow(began_s=10.0 + first, totals=(0.0, 0.0))
         window.first, window.count, window.samples, window.loss = first, 3 - first // 3, 30, loss * (3 - first // 3)
         window.add(StepTimes(first, 0.0, 1.0, {"forward": 0.4, "wait": 0.6}, exposed_s=0.1, waited_for=first))
-        lines.append(window.close(ended_s=13.0 + first // 3 * 2, known=(0.0, 0.0)) | {"rss": first})
+        lines.append(window.close(ended_s=13.0 + first // 3 * 2, totals=(0.0, 0.0)) | {"rss": first})
     one = merge(merge(None, lines[0]), lines[1])
     assert (one["t0"], one["t1"], one["first"], one["count"], one["samples"], one["rss"]) == (10.0, 15.0, 0, 5, 60, 3)
     assert one["loss"] == pytest.approx((3 * 4 + 2 * 1) / 5)
@@ -206,16 +206,17 @@ def test_windows_that_follow_each_other_make_one() -> None:
 
 
 def test_who_is_slow_to_tell_is_waited_for_and_not_for_ever() -> None:
-    chronicle = Chronicle(None, "rank0", CPU)
-    chronicle.share_out(None, size=2, first=0)
+    trace_writer = TraceWriter(None, "rank0", CPU)
+    trace_writer.set_world(None, size=2, first=0)
     for number in range(40):
-        chronicle.note(StepTimes(number, 0.0, 1.0, {"wait": 0.5}), describe=dict)
+        trace_writer.add_timed_step(StepTimes(number, 0.0, 1.0, {"wait": 0.5}), describe=dict)
         if number % 2 == 0:
-            chronicle.hear([(number, 0.5, 1.0), (number - 1, 0.2, 1.0)])  # rank 1 is a step behind, and skips some
-    heard = chronicle._window.waited_for
+            # Rank 1 is a step behind, and skips some.
+            trace_writer.add_reports([(number, 0.5, 1.0), (number - 1, 0.2, 1.0)])
+    heard = trace_writer._window.waited_for
     assert heard == {}  # no step was told of by both
-    assert chronicle._window.phases["exposed"] > 0  # those that are old enough count all the same
-    assert len(chronicle._untold) < 20
+    assert trace_writer._window.phases["exposed"] > 0  # those that are old enough count all the same
+    assert len(trace_writer._unreported) < 20
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
@@ -225,8 +226,8 @@ def test_noise_is_told_from_signal() -> None:
     """Gradients (2, 0) plus or minus (0, 3): signal 4, noise 9, so the scale is 9/4."""
     scale = NoiseScale()
     for step in range(50):
-        scale.see_batch(step, (4 + 9 / 32) ** 0.5, samples=32)
-        scale.see_shards(ShardNorms(step, mean_sq=4 + 9 / 4, shards=8, samples=32))
+        scale.add_batch(step, (4 + 9 / 32) ** 0.5, samples=32)
+        scale.add_shards(ShardNorms(step, mean_sq=4 + 9 / 4, shards=8, samples=32))
     facts = scale.facts()
     assert facts is not None
     assert facts["scale"] == pytest.approx(9 / 4)
@@ -236,18 +237,18 @@ def test_noise_is_told_from_signal() -> None:
 
 def test_nothing_is_said_without_both() -> None:
     scale = NoiseScale()
-    scale.see_batch(1, 1.0, samples=8)
+    scale.add_batch(1, 1.0, samples=8)
     assert scale.facts() is None
-    scale.see_shards(ShardNorms(1, mean_sq=2.0, shards=1, samples=8))  # one shard is the whole batch
-    scale.see_shards(ShardNorms(7, mean_sq=2.0, shards=8, samples=8))  # of a step that we do not know
-    scale.see_shards(ShardNorms(1, mean_sq=float("nan"), shards=8, samples=8))
+    scale.add_shards(ShardNorms(1, mean_sq=2.0, shards=1, samples=8))  # one shard is the whole batch
+    scale.add_shards(ShardNorms(7, mean_sq=2.0, shards=8, samples=8))  # of a step that we do not know
+    scale.add_shards(ShardNorms(1, mean_sq=float("nan"), shards=8, samples=8))
     assert scale.facts() is None
 
 
 def test_old_values_fade() -> None:
     mean = FadingMean()
     mean.add(0, 100.0)
-    mean.add(20 * MEMORY, 1.0)
+    mean.add(20 * AVERAGED_STEPS, 1.0)
     assert mean.value == pytest.approx(1.0)
 
 
@@ -410,10 +411,10 @@ def test_tensorboard_gets_figures_once(tmp_path: Path) -> None:
 
 def test_tensorboard_needs_a_place_and_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LockstepError, match="tensorboard=True: where shall its files go"):
-        Board(None, wanted=True)
+        TensorBoardWriter(None, enabled=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LockstepError, match="pip install tensorboard"):
-        Board(tmp_path, wanted=True)
+        TensorBoardWriter(tmp_path, enabled=True)
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +431,7 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, monkeypat
 def test_a_run_that_cannot_end_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is gone"), lockstep.Run(tmp_path, progress=False, device="cpu") as run:
         run._session.stops.agreed = Stop.SIGNAL  # the error is what the user must see, not that it was told to end
-        run._session.checkpoints.saving.close = lambda: fail(OSError("the disk is gone"))  # type: ignore[method-assign]
+        run._session.checkpoints.saver.close = lambda: fail(OSError("the disk is gone"))  # type: ignore[method-assign]
     assert "lockstep-trace" not in {thread.name for thread in threading.enumerate()}
     assert [event["what"] for event in lines_of(tmp_path, "event")] == ["error"]
     assert list(lines_of(tmp_path, "end")) == []
@@ -469,7 +470,7 @@ def test_an_optimiser_may_keep_what_it_likes(tmp_path: Path) -> None:
         for part in run.train(run.batches(Slow(0), global_batch_size=16), Named(model.parameters(), lr=0.1), steps=4):
             run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
         run.directory = None  # no checkpoint can hold such a state
-        run._session.checkpoints.saving._store = None
+        run._session.checkpoints.saver._store = None
     assert [world["memory"]["weights"] for world in lines_of(tmp_path, "world")] == [72]
 
 

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from lockstep.control.json_pipe import Line
+from lockstep.control.json_pipe import JsonPipe
 from lockstep.elastic import worker_state
 from lockstep.elastic.membership import Standing, Worker
-from lockstep.elastic.worker_state import BUSY_STALLS, Person, why_dead
+from lockstep.elastic.worker_state import BUSY_STALLS, LocalWorker, why_dead
 
 STALL_S = 0.8
 ASLEEP, BUSY = "import time; time.sleep(60)", "while True: pass"
 
 
 @contextmanager
-def silent(program: str) -> Iterator[Person]:
+def silent(program: str) -> Iterator[LocalWorker]:
     """A worker that was heard a moment ago, and never again."""
     process = subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -32,44 +32,46 @@ def silent(program: str) -> Iterator[Person]:
         process.stdout.readline()
         try:
             worker = Worker("h0.0", Standing.INSIDE)
-            yield Person(worker, Line(ours), slot=0, pid=process.pid, spoke=True, heard_s=time.monotonic())
+            yield LocalWorker(
+                worker, JsonPipe(ours), slot=0, pid=process.pid, has_run=True, last_heard_s=time.monotonic()
+            )
         finally:
             process.kill()
             process.wait()
 
 
-def taken_for_dead_after_s(person: Person, *, within_s: float) -> float | None:
+def taken_for_dead_after_s(local: LocalWorker, *, within_s: float) -> float | None:
     """As a supervisor looks, ten times in a second."""
-    while (now_s := time.monotonic()) < person.heard_s + within_s:
-        if why_dead(person, now_s, STALL_S) is not None:
-            return now_s - person.heard_s
+    while (now_s := time.monotonic()) < local.last_heard_s + within_s:
+        if why_dead(local, now_s, STALL_S) is not None:
+            return now_s - local.last_heard_s
         time.sleep(0.1)
     return None
 
 
 @pytest.mark.parametrize("program", [ASLEEP, BUSY])
 def test_a_stopped_worker_is_dead_as_soon_as_its_time_is_over(program: str) -> None:
-    with silent(program) as person:
-        os.kill(person.pid, signal.SIGSTOP)
-        took_s = taken_for_dead_after_s(person, within_s=5 * STALL_S)
+    with silent(program) as local:
+        os.kill(local.pid, signal.SIGSTOP)
+        took_s = taken_for_dead_after_s(local, within_s=5 * STALL_S)
     assert took_s is not None
     assert STALL_S < took_s < STALL_S + 0.5
 
 
 def test_a_worker_that_computes_has_time() -> None:
-    with silent(BUSY) as person:
-        assert taken_for_dead_after_s(person, within_s=3 * STALL_S) is None
+    with silent(BUSY) as local:
+        assert taken_for_dead_after_s(local, within_s=3 * STALL_S) is None
         now_s = time.monotonic()
-        person.heard_s = now_s - BUSY_STALLS * STALL_S - 0.1
-        assert why_dead(person, now_s, STALL_S) is not None
+        local.last_heard_s = now_s - BUSY_STALLS * STALL_S - 0.1
+        assert why_dead(local, now_s, STALL_S) is not None
 
 
 def test_whoever_was_heard_in_between_is_looked_at_anew() -> None:
     """What it computed before its last sign of life tells nothing about the time since."""
-    with silent(ASLEEP) as person:
-        assert taken_for_dead_after_s(person, within_s=0.8 * STALL_S) is None
-        person.heard_s = time.monotonic()
-        took_s = taken_for_dead_after_s(person, within_s=5 * STALL_S)
+    with silent(ASLEEP) as local:
+        assert taken_for_dead_after_s(local, within_s=0.8 * STALL_S) is None
+        local.last_heard_s = time.monotonic()
+        took_s = taken_for_dead_after_s(local, within_s=5 * STALL_S)
     assert took_s is not None
     assert took_s > STALL_S
 
@@ -78,12 +80,12 @@ def test_whoever_was_heard_in_between_is_looked_at_anew() -> None:
 def test_whoever_does_not_leave_is_dead_unless_it_computes(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is heard all the time: only its training thread does not come."""
     monkeypatch.setattr(worker_state, "LEAVE_WITHIN_S", 2.0)
-    with silent(program) as person:
-        person.told_leave_s = began_s = time.monotonic()
+    with silent(program) as local:
+        local.leave_sent_s = began_s = time.monotonic()
         dead_after_s = None
         while (now_s := time.monotonic()) < began_s + 4.0 and dead_after_s is None:
-            person.heard_s = now_s
-            if why_dead(person, now_s, STALL_S) is not None:
+            local.last_heard_s = now_s
+            if why_dead(local, now_s, STALL_S) is not None:
                 dead_after_s = now_s - began_s
             time.sleep(0.1)
         if program is BUSY:
@@ -95,9 +97,9 @@ def test_whoever_does_not_leave_is_dead_unless_it_computes(program: str, monkeyp
 
 @pytest.mark.parametrize("change", ["has no Run", "is done"])
 def test_nobody_asks_whoever_is_not_training(change: str) -> None:
-    with silent(ASLEEP) as person:
+    with silent(ASLEEP) as local:
         if change == "has no Run":
-            person.spoke = False
+            local.has_run = False
         else:
-            person.worker = Worker("h0.0", Standing.DONE)
-        assert why_dead(person, person.heard_s + 100 * STALL_S, STALL_S) is None
+            local.record = Worker("h0.0", Standing.DONE)
+        assert why_dead(local, local.last_heard_s + 100 * STALL_S, STALL_S) is None

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import WorldError
-from lockstep.world import rendezvous as meeting
-from lockstep.world.environment import Place, batch_note, detect, first_host
-from lockstep.world.rendezvous import Meeting
-from lockstep.world.world import _introduce, choose_backend, choose_device, count_local, wanted_backend
+from lockstep.world import rendezvous
+from lockstep.world.environment import RankAssignment, detect, first_host, missing_srun_warning
+from lockstep.world.rendezvous import Rendezvous
+from lockstep.world.world import _exchange_identities, choose_backend, choose_device, count_local, wanted_backend
 from test_launch import split_card
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -61,15 +61,15 @@ def test_an_empty_environment_says_nothing() -> None:
 
 
 def test_rank_and_world_size() -> None:
-    assert detect(TWO) == Place(1, 2, "RANK/WORLD_SIZE", addr="10.0.0.1", port=29500)
-    assert detect(TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Place(
+    assert detect(TWO) == RankAssignment(1, 2, "RANK/WORLD_SIZE", addr="10.0.0.1", port=29500)
+    assert detect(TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == RankAssignment(
         1, 2, "RANK/WORLD_SIZE", local_rank=1, local_size=2, addr="10.0.0.1", port=29500
     )
 
 
 def test_a_world_of_one_needs_no_place_to_meet() -> None:
-    assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, "RANK/WORLD_SIZE")
-    assert detect({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x"}) == Place(0, 1, "RANK/WORLD_SIZE")
+    assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == RankAssignment(0, 1, "RANK/WORLD_SIZE")
+    assert detect({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x"}) == RankAssignment(0, 1, "RANK/WORLD_SIZE")
 
 
 def test_torchrun_keeps_the_store_and_numbers_its_restarts() -> None:
@@ -134,13 +134,13 @@ def test_open_mpi_on_one_host_needs_nothing_more() -> None:
     place = detect(MPIRUN)
     assert place is not None
     assert place.port is not None
-    assert place == Place(2, 4, "Open MPI", local_rank=2, local_size=4, addr="127.0.0.1", port=place.port)
+    assert place == RankAssignment(2, 4, "Open MPI", local_rank=2, local_size=4, addr="127.0.0.1", port=place.port)
     assert detect(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0"}).port == place.port  # type: ignore[union-attr]
 
 
 def test_pmi() -> None:
-    assert detect(PMI | MASTER) == Place(0, 2, "PMI", local_rank=0, local_size=1, addr="10.0.0.9", port=1234)
-    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}) == Place(0, 1, "PMI")
+    assert detect(PMI | MASTER) == RankAssignment(0, 2, "PMI", local_rank=0, local_size=1, addr="10.0.0.9", port=1234)
+    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}) == RankAssignment(0, 1, "PMI")
 
 
 def test_rank_wins_over_slurm_which_wins_over_mpi_that_agrees() -> None:
@@ -250,12 +250,12 @@ def test_half_set_and_contradictory_environments_are_refused(env: dict[str, str]
 
 def test_a_program_of_a_batch_script_is_told_that_it_is_alone() -> None:
     batch = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    assert "SLURM_NTASKS=2" in batch_note(batch)
-    assert "srun" in batch_note(batch)
-    assert batch_note(batch | {"SLURM_NTASKS": "1"}) == ""
-    assert batch_note(batch | {"SLURM_STEP_ID": "0"}) == ""
-    assert batch_note({"SLURM_NTASKS": "2"}) == ""
-    assert batch_note({}) == ""
+    assert "SLURM_NTASKS=2" in missing_srun_warning(batch)
+    assert "srun" in missing_srun_warning(batch)
+    assert missing_srun_warning(batch | {"SLURM_NTASKS": "1"}) == ""
+    assert missing_srun_warning(batch | {"SLURM_STEP_ID": "0"}) == ""
+    assert missing_srun_warning({"SLURM_NTASKS": "2"}) == ""
+    assert missing_srun_warning({}) == ""
 
 
 # ---- choose --------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_a_program_of_a_batch_script_is_told_that_it_is_alone() -> None:
 )
 def test_choose_device(asked: str | None, backend: str | None, gpus: int, local_rank: int, expected: str) -> None:
     wish = torch.device(asked) if asked else None
-    assert choose_device(asked=wish, backend=backend, gpus=gpus, local_rank=local_rank) == torch.device(expected)
+    assert choose_device(requested=wish, backend=backend, gpus=gpus, local_rank=local_rank) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_choose_device(asked: str | None, backend: str | None, gpus: int, local_
 )
 def test_impossible_devices_are_refused(asked: str | None, backend: str | None, gpus: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        choose_device(asked=torch.device(asked) if asked else None, backend=backend, gpus=gpus, local_rank=0)
+        choose_device(requested=torch.device(asked) if asked else None, backend=backend, gpus=gpus, local_rank=0)
 
 
 def test_nccl_only_where_every_worker_has_a_gpu_of_its_own() -> None:
@@ -336,7 +336,7 @@ def test_unknown_backends_are_refused_by_name() -> None:
         wanted_backend("cpu:shm,cuda:ncl", {})
 
 
-# ---- the meeting ---------------------------------------------------------------------------------------------------
+# ---- the rendezvous --------------------------------------------------------------------------------------------------
 
 
 class Told:
@@ -360,8 +360,8 @@ def introduce(**other: Any) -> list[str]:
     me = {"host": "here", "pid": os.getpid(), "size": 2, "backend": None} | process
     they = {"host": "there", "pid": 5, "size": 2, "backend": None} | process
     told = Told([me | other.pop("me", {}), they | other])
-    meeting = Meeting(told, 0, 2, "nowhere", time.monotonic() + 1)  # type: ignore[arg-type]
-    return _introduce(meeting, Place(0, 2, "test"), "here", None)
+    rendezvous = Rendezvous(told, 0, 2, "nowhere", time.monotonic() + 1)  # type: ignore[arg-type]
+    return _exchange_identities(rendezvous, RankAssignment(0, 2, "test"), "here", None)
 
 
 def test_workers_that_agree_learn_their_hosts() -> None:
@@ -380,9 +380,9 @@ def test_workers_that_disagree_are_named() -> None:
 
 
 def test_a_meeting_that_nobody_comes_to_says_who_is_missing() -> None:
-    meet = Meeting(meeting.own_store(), 1, 12, "host:1", time.monotonic() + 0.1)
+    meet = Rendezvous(rendezvous.create_local_store(), 1, 12, "host:1", time.monotonic() + 0.1)
     with pytest.raises(WorldError, match=r"rank 1 of 12 waited at host:1 for ranks 0, 2, 3, 4, 5, 6, 7, 8 and 3 more"):
-        meet.swap("x", "mine")
+        meet.exchange("x", "mine")
 
 
 # ---- init, in this process -----------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def test_the_others_say_that_rank_0_is_missing(env: pytest.MonkeyPatch, free_por
 def test_one_task_of_those_that_slurm_announced_says_which_variables_announced_them(
     env: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int, rank: int
 ) -> None:
-    env.setattr(meeting, "NOTICE_S", 0.1)
+    env.setattr(rendezvous, "NOTICE_S", 0.1)
     told = {"SLURM_JOB_ID": free_port, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_NTASKS": 3}
     set_env(env, **told, SLURM_NODELIST="localhost", LOCKSTEP_JOIN_TIMEOUT_S=0.5)
     with pytest.raises(WorldError) as caught:

@@ -1,7 +1,7 @@
 """Lockstep: data-parallel training for PyTorch.
 
-The names are loaded on first use, so that the launcher and `lockstep --help` start without importing torch. The backend
-`shm` is known to torch.distributed from here on.
+Names are imported on first use, so that the launcher and `lockstep --help` start without importing torch. Importing
+this package registers the backend `shm` with torch.distributed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.lazy_register import register_backends
+from lockstep.comm.register_on_import import register_backends
 
 if TYPE_CHECKING:
     from lockstep.data.reader import DataError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF = {
     "ByLength": "lockstep.data.sample_order",
     "CheckpointError": "lockstep.errors",
     "DesyncError": "lockstep.errors",
@@ -101,9 +101,9 @@ register_backends()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""What can go wrong, one class each. Every message says who, what, with which values, and what to do next."""
+"""The exceptions. Every message says which worker, what happened, with which values, and what to do next."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class LockstepError(RuntimeError):
-    """Everything this library raises on purpose, except wrong arguments (ValueError, TypeError)."""
+    """Base class of all errors that this library raises, except wrong arguments (ValueError, TypeError)."""
 
 
 class WorldError(LockstepError):
-    """The environment does not say clearly who we are, or the world could not be joined."""
+    """The environment does not define rank and world size clearly, or the other workers could not be joined."""
 
 
 class ReplicaMismatchError(LockstepError):
-    """The replicas are not copies of one model: other parameters, shapes, dtypes or values."""
+    """The replicas are not copies of one model: they differ in parameters, shapes, dtypes or values."""
 
 
 class DesyncError(LockstepError):
@@ -23,11 +23,11 @@ class DesyncError(LockstepError):
 
 
 class SharedMemoryFullError(LockstepError):
-    """No room for what the workers of a host have to share."""
+    """There is not enough shared memory for the workers of a host."""
 
 
 class PeerLostError(LockstepError):
-    """A worker went away while the others waited for it. `rank` and `pid` tell which, where that is known."""
+    """A worker was lost while others waited for it. `rank` and `pid` name it where they are known, else None."""
 
     def __init__(self, message: str, *, rank: int | None = None, pid: int | None = None) -> None:
         super().__init__(message)
@@ -35,9 +35,9 @@ class PeerLostError(LockstepError):
 
 
 class WorkerFailedError(LockstepError):
-    """A worker of `lockstep.launch` failed: the first one. The text has its traceback.
+    """The first worker of `lockstep.launch` that failed. The message has its traceback.
 
-    `status` as subprocess has it: below zero for a signal.
+    `status` is its exit status as in `subprocess`: negative for a signal.
     """
 
     def __init__(self, message: str, *, rank: int, status: int) -> None:
@@ -54,15 +54,15 @@ class DivergenceError(LockstepError):
 
 
 class UnevenDataError(LockstepError):
-    """Some workers have run out of data, and others have not."""
+    """Some workers have run out of data while others have not."""
 
 
 class CheckpointError(LockstepError):
-    """What was saved cannot be read, or belongs to another run."""
+    """A checkpoint cannot be read, or belongs to another run."""
 
 
 class DirectoryInUseError(LockstepError):
-    """Another run that lives has the run directory."""
+    """The run directory is in use by another run."""
 
 
 def refuse_unknown_options(
@@ -70,8 +70,8 @@ def refuse_unknown_options(
 ) -> None:
     """Raise TypeError for the first name of `given` that is not in `known`, with the name that was probably meant.
 
-    who      what was called, such as "run.batches"
-    renamed  from a name that people bring along to the one in `known`, or to a sentence that says what to do instead
+    who      the function that was called, such as "run.batches"
+    renamed  maps names used by other libraries to the one in `known`, or to a sentence that says what to do instead
     """
     for name in given:
         if name not in known:
@@ -79,7 +79,7 @@ def refuse_unknown_options(
 
 
 def suggest(name: str, known: Sequence[str], renamed: Mapping[str, str]) -> str:
-    """The end of a sentence about an unknown option: what it is called here, what is similar, or all that there are."""
+    """Return the end of a sentence about an unknown option: its name here, a similar one, or the list of options."""
     instead = renamed.get(name)
     if instead is not None:
         return f": it is called {instead}= here" if instead in known else f": {instead}"

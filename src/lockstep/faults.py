@@ -1,9 +1,8 @@
-"""Places at which a worker can be made to die, for tests and for those who do not believe us.
+"""Fault injection: places in the program at which a worker can be killed, for tests and for evaluation by users.
 
-LOCKSTEP_FAULTS is a JSON list: [{"at": "reduced", "step": 5, "worker": "h0.1", "signal": 9}, ...]. Beside `at`
-everything may be left out: step, rank, worker, nth (the n-th time that all else fits, 1 if left out), signal (9 if left
-out). A worker that takes the place of a dead one reads the same list, and counts anew. Unset, a place costs one look at
-a None.
+LOCKSTEP_FAULTS is a JSON list: [{"at": "reduced", "step": 5, "worker": "h0.1", "signal": 9}, ...]. All keys but `at`
+are optional: step, rank, worker, nth (the n-th time that all others match; default 1), signal (default 9). A worker
+that replaces a dead one reads the same list, and counts from 0. If it is unset, a place costs one comparison with None.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ PLACES = (
 _CONDITIONS = ("step", "rank", "worker")
 
 hook: Callable[[str], None] | None = None
-here: dict[str, Any] = {}  # what is true now: step, rank, worker
+context: dict[str, Any] = {}  # current step, rank and worker, to which conditions are compared
 
 
 def at(place: str) -> None:
+    """Mark a place in the program, one of PLACES."""
     if hook is not None:
         hook(place)
 
 
 def arm(env: Mapping[str, str]) -> None:
-    """Do as LOCKSTEP_FAULTS says, if it says anything."""
+    """Install the faults of LOCKSTEP_FAULTS, if it is set. Raises ValueError if it is not understood."""
     global hook
     text = env.get("LOCKSTEP_FAULTS", "").strip()
     if not text:
@@ -43,13 +43,13 @@ def arm(env: Mapping[str, str]) -> None:
         if unknown or one.get("at") not in PLACES:
             raise ValueError(f"LOCKSTEP_FAULTS: {one} is not understood; places are {', '.join(PLACES)}")
 
-    def die(place: str) -> None:
+    def kill_if_due(place: str) -> None:
         for one in wanted:
-            if one["at"] != place or any(name in one and one[name] != here.get(name) for name in _CONDITIONS):
+            if one["at"] != place or any(name in one and one[name] != context.get(name) for name in _CONDITIONS):
                 continue
             one["left"] -= 1
             if one["left"] == 0:
                 os.kill(os.getpid(), int(one.get("signal", signal.SIGKILL)))
-                time.sleep(0.05)  # it reaches us wherever the system likes; not after this
+                time.sleep(0.05)  # signals are delivered asynchronously, but not later than this
 
-    hook = die
+    hook = kill_if_due

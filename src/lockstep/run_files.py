@@ -1,4 +1,4 @@
-"""Files of a run, on disks that may be full, gone or broken: what to do about it, and how to go on meanwhile."""
+"""Files of a run. A disk that is full, missing or broken does not stop training; messages say what to do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 
 from lockstep.errors import LockstepError
 
-LAUNCHES_KEPT: Final = 50  # that a directory knows of, to report what became of their workers
+LAUNCHES_KEPT: Final = 50  # earlier launches that a run directory lists, for the report of their workers' exits
 _GONE: Final = "the directory of the run is gone: make it again, or mount its disk"
 _TAKEN: Final = "something else is in the place of a directory: move it away"
 _ADVICE: Final = {
@@ -32,7 +32,7 @@ _ADVICE: Final = {
 
 
 def describe(error: OSError) -> tuple[str, str]:
-    """What went wrong, and what to do."""
+    """Return what went wrong, and what to do about it."""
     if error.errno is None:
         return f"{type(error).__name__}: {error}", "please report it"
     name = errno.errorcode.get(error.errno, str(error.errno))
@@ -41,7 +41,7 @@ def describe(error: OSError) -> tuple[str, str]:
 
 
 def prepare(directory: Path) -> None:
-    """Whoever begins a run wants to know now that nothing can be kept, and not when the first checkpoint is due."""
+    """Create the run directory. Raises LockstepError now, and not at the first checkpoint, if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
@@ -51,10 +51,10 @@ def prepare(directory: Path) -> None:
         raise LockstepError(f"the directory of the run, {directory}, cannot be used: {problem}; {advice}") from None
 
 
-def point_at_each_other(directory: Path, logs: Path) -> None:
-    """Whoever knows the directory of a run finds what its launcher writes (`lockstep scale`), and the other way round.
+def write_pointers(directory: Path, logs: Path) -> None:
+    """Write the path of the launcher's logs into the run directory (for `lockstep scale`), and the reverse.
 
-    If that cannot be written, they are not found: the run goes on.
+    Errors are ignored: the run continues without these files.
     """
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,9 @@ def point_at_each_other(directory: Path, logs: Path) -> None:
 
 
 def move_aside(directory: Path, *, stay: Iterable[str]) -> Path | None:
-    """Move all that is in a run directory into a folder `previous-N` of it, and return that; None: there was nothing.
+    """Move the contents of a run directory into a new folder `previous-N` inside it.
 
-    stay  names that are left where they are. Earlier `previous-N` stay as well.
+    Returns that folder, or None if there was nothing to move. Earlier `previous-N` and the names in `stay` stay.
     """
     names = [p.name for p in directory.iterdir()] if directory.is_dir() else []
     moved = [name for name in names if name not in set(stay) and not name.startswith("previous-")]
@@ -81,7 +81,7 @@ def move_aside(directory: Path, *, stay: Iterable[str]) -> Path | None:
 
 
 def _launches(pointer: Path) -> list[str]:
-    """The folders of logs of all launches so far, the latest last."""
+    """Return the log folders of all launches so far, the latest last."""
     try:
         found = json.loads(pointer.read_text())
         return [str(one) for one in [*found.get("earlier", []), found["logs"]]]
@@ -90,7 +90,10 @@ def _launches(pointer: Path) -> list[str]:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> int:
-    """All of them in one write, so that whoever is killed leaves whole lines; or none. Returns the size of the file."""
+    """Append lines in one write, so that a kill leaves whole lines or none. Returns the new size of the file.
+
+    Raises OSError, and leaves the file as it was, if not all of them can be written.
+    """
     data = "".join(f"{line}\n" for line in lines).encode()
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -104,33 +107,36 @@ def append_lines(path: Path, lines: Iterable[str]) -> int:
 
 
 class Appender:
-    """A file that a run adds lines to. That it cannot be written does not end the training."""
+    """A file to which a run appends lines. A failure to write it does not end the training."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self._what = path, what
         self._is_failing, self._has_directory = False, False
 
     def add(self, lines: Iterable[str]) -> int | None:
-        """The size of the file then. None: it cannot be written now, which is told once; try again."""
+        """Append lines. Returns the new size of the file, or None if it cannot be written now: try again later.
+
+        A failure is printed once.
+        """
         try:
-            if not self._has_directory:  # not later: it may be the place where a disk was mounted
+            if not self._has_directory:  # only once: later it may be the empty mount point of a lost disk
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             self._has_directory = True
             size = append_lines(self.path, lines)
         except OSError as error:
-            self.fails(error)
+            self.report_failure(error)
             return None
         if self._is_failing:
-            self._say("is written again, with all that was missing")
+            self._print("is written again, with all that was missing")
         self._is_failing = False
         return size
 
-    def fails(self, error: OSError | LockstepError) -> None:
-        """It cannot be written now, or is not what we wrote. Told once."""
+    def report_failure(self, error: OSError | LockstepError) -> None:
+        """Print, once, that the file cannot be written now, or does not have the expected contents."""
         if not self._is_failing:
             problem, advice = describe(error) if isinstance(error, OSError) else (str(error), "move it away")
-            self._say(f"cannot be written: {problem}; training goes on, and what is missing waits here; {advice}")
+            self._print(f"cannot be written: {problem}; training continues, and missing lines are kept here; {advice}")
         self._is_failing = True
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"lockstep: {self._what}, {self.path}, {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, never on who draws them.
+"""Random numbers that depend on their purpose, never on the worker that draws them.
 
-A key is made from words: the user's seed, what the numbers are for, and which one of those. Two workers that make the
-same key draw the same numbers, and nobody else's draws come between.
+A seed is derived from words: the user's seed, the purpose of the numbers, and an index. Two workers with the same words
+draw the same numbers, independently of all other draws.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-KEY_BITS = 63  # what torch takes as a seed everywhere
+KEY_BITS = 63  # torch accepts seeds of this size everywhere
 
 
-def mix(*words: int | str) -> int:
-    """One key from several words: equal words give equal keys, in any process and on any machine."""
+def derive_seed(*words: int | str) -> int:
+    """Return a seed made from several words: equal words give equal seeds in any process and on any machine."""
     digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - KEY_BITS)
 
 
-def sow(key: int, device: torch.device | None = None) -> None:
-    """Torch's generator (the GPU's too, if that is the device), Python's and numpy's all start from this key."""
+def seed_all(key: int, device: torch.device | None = None) -> None:
+    """Seed the generators of torch (also that of `device`, if it is a GPU), Python and numpy."""
     torch.default_generator.manual_seed(key)
     if device is not None and device.type == "cuda":
         _cuda_generator(device).manual_seed(key)
@@ -36,8 +36,8 @@ def sow(key: int, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def kept_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Whatever is sown and drawn inside, outside the random numbers go on as if nothing had been."""
+def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the state of all generators at the end of the block."""
     on_gpu = device is not None and device.type == "cuda"
     torch_state = torch.default_generator.get_state()
     cuda_state = _cuda_generator(device).get_state() if on_gpu and device is not None else None
@@ -61,5 +61,8 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 
 
 def _numpy_random() -> Any:
-    """If the program has numpy: we do not import it. Asking for it loads it, before a step is the first to do so."""
+    """Return `numpy.random`, None if the program has not imported numpy.
+
+    Accessing it loads the submodule, so that no step is the first to do so.
+    """
     return getattr(sys.modules.get("numpy"), "random", None)

@@ -1,4 +1,4 @@
-"""JSON from strangers. What json.loads lets pass, and JSON does not, is refused."""
+"""Parses JSON from untrusted sources. What json.loads accepts beyond the JSON standard is refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import math
 from typing import Any, Final, NoReturn
 
-DIGITS: Final = 1000  # of a whole number
+MAX_DIGITS: Final = 1000  # of an integer
 
 
 def parse(data: bytes) -> Any:
-    """No name twice in an object, no NaN, nothing infinite, no number of very many digits. Raises ValueError."""
+    """Parse JSON. Raises ValueError, also for duplicate names in an object, NaN, infinity, and very long integers."""
     try:
         return json.loads(
             data.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_int, parse_float=_float
@@ -31,7 +31,7 @@ def _constant(text: str) -> NoReturn:
 
 
 def _int(text: str) -> int:
-    if len(text) > DIGITS + 1:
+    if len(text) > MAX_DIGITS + 1:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 

@@ -1,4 +1,4 @@
-"""The collectives that `lockstep bench comm` times: their tensors, the call, and what must come out of it.
+"""The collectives that `lockstep bench comm` times: their tensors, the call, and the expected result.
 
 The size of a collective is that of the whole vector: what every worker has before a reduce-scatter and after an
 all-gather. Elements are fp32.
@@ -19,10 +19,10 @@ from torch import Tensor
 from lockstep.errors import LockstepError
 
 ELEMENT_BYTES = 4
-PERIOD = 251  # of the contents: a prime, so that a piece in the wrong place does not look like the right one
+PERIOD = 251  # period of the contents; a prime, so that a piece in the wrong place is detected
 PIECE = 2**20  # elements that are filled or compared at a time
 
-# Under the names they have had since torch 2.13; the old ones warn at every call, which takes time.
+# The names since torch 2.13; the old ones warn at every call, which takes time.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -36,20 +36,20 @@ class Op(StrEnum):
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure."""
+    """One measurement: a collective, a number of workers and a size."""
 
     op: Op
     workers: int
-    size_bytes: int  # asked for
+    size_bytes: int  # as requested; see `whole`
 
     @property
     def share(self) -> int:
-        """Elements of one worker, where the vector is cut; rounded up, so that all have as many."""
+        """Elements of one worker where the vector is split; rounded up, so that all workers have as many."""
         return -(-self.size_bytes // (ELEMENT_BYTES * self.workers))
 
     @property
     def whole(self) -> int:
-        """Elements of the vector."""
+        """Elements of the whole vector."""
         if self.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER):
             return self.share * self.workers
         return self.size_bytes // ELEMENT_BYTES
@@ -71,20 +71,20 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Buffers:
+class CommBuffers:
     """The tensors of one worker for one case."""
 
     sent: Tensor
-    received: Tensor  # the same one where the collective works in place
+    received: Tensor  # the same tensor as `sent` where the collective works in place
 
 
-def make_buffers(case: Case, allocate: Callable[[int], Tensor]) -> Buffers:
+def make_buffers(case: Case, allocate: Callable[[int], Tensor]) -> CommBuffers:
     sent = allocate(case.sent)
-    return Buffers(sent, sent if case.in_place else allocate(case.received))
+    return CommBuffers(sent, sent if case.in_place else allocate(case.received))
 
 
-def call_of(case: Case, buffers: Buffers, group: Any) -> Callable[[], object]:
-    """One collective on these tensors, waited for as a user waits for it."""
+def make_call(case: Case, buffers: CommBuffers, group: Any) -> Callable[[], object]:
+    """Return a function that runs one collective on these tensors, and waits for it as a user does."""
     sent, received = buffers.sent, buffers.received
     calls: dict[Op, Callable[[], object]] = {
         Op.ALL_REDUCE: lambda: dist.all_reduce(sent, group=group),
@@ -100,18 +100,18 @@ def call_of(case: Case, buffers: Buffers, group: Any) -> Callable[[], object]:
 
 @cache
 def counted(device: torch.device) -> Tensor:
-    """0, 1, ... PERIOD - 1, 0, 1, ...: a piece of it from any position on."""
+    """0, 1, ... PERIOD - 1, 0, 1, ...; long enough for PIECE elements from any position in the period."""
     return torch.arange(PIECE + PERIOD, device=device).remainder(PERIOD).float()
 
 
 def contents(rank: int, first: int, like: Tensor) -> Tensor:
-    """What a worker sends from position `first` on. Small whole numbers: fp32 adds them without rounding."""
+    """The elements that a worker sends from position `first` on. Small integers, which fp32 adds without rounding."""
     start = first % PERIOD
     return counted(like.device)[start : start + like.numel()] + rank
 
 
 def expected(case: Case, rank: int, first: int, like: Tensor) -> Tensor:
-    """What a worker must have received from position `first` on; not beyond the share that it lies in."""
+    """The elements that a worker must receive from position `first` on, up to the end of that share at most."""
     if case.op is Op.BROADCAST:
         return contents(0, first, like)
     if case.op is Op.ALL_GATHER:
@@ -121,22 +121,22 @@ def expected(case: Case, rank: int, first: int, like: Tensor) -> Tensor:
 
 
 def pieces(tensor: Tensor, *, share: int) -> Iterator[tuple[int, Tensor]]:
-    """(first position, piece): short ones, so that checking takes little memory, and none across two shares."""
+    """(first position, piece) of all pieces; short, so that checks take little memory, and none across two shares."""
     for start in range(0, tensor.numel(), share):
         end = min(start + share, tensor.numel())
         for first in range(start, end, PIECE):
             yield first, tensor[first : min(first + PIECE, end)]
 
 
-def fill(buffers: Buffers, rank: int) -> None:
+def fill(buffers: CommBuffers, rank: int) -> None:
     if buffers.received is not buffers.sent:
         buffers.received.fill_(-1)
     for first, piece in pieces(buffers.sent, share=buffers.sent.numel()):
         piece.copy_(contents(rank, first, piece))
 
 
-def check(case: Case, buffers: Buffers, rank: int, *, arm: str) -> None:
-    """A result that is wrong ends the benchmark: how fast it came does not matter."""
+def check(case: Case, buffers: CommBuffers, rank: int, *, arm: str) -> None:
+    """Raise LockstepError if a result is wrong: the time of a wrong result does not matter."""
     for first, piece in pieces(buffers.received, share=case.share):
         right = expected(case, rank, first, piece)
         if torch.equal(piece, right):
@@ -154,7 +154,7 @@ UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes. `4`, `4B`, `4KiB`, `25MiB`, `1GiB`."""
+    """Parse `4`, `4B`, `4KiB`, `25MiB` or `1GiB` to bytes. Raises ValueError."""
     number = text.strip().rstrip("BbKkMmGgIi ")
     factor = UNITS.get(text.strip()[len(number) :].strip().lower())
     if not (number.isascii() and number.isdecimal()) or factor is None:

@@ -1,8 +1,8 @@
-"""`lockstep bench`: speed, always with a peer beside it in the same run.
+"""`lockstep bench`: speed, always compared with an alternative in the same run.
 
 lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
 lockstep bench exact      step time with the same bits on any number of workers, beside the fastest there is
-lockstep bench trace      what the trace of a run costs, and somebody who watches it
+lockstep bench trace      what the trace of a run costs, and `lockstep watch` on it
 lockstep bench wrapper    what the wrapper costs on one device, in time and memory
 lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
 lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
@@ -17,17 +17,19 @@ from pathlib import Path
 
 import torch
 
-from lockstep.bench import comm as bench_comm
-from lockstep.bench import exact as bench_exact
-from lockstep.bench import hosts as bench_hosts
-from lockstep.bench import plot
-from lockstep.bench import step as bench_step
-from lockstep.bench import trace as bench_trace
-from lockstep.bench import wrapper as bench_wrapper
+from lockstep.bench import (
+    comm as bench_comm,
+    exact as bench_exact,
+    hosts as bench_hosts,
+    plot,
+    step as bench_step,
+    trace as bench_trace,
+    wrapper as bench_wrapper,
+)
 from lockstep.bench.collectives import Op, parse_size
+from lockstep.bench.compared_wrappers import DEFAULT_ARMS, NONE, STEP_ARMS, check_backend, load_wrapper
 from lockstep.bench.models import DEFAULT_MODELS, WORKLOADS
-from lockstep.bench.rounds import Plan
-from lockstep.bench.wrappers import DEFAULT_ARMS, NONE, STEP_ARMS, check_backend, load_wrapper
+from lockstep.bench.rounds import RoundPlan
 from lockstep.errors import LockstepError
 
 
@@ -64,13 +66,13 @@ def run_trace(arguments: argparse.Namespace) -> int:
     return bench_trace.run(step_settings(arguments, arms=(bench_trace.ARM,)), **asked, json_path=arguments.json)
 
 
-def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> bench_step.Settings:
-    plan = Plan(
+def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> bench_step.StepSettings:
+    plan = RoundPlan(
         warmup=3,
         rounds=arguments.rounds or (7 if arguments.quick else 21),
         steps=arguments.steps or (3 if arguments.quick else 5),
     )
-    return bench_step.Settings(
+    return bench_step.StepSettings(
         models=arguments.models,
         arms=arms,
         workers=arguments.workers,
@@ -82,7 +84,7 @@ def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> be
 
 
 def run_wrapper(arguments: argparse.Namespace) -> int:
-    settings = bench_wrapper.Settings(
+    settings = bench_wrapper.WrapperSettings(
         arms=arguments.arms,
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         rounds=arguments.rounds or (7 if arguments.quick else 21),
@@ -93,7 +95,7 @@ def run_wrapper(arguments: argparse.Namespace) -> int:
 
 
 def run_comm(arguments: argparse.Namespace) -> int:
-    settings = bench_comm.Settings(
+    settings = bench_comm.CommSettings(
         ops=arguments.ops,
         workers=arguments.workers,
         sizes_bytes=arguments.sizes or (bench_comm.QUICK_SIZES if arguments.quick else bench_comm.SIZES),
@@ -105,7 +107,7 @@ def run_comm(arguments: argparse.Namespace) -> int:
 
 
 def run_hosts(arguments: argparse.Namespace) -> int:
-    settings = bench_hosts.Settings(
+    settings = bench_hosts.HostsSettings(
         hosts=arguments.hosts,
         workers=arguments.workers,
         mbit=arguments.mbit,

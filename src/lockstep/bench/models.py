@@ -1,4 +1,4 @@
-"""The models that the benchmarks train: small enough to read, each with its own ratio of computing to communicating."""
+"""The models that the benchmarks train: short, and with different ratios of computation to communication."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Batch:
+class LabeledBatch:
     inputs: Tensor
-    targets: Tensor  # class numbers, one for each row of logits
+    targets: Tensor  # class indices, one for each row of logits
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.inputs.to(device), self.targets.to(device))
+    def to(self, device: torch.device) -> LabeledBatch:
+        return LabeledBatch(self.inputs.to(device), self.targets.to(device))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing to train. `batch` draws a worker's share of a global batch; all models answer with logits."""
+    """A model, data and an optimizer. `batch` draws a worker's share of a global batch; models return logits."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
+    batch: Callable[[torch.Generator], LabeledBatch]
     optimizer: str  # a key of OPTIMIZERS
     about: str
 
@@ -47,7 +47,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Of all parameters, bit for bit."""
+    """SHA-256 of the bits of all parameters."""
     sha = hashlib.sha256()
     for parameter in model.parameters():
         sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
@@ -62,7 +62,7 @@ def mlp(*, width: int, layers: int) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(width, width))
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, channels_in: int, channels: int, *, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -79,12 +79,12 @@ class Residual(nn.Module):
 
 
 def cnn(*, width: int, classes: int) -> nn.Module:
-    """A small residual network with BatchNorm: it has buffers too, which replicas keep the same."""
+    """A small residual network with BatchNorm, so that there are buffers to synchronise, too."""
     return nn.Sequential(
-        Residual(3, width, stride=1),
-        Residual(width, 2 * width, stride=2),
-        Residual(2 * width, 4 * width, stride=2),
-        Residual(4 * width, 8 * width, stride=2),
+        ResidualBlock(3, width, stride=1),
+        ResidualBlock(width, 2 * width, stride=2),
+        ResidualBlock(2 * width, 4 * width, stride=2),
+        ResidualBlock(4 * width, 8 * width, stride=2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(8 * width, classes),
@@ -104,7 +104,7 @@ GPT2_124M = GptShape(layers=12, heads=12, width=768, vocabulary=50257, context=1
 GPT_SMALL = GptShape(layers=4, heads=4, width=256, vocabulary=4096, context=128)
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
         self.heads = shape.heads
@@ -129,18 +129,18 @@ class Block(nn.Module):
         return cast(Tensor, self.after_attention(mixed.transpose(1, 2).flatten(2)))
 
 
-class Gpt(nn.Module):
-    """GPT-2: learned positions, layers normalised on the way in, the output layer tied to the embedding."""
+class GptModel(nn.Module):
+    """GPT-2: learned positions, pre-norm layers, the output layer tied to the embedding."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(GptBlock(shape) for _ in range(shape.layers))
         self.last_norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(_start_small)
+        self.apply(_init_weights)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -149,7 +149,7 @@ class Gpt(nn.Module):
         return cast(Tensor, self.head(self.last_norm(x)))
 
 
-def _start_small(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -159,18 +159,20 @@ def _start_small(module: nn.Module) -> None:
 # --------------------------------------------------------------------------------------------------------- workloads
 
 
-def draw_rows(generator: torch.Generator, *, rows: int, width: int) -> Batch:
-    return Batch(torch.randn(rows, width, generator=generator), torch.randint(width, (rows,), generator=generator))
+def draw_rows(generator: torch.Generator, *, rows: int, width: int) -> LabeledBatch:
+    return LabeledBatch(
+        torch.randn(rows, width, generator=generator), torch.randint(width, (rows,), generator=generator)
+    )
 
 
-def draw_images(generator: torch.Generator, *, images: int, side: int, classes: int) -> Batch:
+def draw_images(generator: torch.Generator, *, images: int, side: int, classes: int) -> LabeledBatch:
     pixels = torch.randn(images, 3, side, side, generator=generator)
-    return Batch(pixels, torch.randint(classes, (images,), generator=generator))
+    return LabeledBatch(pixels, torch.randint(classes, (images,), generator=generator))
 
 
-def draw_tokens(generator: torch.Generator, *, rows: int, length: int, vocabulary: int) -> Batch:
+def draw_tokens(generator: torch.Generator, *, rows: int, length: int, vocabulary: int) -> LabeledBatch:
     tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return LabeledBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 WORKLOADS = {
@@ -193,7 +195,7 @@ WORKLOADS = {
         about="4 residual blocks with BatchNorm, 32 images of 32x32",
     ),
     "gpt": Workload(
-        build=lambda: Gpt(GPT_SMALL),
+        build=lambda: GptModel(GPT_SMALL),
         batch=lambda generator: draw_tokens(generator, rows=4, length=128, vocabulary=4096),
         optimizer="AdamW",
         about="4 layers, 256 wide, causal attention, tied embedding, 4x128 tokens",

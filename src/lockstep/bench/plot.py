@@ -1,4 +1,4 @@
-"""Time over size, both on logarithmic axes, as svg or png. Drawn by matplotlib, which is an extra."""
+"""Plots of time over size, both on logarithmic axes, as svg or png. Needs matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.bench.collectives import size_text
 from lockstep.bench.rounds import Estimate
 
 KINDS = (".svg", ".png")
-LIMIT = "copy"  # drawn as what it is: nothing gets below it
+LIMIT = "copy"  # drawn as a lower bound
 COLOURS = {"gloo": "#b5473c", "nccl": "#7a5ea8", "shm, group memory": "#1f6f8b", "shm, own memory": "#6fb1c7"}
 
 
@@ -30,7 +30,7 @@ class Panel:
 
 
 def problem_with(path: Path) -> str:
-    """Why nothing can be drawn to this file; nothing if it can. Better asked before measuring than after."""
+    """Why no plot can be written to this file; "" if it can. Called before the measurement."""
     if path.suffix not in KINDS:
         return f"the name must end in {' or '.join(KINDS)}"
     if not path.absolute().parent.is_dir():
@@ -41,7 +41,7 @@ def problem_with(path: Path) -> str:
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int) -> None:
-    # By name, so that types can be checked where the extra is not installed; and without pyplot, which wants a screen.
+    # Imported by name, so that types can be checked without the extra; not pyplot, which needs a display.
     figure_class: Any = import_module("matplotlib.figure").Figure
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)

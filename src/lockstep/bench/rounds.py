@@ -1,7 +1,7 @@
-"""Interleaved rounds, and what may be said from them.
+"""Interleaved rounds, and their statistics.
 
-NOTE [paired rounds]. A machine is never as fast now as it was a minute ago, so two arms that are measured one after the
-other differ for reasons that are not theirs. Here every arm runs in every round, in an order that rotates, and arms are
+NOTE [paired rounds]. The speed of a machine drifts from minute to minute, so two arms that are measured one after the
+other differ for reasons unrelated to them. Here every arm runs in every round, in an order that rotates, and arms are
 compared round by round: first the ratio within each round, then the median of the ratios.
 """
 
@@ -15,51 +15,51 @@ from math import comb
 
 
 @dataclass(frozen=True)
-class Plan:
-    warmup: int  # steps of each arm before the first round: buckets are rebuilt, memory is found
+class RoundPlan:
+    warmup: int  # steps of each arm before the first round, in which buckets are rebuilt and memory is allocated
     rounds: int
-    steps: int  # of each arm in a round
+    steps: int  # steps of each arm in a round
 
 
-def order_of(names: Sequence[str], round_number: int) -> list[str]:
-    """Everybody is first equally often."""
+def rotated_order(names: Sequence[str], round_number: int) -> list[str]:
+    """The names, rotated by one place each round, so that each is first equally often."""
     turn = round_number % len(names)
     return [*names[turn:], *names[:turn]]
 
 
 @dataclass(frozen=True)
-class Conduct:
-    """How the processes keep together."""
+class RoundSync:
+    """Hooks by which the processes of a benchmark stay in step."""
 
-    line_up: Callable[[], None] = lambda: None  # wait until all of them are here
-    finish: Callable[[], None] = lambda: None  # wait until the device has done what it was asked to
+    barrier: Callable[[], None] = lambda: None  # wait for all processes
+    finish: Callable[[], None] = lambda: None  # wait until the device has finished all queued work
     report: Callable[[str], None] = lambda text: None
 
 
 def time_rounds(
-    names: Sequence[str], ours: Mapping[str, Callable[[], None]], plan: Plan, conduct: Conduct
+    names: Sequence[str], own_steps: Mapping[str, Callable[[], None]], plan: RoundPlan, sync: RoundSync
 ) -> dict[str, list[float]]:
-    """Milliseconds per step of each arm that is ours, one figure a round; in the turns of the others we rest.
+    """Milliseconds per step of each arm of this process, one value per round; it sleeps in the turns of other arms.
 
-    The arms come warm: they have made `plan.warmup` steps.
+    The caller has made the `plan.warmup` steps of each arm already.
     """
-    times: dict[str, list[float]] = {name: [] for name in ours}
+    times: dict[str, list[float]] = {name: [] for name in own_steps}
     for round_number in range(plan.rounds):
-        conduct.report(f"round {round_number + 1} of {plan.rounds}")
-        for name in order_of(names, round_number):
-            conduct.line_up()
-            if name in ours:
-                conduct.finish()
+        sync.report(f"round {round_number + 1} of {plan.rounds}")
+        for name in rotated_order(names, round_number):
+            sync.barrier()
+            if name in own_steps:
+                sync.finish()
                 started = time.perf_counter()
                 for _ in range(plan.steps):
-                    ours[name]()
-                conduct.finish()
+                    own_steps[name]()
+                sync.finish()
                 times[name].append(1e3 * (time.perf_counter() - started) / plan.steps)
     return times
 
 
 def slowest(workers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """A round takes as long as its slowest worker. Each arm is timed by its own workers."""
+    """Times of each arm: a round takes as long as its slowest worker. An arm is timed by its own workers only."""
     names = dict.fromkeys(name for worker in workers for name in worker)
     return {
         name: [max(times) for times in zip(*(w[name] for w in workers if name in w), strict=True)] for name in names
@@ -68,7 +68,7 @@ def slowest(workers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median, and the interval that holds the true one in at least 95 of 100 runs (under 6 values: their range)."""
+    """A median and its 95 % confidence interval (for fewer than 6 values: their range)."""
 
     median: float
     low: float
@@ -79,7 +79,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The interval between two order statistics: it assumes nothing about how the values are spread."""
+    """Median of `values`, with the interval between two order statistics, which assumes no distribution."""
     ranked = sorted(values)
     size, cut, outside = len(ranked), 0, 0.0
     while (outside := outside + 2 * comb(size, cut) / 2**size) <= 0.05:
@@ -89,8 +89,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> Estimate:
-    return estimate([value / other for value, other in zip(values, reference, strict=True)])
+    return estimate([value / base for value, base in zip(values, reference, strict=True)])
 
 
 def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Estimate:
-    return estimate([value - other for value, other in zip(values, reference, strict=True)])
+    return estimate([value - base for value, base in zip(values, reference, strict=True)])

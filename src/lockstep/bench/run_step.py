@@ -1,6 +1,6 @@
-"""The step of `lockstep.Run` as an arm of a benchmark: the exact one, or the fast one; observed, or not.
+"""The training step of `lockstep.Run` as an arm of a benchmark: exact or fast, with or without an observer.
 
-One shard for each worker.
+Each worker has one shard.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.bench.models import OPTIMIZERS, Batch, Workload, digest_of
-from lockstep.comm.exact_sum import ShardSum
-from lockstep.data.batches import Batch as GlobalBatch
-from lockstep.data.batches import Shard
+from lockstep.bench.models import OPTIMIZERS, LabeledBatch, Workload, digest_of
+from lockstep.comm.shard_sum import ShardSum
+from lockstep.data.batches import Batch as GlobalBatch, Shard
 from lockstep.ddp.replica import trained_leaves
-from lockstep.train.buffer_exchange import RunningState
-from lockstep.train.options import Options
+from lockstep.train.buffer_exchange import BufferExchange
+from lockstep.train.options import RunOptions
 from lockstep.train.precision import LossScale
-from lockstep.train.recompute_check import Audit
-from lockstep.train.shard_gradients import Gradients
-from lockstep.train.step import Training, take_step
-from lockstep.train.step_observer import Blind, Observer, Sight
-from lockstep.train.trained_parameters import facts_of
+from lockstep.train.recompute_check import RecomputeCheck
+from lockstep.train.shard_gradients import ShardGradients
+from lockstep.train.step import take_step
+from lockstep.train.step_observer import NullObserver, ObserverConfig, StepObserver
+from lockstep.train.step_types import StepContext
+from lockstep.train.trained_parameters import lr_and_grad_norm
 
 EXACT, FAST = "exact", "fast"
 KINDS = (EXACT, FAST)
 SEED = 7
 
 
-def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+def loss(model: nn.Module, batch: LabeledBatch) -> tuple[Tensor, int]:
     logits, targets = model(batch.inputs).flatten(0, -2), batch.targets.flatten()
     return F.cross_entropy(logits, targets, reduction="sum"), len(targets)
 
@@ -42,7 +42,7 @@ def _nothing_to_fetch(batch: GlobalBatch, number: int) -> Shard:
 
 @final
 class RunArm:
-    """A model of its own, from the same seed as every other arm's."""
+    """A model that is trained by Run's step. All arms initialise their models from the same seed."""
 
     def __init__(
         self, name: str, workload: Workload, device: torch.device, *, group: Any, precision: str = "fp32"
@@ -53,24 +53,24 @@ class RunArm:
         shares = [range(rank, rank + 1) for rank in range(group.size())]
         sum_ = ShardSum(group, shares, device=device, exact=name.partition("@")[0] != FAST)
         self._rank, self._size = group.rank(), group.size()
-        self._steps: dict[Observer, int] = {}
-        self._observer: Observer = Blind(device)
-        self._training = Training(
+        self._steps: dict[StepObserver, int] = {}
+        self._observer: StepObserver = NullObserver(device)
+        self._training = StepContext(
             model=self.model,
             leaves=leaves,
             optimizer=OPTIMIZERS[workload.optimizer](self.model),
             sum=sum_,
-            gradients=Gradients(leaves, sum_),
-            running=RunningState(self.model, self._size),
+            gradients=ShardGradients(leaves, sum_),
+            buffers=BufferExchange(self.model, self._size),
             loss_scale=LossScale(),
-            audit=Audit(self.model, leaves, every=0, fetch=_nothing_to_fetch),
+            recompute_check=RecomputeCheck(self.model, leaves, every=0, fetch=_nothing_to_fetch),
             observer=self._observer,
-            options=Options.of({"precision": precision}),
+            options=RunOptions.from_keywords({"precision": precision}),
             seed=SEED,
         )
 
-    def let_see(self, observer: Observer) -> None:
-        """The steps from now on. Each observer counts its own."""
+    def set_observer(self, observer: StepObserver) -> None:
+        """Use `observer` from the next step on. Each observer has its own step count."""
         if observer not in self._steps:
             world = {
                 "rank": self._rank,
@@ -79,12 +79,12 @@ class RunArm:
                 "generation": 1,
                 "global_batch_size": 1,
             }
-            observer.share_out(dict, sees=Sight(writes=self._rank == 0), first=0, **world)
+            observer.set_world(dict, config=ObserverConfig(writes=self._rank == 0), first=0, **world)
         self._observer = self._training.observer = observer
 
-    def step(self, batch: Batch) -> None:
-        rows, number, see = len(batch.inputs), self._steps.get(self._observer, 0), self._observer
-        self._steps[see] = number + 1
+    def step(self, batch: LabeledBatch) -> None:
+        rows, number, observer = len(batch.inputs), self._steps.get(self._observer, 0), self._observer
+        self._steps[observer] = number + 1
         whole = GlobalBatch(
             epoch=0,
             step=number,
@@ -94,11 +94,11 @@ class RunArm:
             shards=(Shard(self._rank, rows, batch),),
             of_shards=self._size,
         )
-        see.top(number)
-        see.data_came()
+        observer.begin_iteration(number)
+        observer.end_data_wait()
         result = take_step(self._training, loss, whole)
-        facts = partial(facts_of, self._training, result)
-        see.stepped(number, result.loss, samples=whole.count, epoch=0, facts=facts)
+        facts = partial(lr_and_grad_norm, self._training, result)
+        observer.end_step(number, result.loss, samples=whole.count, epoch=0, facts=facts)
 
     def bucket_bytes(self) -> tuple[int, ...]:
         return self._training.gradients.bucket_bytes

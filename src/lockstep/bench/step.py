@@ -1,9 +1,9 @@
-"""`lockstep bench step`: what a training step costs with no communication, with torch's DDP and with ours.
+"""`lockstep bench step`: time of a training step without communication, with torch's DDP and with ours.
 
-Every arm has worker processes of its own, which rest while another arm has its turn: in one process the arms would
-change each other's memory (what one has freed, the next finds ready), and a user runs only one of them.
-Communication alone (the same buckets, one all-reduce after the other, nothing else running) is one more arm: what a
-wrapper does not hide of it shows up in the step.
+Every arm has worker processes of its own, which sleep in the turns of other arms: in one process the arms would affect
+each other's memory (an arm would reuse what another has freed), and a user runs only one of them. Communication alone
+(the same buckets, one all-reduce after the other, nothing else running) is another arm: the part of it that a wrapper
+does not hide lengthens the step.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.bench.compared_wrappers import NONE, TORCH, backend_of, make_arm
 from lockstep.bench.models import WORKLOADS, Workload, count_parameters
 from lockstep.bench.rounds import (
-    Conduct,
     Estimate,
-    Plan,
+    RoundPlan,
+    RoundSync,
     estimate,
     paired_difference,
     paired_ratio,
     slowest,
     time_rounds,
 )
-from lockstep.bench.workers import Seat, Workers
-from lockstep.bench.wrappers import NONE, TORCH, backend_of, make_arm
+from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.report.table import Column, megabytes, percent, render
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     models: tuple[str, ...]
     arms: tuple[str, ...]
     workers: int
-    threads: int  # of each worker
+    threads: int  # threads of each worker
     device: str
-    plan: Plan
-    wait_s: float  # the longest wait for a sign of life
+    plan: RoundPlan
+    wait_s: float  # the longest wait for a message of a worker
 
     @property
     def processes(self) -> int:
@@ -51,18 +51,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """What one worker of one arm found out about one model."""
+    """Results of one worker of one arm for one model."""
 
     model: str
     arm: str
     parameters: int
-    times_ms: dict[str, list[float]]  # of its arm and of the communication alone, per round
+    times_ms: dict[str, list[float]]  # of its arm, and of its communication alone, in each round
     bucket_bytes: tuple[int, ...]
-    digest: str  # of the final weights
+    digest: str  # SHA-256 of the final weights
 
 
 @dataclass(frozen=True)
-class ArmFigures:
+class StepResult:
     step_ms: Estimate
     over_torch: Estimate | None
     exposed_ms: Estimate | None
@@ -78,7 +78,7 @@ class ArmFigures:
 
 
 def communication(bucket_bytes: tuple[int, ...], device: torch.device, group: Any) -> Callable[[], None]:
-    """All-reduces of these sizes, one after the other; in the group's own memory, where it has such."""
+    """Return a step of all-reduces of these sizes, one after the other; in the group's own memory, if it has any."""
     buckets = [torch.zeros(size // 4, device=device) for size in bucket_bytes]
     if dist.get_backend(group) == "shm" and group.supports_tensor_alloc(device):
         buckets = [group.allocate_tensor(len(bucket), dtype=bucket.dtype, device=device) for bucket in buckets]
@@ -95,105 +95,108 @@ def communication_name(arm: str) -> str:
 
 
 def turns_of(arms: tuple[str, ...]) -> list[str]:
-    """Everything that is timed in a round."""
+    """Names of all turns of a round."""
     return [*arms, *(communication_name(arm) for arm in arms if arm != NONE)]
 
 
-def measure_model(name: str, arm_name: str, settings: Settings, device: torch.device, tell: Teller) -> WorkerTimes:
+def measure_model(
+    name: str, arm_name: str, settings: StepSettings, device: torch.device, report: ProgressReporter
+) -> WorkerTimes:
     workload: Workload = WORKLOADS[name]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank(tell.group))).to(device)
-    tell(f"{name}: warming up")
-    arm = make_arm(arm_name, workload, device, group=tell.group)
-    for turn in settings.arms:  # one after the other, as later
+    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank(report.group))).to(device)
+    report(f"{name}: warming up")
+    arm = make_arm(arm_name, workload, device, group=report.group)
+    for turn in settings.arms:  # one after the other, as in the rounds
         dist.barrier()
-        for _ in range(settings.plan.warmup if turn == arm_name else 0):  # then the buckets are what they will be
+        for _ in range(settings.plan.warmup if turn == arm_name else 0):  # afterwards the buckets are final
             arm.step(batch)
-    ours: dict[str, Callable[[], None]] = {arm_name: partial(arm.step, batch)}
+    own_turns: dict[str, Callable[[], None]] = {arm_name: partial(arm.step, batch)}
     if arm_name != NONE:
-        ours[communication_name(arm_name)] = communication(arm.bucket_bytes(), device, tell.group)
-    conduct = Conduct(
-        line_up=dist.barrier,
+        own_turns[communication_name(arm_name)] = communication(arm.bucket_bytes(), device, report.group)
+    sync = RoundSync(
+        barrier=dist.barrier,
         finish=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
-        report=lambda text: tell(f"{name}: {text}"),
+        report=lambda text: report(f"{name}: {text}"),
     )
-    times = time_rounds(turns_of(settings.arms), ours, settings.plan, conduct)
+    times = time_rounds(turns_of(settings.arms), own_turns, settings.plan, sync)
     return WorkerTimes(name, arm_name, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
 
 
 @dataclass(frozen=True)
-class Teller:
-    """Of the workers of one arm: their group, and a way to say where they are."""
+class ProgressReporter:
+    """Reports the progress of a worker to the parent. Also holds the process group of its arm."""
 
     group: Any
-    seat: Seat
+    worker: BenchWorker
 
     def __call__(self, text: str) -> None:
-        self.seat.tell(text)
+        self.worker.send(text)
 
 
-def work(seat: Seat, settings: Settings) -> None:
-    """Tells a WorkerTimes per model."""
+def work(worker: BenchWorker, settings: StepSettings) -> None:
+    """Measure all models, and send a WorkerTimes for each."""
     torch.set_num_threads(settings.threads)
     device = torch.device("cpu")
-    arm_number, rank_in_arm = divmod(seat.rank, settings.workers)
+    arm_number, rank_in_arm = divmod(worker.rank, settings.workers)
     if settings.device == "cuda":
         device = torch.device("cuda", rank_in_arm % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    seat.join()
+    worker.join()
     groups = [
         dist.new_group(
             list(range(i * settings.workers, (i + 1) * settings.workers)),
-            timeout=seat.patience,
+            timeout=worker.timeout,
             backend=backend_of(arm),
         )
         for i, arm in enumerate(settings.arms)
     ]
-    tell = Teller(groups[arm_number], seat)
+    report = ProgressReporter(groups[arm_number], worker)
     for model in settings.models:
-        seat.tell(measure_model(model, settings.arms[arm_number], settings, device, tell))
-    seat.leave()
+        worker.send(measure_model(model, settings.arms[arm_number], settings, device, report))
+    worker.leave()
 
 
 # -------------------------------------------------------------------------------------------------- outside of workers
 
 
-def found_by(workers: Workers, settings: Settings) -> Iterator[list[WorkerTimes]]:
-    """What all workers say about a model, model after model."""
-    said: dict[str, dict[int, WorkerTimes]] = {model: {} for model in settings.models}
+def results_by_model(workers: Workers, settings: StepSettings) -> Iterator[list[WorkerTimes]]:
+    """Yield the results of all workers for each model, model by model."""
+    by_model: dict[str, dict[int, WorkerTimes]] = {model: {} for model in settings.models}
     for rank, times in workers.results():
-        said[times.model][rank] = times
-        if len(said[times.model]) == settings.processes:
-            yield [said[times.model][rank] for rank in range(settings.processes)]
+        by_model[times.model][rank] = times
+        if len(by_model[times.model]) == settings.processes:
+            yield [by_model[times.model][rank] for rank in range(settings.processes)]
 
 
-def name_of(rank: int, settings: Settings) -> str:
+def worker_name(rank: int, settings: StepSettings) -> str:
     arm, rank_in_arm = divmod(rank, settings.workers)
     return f"worker {rank_in_arm} of {settings.arms[arm]}"
 
 
-def times_of(workers: list[WorkerTimes]) -> dict[str, list[float]]:
-    """Of every turn, round by round."""
+def round_times(workers: list[WorkerTimes]) -> dict[str, list[float]]:
+    """Times of each turn in each round, on its slowest worker."""
     return slowest([worker.times_ms for worker in workers])
 
 
-def figures(workers: list[WorkerTimes]) -> dict[str, ArmFigures]:
-    times = times_of(workers)
-    of_arm: dict[str, list[WorkerTimes]] = {}
+def summarize(workers: list[WorkerTimes]) -> dict[str, StepResult]:
+    times = round_times(workers)
+    by_arm: dict[str, list[WorkerTimes]] = {}
     for worker in workers:
-        of_arm.setdefault(worker.arm, []).append(worker)
+        by_arm.setdefault(worker.arm, []).append(worker)
     result = {}
-    for arm, members in of_arm.items():
-        talks = arm != NONE
-        alone = estimate(times[communication_name(arm)]) if talks else None
-        exposed = paired_difference(times[arm], times[NONE]) if talks and NONE in times else None
-        result[arm] = ArmFigures(
+    for arm, members in by_arm.items():
+        communicates = arm != NONE
+        alone = estimate(times[communication_name(arm)]) if communicates else None
+        exposed = paired_difference(times[arm], times[NONE]) if communicates and NONE in times else None
+        equals_torch = members[0].digest == by_arm[TORCH][0].digest if communicates and TORCH in times else None
+        result[arm] = StepResult(
             step_ms=estimate(times[arm]),
             over_torch=paired_ratio(times[arm], times[TORCH]) if TORCH in times else None,
             exposed_ms=exposed,
             alone_ms=alone,
             hidden=1 - exposed.median / alone.median if exposed and alone else None,
-            weights_equal_torch=members[0].digest == of_arm[TORCH][0].digest if talks and TORCH in times else None,
-            replicas_equal=len({member.digest for member in members}) == 1 if talks else None,
+            weights_equal_torch=equals_torch,
+            replicas_equal=len({member.digest for member in members}) == 1 if communicates else None,
             bucket_bytes=members[0].bucket_bytes,
             rounds_ms=times[arm],
         )
@@ -212,49 +215,49 @@ COLUMNS = (
 )
 
 
-def rows_of(model: str, parameters: int, found: dict[str, ArmFigures]) -> Iterator[tuple[str, ...]]:
-    for number, (arm, figure) in enumerate(found.items()):
-        ratio, exposed, alone = figure.over_torch, figure.exposed_ms, figure.alone_ms
+def rows_of(model: str, parameters: int, results: dict[str, StepResult]) -> Iterator[tuple[str, ...]]:
+    for number, (arm, arm_result) in enumerate(results.items()):
+        ratio, exposed, alone = arm_result.over_torch, arm_result.exposed_ms, arm_result.alone_ms
         yield (
             "" if number else model,
             "" if number else f"{parameters / 1e6:.2f} M",
             arm,
-            f"{figure.step_ms.median:.2f}",
+            f"{arm_result.step_ms.median:.2f}",
             str(ratio) if ratio and arm != TORCH else "",
             f"{exposed.median:.2f}" if exposed else "",
             f"{alone.median:.2f}" if alone else "",
-            percent(figure.hidden) if figure.hidden is not None else "",
+            percent(arm_result.hidden) if arm_result.hidden is not None else "",
         )
 
 
-def notes_of(model: str, found: dict[str, ArmFigures]) -> Iterator[str]:
+def notes_of(model: str, results: dict[str, StepResult]) -> Iterator[str]:
     workload = WORKLOADS[model]
     yield f"{model}: {workload.about}; {workload.optimizer}"
-    for arm, figure in found.items():
+    for arm, arm_result in results.items():
         if arm == NONE:
             continue
-        note = f"  {arm}: buckets {' + '.join(megabytes(size) for size in figure.bucket_bytes)} MiB"
-        note += "; replicas equal" if figure.replicas_equal else "; REPLICAS DIFFER"
-        if arm != TORCH and figure.weights_equal_torch is not None:
-            equal = "equal" if figure.weights_equal_torch else "DIFFER from"
+        note = f"  {arm}: buckets {' + '.join(megabytes(size) for size in arm_result.bucket_bytes)} MiB"
+        note += "; replicas equal" if arm_result.replicas_equal else "; REPLICAS DIFFER"
+        if arm != TORCH and arm_result.weights_equal_torch is not None:
+            equal = "equal" if arm_result.weights_equal_torch else "DIFFER from"
             note += f"; final weights {equal} torch's bit for bit"
         yield note
 
 
-def run(settings: Settings, json_path: Path | None) -> int:
+def run(settings: StepSettings, json_path: Path | None) -> int:
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
-    name = partial(name_of, settings=settings)
+    name = partial(worker_name, settings=settings)
     with Workers(settings.processes, work, settings, wait_s=settings.wait_s, name=name) as workers:
-        for found in found_by(workers, settings):
-            model, parameters, arms = found[0].model, found[0].parameters, figures(found)
+        for results in results_by_model(workers, settings):
+            model, parameters, arms = results[0].model, results[0].parameters, summarize(results)
             rows += rows_of(model, parameters, arms)
             notes += notes_of(model, arms)
             record["models"][model] = {
                 "parameters": parameters,
                 "optimizer": WORKLOADS[model].optimizer,
-                "arms": {arm: asdict(figure) for arm, figure in arms.items()},
+                "arms": {arm: asdict(arm_result) for arm, arm_result in arms.items()},
             }
     plan = settings.plan
     print(

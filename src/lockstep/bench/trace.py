@@ -1,9 +1,9 @@
-"""`lockstep bench trace`: what it costs that a run keeps a trace, while somebody watches it.
+"""`lockstep bench trace`: cost of the trace that a run writes, and of `lockstep watch` on it.
 
-The step of `lockstep.Run` with the trace that it writes by default, and with none, over shm: one model in one process,
-which is observed in every other turn, for two processes never are equally fast. What works beside the steps, the
-threads that write and the view in a terminal, cannot be switched on and off like that: there we look at how much of the
-machine's cores it takes, which is what steps lose where all cores are busy.
+Compares the step of `lockstep.Run` with its default trace and without, over shm: one model in one process, which is
+traced in every second turn, because two processes are never equally fast. The threads that write the trace and the
+view in a terminal cannot be switched on and off like that: their share of the machine's cores is measured, which is
+what steps lose where all cores are busy.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.models import WORKLOADS, Batch
-from lockstep.bench.rounds import Conduct, Plan, estimate, paired_ratio, slowest, time_rounds
+from lockstep.bench.models import WORKLOADS, LabeledBatch
+from lockstep.bench.rounds import RoundPlan, RoundSync, estimate, paired_ratio, slowest, time_rounds
 from lockstep.bench.run_step import EXACT, RunArm
-from lockstep.bench.step import Settings
-from lockstep.bench.workers import Seat, Workers
+from lockstep.bench.step import StepSettings
+from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.report.table import Column, render
-from lockstep.train.step_observer import Blind, Observer
-from lockstep.train.trace_writer import Chronicle
+from lockstep.train.step_observer import NullObserver, StepObserver
+from lockstep.train.trace_writer import TraceWriter
 
-WANTED: Final = 1.01
-LASTS_S, QUICK_S = 90.0, 20.0  # the rounds of a model
+LIMIT: Final = 1.01
+LASTS_S, QUICK_S = 90.0, 20.0  # duration of the rounds of a model
 FEWEST: Final = 21  # rounds
 TURN_S: Final = 0.1
 WITHOUT, WITH = "without", "with"
@@ -54,22 +54,22 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     model: str
-    settings: Settings
+    settings: StepSettings
     traces: Path
-    lasts_s: float  # the rounds of a model
-    rounds: int | None  # None: as many as fill that time
-    steps: int | None  # in a turn; None: as many as fill TURN_S
+    lasts_s: float  # duration of the rounds of a model
+    rounds: int | None  # None: as many as fill `lasts_s`
+    steps: int | None  # steps in a turn; None: as many as fill TURN_S
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one worker found out about one model."""
+class TraceTimes:
+    """Measurements of one worker for one model."""
 
     model: str
     times_ms: dict[str, list[float]]
-    writer_s: float  # of a core, by the thread that writes
+    writer_s: float  # CPU time of the thread that writes the trace
     began_s: float
     ended_s: float
 
@@ -77,57 +77,57 @@ class Found:
 # ---------------------------------------------------------------------------------------------------- inside a worker
 
 
-def work(seat: Seat, job: Job) -> None:
+def work(worker: BenchWorker, job: TraceJob) -> None:
     settings = job.settings
     torch.set_num_threads(settings.threads)
     device = torch.device("cpu")
     if settings.device == "cuda":
-        device = torch.device("cuda", seat.rank % torch.cuda.device_count())
+        device = torch.device("cuda", worker.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    seat.join()
-    group = dist.new_group(timeout=seat.patience, backend="shm")
-    seat.tell(f"{job.model}: warming up")
-    seat.tell(measure(seat, job, device, group))
-    seat.leave()
+    worker.join()
+    group = dist.new_group(timeout=worker.timeout, backend="shm")
+    worker.send(f"{job.model}: warming up")
+    worker.send(measure(worker, job, device, group))
+    worker.leave()
 
 
-def measure(seat: Seat, job: Job, device: torch.device, group: Any) -> Found:
+def measure(worker: BenchWorker, job: TraceJob, device: torch.device, group: Any) -> TraceTimes:
     workload, plan = WORKLOADS[job.model], job.settings.plan
-    batch = workload.batch(torch.Generator().manual_seed(seat.rank)).to(device)
+    batch = workload.batch(torch.Generator().manual_seed(worker.rank)).to(device)
     arm = RunArm(ARM, workload, device, group=group)
-    chronicle = Chronicle(job.traces, f"rank{seat.rank}", device)
-    observers = {WITHOUT: Blind(device), WITH: Observer(chronicle, device)}
+    trace_writer = TraceWriter(job.traces, f"rank{worker.rank}", device)
+    observers = {WITHOUT: NullObserver(device), WITH: StepObserver(trace_writer, device)}
     for observer in observers.values():
-        arm.let_see(observer)
+        arm.set_observer(observer)
         for _ in range(plan.warmup):
             arm.step(batch)
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     step_s = time_step(arm, batch, finish)
     steps = job.steps or max(1, round(TURN_S / step_s))
     rounds = job.rounds or max(FEWEST, round(job.lasts_s / (2 * steps * step_s)))
-    turns = {name: partial(turn, arm, observer, batch, steps) for name, observer in observers.items()}
-    conduct = Conduct(line_up=dist.barrier, finish=finish, report=lambda text: seat.tell(f"{job.model}: {text}"))
+    turns = {name: partial(run_turn, arm, observer, batch, steps) for name, observer in observers.items()}
+    sync = RoundSync(barrier=dist.barrier, finish=finish, report=lambda text: worker.send(f"{job.model}: {text}"))
     began_s, wrote_s = time.monotonic(), writer_s()
-    times = time_rounds(list(turns), turns, Plan(plan.warmup, rounds, 1), conduct)
-    found = Found(
+    times = time_rounds(list(turns), turns, RoundPlan(plan.warmup, rounds, 1), sync)
+    measured = TraceTimes(
         job.model,
         {name: [ms / steps for ms in values] for name, values in times.items()},
         writer_s() - wrote_s,
         began_s,
         time.monotonic(),
     )
-    observers[WITH].close(in_peace=True)
-    return found
+    observers[WITH].close(succeeded=True)
+    return measured
 
 
-def turn(arm: RunArm, observer: Observer, batch: Batch, steps: int) -> None:
-    arm.let_see(observer)
+def run_turn(arm: RunArm, observer: StepObserver, batch: LabeledBatch, steps: int) -> None:
+    arm.set_observer(observer)
     for _ in range(steps):
         arm.step(batch)
 
 
-def time_step(arm: RunArm, batch: Batch, finish: Callable[[], None]) -> float:
-    """Seconds; the same on all workers."""
+def time_step(arm: RunArm, batch: LabeledBatch, finish: Callable[[], None]) -> float:
+    """Seconds of a step on the slowest worker; equal on all workers."""
     finish()
     began_s = time.perf_counter()
     for _ in range(3):
@@ -147,70 +147,72 @@ def writer_s() -> float:
 # -------------------------------------------------------------------------------------------------- outside of workers
 
 
-class View:
-    """A process that draws the run in a terminal, and how much of a core it takes."""
+class WatchProcess:
+    """A `lockstep watch` process in a pseudo-terminal, and its CPU time."""
 
     def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
         self._process = process
-        self._seen: list[tuple[float, float]] = []  # the monotonic clock, and seconds of a core so far
+        self._samples: list[tuple[float, float]] = []  # (monotonic clock, CPU seconds so far)
         threading.Thread(target=self._read, args=(terminal,), daemon=True).start()
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._sample_cpu, daemon=True).start()
 
     def _read(self, terminal: int) -> None:
         with suppress(OSError):  # it ends with the process
             while os.read(terminal, 1 << 16):
                 pass
 
-    def _look(self) -> None:
+    def _sample_cpu(self) -> None:
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
         with suppress(OSError):
             while self._process.poll() is None:
                 fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-                self._seen.append((time.monotonic(), (int(fields[11]) + int(fields[12])) * tick_s))
+                self._samples.append((time.monotonic(), (int(fields[11]) + int(fields[12])) * tick_s))
                 time.sleep(0.5)
 
     def core_s(self, began_s: float, ended_s: float) -> float:
-        """Between these two moments."""
-        inside = [core_s for at_s, core_s in self._seen if began_s - 0.5 <= at_s <= ended_s + 0.5]
+        """CPU seconds of the process between these two times."""
+        inside = [core_s for at_s, core_s in self._samples if began_s - 0.5 <= at_s <= ended_s + 0.5]
         return inside[-1] - inside[0] if inside else 0.0
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[View]:
+def run_watch(folder: Path) -> Iterator[WatchProcess]:
     (folder / "trace").mkdir()
-    ours, theirs = pty.openpty()
+    master, terminal_fd = pty.openpty()
     command = [sys.executable, "-m", "lockstep", "watch", str(folder)]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
+    with subprocess.Popen(
+        command, stdin=terminal_fd, stdout=terminal_fd, stderr=terminal_fd, env=environment
+    ) as process:
+        os.close(terminal_fd)
         try:
-            yield View(process, ours)
+            yield WatchProcess(process, master)
         finally:
             process.kill()
-    os.close(ours)
+    os.close(master)
 
 
-def row_of(found: list[Found], view: View) -> tuple[str, ...]:
-    times = slowest([one.times_ms for one in found])
+def row_of(workers: list[TraceTimes], view: WatchProcess) -> tuple[str, ...]:
+    times = slowest([worker.times_ms for worker in workers])
     ratio = paired_ratio(times[WITH], times[WITHOUT])
-    began_s, ended_s = found[0].began_s, found[0].ended_s
+    began_s, ended_s = workers[0].began_s, workers[0].ended_s
     cores_s = (ended_s - began_s) * (os.cpu_count() or 1)
-    beside = [sum(one.writer_s for one in found) / cores_s, view.core_s(began_s, ended_s) / cores_s]
+    beside = [sum(worker.writer_s for worker in workers) / cores_s, view.core_s(began_s, ended_s) / cores_s]
     medians = [f"{estimate(times[name]).median:.3f}" for name in (WITHOUT, WITH)]
     shares = [f"{100 * share:.2f} %" for share in beside]
-    return found[0].model, str(len(times[WITH])), *medians, str(ratio), *shares, f"{ratio.median + sum(beside):.3f}"
+    return workers[0].model, str(len(times[WITH])), *medians, str(ratio), *shares, f"{ratio.median + sum(beside):.3f}"
 
 
-def run(settings: Settings, *, rounds: int | None, steps: int | None, quick: bool, json_path: Path | None) -> int:
+def run(settings: StepSettings, *, rounds: int | None, steps: int | None, quick: bool, json_path: Path | None) -> int:
     rows: list[tuple[str, ...]] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
     for model in settings.models:
-        with tempfile.TemporaryDirectory() as folder, watched(Path(folder)) as view:
-            job = Job(model, settings, Path(folder) / "trace", QUICK_S if quick else LASTS_S, rounds, steps)
+        with tempfile.TemporaryDirectory() as folder, run_watch(Path(folder)) as view:
+            job = TraceJob(model, settings, Path(folder) / "trace", QUICK_S if quick else LASTS_S, rounds, steps)
             with Workers(settings.workers, work, job, wait_s=settings.wait_s) as workers:
-                found = [one for _, one in workers.results()]
-        rows.append(row_of(found, view))
-        record["models"][model] = [asdict(one) for one in found]
+                times = [worker_times for _, worker_times in workers.results()]
+        rows.append(row_of(times, view))
+        record["models"][model] = [asdict(worker_times) for worker_times in times]
     print(
         f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers and as many shards, "
         f"{settings.threads} thread(s) each;\ninterleaved rounds, each turn as long as its slowest worker\n"
@@ -220,7 +222,7 @@ def run(settings: Settings, *, rounds: int | None, steps: int | None, quick: boo
         "\nwith over without  a step that is observed, over one that is not: median of the ratios within each round,"
         "\n                   and its 95 % interval"
         f"\nwriters, view      the threads that write; the view in a terminal: of the time of {os.cpu_count()} cores"
-        f"\ntogether           may be {WANTED}"
+        f"\ntogether           may be {LIMIT}"
     )
     if json_path:
         json_path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""The worker processes of a benchmark: started, listened to, and ended however the benchmark ends.
+"""Worker processes of a benchmark: started here, and ended however the benchmark ends.
 
-A worker does its work and tells the parent what it finds. The parent only waits, so that it takes no time from them.
+A worker sends its results to the parent. The parent only waits, so that it takes no CPU time from the workers.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from multiprocessing.connection import Connection
 from typing import Any, final
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from lockstep._torch import TCPStore
 from lockstep.errors import LockstepError
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Failure:
+class BenchWorkerFailure:
     rank: int
     at: float  # on the monotonic clock, which all processes of a machine share
     trace: str
 
 
 @dataclass(frozen=True)
-class Done:
-    """The last word of a worker."""
+class WorkerDone:
+    """The last message of a worker that has succeeded."""
 
 
 @final
 @dataclass(frozen=True)
-class Seat:
-    """A worker's place among the others, and its line to the parent."""
+class BenchWorker:
+    """A worker's rank, its rendezvous, and its pipe to the parent."""
 
     rank: int
     size: int
@@ -52,39 +52,41 @@ class Seat:
     pipe: Connection
 
     @property
-    def patience(self) -> timedelta:
+    def timeout(self) -> timedelta:
         return timedelta(seconds=self.wait_s)
 
-    def tell(self, message: object) -> None:
-        """A text says where we are (an empty one, that we live); anything else is a result."""
+    def send(self, message: object) -> None:
+        """Send to the parent: a text is progress (an empty one only shows life), anything else is a result."""
         self.pipe.send(message)
 
     def join(self) -> None:
-        """The default process group, on Gloo. Who waits in its barrier sleeps."""
-        store = TCPStore(LOOPBACK, self.port, is_master=False, timeout=self.patience)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self.patience)
+        """Create the default process group, on Gloo, in whose barrier a worker sleeps."""
+        store = TCPStore(LOOPBACK, self.port, is_master=False, timeout=self.timeout)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
     def leave(self) -> None:
-        dist.barrier()  # nobody leaves while a peer still talks to it
+        dist.barrier()  # no worker leaves while a peer still communicates with it
         dist.destroy_process_group()
 
 
-Work = Callable[[Seat, Any], None]
+Work = Callable[[BenchWorker, Any], None]
 
 
-def live(work: Work, seat: Seat, job: Any) -> None:
-    """A worker's life."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends us
+def run_worker(work: Work, worker: BenchWorker, job: Any) -> None:
+    """Entry point of a worker process."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the parent ends the workers
     try:
-        work(seat, job)
-        seat.tell(Done())
+        work(worker, job)
+        worker.send(WorkerDone())
     except Exception as error:
-        seat.tell(Failure(seat.rank, time.monotonic(), traceback.format_exc()))
+        worker.send(BenchWorkerFailure(worker.rank, time.monotonic(), traceback.format_exc()))
         raise SystemExit(1) from error
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -93,7 +95,7 @@ def end_with_parent() -> None:
 
 @final
 class Workers:
-    """`count` processes that do `work(seat, job)`. Leaving the `with` block ends them, however it is left."""
+    """`count` processes that run `work(worker, job)`. They are killed at the end of the `with` block."""
 
     def __init__(
         self, count: int, work: Work, job: Any, *, wait_s: float, name: Callable[[int], str] | None = None
@@ -108,15 +110,15 @@ class Workers:
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # 0: the system picks the port
         self._processes, self._pipes = [], []
         for rank in range(self.count):
-            ours, theirs = self._context.Pipe(duplex=False)
-            seat = Seat(rank, self.count, self._store.port, self.wait_s, theirs)
+            receiver, sender = self._context.Pipe(duplex=False)
+            worker = BenchWorker(rank, self.count, self._store.port, self.wait_s, sender)
             process = self._context.Process(
-                target=live, args=(self.work, seat, self.job), name=f"worker {rank}", daemon=True
+                target=run_worker, args=(self.work, worker, self.job), name=f"worker {rank}", daemon=True
             )
             process.start()
-            theirs.close()
+            sender.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(receiver)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -128,17 +130,17 @@ class Workers:
             pipe.close()
 
     def results(self) -> Iterator[tuple[int, Any]]:
-        """(rank, what it found), as it comes, until the last worker is done. Texts of rank 0 go to the terminal."""
+        """Yield (rank, result) until all workers are done; print the texts of rank 0. Raises LockstepError."""
         busy = set(range(self.count))
         while busy:
             ready = connection.wait([self._pipes[rank] for rank in busy], timeout=self.wait_s)
             if not ready:
-                raise LockstepError(f"{self.doing}: no worker gave a sign of life for {self.wait_s:g} s")
+                raise LockstepError(f"{self.doing}: no worker sent a message for {self.wait_s:g} s")
             for rank in sorted(rank for rank in busy if self._pipes[rank] in ready):
                 message = self._receive(rank)
-                if isinstance(message, Failure):
+                if isinstance(message, BenchWorkerFailure):
                     raise self._error_of(message, busy - {rank})
-                if isinstance(message, Done):
+                if isinstance(message, WorkerDone):
                     busy.remove(rank)
                 elif not isinstance(message, str):
                     yield rank, message
@@ -146,16 +148,16 @@ class Workers:
                     self.doing = message
                     print(message, file=sys.stderr, flush=True)
 
-    def _error_of(self, failure: Failure, others: set[int]) -> LockstepError:
-        """The others fail too, because they lose this worker; the one that failed first is the one to show."""
+    def _error_of(self, failure: BenchWorkerFailure, others: set[int]) -> LockstepError:
+        """The error of the worker that failed first. The others fail too, because they lose it."""
         failures = [failure]
         for rank in others:
             while self._pipes[rank].poll(1):
                 message = self._receive(rank)
-                if isinstance(message, Failure):
+                if isinstance(message, BenchWorkerFailure):
                     failures.append(message)
                     break
-                if isinstance(message, Done):
+                if isinstance(message, WorkerDone):
                     break
         first = min(failures, key=lambda failure: failure.at)
         return LockstepError(f"{self.doing}: {self.name(first.rank)} failed\n{first.trace}")
@@ -166,11 +168,11 @@ class Workers:
         except EOFError:
             self._processes[rank].join(self.wait_s)
             status = self._processes[rank].exitcode
-            # Others fail with an exception because they lose this one, so it comes first, whenever we notice.
-            return Failure(rank, 0.0, f"it ended with status {status} without a word")
+            # Other workers fail with an exception because they lose this one, so it counts as the first failure.
+            return BenchWorkerFailure(rank, 0.0, f"it ended with status {status} without an error message")
 
 
 def use_loopback() -> None:
-    """Gloo looks the host's name up to find its interface; on one machine the loopback is the right one."""
+    """Make Gloo use the loopback interface, instead of looking up the host's name."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

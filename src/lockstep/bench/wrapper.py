@@ -1,7 +1,7 @@
-"""`lockstep bench wrapper`: what the wrapper itself costs, on one device with nobody to talk to.
+"""`lockstep bench wrapper`: cost of the wrapper itself, in time and memory, on one device.
 
-In a world of one there is nothing to communicate, so every microsecond and every byte over the plain module is the
-wrapper's own.
+With one process there is nothing to communicate, so every microsecond and every byte over the plain module is a cost of
+the wrapper.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
-from lockstep.bench.models import GPT2_124M, Gpt, GptShape, Workload, count_parameters, draw_tokens
-from lockstep.bench.rounds import Conduct, Estimate, Plan, estimate, paired_ratio, time_rounds
-from lockstep.bench.wrappers import NONE, Arm
+from lockstep._torch import HashStore
+from lockstep.bench.compared_wrappers import NONE, WrapperArm
+from lockstep.bench.models import GPT2_124M, GptModel, GptShape, Workload, count_parameters, draw_tokens
+from lockstep.bench.rounds import Estimate, RoundPlan, RoundSync, estimate, paired_ratio, time_rounds
 from lockstep.report.table import Column, megabytes, render
 
 TINY = GptShape(layers=2, heads=2, width=32, vocabulary=128, context=32)
 
 
 @dataclass(frozen=True)
-class Size:
+class BatchSize:
     rows: int
     length: int
-    steps: int  # in a round
-    repeats: int = 1  # rounds for each that is asked for: short steps are noisy
+    steps: int  # steps in a round
+    repeats: int = 1  # rounds for each requested round: short steps are noisy
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"
 
 
 SIZES = {
-    "cuda": (Size(1, 128, steps=5, repeats=8), Size(8, 1024, steps=8), Size(32, 1024, steps=4)),
-    "cpu": (Size(1, 8, steps=10), Size(2, 32, steps=10)),
+    "cuda": (BatchSize(1, 128, steps=5, repeats=8), BatchSize(8, 1024, steps=8), BatchSize(32, 1024, steps=4)),
+    "cpu": (BatchSize(1, 8, steps=10), BatchSize(2, 32, steps=10)),
 }
 
 
 @dataclass(frozen=True)
-class Settings:
+class WrapperSettings:
     arms: tuple[str, ...]
     device: str
     rounds: int
-    steps: int | None  # None: each size has its own
-    batches: tuple[str, ...] = ()  # none named: all
+    steps: int | None  # None: that of each size
+    batches: tuple[str, ...] = ()  # empty: all
 
-    def sizes(self, device: str) -> list[Size]:
+    def sizes(self, device: str) -> list[BatchSize]:
         return [size for size in SIZES[device] if not self.batches or str(size) in self.batches]
 
 
 @dataclass(frozen=True)
-class ArmFigures:
+class WrapperResult:
     step_ms: Estimate
     over_none: Estimate | None
     peak_bytes: int | None
@@ -67,36 +67,36 @@ class ArmFigures:
     rounds_ms: list[float]
 
 
-def workload_of(size: Size, device: torch.device) -> Workload:
+def workload_of(size: BatchSize, device: torch.device) -> Workload:
     shape = GPT2_124M if device.type == "cuda" else TINY
     return Workload(
-        build=lambda: Gpt(shape),
+        build=lambda: GptModel(shape),
         batch=lambda generator: draw_tokens(generator, rows=size.rows, length=size.length, vocabulary=shape.vocabulary),
         optimizer="AdamW, fused" if device.type == "cuda" else "AdamW",
         about=f"GPT with {shape.layers} layers, {shape.heads} heads, {shape.width} wide, vocabulary {shape.vocabulary}",
     )
 
 
-def measure_peak(arm_name: str, size: Size, device: torch.device) -> int:
-    """The most memory an arm ever needs, in a process of its own: some arms leave memory behind."""
+def measure_peak(arm_name: str, size: BatchSize, device: torch.device) -> int:
+    """Peak memory of an arm, measured in a process of its own, because some arms leave memory allocated."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(_peak_bytes, arm_name, size, device).result(timeout=300)
 
 
-def _peak_bytes(arm_name: str, size: Size, device: torch.device) -> int:
+def _peak_bytes(arm_name: str, size: BatchSize, device: torch.device) -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
-    arm = Arm(arm_name, workload, device, autocast=True)
-    for _ in range(8):  # the optimizer's state is there since the first, the buckets are final since the second
+    arm = WrapperArm(arm_name, workload, device, autocast=True)
+    for _ in range(8):  # the first step creates the optimizer's state, the second the final buckets
         arm.step(batch)
     torch.cuda.synchronize()
     dist.destroy_process_group()
     return torch.cuda.max_memory_allocated()
 
 
-def measure_size(size: Size, settings: Settings, device: torch.device) -> dict[str, ArmFigures]:
+def measure_size(size: BatchSize, settings: WrapperSettings, device: torch.device) -> dict[str, WrapperResult]:
     def report(text: str) -> None:
         print(f"{size}: {text}", file=sys.stderr, flush=True)
 
@@ -107,17 +107,17 @@ def measure_size(size: Size, settings: Settings, device: torch.device) -> dict[s
             peaks[name] = measure_peak(name, size, device)
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
-    plan = Plan(warmup=8, rounds=settings.rounds * size.repeats, steps=settings.steps or size.steps)
+    plan = RoundPlan(warmup=8, rounds=settings.rounds * size.repeats, steps=settings.steps or size.steps)
     report("warming up")
-    arms = [Arm(name, workload, device, autocast=True) for name in settings.arms]
+    arms = [WrapperArm(name, workload, device, autocast=True) for name in settings.arms]
     for arm in arms:
         for _ in range(plan.warmup):
             arm.step(batch)
     steps: dict[str, Callable[[], None]] = {arm.name: partial(arm.step, batch) for arm in arms}
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = time_rounds(list(steps), steps, plan, Conduct(finish=finish, report=report))
+    times = time_rounds(list(steps), steps, plan, RoundSync(finish=finish, report=report))
     return {
-        arm.name: ArmFigures(
+        arm.name: WrapperResult(
             step_ms=estimate(times[arm.name]),
             over_none=paired_ratio(times[arm.name], times[NONE]) if NONE in times else None,
             peak_bytes=peaks.get(arm.name),
@@ -140,21 +140,21 @@ COLUMNS = (
 )
 
 
-def rows_of(size: Size, found: dict[str, ArmFigures]) -> Iterator[tuple[str, ...]]:
-    for number, (arm, figure) in enumerate(found.items()):
-        ratio, peak, more = figure.over_none, figure.peak_bytes, figure.peak_over_none_bytes
+def rows_of(size: BatchSize, results: dict[str, WrapperResult]) -> Iterator[tuple[str, ...]]:
+    for number, (arm, result) in enumerate(results.items()):
+        ratio, peak, more = result.over_none, result.peak_bytes, result.peak_over_none_bytes
         yield (
             "" if number else str(size),
             arm,
-            f"{figure.step_ms.median:.3f}",
+            f"{result.step_ms.median:.3f}",
             f"{ratio.median:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]" if ratio and arm != NONE else "",
             megabytes(peak) if peak is not None else "",
             megabytes(more) if more is not None and arm != NONE else "",
-            megabytes(max(figure.bucket_bytes)) if figure.bucket_bytes else "",
+            megabytes(max(result.bucket_bytes)) if result.bucket_bytes else "",
         )
 
 
-def run(settings: Settings, json_path: Path | None) -> int:
+def run(settings: WrapperSettings, json_path: Path | None) -> int:
     device = torch.device(settings.device, 0) if settings.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if device.type == "cuda":
@@ -164,9 +164,9 @@ def run(settings: Settings, json_path: Path | None) -> int:
     rows: list[tuple[str, ...]] = []
     try:
         for size in settings.sizes(device.type):
-            found = measure_size(size, settings, device)
-            rows += rows_of(size, found)
-            record["batches"][str(size)] = {arm: asdict(figure) for arm, figure in found.items()}
+            results = measure_size(size, settings, device)
+            rows += rows_of(size, results)
+            record["batches"][str(size)] = {arm: asdict(result) for arm, result in results.items()}
     finally:
         dist.destroy_process_group()
     workload = workload_of(SIZES[device.type][0], device)

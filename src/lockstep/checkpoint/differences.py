@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this program? Asked before anything is loaded, so that a refusal changes nothing."""
+"""Compares a checkpoint with the program, before anything is loaded, so that a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SHOWN = 8  # lines of one kind
+SHOWN = 8  # most lines of one kind
 _WORDS = {"lr": "learning rate", "samples": "samples in the dataset"}
-_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # torch's put them there
+_OF_SCHEDULES = {
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "base_momentum",
+    "max_momentum",
+}  # torch's schedulers add them
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What forbids to go on from `saved`, in words; nothing: it fits. Both as `Run` makes them:
+    """Return why the program cannot resume from `saved`, one line per difference; empty if it can.
 
-    {"model": state_dict, "optimizer": state_dict, "run": {"seed": 7, ...}, ...}
+    Both states are those of `Run`: {"model": state_dict, "optimizer": state_dict, "run": {"seed": 7, ...}, ...}
     """
-    lost = [f"the checkpoint has no {part!r}: a Run did not write it" for part in ("model", "optimizer", "run")
+    missing = [f"the checkpoint has no {part!r}: a Run did not write it" for part in ("model", "optimizer", "run")
             if not isinstance(saved.get(part), Mapping)]  # fmt: skip
-    if lost:
-        return lost
+    if missing:
+        return missing
     return [
         *_compare_run(saved["run"], now["run"]),
-        *compare_named(as_it_began(saved["model"], now["model"], grown_in(saved)), now["model"]),
+        *compare_named(before_training(saved["model"], now["model"], grown_buffers(saved)), now["model"]),
         *_compare_optimizer(saved, now),
         *_compare_kept(saved.get("kept") or {}, now.get("kept") or {}),
     ]
@@ -30,23 +37,23 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A setting that is not what it was when the checkpoint was saved. `counts`: whose value is used from now on."""
+    """A setting that has changed since the checkpoint was saved."""
 
     name: str
     saved: Any
     now: Any
-    counts: str  # "checkpoint" or "program"
+    counts: str  # whose value is used: "checkpoint" or "program"
 
     def __str__(self) -> str:
         values = f"{_show(self.saved)} in the checkpoint, {_show(self.now)} in the program"
         return f"{self.name}: {values}; the {self.counts}'s counts"
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """The settings of a program (`Plan.settings`) that have changed since it saved.
+def setting_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
+    """Return the settings of a program (`Plan.settings`) that have changed since it saved.
 
-    {"options": {...}, "optimizer": [{"lr": 0.1, ...}, ...], "scheduler": {...}}: options count as the program has them;
-    those of the optimiser and of a scheduler of the same class are restored with their state.
+    {"options": {...}, "optimizer": [{"lr": 0.1, ...}, ...], "scheduler": {...}}: the program's options are used; the
+    settings of the optimiser, and of a scheduler of the same class, are restored from the checkpoint with their state.
     """
     found = [*_changed(saved.get("options") or {}, now.get("options") or {}, "program")]
     groups = list(zip(saved.get("optimizer") or [], now.get("optimizer") or [], strict=False))
@@ -73,7 +80,7 @@ def _show(value: Any) -> str:
 
 
 def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Seed, exact, shards, the optimiser's class: whatever the program says about itself."""
+    """Compare the seed, exact, shards, the optimiser's class, and everything else in the program's "run" part."""
     for name, value in now.items():
         if name not in saved:
             yield f"{name} is {value!r} in the program, and the checkpoint does not say"
@@ -81,41 +88,41 @@ def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
             yield f"{name} is {saved[name]!r} in the checkpoint and {value!r} in the program"
 
 
-def grown_in(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The buffers of the model that became something else while it was trained (train/module_state.py)."""
+def grown_buffers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the buffers of the model whose dtype or shape changed in training (train/module_state.py)."""
     raw = saved.get("raw") or {}
     return (raw.get("model") or {}).get("grown") or {}
 
 
-def as_it_began(saved: Mapping[str, Any], now: Mapping[str, Any], grown: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint as a program has them before it trains: what has grown is what it was then."""
+def before_training(saved: Mapping[str, Any], now: Mapping[str, Any], grown: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a checkpoint as they were before training: buffers in `grown` have their original shape."""
     found = dict(saved)
-    for name, began in grown.items():
-        if name in now and name in saved and _kind(now[name]) == _kind(saved[name]):
+    for name, original in grown.items():
+        if name in now and name in saved and _describe(now[name]) == _describe(saved[name]):
             continue
-        if began is None:
+        if original is None:
             found.pop(name, None)
         elif name in found or name in now:
-            found[name] = _Kind(tuple(began[1]), str(began[0]))
+            found[name] = _TensorStub(tuple(original[1]), str(original[0]))
     return found
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """In the place of a tensor, where only its kind is compared."""
+class _TensorStub:
+    """Takes the place of a tensor where only shape and dtype are compared."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def compare_named(saved: Mapping[Any, Any], now: Mapping[Any, Any], of: str = "") -> Iterator[str]:
-    """Tensors by name; what is not a tensor must only be there."""
-    yield from _some(f"{of}{name} {_kind(now[name])} is not in the checkpoint" for name in now if name not in saved)
-    yield from _some(f"{of}{name} {_kind(saved[name])} is not in the program" for name in saved if name not in now)
+    """Compare tensors by name, shape and dtype; of other values only whether they exist."""
+    yield from _some(f"{of}{name} {_describe(now[name])} is not in the checkpoint" for name in now if name not in saved)
+    yield from _some(f"{of}{name} {_describe(saved[name])} is not in the program" for name in saved if name not in now)
     yield from _some(
-        f"{of}{name} is {_kind(saved[name])} in the checkpoint and {_kind(now[name])} in the program"
+        f"{of}{name} is {_describe(saved[name])} in the checkpoint and {_describe(now[name])} in the program"
         for name in now
-        if name in saved and _kind(saved[name]) != _kind(now[name])
+        if name in saved and _describe(saved[name]) != _describe(now[name])
     )
 
 
@@ -134,28 +141,31 @@ def _compare_optimizer(saved_state: Mapping[str, Any], now_state: Mapping[str, A
                 f"{len(mine['params'])} in the program"
             )
         theirs, own = ({str(name) for name in a} - {str(name) for name in b} for a, b in ((group, mine), (mine, group)))
-        if theirs - _OF_SCHEDULES and own - _OF_SCHEDULES:  # on one side only: another torch, which knows how to go on
+        if (
+            theirs - _OF_SCHEDULES and own - _OF_SCHEDULES
+        ):  # on one side only: another version of torch, which converts it
             yield (
                 f"group {n} of the optimiser has {_list(theirs)} in the checkpoint and {_list(own)} in the program: "
                 "another optimiser"
             )
-    # Before its first step, an optimiser remembers nothing that could be compared.
-    remembered, mine = saved.get("state", {}), now.get("state", {})
-    for key in mine:
-        if key in remembered:
-            yield from compare_named(remembered[key], mine[key], of=f"the optimiser's memory of parameter {key}: ")
+    # Before its first step, an optimiser has no state that could be compared.
+    theirs_by_key, mine_by_key = saved.get("state", {}), now.get("state", {})
+    for key in mine_by_key:
+        if key in theirs_by_key:
+            of = f"the optimiser's memory of parameter {key}: "
+            yield from compare_named(theirs_by_key[key], mine_by_key[key], of=of)
 
 
 def _were_added(
     names: Sequence[Sequence[str]], groups: Sequence[Any], ours: Sequence[Any], model: Mapping[str, Any]
 ) -> bool:
-    """Whether the groups that the program does not have yet can be added: all are of parameters of its model."""
+    """Whether the groups that the program lacks can be added: all their parameters are in its model."""
     more = names[len(ours) :]
     return len(names) == len(groups) > len(ours) and all(name in model for group in more for name in group)
 
 
 def _compare_names(names: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> Iterator[str]:
-    """What an optimiser remembers is restored by the place of a parameter, so the same must be at the same place."""
+    """The state of an optimiser is restored by position, so the same parameters must be at the same positions."""
     for n, (group, mine) in enumerate(zip(names, ours, strict=False)):
         differ = [(theirs, own) for theirs, own in zip(group, mine, strict=False) if theirs != own and theirs and own]
         yield from _some(
@@ -165,14 +175,14 @@ def _compare_names(names: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]
 
 
 def _compare_kept(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Only whether they are there: what a thing of the program remembers may grow."""
+    """Compare only the names of registered objects: the state of an object may change its shape."""
     added, dropped = ([name for name in a if name not in b] for a, b in ((now, saved), (saved, now)))
     yield from _some(f"{name!r}, which the program keeps, is not in the checkpoint" for name in added)
     yield from _some(f"{name!r}, which the checkpoint has, the program does not keep" for name in dropped)
 
 
-def _kind(value: Any) -> str:
-    """Of a tensor, without asking torch; of anything else nothing but that it is none."""
+def _describe(value: Any) -> str:
+    """Describe shape and dtype of a tensor, without importing torch; other values are all described alike."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "(no tensor)"

@@ -1,4 +1,4 @@
-"""A part of a checkpoint as one file for other programs: .safetensors, or .pt for torch.load."""
+"""Exports a part of a checkpoint as one file for other programs: .safetensors, or .pt for torch.load."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.checkpoint import file_io
-from lockstep.checkpoint.safetensors_file import Entry, damaged, make_header
+from lockstep.checkpoint.safetensors_file import TensorEntry, damaged, make_header
 from lockstep.checkpoint.verify import Contents
 from lockstep.errors import CheckpointError
 
-REGISTERED: Final = "kept"  # the part of a state that holds what was given to `run.register_state`, by name
+REGISTERED: Final = "kept"  # the part of a state with the objects given to `run.register_state`, by name
 
 
 def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Path) -> int:
-    """Needs no torch. Returns how many tensors."""
-    entries: dict[str, Entry] = {}
+    """Write a .safetensors file, and return the number of tensors. Needs no torch.
+
+    Raises CheckpointError if the part has anything but named tensors, or the checkpoint is damaged.
+    """
+    entries: dict[str, TensorEntry] = {}
     for name, value in _part(contents.outline(checkpoint), part, checkpoint).items():
-        if not isinstance(name, str) or not isinstance(value, Entry):
+        if not isinstance(name, str) or not isinstance(value, TensorEntry):
             raise CheckpointError(
                 f"{part}/{name} of {checkpoint} is not a tensor with a name, and .safetensors holds nothing else; "
                 "export it as .pt"
@@ -29,7 +32,7 @@ def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Pat
         entries[name] = value
 
     def pieces() -> Iterator[memoryview | bytes]:
-        yield make_header({name: entry.kind for name, entry in entries.items()})
+        yield make_header({name: entry.spec for name, entry in entries.items()})
         for entry in entries.values():
             yield from _bytes_of(checkpoint, entry)
 
@@ -43,7 +46,7 @@ def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Pat
 
 
 def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> int:
-    """What torch.save makes of it. It is pickled, and read with torch.load(..., weights_only=True)."""
+    """Write a file with torch.save, for torch.load(..., weights_only=True), and return the number of tensors."""
     import torch
 
     from lockstep.checkpoint import format as layout
@@ -54,7 +57,7 @@ def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> 
         with partial.open("xb") as file:
             try:
                 torch.save(value, file)
-            except RuntimeError as error:  # of its zip writer, when the disk is full
+            except RuntimeError as error:  # from torch's zip writer, when the disk is full
                 raise OSError(errno.EIO, str(error).splitlines()[0], str(out)) from error
             file.flush()
             os.fsync(file.fileno())
@@ -65,7 +68,7 @@ def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> 
 
 
 def _part(state: Mapping[Any, Any], part: str, checkpoint: Path) -> dict[Any, Any]:
-    """A part of the state itself, or what was given to `run.register_state` under this name."""
+    """Return a part of the state itself, or the state of what `run.register_state` was given under this name."""
     registered = state.get(REGISTERED)
     parts = {name: inside for name, inside in state.items() if name != REGISTERED}
     for name, inside in registered.items() if isinstance(registered, dict) else ():
@@ -77,8 +80,8 @@ def _part(state: Mapping[Any, Any], part: str, checkpoint: Path) -> dict[Any, An
     return value
 
 
-def _bytes_of(checkpoint: Path, entry: Entry) -> Iterator[memoryview]:
-    sha, left = hashlib.sha256(), entry.kind.bytes
+def _bytes_of(checkpoint: Path, entry: TensorEntry) -> Iterator[memoryview]:
+    sha, left = hashlib.sha256(), entry.spec.bytes
     path = checkpoint / entry.file
     with file_io.opened(path) as file:
         file.seek(entry.start)

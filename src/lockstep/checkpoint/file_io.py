@@ -1,4 +1,4 @@
-"""Files, piece by piece. Hashing and disk calls let other threads run, and no thread waits for more than one piece."""
+"""Reads and writes files in pieces. Hashing and disk calls release the GIL, and no thread waits for more than one."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a file must be."""
+class FileDigest:
+    """Size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
-def write_new(path: Path, pieces: Iterable[memoryview | bytes]) -> Facts:
-    """A file that was not there before, and is on the disk when this returns."""
+def write_new(path: Path, pieces: Iterable[memoryview | bytes]) -> FileDigest:
+    """Write a file that must not exist yet, and return its digest. It is synced when this returns."""
     sha, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for piece in pieces:
-            for part in cut(piece):
+            for part in split_pieces(piece):
                 faults.at("write")
                 _write_all(handle, part)
                 sha.update(part)
@@ -42,30 +42,30 @@ def write_new(path: Path, pieces: Iterable[memoryview | bytes]) -> Facts:
         os.fsync(handle)
     finally:
         os.close(handle)
-    return Facts(size, sha.hexdigest())
+    return FileDigest(size, sha.hexdigest())
 
 
-def cut(piece: memoryview | bytes) -> Iterator[memoryview]:
+def split_pieces(piece: memoryview | bytes) -> Iterator[memoryview]:
     view = memoryview(piece)
     for start in range(0, len(view), PIECE_BYTES):
         yield view[start : start + PIECE_BYTES]
 
 
 def sync_directory(path: Path) -> None:
-    """After this, names that were made, changed or removed in it stay so when the power fails."""
+    """Sync the directory, so that names created, changed or removed in it survive a power failure."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         faults.at("fsync")
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks cannot, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
             raise
     finally:
         os.close(handle)
 
 
 def make_directory(path: Path) -> None:
-    """With all above it that is missing; each is on the disk."""
+    """Create the directory and its missing parents, and sync each."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -74,9 +74,9 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path, *, fresh: bool = False) -> Iterator[io.FileIO]:
-    """A plain file and nothing else: a link, or a pipe that never answers, is refused.
+    """Open a regular file. Raises CheckpointError for anything else: a link, or a pipe on which reading would hang.
 
-    fresh: from the disk, not from what the system still has in memory, where it can be asked for that.
+    fresh  drop the file from the page cache first, where the system supports that, so that the disk is read
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,7 +96,7 @@ def opened(path: Path, *, fresh: bool = False) -> Iterator[io.FileIO]:
 
 
 def fill(file: io.FileIO, view: memoryview) -> bool:
-    """Read until `view` is full. False: the file has ended."""
+    """Read until `view` is full. Returns False if the file ends before."""
     while view:
         count = file.readinto(view)
         if not count:
@@ -106,7 +106,7 @@ def fill(file: io.FileIO, view: memoryview) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Whatever it is, if it is there at all."""
+    """Remove a file or a directory tree, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,13 +1,14 @@
-"""Names in a folder of checkpoints: `step-000000123`, and those that are being written or removed.
+"""Names in a folder of checkpoints: `step-000000123`, and temporary names.
 
-    .step-000000123.<who>-<n>.partial     being written
-    .step-000000123.<who>-<n>.aside       the one of that step before, while the new one takes its place
-    .step-000000123.<who>-<n>.removed     on its way out
+    .step-000000123.<owner>-<n>.partial     being written
+    .step-000000123.<owner>-<n>.aside       the previous one of that step, while the new one replaces it
+    .step-000000123.<owner>-<n>.removed     being removed
 
-A process that is killed leaves its names behind. Somebody must clear up, and must not take them from another writer of
-the same run that lives. So `who` says which process it is: boot of the machine, PID namespace, PID, and when it began.
-Where these tell that it is gone, it is gone. Of another machine or container we know nothing, and wait until nothing
-has moved for an hour. A lock would need a file that stays behind, and is not one on every network disk.
+A process that is killed leaves its temporary folders behind. They must be removed, but not those of another writer of
+the same run that is still alive. So `owner` identifies the process: boot ID of the machine, PID namespace, PID, and
+start time. On the same machine these tell whether the process is alive. On another machine or in another container that
+cannot be known, and a folder is abandoned if nothing in it has changed for an hour. A lock would need a file that stays
+behind, and does not work on every network file system.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pathlib import Path
 OLD_S = 3600.0
 
 _STEP = re.compile(r"step-(\d{9,18})")
-_PASSING = re.compile(r"\.(step-\d{9,18})\.([0-9a-z-]+)-(\d+)\.(partial|aside|removed)")
+_TEMPORARY = re.compile(r"\.(step-\d{9,18})\.([0-9a-z-]+)-(\d+)\.(partial|aside|removed)")
 _count = itertools.count()
-_in_use: set[str] = set()  # names of this process
+_in_use: set[str] = set()  # temporary names that this process uses
 
 
 class Use(Enum):
@@ -34,13 +35,13 @@ class Use(Enum):
 
 
 @dataclass(frozen=True)
-class Passing:
-    """A directory that is there for a moment only, unless its maker was killed."""
+class TemporaryFolder:
+    """A directory that exists briefly, unless the process that created it was killed."""
 
     path: Path
     step: int
     use: Use
-    who: str
+    owner: str
 
 
 def directory_name(step: int) -> str:
@@ -53,59 +54,59 @@ def step_of(name: str) -> int | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """In order. A folder that is not there has none."""
+    """Return the steps in ascending order; none if the folder does not exist."""
     return sorted(step for step in map(step_of, _names(folder)) if step is not None)
 
 
-def passing_in(folder: Path) -> list[Passing]:
+def temporary_folders(folder: Path) -> list[TemporaryFolder]:
     found = []
     for name in sorted(_names(folder)):
-        match = _PASSING.fullmatch(name)
+        match = _TEMPORARY.fullmatch(name)
         step = step_of(match[1]) if match else None
         if match and step is not None:
-            found.append(Passing(folder / name, step, Use(match[4]), match[2]))
+            found.append(TemporaryFolder(folder / name, step, Use(match[4]), match[2]))
     return found
 
 
-def new_passing(folder: Path, step: int, use: Use) -> Path:
-    """A name that nobody else has. To be given back with `done_with`."""
+def new_temporary_folder(folder: Path, step: int, use: Use) -> Path:
+    """Return a unique path. The caller must call `release_name` when it no longer uses it."""
     name = f".{directory_name(step)}.{_identity(os.getpid())}-{next(_count)}.{use.value}"
     _in_use.add(name)
     return folder / name
 
 
-def done_with(path: Path) -> None:
+def release_name(path: Path) -> None:
     _in_use.discard(path.name)
 
 
-def is_left_behind(passing: Passing, *, now: float) -> bool:
-    """`now` by the clock of that disk, which need not be ours."""
-    boot, _, rest = passing.who.partition("-")
+def is_abandoned(folder: TemporaryFolder, *, now: float) -> bool:
+    """Whether the owner has ended. `now` is by the clock of the file system, which may differ from this machine's."""
+    boot, _, rest = folder.owner.partition("-")
     space, _, rest = rest.partition("-")
     pid = rest.partition("-")[0]
     here = _identity(os.getpid())
-    if passing.who == here:
-        return passing.path.name not in _in_use
+    if folder.owner == here:
+        return folder.path.name not in _in_use
     if pid.isdecimal() and here.startswith(f"{boot}-{space}-") and boot != _UNKNOWN:
-        return _identity(int(pid)) != passing.who
-    return now - _last_moved(passing.path) > OLD_S
+        return _identity(int(pid)) != folder.owner
+    return now - _last_modified(folder.path) > OLD_S
 
 
 _UNKNOWN = "unknown"
 
 
 def _identity(pid: int) -> str:
-    """Of a process of this machine; "unknown-0-<pid>-0" where there is no /proc, and ends in 0 if there is none."""
+    """Identity of a process of this machine. It ends in 0 if there is none; without /proc: "unknown-0-<pid>-0"."""
     boot = _read("/proc/sys/kernel/random/boot_id").replace("-", "")[:12] or _UNKNOWN
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         space = 0
-    # The name of the program is in brackets and may hold blanks. Behind it: how it is, and as the 20th when it began.
-    # One that was killed stays as a Z until its parent looks.
+    # The name of the program is in parentheses and may contain blanks. The first field after it is the process state,
+    # and the 20th the start time. A killed process stays as a zombie (Z) until its parent waits for it.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    began = fields[19] if len(fields) > 19 and fields[0] not in "ZX" else "0"
-    return f"{boot}-{space}-{pid}-{began}"
+    started = fields[19] if len(fields) > 19 and fields[0] not in "ZX" else "0"
+    return f"{boot}-{space}-{pid}-{started}"
 
 
 def _read(path: str) -> str:
@@ -115,15 +116,15 @@ def _read(path: str) -> str:
         return ""
 
 
-def _last_moved(path: Path) -> float:
-    """When something in it was written last; 0 if it is gone."""
-    moved = 0.0
+def _last_modified(path: Path) -> float:
+    """Return the latest modification time of the folder and its files; 0 if it no longer exists."""
+    modified = 0.0
     for place in (path, *(path / name for name in _names(path))):
         try:
-            moved = max(moved, os.lstat(place).st_mtime)
+            modified = max(modified, os.lstat(place).st_mtime)
         except OSError:
             continue
-    return moved
+    return modified
 
 
 def _names(folder: Path) -> list[str]:

@@ -1,11 +1,11 @@
 """A checkpoint on disk: tensors in safetensors files, everything else in JSON, a manifest with a digest for every byte.
 
-    step-000000123/tensors.safetensors   see tensorfile.py
-                   state.json            see tree.py
+    step-000000123/tensors.safetensors   see safetensors_file.py
+                   state.json            see state_tree.py
                    manifest.json         see manifest.py
 
-Nothing is pickled, so reading runs no code. Every byte that is read is compared with its SHA-256, so a changed bit is
-an error that names the file and never a wrong weight.
+Nothing is pickled, so reading a checkpoint runs no code. Every byte that is read is checked against a SHA-256, so a
+changed bit is an error that names the file and never a wrong weight.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 from lockstep import __version__
 from lockstep.checkpoint import file_io, manifest, read_json, state_tree
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest
-from lockstep.checkpoint.safetensors_file import Entry, Kind, make_header
+from lockstep.checkpoint.safetensors_file import TensorEntry, TensorSpec, make_header
 from lockstep.checkpoint.verify import verify
 from lockstep.errors import CheckpointError
 
-# The names that the safetensors format has for them.
+# torch dtype -> its name in the safetensors format
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -40,18 +40,18 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A state that can be saved. The tensors are those of the state, and not copies."""
+class FlatState:
+    """A state that can be saved. The tensors are those of the state, not copies."""
 
-    structure: Any  # JSON values; shares nothing with the state
+    structure: Any  # JSON values; shares no objects with the state
     tensors: dict[str, Tensor]
 
-    def kinds(self) -> dict[str, Kind]:
-        return {name: Kind(DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
-def flatten(state: Mapping[str, Any]) -> Flat:
-    """Raises CheckpointError, with the name, for what cannot be saved."""
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Split a state into JSON and tensors. Raises CheckpointError, with the name, for what cannot be saved."""
     structure, found = state_tree.flatten(state, Tensor)
     tensors = {name: tensor.detach() for name, tensor in found.items()}
     for name, tensor in tensors.items():
@@ -59,23 +59,23 @@ def flatten(state: Mapping[str, Any]) -> Flat:
         if odd or tensor.dtype not in DTYPES:
             kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, on {tensor.device})"
             raise CheckpointError(f"{name} is a {kind}, which a checkpoint cannot hold; make it a plain tensor")
-    return Flat(structure, tensors)
+    return FlatState(structure, tensors)
 
 
-def write(directory: Path, step: int, flat: Flat) -> Manifest:
-    """Into a new directory, which nobody else looks at yet. All of it is on the disk when this returns."""
+def write(directory: Path, step: int, flat: FlatState) -> Manifest:
+    """Write a checkpoint into a new directory, and return its manifest. All files are synced when this returns."""
     directory.mkdir()
-    kinds, text = flat.kinds(), read_json.dump(flat.structure, "the state without its tensors")
-    entries: dict[str, Entry] = {}
+    specs, text = flat.specs(), read_json.dump(flat.structure, "the state without its tensors")
+    entries: dict[str, TensorEntry] = {}
 
     def pieces() -> Iterator[memoryview | bytes]:
-        yield make_header(kinds)
+        yield make_header(specs)
         for name, tensor in flat.tensors.items():
             sha = hashlib.sha256()
-            for part in file_io.cut(bytes_of(tensor)):
+            for part in file_io.split_pieces(bytes_of(tensor)):
                 sha.update(part)
                 yield part
-            entries[name] = Entry(kinds[name], sha.hexdigest())
+            entries[name] = TensorEntry(specs[name], sha.hexdigest())
 
     files = {
         TENSORS: file_io.write_new(directory / TENSORS, pieces()),
@@ -89,40 +89,40 @@ def write(directory: Path, step: int, flat: Flat) -> Manifest:
 
 
 def read(directory: Path, *, step: int | None = None) -> dict[Any, Any]:
-    """What was written, on the CPU. Raises CheckpointError if a single bit is not as it was."""
+    """Return the state that was written, on the CPU. Raises CheckpointError if a single bit has changed."""
     tensors: dict[str, Tensor] = {}
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # asking for more would end in a kill
+    memory_left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # beyond it the process would be killed
 
-    def into(name: str, kind: Kind) -> memoryview:
-        nonlocal room
-        room -= kind.bytes
-        if room < 0:
+    def into(name: str, spec: TensorSpec) -> memoryview:
+        nonlocal memory_left
+        memory_left -= spec.bytes
+        if memory_left < 0:
             raise CheckpointError(f"{directory} does not fit into the memory of this machine, from {name!r} on")
         try:
-            tensors[name] = torch.empty(kind.shape, dtype=_BY_NAME[kind.dtype])
+            tensors[name] = torch.empty(spec.shape, dtype=_BY_NAME[spec.dtype])
         except (RuntimeError, MemoryError) as error:
-            raise CheckpointError(f"{directory}: no memory for {name!r}, {kind.bytes} bytes") from error
+            raise CheckpointError(f"{directory}: no memory for {name!r}, {spec.bytes} bytes") from error
         return bytes_of(tensors[name])
 
     contents = verify(directory, step=step, into=into)
     return state_tree.restore(contents.structure, tensors, directory / STATE)
 
 
-def digest_of(flat: Flat) -> str:
-    """What the manifest would say."""
+def digest_of(flat: FlatState) -> str:
+    """Return the digest of the state, as in its manifest."""
     entries = {}
-    for name, kind in flat.kinds().items():
+    for name, spec in flat.specs().items():
         sha = hashlib.sha256()
-        for part in file_io.cut(bytes_of(flat.tensors[name])):
+        for part in file_io.split_pieces(bytes_of(flat.tensors[name])):
             sha.update(part)
-        entries[name] = Entry(kind, sha.hexdigest())
+        entries[name] = TensorEntry(spec, sha.hexdigest())
     return state_tree.digest(flat.structure, entries)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory itself, of a tensor on the CPU that is contiguous; of others a copy."""
+    """Return the bytes of a tensor: its own memory if it is contiguous and on the CPU, otherwise a copy."""
     if not tensor.numel():
         return memoryview(b"")
     plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
-    # Not view(-1): a single element may have any stride, and then has no view as bytes.
+    # Not view(-1): a tensor of one element may have any stride, and then cannot be viewed as bytes.
     return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)

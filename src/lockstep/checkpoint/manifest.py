@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files there are, and what they must be. Its last line is its own SHA-256."""
+"""The manifest of a checkpoint: its files with size and SHA-256. Its last line is the SHA-256 of the lines before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 SEAL_BYTES = 66
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_LATEST = 2e11  # seconds since 1970: the year 8000, and printable
+_LATEST = 2e11  # seconds since 1970: about the year 8000, which can still be printed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -30,16 +30,16 @@ class Manifest:
     step: int
     saved_at: float  # seconds since 1970
     versions: Mapping[str, str]  # of lockstep, torch and python
-    state_sha256: str  # see tree.digest
-    files: Mapping[str, file_io.Facts]
+    state_sha256: str  # see state_tree.digest
+    files: Mapping[str, file_io.FileDigest]
 
     @property
     def bytes(self) -> int:
-        return sum(facts.bytes for facts in self.files.values())
+        return sum(file.bytes for file in self.files.values())
 
     @property
     def tensor_files(self) -> list[str]:
-        """As many as there are: their tensors together are those of the state."""
+        """Names of all tensor files; their tensors together are those of the state."""
         return [name for name in self.files if name != STATE]
 
 
@@ -57,7 +57,11 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read(directory: Path, *, step: int | None = None, fresh: bool = False) -> Manifest:
-    """The manifest, if it is whole and belongs to a directory of this name, or to this `step`."""
+    """Read the manifest. Raises CheckpointError if it is damaged or of another step than `step`.
+
+    step   None: the step in the name of the directory
+    fresh  read from the disk, not from the page cache
+    """
     path = directory / MANIFEST
     try:
         is_directory = stat.S_ISDIR(os.lstat(directory).st_mode)
@@ -73,14 +77,14 @@ def read(directory: Path, *, step: int | None = None, fresh: bool = False) -> Ma
     expected = folder_names.step_of(directory.name) if step is None else step
     if manifest.step != expected:
         raise CheckpointError(
-            f"{directory} holds the checkpoint of step {manifest.step}, so somebody renamed or swapped it; "
+            f"{directory} holds the checkpoint of step {manifest.step}, so it was renamed or swapped; "
             f"its name was {folder_names.directory_name(manifest.step)}"
         )
     return manifest
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Those listed are there, are files, have their size, and nothing else is there."""
+    """Raise CheckpointError unless the directory has exactly the listed files, each a regular file of its size."""
     try:
         with os.scandir(directory) as entries:
             there = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
@@ -90,20 +94,20 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{directory / name} is missing; use an older checkpoint")
     for name in sorted(set(there) - {*manifest.files, MANIFEST}):
         raise CheckpointError(f"{str(directory / name)!r} does not belong to the checkpoint; remove it if it is yours")
-    for name, facts in manifest.files.items():
+    for name, expected in manifest.files.items():
         if not stat.S_ISREG(there[name].st_mode):
             raise CheckpointError(f"{directory / name} is not a plain file; use an older checkpoint")
         size = there[name].st_size
-        if size != facts.bytes:
+        if size != expected.bytes:
             raise CheckpointError(
-                f"{directory / name} is damaged: it has {size} bytes and not {facts.bytes}; use an older one"
+                f"{directory / name} is damaged: it has {size} bytes and not {expected.bytes}; use an older one"
             )
 
 
 def _decode(fields: Any, path: Path) -> Manifest:
     version: Any = fields.get("version") if isinstance(fields, dict) else None
     if not read_json.is_count(version):
-        raise read_json.bad(path, "it has no version")
+        raise read_json.malformed(path, "it has no version")
     if version != VERSION:
         advice = "update it" if version > VERSION else "that format was never released: begin that run anew"
         raise CheckpointError(f"{path} has format {version}, and this Lockstep reads {VERSION}; {advice}")
@@ -122,23 +126,23 @@ def _decode(fields: Any, path: Path) -> Manifest:
         ):
             pass
         case _:
-            raise read_json.bad(path, "it does not have the fields that it must have")
+            raise read_json.malformed(path, "it does not have the fields that it must have")
     if not all(isinstance(text, str) for text in versions.values()):
-        raise read_json.bad(path, "a version is not a text")
-    listed = {name: _facts(name, facts, path) for name, facts in files.items()}
+        raise read_json.malformed(path, "a version is not a text")
+    listed = {name: _decode_file(name, file, path) for name, file in files.items()}
     if STATE not in listed:
-        raise read_json.bad(path, f"{STATE} is not listed")
+        raise read_json.malformed(path, f"{STATE} is not listed")
     return Manifest(step, saved_at, versions, state_sha256, listed)
 
 
-def _facts(name: str, facts: Any, path: Path) -> file_io.Facts:
+def _decode_file(name: str, fields: Any, path: Path) -> file_io.FileDigest:
     if not _FILE_NAME.fullmatch(name) or not (name == STATE or name.endswith(".safetensors")):
-        raise read_json.bad(path, f"{name!r} is not the name of a file in a checkpoint")
-    match facts:
+        raise read_json.malformed(path, f"{name!r} is not the name of a file in a checkpoint")
+    match fields:
         case {"bytes": size, "sha256": str(sha256), **rest} if read_json.is_count(size) and not rest:
             if _SHA256.fullmatch(sha256):
-                return file_io.Facts(size, sha256)
-    raise read_json.bad(path, f"{name} has no size or no SHA-256")
+                return file_io.FileDigest(size, sha256)
+    raise read_json.malformed(path, f"{name} has no size or no SHA-256")
 
 
 def _seal(text: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""JSON of a checkpoint, from a file that anybody may have changed."""
+"""JSON of a checkpoint: `strict_json` with a size limit, and errors that name the file. Files are not trusted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from lockstep import strict_json
 from lockstep.errors import CheckpointError
 
-JSON_BYTES = 64 << 20  # of one text; parsed, it may take thirty times as much memory
+JSON_BYTES = 64 << 20  # limit of one text; parsed, it may take thirty times as much memory
 
 
 def dump(value: Any, where: str) -> bytes:
-    """Always the same bytes for the same value."""
+    """Encode deterministically: equal values give equal bytes. Raises CheckpointError if the text is too large."""
     try:
         text = json.dumps(value, allow_nan=False, sort_keys=True, separators=(",", ":")).encode()
     except ValueError as error:  # a whole number of very many digits
@@ -26,18 +26,19 @@ def dump(value: Any, where: str) -> bytes:
 
 
 def parse(data: bytes, where: Path) -> Any:
+    """Decode JSON. Raises CheckpointError if it is not valid or too large."""
     if len(data) > JSON_BYTES:
         raise CheckpointError(f"{where} has {len(data)} bytes of JSON, and {JSON_BYTES} are the most")
     try:
         return strict_json.parse(data)
     except ValueError as error:
-        raise bad(where, str(error)) from error
+        raise malformed(where, str(error)) from error
 
 
-def bad(where: Path, reason: str) -> CheckpointError:
+def malformed(where: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{where} is not what Lockstep writes: {reason}; use an older checkpoint")
 
 
 def is_count(value: object, most: int = 2**63 - 1) -> bool:
-    """A whole number, 0 or more. True and False are none."""
+    """Whether this is an integer from 0 to `most`. True and False are not."""
     return type(value) is int and 0 <= value <= most

@@ -1,6 +1,6 @@
 """The safetensors format: 8 bytes with the length of a JSON header, the header, and the bytes of all tensors.
 
-This side of it needs no torch, and believes nothing: not a length, not a shape, not a place.
+This module needs no torch, and checks every length, shape and offset that it reads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a tensor is, but for its bytes."""
+class TensorSpec:
+    """Dtype and shape of a tensor."""
 
     dtype: str  # a name in DTYPE_BYTES
     shape: tuple[int, ...]
@@ -38,55 +38,56 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a checkpoint."""
 
-    kind: Kind
+    spec: TensorSpec
     sha256: str  # of its bytes
-    file: str = ""  # where they are, from `start` on
-    start: int = 0
+    file: str = ""  # the file that contains its bytes
+    start: int = 0  # offset of its bytes in the file
 
 
-Destination = Callable[[str, Kind], memoryview]
+Destination = Callable[[str, TensorSpec], memoryview]  # (name, spec) -> memory into which the bytes are read
 
 
-def make_header(kinds: Mapping[str, Kind]) -> bytes:
-    """Followed by the bytes of these tensors, in this order and without a gap, it is the file."""
+def make_header(specs: Mapping[str, TensorSpec]) -> bytes:
+    """Return the header of a file; the bytes of the tensors follow, in this order and without gaps."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
-    for name, kind in kinds.items():
-        header[name] = {"dtype": kind.dtype, "shape": list(kind.shape), "data_offsets": [at, at + kind.bytes]}
-        at += kind.bytes
+    for name, spec in specs.items():
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.bytes]}
+        at += spec.bytes
     text = read_json.dump(header, "the list of tensors")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def scan(path: Path, facts: file_io.Facts, *, into: Destination | None, fresh: bool) -> dict[str, Entry]:
-    """Read all of it once: its SHA-256, and that of every tensor. `into` says where the bytes of a tensor go.
+def scan(path: Path, expected: file_io.FileDigest, *, into: Destination | None, fresh: bool) -> dict[str, TensorEntry]:
+    """Read the whole file once, and return its tensors with the SHA-256 of each. Raises CheckpointError if damaged.
 
-    Nothing may be done with these bytes before this has returned: only then are they known to be right.
+    `into` returns the memory for the bytes of a tensor. The bytes must not be used before this returns: only then is
+    the SHA-256 of the file known to be correct.
     """
     with file_io.opened(path, fresh=fresh) as file:
         size = os.fstat(file.fileno()).st_size
-        if size != facts.bytes:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes and not {facts.bytes}; use an older one")
+        if size != expected.bytes:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes and not {expected.bytes}; use an older one")
         sha = hashlib.sha256()
         header = _read_header(file, size, sha, path)
         spare = memoryview(bytearray(min(file_io.PIECE_BYTES, size)))
-        read: dict[str, Entry] = {}
+        read: dict[str, TensorEntry] = {}
         for name, entry in header.items():
             tensor_sha = hashlib.sha256()
-            target = into(name, entry.kind) if into is not None else None
-            for start in range(0, entry.kind.bytes, file_io.PIECE_BYTES):
-                count = min(file_io.PIECE_BYTES, entry.kind.bytes - start)
+            target = into(name, entry.spec) if into is not None else None
+            for start in range(0, entry.spec.bytes, file_io.PIECE_BYTES):
+                count = min(file_io.PIECE_BYTES, entry.spec.bytes - start)
                 part = spare[:count] if target is None else target[start : start + count]
                 if not file_io.fill(file, part):
                     raise CheckpointError(f"{path} ended while it was read; use an older checkpoint")
                 sha.update(part)
                 tensor_sha.update(part)
             read[name] = replace(entry, sha256=tensor_sha.hexdigest())
-        if file.read(1) or sha.hexdigest() != facts.sha256:
+        if file.read(1) or sha.hexdigest() != expected.sha256:
             raise damaged(path)
         return read
 
@@ -95,12 +96,12 @@ def damaged(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: its SHA-256 is not the one it was written with; use an older one")
 
 
-def _read_header(file: io.FileIO, size: int, sha: Any, path: Path) -> dict[str, Entry]:
-    """In the order of the bytes, which are all of the file."""
+def _read_header(file: io.FileIO, size: int, sha: Any, path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors in the order of their bytes. Raises CheckpointError if these do not fill the file exactly."""
     start = bytearray(8)
     length = int.from_bytes(start, "little") if file_io.fill(file, memoryview(start)) else -1
     if not 2 <= length <= min(size - 8, read_json.JSON_BYTES):
-        raise read_json.bad(path, f"a header of {length} bytes in a file of {size}")
+        raise read_json.malformed(path, f"a header of {length} bytes in a file of {size}")
     text = bytearray(length)
     if not file_io.fill(file, memoryview(text)):
         raise CheckpointError(f"{path} ended while it was read; use an older checkpoint")
@@ -108,32 +109,32 @@ def _read_header(file: io.FileIO, size: int, sha: Any, path: Path) -> dict[str, 
     sha.update(text)
     header = read_json.parse(bytes(text), path)
     if not isinstance(header, dict) or not isinstance(header.pop(METADATA, {}), dict):
-        raise read_json.bad(path, "its header is not an object")
+        raise read_json.malformed(path, "its header is not an object")
     spans = sorted((*_span(name, entry, path), name) for name, entry in header.items())
     found, at = {}, 0
     for first, last, name in spans:
-        kind = Kind(header[name]["dtype"], tuple(header[name]["shape"]))
-        if first != at or last - first != kind.bytes:
-            raise read_json.bad(path, f"{name!r}, {kind}, is said to be at {first} to {last}, after {at}")
-        found[name] = Entry(kind, "", path.name, 8 + length + first)
+        spec = TensorSpec(header[name]["dtype"], tuple(header[name]["shape"]))
+        if first != at or last - first != spec.bytes:
+            raise read_json.malformed(path, f"{name!r}, {spec}, is said to be at {first} to {last}, after {at}")
+        found[name] = TensorEntry(spec, "", path.name, 8 + length + first)
         at = last
     if at != size - 8 - length:
-        raise read_json.bad(path, f"its tensors have {at} bytes, and there are {size - 8 - length}")
+        raise read_json.malformed(path, f"its tensors have {at} bytes, and there are {size - 8 - length}")
     return found
 
 
 def _span(name: str, entry: Any, path: Path) -> tuple[int, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise read_json.bad(path, f"{name!r} must have dtype, shape and data_offsets")
+        raise read_json.malformed(path, f"{name!r} must have dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise read_json.bad(path, f"{name!r} has an unknown dtype")
+        raise read_json.malformed(path, f"{name!r} has an unknown dtype")
     if not isinstance(shape, list) or len(shape) > DIMENSIONS or not all(map(read_json.is_count, shape)):
-        raise read_json.bad(path, f"{name!r} has a shape that no tensor has")
+        raise read_json.malformed(path, f"{name!r} has a shape that no tensor has")
     if not read_json.is_count(
         8 * math.prod(size for size in shape if size)
     ):  # [0, 2**62, 2**62]: no bytes, but strides
-        raise read_json.bad(path, f"{name!r} has a shape that no tensor has")
+        raise read_json.malformed(path, f"{name!r} has a shape that no tensor has")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(read_json.is_count, offsets)):
-        raise read_json.bad(path, f"{name!r} has no place")
+        raise read_json.malformed(path, f"{name!r} has no place")
     return offsets[0], offsets[1]

@@ -1,7 +1,7 @@
 """The checkpoints of one run: `checkpoints/step-000000123`, newest last.
 
-A checkpoint is written beside, synced, read back from the disk, and only then gets its name: what has a name was whole.
-Older ones go after that, and never the last two that are whole.
+A checkpoint is written under a temporary name, synced, read back from the disk, and only then renamed: what has its
+final name was valid. After that older checkpoints are removed, but never the last two valid ones.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import faults
-from lockstep.checkpoint import file_io, folder_names
-from lockstep.checkpoint import format as layout
+from lockstep.checkpoint import file_io, folder_names, format as layout
 from lockstep.checkpoint.folder_names import Use
-from lockstep.checkpoint.format import Flat
-from lockstep.checkpoint.verify import looks_whole, verify
+from lockstep.checkpoint.format import FlatState
+from lockstep.checkpoint.verify import looks_valid, verify
 from lockstep.errors import CheckpointError
 
-KEPT = 2
-LOOKS = 10
+KEPT = 2  # least number of valid checkpoints that are kept
+READ_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -34,56 +33,62 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedCheckpoint:
     step: int
     path: Path
     state: dict[Any, Any]
-    skipped: tuple[Skipped, ...]  # newer ones
+    skipped: tuple[Skipped, ...]  # newer checkpoints that are damaged
 
 
-def choose_outdated(steps: Iterable[int], whole: Callable[[int], bool], *, written: int, kept: int) -> list[int]:
-    """Which steps to remove, after `written` was. Whole or not, they are older than `kept` that are whole.
+def choose_outdated(steps: Iterable[int], is_valid: Callable[[int], bool], *, written: int, kept: int) -> list[int]:
+    """Return the steps to remove after `written` was saved: those older than the newest `kept` valid ones.
 
-    Later steps than `written` stay: they are of a run that went back to an older checkpoint, and may be damaged.
+    Steps after `written` stay: they belong to a run that returned to an older checkpoint, and may be damaged.
     """
     earlier = sorted((step for step in steps if step < written), reverse=True)
     count = 1
     for n, step in enumerate(earlier):
         if count == kept:
             return sorted(earlier[n:])
-        count += whole(step)
+        count += is_valid(step)
     return []
 
 
-class Store:
-    """Used by one worker for writing, and by all for reading."""
+class CheckpointStore:
+    """The checkpoint directory of a run. One worker writes, all workers read."""
 
     def __init__(self, run_directory: Path, *, kept: int = KEPT) -> None:
         if not isinstance(kept, int) or kept < KEPT:
             raise ValueError(f"kept={kept!r} checkpoints: {KEPT} is the least, since the newest may get damaged")
         self.directory = run_directory / "checkpoints"
         self._kept = kept
-        self._known_whole: set[int] = set()  # all of it was read, by this process
-        self._was_there = False
+        self._known_valid: set[int] = set()  # steps whose checkpoint this process has read completely
+        self._was_created = False
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Mapping[str, Any], *, fence: Callable[[], bool] | None = None) -> Path | None:
-        """Write, read back, and remove what is outdated. None: the fence said no, and nothing has changed."""
+        """Write, read back, and remove outdated checkpoints. None: the fence returned False, and nothing changed."""
         path = self.write(step, layout.flatten(state), fence=fence)
         if path is not None:
             self.prune(step)
         return path
 
-    def write(self, step: int, flat: Flat, *, fence: Callable[[], bool] | None = None) -> Path | None:
-        """All of it or nothing. `fence` is asked right before it would be seen: False drops it."""
+    def write(self, step: int, flat: FlatState, *, fence: Callable[[], bool] | None = None) -> Path | None:
+        """Write a checkpoint and read it back; return its path. A failure leaves no incomplete checkpoint.
+
+        fence  called right before the checkpoint becomes visible; if it returns False, the checkpoint is dropped and
+               the result is None
+        """
         if not isinstance(step, int) or not 0 <= step < 10**18:
             raise ValueError(f"step={step!r} must be a whole number, 0 or more")
         path = self.path_of(step)
-        if self._holds(path, flat):
+        if self._is_saved(path, flat):
             return path if fence is None or fence() else None
         self._make_directory()
-        partial, aside = (folder_names.new_passing(self.directory, step, use) for use in (Use.PARTIAL, Use.ASIDE))
+        partial, aside = (
+            folder_names.new_temporary_folder(self.directory, step, use) for use in (Use.PARTIAL, Use.ASIDE)
+        )
         try:
             written = layout.write(partial, step, flat)
             if verify(partial, step=step, fresh=True).manifest != written:
@@ -91,40 +96,41 @@ class Store:
             if fence is not None and not fence():
                 return None
             self._put_in_place(partial, path, aside)
-            self._known_whole.add(step)
+            self._known_valid.add(step)
             return path
         finally:
-            # Not `aside`: where something failed, it may be all there is. It is settled by the next `prune`.
+            # `aside` is not removed: after an error it may be the only copy. The next `prune` restores or removes it.
             shutil.rmtree(partial, ignore_errors=True)
-            folder_names.done_with(partial)
-            folder_names.done_with(aside)
+            folder_names.release_name(partial)
+            folder_names.release_name(aside)
 
     def prune(self, written: int) -> None:
-        """After `written` was. Removes what is outdated, and what killed writers left."""
-        self._settle(now=self.path_of(written).stat().st_ctime)  # by the clock of the disk
+        """Remove outdated checkpoints, after `written` was saved, and temporary folders of killed writers."""
+        self._clean_up(now=self.path_of(written).stat().st_ctime)  # by the clock of the file system
         for step in choose_outdated(
-            folder_names.steps_in(self.directory), self._is_whole, written=written, kept=self._kept
+            folder_names.steps_in(self.directory), self._is_valid, written=written, kept=self._kept
         ):
             faults.at("prune")
-            removed = folder_names.new_passing(self.directory, step, Use.REMOVED)
+            removed = folder_names.new_temporary_folder(self.directory, step, Use.REMOVED)
             try:
-                # Never half there under its own name.
+                # Renamed first, so that no incomplete checkpoint has a final name.
                 self.path_of(step).rename(removed)
                 file_io.remove(removed)
             finally:
-                folder_names.done_with(removed)
+                folder_names.release_name(removed)
 
-    def _settle(self, *, now: float) -> None:
-        for passing in folder_names.passing_in(self.directory):
-            if not folder_names.is_left_behind(passing, now=now):
+    def _clean_up(self, *, now: float) -> None:
+        """Remove abandoned temporary folders; one set aside whose step has no checkpoint gets its name back."""
+        for folder in folder_names.temporary_folders(self.directory):
+            if not folder_names.is_abandoned(folder, now=now):
                 continue
-            if passing.use is Use.ASIDE and not os.path.lexists(self.path_of(passing.step)):
-                passing.path.rename(self.path_of(passing.step))
+            if folder.use is Use.ASIDE and not os.path.lexists(self.path_of(folder.step)):
+                folder.path.rename(self.path_of(folder.step))
             else:
-                file_io.remove(passing.path)
+                file_io.remove(folder.path)
 
-    def _holds(self, path: Path, flat: Flat) -> bool:
-        """The very same state is there already."""
+    def _is_saved(self, path: Path, flat: FlatState) -> bool:
+        """Whether exactly this state is saved there already."""
         try:
             if not path.is_dir() or verify(path).manifest.state_sha256 != layout.digest_of(flat):
                 return False
@@ -135,7 +141,7 @@ class Store:
     def _put_in_place(self, partial: Path, path: Path, aside: Path) -> None:
         faults.at("rename")
         if os.path.lexists(path):
-            # For a moment the step has no name. Whoever is killed here leaves `aside`, and `newest` looks there too.
+            # Until the second rename the step has no checkpoint. If this process is killed now, `newest` finds `aside`.
             path.rename(aside)
         try:
             partial.rename(path)
@@ -147,39 +153,42 @@ class Store:
         file_io.remove(aside)
 
     def _make_directory(self) -> None:
-        """Once with all above it. If the run's directory is gone later, it was unmounted or removed: an error."""
-        if not self._was_there:
+        """Create the directory; the first time with its parents.
+
+        If the run's directory is missing later, it was unmounted or removed, and FileNotFoundError is raised.
+        """
+        if not self._was_created:
             file_io.make_directory(self.directory)
-            self._was_there = True
+            self._was_created = True
         self.directory.mkdir(exist_ok=True)
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_valid(self, step: int) -> bool:
         path = self.path_of(step)
-        if step in self._known_whole:
-            return looks_whole(path)
+        if step in self._known_valid:
+            return looks_valid(path)
         try:
             verify(path)
         except CheckpointError:
             return False
-        self._known_whole.add(step)
+        self._known_valid.add(step)
         return True
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def newest(self) -> Found | None:
-        """The newest that is whole; None if there is none at all. CheckpointError: there are some, all of them bad."""
-        for _ in range(LOOKS):
+    def newest(self) -> LoadedCheckpoint | None:
+        """Read the newest valid checkpoint. None: there are no checkpoints. CheckpointError: none of them is valid."""
+        for _ in range(READ_TRIES):
             skipped: list[Skipped] = []
             for step, path in self._candidates():
                 try:
                     state = layout.read(path, step=step)
                 except CheckpointError as error:
                     if not os.path.lexists(path):
-                        break  # another worker removed it while we read: there are newer ones
+                        break  # another worker removed it during the read: there are newer ones
                     skipped.append(Skipped(path, str(error)))
                 else:
-                    self._known_whole.add(step)
-                    return Found(step, path, state, tuple(skipped))
+                    self._known_valid.add(step)
+                    return LoadedCheckpoint(step, path, state, tuple(skipped))
             else:
                 return self._refuse(skipped) if skipped else None
         raise CheckpointError(f"{self.directory}: checkpoints are removed faster than they can be read; keep more")
@@ -199,7 +208,7 @@ class Store:
         return self.directory / folder_names.directory_name(step)
 
     def last(self) -> Path | None:
-        """The newest that has a name, or None if there is none or the disk does not answer."""
+        """Return the path of the newest checkpoint; None if there is none or the directory cannot be read."""
         try:
             steps = folder_names.steps_in(self.directory)
         except OSError:
@@ -209,9 +218,9 @@ class Store:
     def _candidates(self) -> list[tuple[int, Path]]:
         try:
             steps = folder_names.steps_in(self.directory)
-            passing = folder_names.passing_in(self.directory)
+            folders = folder_names.temporary_folders(self.directory)
         except OSError as error:
             raise file_io.unreadable(self.directory, error) from error
         found = [(step, self.path_of(step)) for step in steps]
-        found += [(p.step, p.path) for p in passing if p.use is Use.ASIDE and p.step not in steps]
+        found += [(one.step, one.path) for one in folders if one.use is Use.ASIDE and one.step not in steps]
         return sorted(found, reverse=True)

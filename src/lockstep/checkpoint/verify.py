@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Every byte is read, and nothing is believed. Needs no torch."""
+"""Checks that a checkpoint is exactly what was written: every byte is read and checked. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 from lockstep import faults
 from lockstep.checkpoint import file_io, manifest, read_json, state_tree
 from lockstep.checkpoint.manifest import STATE, Manifest
-from lockstep.checkpoint.safetensors_file import Destination, Entry, damaged, scan
+from lockstep.checkpoint.safetensors_file import Destination, TensorEntry, damaged, scan
 from lockstep.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint that is whole."""
+    """The contents of a valid checkpoint, without the bytes of its tensors."""
 
     manifest: Manifest
-    structure: Any  # the state without its tensors, see `tree`
-    tensors: dict[str, Entry]
+    structure: Any  # the state without its tensors: see state_tree.py
+    tensors: dict[str, TensorEntry]
 
     def outline(self, directory: Path) -> dict[Any, Any]:
-        """The state, with an Entry in the place of every tensor."""
+        """Return the state with a TensorEntry in the place of every tensor."""
         return state_tree.restore(self.structure, self.tensors, directory / STATE)
 
 
 def verify(
     directory: Path, *, step: int | None = None, fresh: bool = False, into: Destination | None = None
 ) -> Contents:
-    """Raises CheckpointError, and nothing else, if a single bit is not as it was.
+    """Read a checkpoint and check every byte. Raises CheckpointError, and nothing else, if a single bit has changed.
 
-    step   what it must be of; None: what the name of the directory says
-    fresh  from the disk itself, where the system can be asked for that
-    into   where the bytes of each tensor go; None: they are looked at only
+    step   the step that it must have; None: the step in the name of the directory
+    fresh  read from the disk, not from the page cache, where the system supports that
+    into   returns the memory for the bytes of each tensor; None: they are only checked
     """
     faults.at("verify")
     listed = manifest.read(directory, step=step, fresh=fresh)
@@ -44,11 +44,11 @@ def verify(
     if hashlib.sha256(text).hexdigest() != listed.files[STATE].sha256:
         raise damaged(path)
     structure = read_json.parse(text, path)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for name in listed.tensor_files:
         found = scan(directory / name, listed.files[name], into=into, fresh=fresh)
-        for twice in found.keys() & tensors.keys():
-            raise read_json.bad(directory / name, f"{twice!r} is in {tensors[twice].file} too")
+        for duplicate in found.keys() & tensors.keys():
+            raise read_json.malformed(directory / name, f"{duplicate!r} is in {tensors[duplicate].file} too")
         tensors |= found
     contents = Contents(listed, structure, tensors)
     contents.outline(directory)
@@ -57,8 +57,8 @@ def verify(
     return contents
 
 
-def looks_whole(directory: Path) -> bool:
-    """A quick look: the manifest, and the sizes of all files."""
+def looks_valid(directory: Path) -> bool:
+    """Quick check of the manifest and the sizes of all files."""
     try:
         manifest.check_files(directory, manifest.read(directory))
     except CheckpointError:

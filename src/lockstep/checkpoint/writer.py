@@ -1,7 +1,7 @@
-"""Checkpoints in the background: training waits for a copy in memory, and not for the disk.
+"""Writes checkpoints in the background: training waits for a copy in host memory, not for the disk.
 
-There is room for two copies of a state: one that is being written, and one that waits. A third takes the place of the
-one that waits. The second copy is allocated when it is needed first, and both are kept until `close`.
+There are buffers for two copies of a state: one that is being written, and one that waits. A third replaces the one
+that waits. The second copy is allocated when it is first needed, and both are kept until `close`.
 """
 
 from __future__ import annotations
@@ -11,108 +11,117 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lockstep import faults
-from lockstep.checkpoint import write_errors
-from lockstep.checkpoint.format import Flat, flatten
-from lockstep.checkpoint.host_copies import Copies
-from lockstep.checkpoint.store import Store
+import torch
+from torch import Tensor
+
+from lockstep import faults, run_files
+from lockstep.checkpoint.format import FlatState, flatten
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 
-SAY_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0  # while `drain` waits
 
 
 @dataclass(frozen=True)
-class _Job:
+class _WriteRequest:
     step: int
-    flat: Flat
-    copies: Copies
+    flat: FlatState  # in the buffers of `copies`
+    copies: HostCopies
 
 
 @dataclass(frozen=True)
-class Written:
-    """A checkpoint that is there. `took_s`: to write it, while training went on."""
+class SavedCheckpoint:
+    """A checkpoint that was written."""
 
     step: int
-    took_s: float
-    size_bytes: int
+    took_s: float  # time to write it in the background
+    size_bytes: int  # of its tensors
 
 
-class Writer:
-    """`submit` is called by one thread. Another one, of its own, writes, reads back and removes what is outdated."""
+class CheckpointWriter:
+    """Writes checkpoints in a background thread, which also reads them back and removes outdated ones.
+
+    `submit` must be called from one thread only.
+    """
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStore,
         on_problem: Callable[[str], None],
         *,
         fence: Callable[[], bool] | None = None,
-        on_written: Callable[[Written], None] = lambda _: None,
+        on_written: Callable[[SavedCheckpoint], None] = lambda _: None,
     ) -> None:
         """
-        on_problem  told in words, from either thread, what was not written and why; training goes on
-        fence       asked right before a checkpoint would be seen; False: it is dropped, and nobody is told
-        on_written  told, from the thread that writes, of each that has its name
+        on_problem  called from either thread with a message that says what was not written and why; training continues
+        fence       called right before a checkpoint becomes visible; if it returns False, the checkpoint is dropped
+                    without a message
+        on_written  called from the background thread for each checkpoint that was written
         """
         self._store, self._on_problem, self._fence, self._on_written = store, on_problem, fence, on_written
         self._changed = threading.Condition()
-        self._free = [Copies(), Copies()]
-        self._pending: _Job | None = None
-        self._writing: _Job | None = None
-        self._began = 0.0  # to write it
+        self._free = [HostCopies(), HostCopies()]
+        self._pending: _WriteRequest | None = None
+        self._writing: _WriteRequest | None = None
+        self._started_s = 0.0  # when writing `_writing` started
         self._closed = False
-        self.written: int | None = None  # the step of the last one that has its name
-        self._thread = threading.Thread(target=self._work, name="lockstep-checkpoint", daemon=True)
+        self.written: int | None = None  # step of the last checkpoint that was written
+        self._thread = threading.Thread(target=self._write_loop, name="lockstep-checkpoint", daemon=True)
         self._thread.start()
 
     def submit(self, step: int, state: Mapping[str, Any]) -> None:
-        """When this returns, `state` may be changed. Raises CheckpointError for a state that no checkpoint can hold."""
+        """Copy the state and write it in the background. When this returns, `state` may be changed.
+
+        Raises CheckpointError for a state that a checkpoint cannot hold, and after `close`.
+        """
         flat = flatten(state)
         with self._changed:
             if self._closed:
-                raise CheckpointError(f"the checkpoint of step {step} came after the writer was closed")
+                raise CheckpointError(f"the checkpoint of step {step} was submitted after the writer was closed")
             replaced, self._pending = self._pending, None
             copies = replaced.copies if replaced is not None else self._free.pop()
-            writing, for_s = self._writing, time.monotonic() - self._began
+            writing, for_s = self._writing, time.monotonic() - self._started_s
         if replaced is not None:
             assert writing is not None
-            self._say(write_errors.describe_replaced(replaced.step, step, writing=writing.step, for_s=for_s))
-        job = None
+            self._report(describe_replaced(replaced.step, step, writing=writing.step, for_s=for_s))
+        request = None
         try:
             faults.at("copy")
-            job = _Job(step, Flat(flat.structure, copies.take(flat.tensors)), copies)
+            request = _WriteRequest(step, FlatState(flat.structure, copies.copy(flat.tensors)), copies)
         except MemoryError as error:
-            self._say(write_errors.describe(step, self._store.path_of(step), error, self._store.last()))
+            self._report(describe_failure(step, self._store.path_of(step), error, self._store.last()))
         finally:
             with self._changed:
-                if job is None:
-                    copies.drop()
+                if request is None:
+                    copies.free()
                     self._free.append(copies)
                 elif self._writing is None:
-                    self._begin(job)
+                    self._start(request)
                 else:
-                    self._pending = job
+                    self._pending = request
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was submitted is written, or given up. False: it took longer."""
+        """Wait until everything submitted is written or has failed. Returns False if that takes longer."""
         began = time.monotonic()
         while True:
             waited = time.monotonic() - began
-            left = SAY_EVERY_S if timeout_s is None else min(SAY_EVERY_S, timeout_s - waited)
+            left = REPORT_EVERY_S if timeout_s is None else min(REPORT_EVERY_S, timeout_s - waited)
             with self._changed:
                 if self._changed.wait_for(self._is_idle, max(left, 0.0)):
                     return True
-                writing, for_s = self._writing, time.monotonic() - self._began
+                writing, for_s = self._writing, time.monotonic() - self._started_s
             if timeout_s is not None and time.monotonic() - began >= timeout_s:
                 return False
             if writing is not None:
                 path = self._store.path_of(writing.step)
-                self._say(f"waiting for the checkpoint of step {writing.step}, written to {path} for {for_s:.0f} s")
+                self._report(f"waiting for the checkpoint of step {writing.step}, written to {path} for {for_s:.0f} s")
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Like `drain`, and nothing is taken any more. What is not written after `timeout_s` is given up."""
+        """Like `drain`; after it `submit` raises. What is not written after `timeout_s` is dropped."""
         drained = self.drain(timeout_s)
         with self._changed:
             self._closed, self._pending = True, None
@@ -132,43 +141,118 @@ class Writer:
     def _is_idle(self) -> bool:
         return self._writing is None
 
-    def _begin(self, job: _Job | None) -> None:
-        """What is written next; None: nothing waits."""
-        self._writing, self._began = job, time.monotonic()
+    def _start(self, request: _WriteRequest | None) -> None:
+        """Make `request` the one that is written; None: there is none. The caller holds the lock."""
+        self._writing, self._started_s = request, time.monotonic()
         self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _write_loop(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._writing is not None or self._closed)
-                job = self._writing
-            if job is None:
+                request = self._writing
+            if request is None:
                 return
-            self._write(job)
+            self._write(request)
             with self._changed:
-                self._free.append(job.copies)
-                self._begin(self._pending)
+                self._free.append(request.copies)
+                self._start(self._pending)
                 self._pending = None
 
-    def _write(self, job: _Job) -> None:
-        """Whatever goes wrong, there is a next one."""
-        path = self._store.path_of(job.step)
+    def _write(self, request: _WriteRequest) -> None:
+        """Write a checkpoint and remove outdated ones. Errors are reported, not raised: the next save tries again."""
+        step, path = request.step, self._store.path_of(request.step)
         try:
-            if self._store.write(job.step, job.flat, fence=self._fence) is None:
+            if self._store.write(step, request.flat, fence=self._fence) is None:
                 return
-            self.written = job.step
-            size_bytes = sum(tensor.nbytes for tensor in job.flat.tensors.values())
-            self._on_written(Written(job.step, time.monotonic() - self._began, size_bytes))
+            self.written = step
+            size_bytes = sum(tensor.nbytes for tensor in request.flat.tensors.values())
+            self._on_written(SavedCheckpoint(step, time.monotonic() - self._started_s, size_bytes))
         except Exception as error:
-            self._say(write_errors.describe(job.step, path, error, self._store.last()))
+            self._report(describe_failure(step, path, error, self._store.last()))
             return
         try:
-            self._store.prune(job.step)
+            self._store.prune(step)
         except Exception as error:
-            self._say(write_errors.describe_left(job.step, path, error))
+            self._report(describe_not_removed(step, path, error))
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         try:
             self._on_problem(text)
         except Exception as error:
             print(f"lockstep: {text} (and on_problem failed: {error!r})", file=sys.stderr, flush=True)
+
+
+class HostCopies:
+    """Buffers in host memory for one state, reused from one save to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors into the buffers and return these. They are overwritten by the next call.
+
+        When this returns, the tensors may be changed. With GPU tensors it waits for the copies, but not for work that
+        is queued later. Raises MemoryError if there is not enough memory.
+        """
+        # Buffers that no longer fit are freed before new ones are allocated.
+        kept = {name: buffer for name, buffer in self._buffers.items() if _fits(buffer, tensors.get(name))}
+        self._buffers = kept
+        for name, tensor in tensors.items():
+            if name not in kept:
+                kept[name] = _host_memory(tensor)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                kept[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(device))
+            copied.synchronize()
+        return {name: kept[name] for name in tensors}
+
+    def free(self) -> None:
+        self._buffers = {}
+
+
+def _fits(buffer: Tensor, tensor: Tensor | None) -> bool:
+    return tensor is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    """Allocate a contiguous buffer; page-locked for a GPU tensor, if the system has such memory left."""
+    for pin_memory in (True, False) if tensor.is_cuda else (False,):
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+    raise MemoryError(reason)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def describe_failure(step: int, path: Path, error: BaseException, last: Path | None) -> str:
+    """Say which checkpoint was not written and why, which is the last one, and what to do. One line."""
+    what, advice = f"{type(error).__name__}: {error}", "please report it"
+    if isinstance(error, OSError):
+        what, advice = run_files.describe(error)
+    elif isinstance(error, CheckpointError):
+        what, advice = f"read back, it was not what was written: {error}", "the disk or the memory here may be failing"
+    elif isinstance(error, MemoryError):
+        what, advice = f"no memory for a copy of the state: {error}", "leave it room for two copies"
+    kept = f"the last one is {last}, and it stays" if last is not None else "there is none before it"
+    return (
+        f"the checkpoint of step {step} was not written to {path}: {what}; {kept}; training goes on, and the next save "
+        f"tries again; {advice}"
+    )
+
+
+def describe_not_removed(step: int, path: Path, error: BaseException) -> str:
+    return f"the checkpoint of step {step} is in {path}, but older ones could not be removed: {error}; remove them"
+
+
+def describe_replaced(step: int, newer: int, *, writing: int, for_s: float) -> str:
+    return (
+        f"the checkpoint of step {step} was still waiting when that of step {newer} came, which takes its place: step "
+        f"{writing} is being written for {for_s:.1f} s; save less often, or to a faster disk"
+    )

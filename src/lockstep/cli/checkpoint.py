@@ -1,4 +1,4 @@
-"""`lockstep checkpoint`: look at checkpoints, verify them, and take weights out. Only `export` to .pt needs torch."""
+"""`lockstep checkpoint`: lists, verifies, shows and exports checkpoints. Only `export` to .pt imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.checkpoint import folder_names, manifest, state_tree
 from lockstep.checkpoint.export import export_safetensors, export_torch
-from lockstep.checkpoint.safetensors_file import Entry
+from lockstep.checkpoint.safetensors_file import TensorEntry
 from lockstep.checkpoint.verify import Contents, verify
 from lockstep.errors import CheckpointError
 
@@ -37,31 +37,31 @@ exit status: 0; 1 if a checkpoint is damaged; 2 if the command line makes no sen
 
 
 class UsageError(Exception):
-    """The command asks for what is not there."""
+    """The command line names something that does not exist."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of `ls`. What a damaged checkpoint does not say is None."""
+class CheckpointRow:
+    """One line of `ls`. None for what cannot be read from a damaged checkpoint."""
 
     step: int | None
     path: str
     saved_at: float | None
     bytes: int | None
     state_sha256: str | None
-    verified: bool | None  # None: it was not read
+    verified: bool | None  # None: not read
     reason: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may contain characters that the terminal cannot show
     try:
         status: int = chosen.call(chosen)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head` has seen enough; Python would flush once more, and complain
+    except BrokenPipeError:  # `| head`; Python would flush again at exit, and print an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except CheckpointError as error:
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(chosen: argparse.Namespace) -> int:
-    rows = _look_at_all(chosen.directory, quick=chosen.quick)
+    rows = _check_all(chosen.directory, quick=chosen.quick)
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
@@ -124,7 +124,7 @@ def _ls(chosen: argparse.Namespace) -> int:
 
 
 def _verify(chosen: argparse.Namespace) -> int:
-    rows = _look_at_all(chosen.directory)
+    rows = _check_all(chosen.directory)
     for row in rows:
         print(f"{row.path}: whole" if row.verified else f"DAMAGED: {row.reason}")
     return 0 if all(row.verified for row in rows) else 1
@@ -134,7 +134,8 @@ def _show(chosen: argparse.Namespace) -> int:
     path, contents = _choose(chosen.directory, chosen.step)
     state = contents.outline(path)
     parts = {
-        _shown(name): [e for _, e in state_tree.walk(value) if isinstance(e, Entry)] for name, value in state.items()
+        _shown(name): [e for _, e in state_tree.walk(value) if isinstance(e, TensorEntry)]
+        for name, value in state.items()
     }
     facts = {name: state[name] for name in ("run", "batches", "loss_scale") if isinstance(state.get(name), Mapping)}
     if chosen.json:
@@ -146,7 +147,7 @@ def _show(chosen: argparse.Namespace) -> int:
         }
         if chosen.tensors:
             report["tensors"] = {
-                name: {**asdict(e.kind), "bytes": e.kind.bytes, "sha256": e.sha256, "file": e.file}
+                name: {**asdict(e.spec), "bytes": e.spec.bytes, "sha256": e.sha256, "file": e.file}
                 for name, e in contents.tensors.items()
             }
         print(json.dumps(report, indent=1, default=str))
@@ -159,13 +160,13 @@ def _show(chosen: argparse.Namespace) -> int:
         print(f"  {name:<10} {_pairs(about)}")
     _print_table(
         [("part", "tensors", "size", "dtypes")]
-        + [(p, str(len(e)), _size(_sum(e)), " ".join(sorted({x.kind.dtype for x in e}))) for p, e in parts.items() if e]
+        + [(p, str(len(e)), _size(_sum(e)), " ".join(sorted({x.spec.dtype for x in e}))) for p, e in parts.items() if e]
     )
-    entries = sorted(contents.tensors.items(), key=lambda item: -item[1].kind.bytes)
+    entries = sorted(contents.tensors.items(), key=lambda item: -item[1].spec.bytes)
     some = entries if chosen.tensors else entries[:LARGEST]
     _print_table(
         [("tensor", "dtype", "shape", "bytes")]
-        + [(_shown(n), e.kind.dtype, str(list(e.kind.shape)), str(e.kind.bytes)) for n, e in some]
+        + [(_shown(n), e.spec.dtype, str(list(e.spec.shape)), str(e.spec.bytes)) for n, e in some]
     )
     if len(some) < len(entries):
         print(f"and {len(entries) - len(some)} smaller ones: --tensors shows all")
@@ -191,7 +192,7 @@ def _export(chosen: argparse.Namespace) -> int:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Oldest first."""
+    """Returns the checkpoints in a directory, oldest first. Raises UsageError if there are none."""
     if not directory.is_dir():
         raise UsageError(f"there is no directory {directory}")
     directory = directory.resolve()
@@ -220,13 +221,13 @@ def _choose(directory: Path, step: int | None) -> tuple[Path, Contents]:
     raise CheckpointError(f"none of the {len(paths)} checkpoints in {directory} is whole")
 
 
-def _look_at_all(directory: Path, *, quick: bool = False) -> list[Row]:
-    """But for those that a run removes while we look."""
-    rows = [_look(path, quick=quick) for path in _checkpoints(directory)]
+def _check_all(directory: Path, *, quick: bool = False) -> list[CheckpointRow]:
+    """Returns a row per checkpoint, except for those that a run removes meanwhile."""
+    rows = [_check(path, quick=quick) for path in _checkpoints(directory)]
     return [row for row in rows if os.path.lexists(row.path)]
 
 
-def _look(path: Path, *, quick: bool) -> Row:
+def _check(path: Path, *, quick: bool) -> CheckpointRow:
     listed = None
     try:
         listed = manifest.read(path)
@@ -237,11 +238,11 @@ def _look(path: Path, *, quick: bool) -> Row:
     except CheckpointError as error:
         reason, verified = str(error), False
     if listed is None:
-        return Row(folder_names.step_of(path.name), str(path), None, None, None, verified, reason)
-    return Row(listed.step, str(path), listed.saved_at, listed.bytes, listed.state_sha256, verified, reason)
+        return CheckpointRow(folder_names.step_of(path.name), str(path), None, None, None, verified, reason)
+    return CheckpointRow(listed.step, str(path), listed.saved_at, listed.bytes, listed.state_sha256, verified, reason)
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def _refuse(text: str, status: int) -> int:
@@ -255,8 +256,8 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _sum(entries: Sequence[Entry]) -> int:
-    return sum(entry.kind.bytes for entry in entries)
+def _sum(entries: Sequence[TensorEntry]) -> int:
+    return sum(entry.spec.bytes for entry in entries)
 
 
 def _pairs(values: Mapping[Any, Any]) -> str:
@@ -264,7 +265,7 @@ def _pairs(values: Mapping[Any, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A name from a file must not move the cursor."""
+    """Returns a printable form: control characters in a name must not reach the terminal."""
     text = str(value)
     return text if text.isprintable() else ascii(text)
 

@@ -1,12 +1,12 @@
-"""Groups of torch's that can be given up: Gloo, and NCCL for GPUs.
+"""torch.distributed process groups that can be aborted: Gloo, and NCCL for GPUs.
 
-Note [Giving Gloo up]
-A Gloo collective whose peer is gone, or never calls, waits until the group's timeout, its threads with it, and the
-process cannot end before. `abort()` of torch's class does not change that. What does is a closed connection. So we find
-out which sockets are Gloo's, by looking before and after it makes them, and shut those down: waiters here and at the
-other end get an error within milliseconds. Now and then Gloo misses it: what is called at the moment at which the
-connection closes waits on. So whoever waits looks at the connections too. A peer that has all it needs may close its
-connections and leave while we are still receiving from others; that is what the grace is for.
+Note [Aborting Gloo]
+A Gloo collective whose peer is lost, or never makes the call, blocks until the group's timeout. Its threads block too,
+and the process cannot exit before. `ProcessGroupGloo.abort()` does not change that; closing the connections does. So
+the sockets that Gloo opens are found by comparing /proc/self/fd before and after, and `abort` shuts them down: waiters
+on both ends get an error within milliseconds. Gloo occasionally misses it: an operation that is posted at the moment
+the connection closes keeps waiting. So `Gloo.wait` polls the state of the connections as well. A peer that has all it
+needs may close its connections and leave while this worker still receives from others; hence the grace period.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from lockstep._torch import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from lockstep.comm import deferred_destroy
 
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 GRACE_S = 2.0
-GRACE_OF_TWO_S = 0.25  # the only other one has left, so all it had to say is here already
-KNOCK_S = 0.5
+TWO_WORKERS_GRACE_S = 0.25  # shorter: the only peer has left, so everything it sent has arrived already
+CONNECT_TIMEOUT_S = 0.5
 _LISTENS = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
-_forming = threading.Lock()  # so that two groups that are formed at once do not take each other's sockets for their own
+_creation_lock = threading.Lock()  # groups that are created at the same time must not claim each other's sockets
 
 
-class Cut:
-    """The connections that are made from now on until `settle`, while groups of so many workers are formed.
+class ConnectionTracker:
+    """Tracks the sockets that are opened from its creation until `stop_tracking`, while process groups are created.
 
-    Note [Knocking]
-    Of two workers one listens, and inside Gloo it waits for the other as long as a collective may take. There is
-    nothing to cut. So we come ourselves, with the number of each of its pairs (8 bytes, from 0 on), and leave at once.
+    `size` is the number of workers in these groups.
+
+    Note [Releasing a Gloo listener]
+    While two workers connect, one of them listens, and inside Gloo it waits for the other as long as a collective may
+    take. There is no connection to shut down yet. So `shut_down` connects to the listener itself, sends the number of
+    each of its pairs (8 bytes, counted from 0), and disconnects at once.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -51,47 +54,50 @@ class Cut:
         self._before = _sockets()
         self._made: set[tuple[int, str]] | None = None
 
-    def settle(self) -> None:
-        """What is opened from now on is somebody else's."""
+    def stop_tracking(self) -> None:
+        """Sockets that are opened after this call are not tracked."""
         self._made = _sockets() - self._before
 
-    def shut(self) -> None:
-        """May be called by any thread, and more than once: also while the groups are still being formed."""
+    def shut_down(self) -> None:
+        """Shut down all tracked connections.
+
+        May be called from any thread and more than once, also while the groups are still being created.
+        """
         now = _sockets()
         for descriptor, _ in now - self._before if self._made is None else now & self._made:
-            with contextlib.suppress(OSError), _borrow(descriptor) as link:
-                if link.family not in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                if not link.getsockopt(*_LISTENS):
-                    link.shutdown(socket.SHUT_RDWR)
-                elif self._made is None:  # it must stay: Gloo would end the process
-                    _knock(link.getsockname(), 2 * self._size)
+                if not connection.getsockopt(*_LISTENS):
+                    connection.shutdown(socket.SHUT_RDWR)
+                elif self._made is None:  # a listener must stay open: Gloo would end the process
+                    _release_listener(connection.getsockname(), 2 * self._size)
 
 
-class Link(Protocol):
-    group: Any  # with torch's collectives
+class AbortableGroup(Protocol):
+    group: Any  # the torch.distributed backend, which has the collectives
 
     def wait(self, work: Any) -> None:
-        """For one of its collectives."""
+        """Wait for a collective of this group. Raises RuntimeError if it fails."""
 
     def abort(self) -> None:
-        """May be called by any thread, and more than once."""
+        """Make every waiter of the group fail. May be called from any thread and more than once."""
 
-    def hung_up(self, size: int) -> list[int]:
-        """The ranks that are known to have closed their connection to us."""
+    def disconnected_ranks(self, size: int) -> list[int]:
+        """Return the ranks that are known to have closed their connection to this worker."""
 
 
 class Nccl:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         if host := os.environ.get("LOCKSTEP_HOST", "").strip():
-            os.environ.setdefault("NCCL_HOSTID", host)  # or it would refuse hosts that share a GPU
+            os.environ.setdefault("NCCL_HOSTID", host)  # else NCCL refuses hosts that share a GPU
         make: Any = dist.ProcessGroupNCCL
         options = make.Options()
         options._timeout = timeout
         self.group: Any = make(store, rank, size, options)
 
     @staticmethod
-    def is_there() -> bool:
+    def is_available() -> bool:
         return torch.cuda.is_available() and dist.is_nccl_available()
 
     def wait(self, work: Any) -> None:
@@ -100,30 +106,32 @@ class Nccl:
     def abort(self) -> None:
         self.group.abort()
 
-    def hung_up(self, size: int) -> list[int]:
+    def disconnected_ranks(self, size: int) -> list[int]:
         return []
 
 
 class Gloo:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store = PrefixStore("ends", store)
-        with _forming:
+        with _creation_lock:
             before = _sockets()
             self.group: Any = ProcessGroupGloo(store, rank, size, timeout)
-            # Fewer with TORCH_GLOO_LAZY_INIT: then what was not connected yet is free at its timeout only.
+            # With TORCH_GLOO_LAZY_INIT there are fewer: operations on later connections end at the timeout only.
             made = _sockets() - before
-        door = _port_of(store)
-        connections = {number: ends for number in made if (ends := _ends_of(number[0])) and not ends.touch(door)}
-        self._far_ends = {number: ends.far for number, ends in connections.items()}
-        self._store.set(str(rank), json.dumps([ends.near for ends in connections.values()]))
-        self._grace_s = GRACE_S if size > 2 else GRACE_OF_TWO_S
+        store_port = _port_of(store)
+        connections = {
+            number: ends for number in made if (ends := _endpoints_of(number[0])) and not ends.uses_port(store_port)
+        }
+        self._remote_ends = {number: ends.remote for number, ends in connections.items()}
+        self._store.set(str(rank), json.dumps([ends.local for ends in connections.values()]))
+        self._grace_s = GRACE_S if size > 2 else TWO_WORKERS_GRACE_S
 
     def wait(self, work: Any) -> None:
-        """Note [Giving Gloo up]. A time limit here does not disturb the collective."""
+        """See Note [Aborting Gloo]. The time limit passed to `work.wait` does not disturb the collective."""
         broken_since = None
         while True:
             try:
-                work.wait(timedelta(seconds=LOOK_S))
+                work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
             except RuntimeError as error:
                 if work.is_completed() or "Operation timed out" not in str(error):
@@ -136,79 +144,82 @@ class Gloo:
                 raise RuntimeError("a connection was closed by the other side")
 
     def _broken(self) -> list[tuple[str, int]]:
-        """The far ends of connections that are closed."""
+        """Return the remote ends of the connections that are closed."""
         now = _sockets()
-        return [far for number, far in self._far_ends.items() if number not in now or _is_closed(number[0])]
+        return [remote for number, remote in self._remote_ends.items() if number not in now or _is_closed(number[0])]
 
     def abort(self) -> None:
-        deferred_destroy.keep(self.group)
-        for descriptor, _ in self._far_ends.keys() & _sockets():
-            with contextlib.suppress(OSError), _borrow(descriptor) as link:
-                link.shutdown(socket.SHUT_RDWR)
+        deferred_destroy.keep_alive(self.group)
+        for descriptor, _ in self._remote_ends.keys() & _sockets():
+            with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
-    def hung_up(self, size: int) -> list[int]:
-        """The ranks that have closed their connection to us. Reads at the store, which may not answer any more."""
+    def disconnected_ranks(self, size: int) -> list[int]:
+        """Return the ranks that have closed their connection to this worker.
+
+        Reads from the store, which may no longer answer.
+        """
         lost = self._broken()
         if not lost:
             return []
-        near_ends = {rank: json.loads(self._store.get(str(rank))) for rank in range(size)}
-        return [rank for rank, ends in near_ends.items() if any(list(far) in ends for far in lost)]
+        local_ends = {rank: json.loads(self._store.get(str(rank))) for rank in range(size)}
+        return [rank for rank, ends in local_ends.items() if any(list(remote) in ends for remote in lost)]
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Of a connection: (address, port)."""
+class Endpoints:
+    """The two ends of a connection, as (address, port)."""
 
-    near: tuple[str, int]
-    far: tuple[str, int]
+    local: tuple[str, int]
+    remote: tuple[str, int]
 
-    def touch(self, port: int | None) -> bool:
-        return port in (self.near[1], self.far[1])
+    def uses_port(self, port: int | None) -> bool:
+        return port in (self.local[1], self.remote[1])
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """(descriptor, what the kernel calls it): a descriptor alone may be another socket by the time we look again."""
+    """Return (descriptor, kernel's name) of every open socket: a descriptor alone may be reused for another socket."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # closed since
+        with contextlib.suppress(OSError):  # closed in the meantime
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:"):
                 found.add((int(name), target))
     return found
 
 
-def _knock(door: Any, pairs: int) -> None:
-    """See Note [Knocking]."""
+def _release_listener(address: Any, pairs: int) -> None:
+    """See Note [Releasing a Gloo listener]."""
     for number in range(pairs):
-        with socket.create_connection(door[:2], timeout=KNOCK_S) as caller:
-            caller.sendall(struct.pack("=q", number))
+        with socket.create_connection(address[:2], timeout=CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(struct.pack("=q", number))
 
 
-def _borrow(descriptor: int) -> socket.socket:
-    """Somebody else's socket: closing what we return leaves it open."""
+def _duplicate(descriptor: int) -> socket.socket:
+    """Return a second handle to a socket that torch owns: closing it leaves the original open."""
     return socket.socket(fileno=os.dup(descriptor))
 
 
-def _ends_of(descriptor: int) -> Ends | None:
-    """If it is a connection of the internet family."""
+def _endpoints_of(descriptor: int) -> Endpoints | None:
+    """Return the ends of an IPv4 or IPv6 connection; None for any other socket."""
     try:
-        with _borrow(descriptor) as link:
-            if link.family not in (socket.AF_INET, socket.AF_INET6):
+        with _duplicate(descriptor) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            return Ends(link.getsockname()[:2], link.getpeername()[:2])
+            return Endpoints(connection.getsockname()[:2], connection.getpeername()[:2])
     except OSError:
         return None
 
 
 def _is_closed(descriptor: int) -> bool:
-    """By the other side. What it has sent before may still be to be read."""
+    """Whether the other side has closed the connection. Data that it sent before may still be unread."""
     poll = select.poll()
     poll.register(descriptor, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def _port_of(store: Store) -> int | None:
-    """Where the store listens. Connections to it, and on its own host those it accepts, are not Gloo's."""
+    """Return the port of the store. Connections to it, and on its own host those it accepts, are not Gloo's."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None

@@ -1,4 +1,4 @@
-"""Do all workers say the same? And if not, what does each of them say?
+"""Compares small values across workers, and gathers them where they differ.
 
 Only all-reduce is used, which every process group has.
 """
@@ -17,12 +17,12 @@ from lockstep.comm import abortable_wait
 
 
 def fingerprint(value: Any) -> int:
-    """62 bits of a JSON value, the same in every process."""
+    """Return a 62-bit hash of a JSON value; equal in every process."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
-def is_same(group: dist.ProcessGroup, number: int, *, device: torch.device) -> bool:
+def all_equal(group: dist.ProcessGroup, number: int, *, device: torch.device) -> bool:
     """Whether every worker passed the same number."""
     both = torch.tensor([number, -number], dtype=torch.int64, device=device)
     options = dist.AllreduceOptions()
@@ -33,7 +33,7 @@ def is_same(group: dist.ProcessGroup, number: int, *, device: torch.device) -> b
 
 
 def gather_rows(group: dist.ProcessGroup, row: list[int], *, device: torch.device) -> list[list[int]]:
-    """Every worker's row of whole numbers, in the order of ranks. All rows are equally long."""
+    """Return the row of integers of every worker, by rank. All rows must have the same length."""
     table = torch.zeros(group.size(), len(row), dtype=torch.int64, device=device)
     table[group.rank()] = torch.tensor(row, dtype=torch.int64)
     _add_up(group, table)
@@ -41,8 +41,8 @@ def gather_rows(group: dist.ProcessGroup, row: list[int], *, device: torch.devic
     return rows
 
 
-def tell_all(group: dist.ProcessGroup, value: Any, *, device: torch.device) -> list[Any]:
-    """Every worker's value, in the order of ranks. For the moments when something is wrong: it is not fast."""
+def gather_values(group: dist.ProcessGroup, value: Any, *, device: torch.device) -> list[Any]:
+    """Return the JSON value of every worker, by rank. Slow: meant for error messages and set-up."""
     text = json.dumps(value).encode()
     rank, size = group.rank(), group.size()
     lengths = torch.zeros(size, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Many tensors from one worker to all, in few messages."""
+"""Broadcasts many tensors in few messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import _torch
 from lockstep.comm import abortable_wait
 
 MESSAGE_BYTES = 250 * 1024 * 1024
@@ -16,7 +17,7 @@ MESSAGE_BYTES = 250 * 1024 * 1024
 
 @dataclass(frozen=True)
 class _Message:
-    """One buffer of bytes and, for each tensor it carries, the tensor's number and its place in the buffer."""
+    """A buffer of bytes and, for each tensor in it, the tensor's index in the list and a view of its part."""
 
     flat: Tensor
     numbers: tuple[int, ...]
@@ -26,7 +27,8 @@ class _Message:
 class Broadcast:
     """Broadcasts a list of tensors as bytes, so that tensors of all dtypes share a message.
 
-    The buffers are kept between calls that carry tensors of the same shapes, as those of batch norm are in every step.
+    With `keep`, the message buffers are reused by later calls with tensors of the same shapes, such as the buffers of
+    batch norm in every step.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
@@ -42,7 +44,7 @@ class Broadcast:
         source: int = 0,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """Afterwards every tensor has the values it had on rank `source` of the group."""
+        """Overwrite every tensor with its values on rank `source` of the group. Returns when they have arrived."""
         tensors = [t.detach() for t in tensors]
         shapes = [(t.shape, t.dtype, t.device) for t in tensors]
         if shapes != self._shapes or not self._messages:
@@ -54,12 +56,12 @@ class Broadcast:
         works = []
         for message in self._messages:
             if is_source:
-                torch._foreach_copy_(list(message.views), [tensors[n] for n in message.numbers])
+                _torch.foreach_copy_(list(message.views), [tensors[n] for n in message.numbers])
             works.append(group.broadcast([message.flat], options))
         for message, work in zip(self._messages, works, strict=True):
             abortable_wait.wait(group, work, message.flat.device, "a broadcast of state")
             if not is_source:
-                torch._foreach_copy_([tensors[n] for n in message.numbers], list(message.views))
+                _torch.foreach_copy_([tensors[n] for n in message.numbers], list(message.views))
         if not self._keep:
             self._messages = []
 
@@ -71,7 +73,7 @@ def _lay_out(tensors: Sequence[Tensor], message_bytes: int) -> list[_Message]:
             by_device.setdefault(tensor.device, []).append(number)
     messages = []
     for device, numbers in by_device.items():
-        # Wide elements first: then every tensor begins at a multiple of its own element size.
+        # Wide elements come first, so that every tensor begins at a multiple of its own element size.
         numbers = sorted(numbers, key=lambda n: -tensors[n].element_size())
         batch: list[int] = []
         size = 0

@@ -1,8 +1,8 @@
-"""Where jobs made of several collectives are carried out, one after the other, beside the caller.
+"""A thread that runs jobs made of several collectives, one after the other, in the background.
 
 Every worker must make the same calls in the same order. A job of two collectives with a sum between them can neither be
-started whole nor be waited for in the middle of a backward pass; so it has a lane of its own, and a process group that
-nobody else calls.
+started as a whole nor be waited for in the middle of a backward pass. So it runs in a thread of its own, on a process
+group that no other thread uses.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor
 Job = Callable[[], Tensor]
 
 
-class Pending:
-    """What a job will give."""
+class PendingResult:
+    """The future result of a job."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._result: Tensor | None = None
         self._error: BaseException | None = None
         self.ended_s: float | None = None
-        self._event: Any = None  # of the GPU: the result is there for streams that wait for it
+        self._event: Any = None  # CUDA event: the result is valid on streams that wait for it
 
-    def carry_out(self, job: Job, stream: Any = None) -> None:
+    def run(self, job: Job, stream: Any = None) -> None:
+        """Run the job and keep its result, or the exception that it raises."""
         try:
             if stream is None:
                 self._result = job()
@@ -47,7 +48,8 @@ class Pending:
         return self._done.wait(seconds)
 
     def wait(self) -> Tensor:
-        # No deadline of its own: every collective inside the job has one.
+        """Return the result, on a GPU ordered after the job on the current stream, or raise the job's exception."""
+        # No deadline here: every collective inside the job has one.
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -57,10 +59,11 @@ class Pending:
         return self._result
 
 
-class Lane:
-    """A thread, which waits for collectives while the caller goes on; on a GPU, with a stream of its own.
+class CollectiveThread:
+    """Runs jobs in a thread while the caller continues; on a GPU, on a stream of its own.
 
-    NCCL needs no thread: its collectives and the sums between them are put on the stream, and nobody waits.
+    NCCL needs no thread (`threaded=False`): its collectives and the sums between them are queued on the stream, and the
+    host does not wait.
     """
 
     def __init__(self, device: torch.device, *, threaded: bool) -> None:
@@ -70,25 +73,27 @@ class Lane:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
         if threaded:
             self._jobs = queue.SimpleQueue()
-            # It holds the queue and not us, so that we can be collected; and nothing that waits keeps a process alive.
-            threading.Thread(target=_serve, args=(self._jobs,), name="lockstep-lane", daemon=True).start()
+            # The thread holds the queue and not this object, which can so be garbage collected; it is a daemon, so that
+            # a pending wait does not keep the process alive.
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="lockstep-collectives", daemon=True).start()
 
-    def submit(self, job: Job) -> Pending:
-        pending, stream = Pending(), self._stream
+    def submit(self, job: Job) -> PendingResult:
+        pending, stream = PendingResult(), self._stream
         ready: Any = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
 
-        def carry_out() -> None:
+        def run() -> None:
             if stream is not None:
                 stream.wait_event(ready)
-            pending.carry_out(job, stream)
+            pending.run(job, stream)
 
         if self._jobs is None:
-            carry_out()
+            run()
         else:
-            self._jobs.put(carry_out)
+            self._jobs.put(run)
         return pending
 
     def close(self) -> None:
+        """End the thread after the jobs that were submitted."""
         if self._jobs is not None:
             self._jobs.put(None)
 
@@ -96,7 +101,7 @@ class Lane:
         self.close()
 
 
-def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # or its tensors would live until the next one comes
+        del job  # else its tensors would stay allocated until the next job

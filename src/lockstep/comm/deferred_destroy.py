@@ -1,9 +1,10 @@
-"""Groups of torch's that were given up, until nothing waits in them any more.
+"""Destroys aborted process groups in a background thread.
 
-Gloo's destructor waits for its operations. One that has missed that its connection is closed (links.py, Note [Giving
-Gloo up]) ends at the group's timeout, half an hour later. Whoever lets go of such a group last would wait as long: the
-training thread in the middle of a step, if its collector finds the group in a cycle, or the interpreter at its end. So
-a group that was given up is kept here, and let go by a thread of its own when nobody else knows it.
+Gloo's destructor waits for its operations. One that has missed that its connection is closed (abortable_group.py, Note
+[Aborting Gloo]) ends at the group's timeout, half an hour later. The thread that drops the last reference to such a
+group would block as long: the training thread in the middle of a step, if the garbage collector finds the group in a
+cycle, or the interpreter at exit. So an aborted group is kept alive here, and destroyed by a thread of its own once no
+other reference is left.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import sys
 import threading
 from typing import Any, Final
 
-_OURS: Final = 3  # references while we look: the list's, the loop's, and that of getrefcount
+_OWN_REFERENCES: Final = 3  # during the check: the list's, the loop variable's, and getrefcount's argument
 _kept: list[Any] = []
 _lock = threading.Lock()
 
 
-def keep(group: Any) -> None:
-    """Nobody may destroy it by accident, not even the end of the interpreter."""
+def keep_alive(group: Any) -> None:
+    """Take a reference to the group that also outlives the interpreter's shutdown. Calling again has no effect."""
     with _lock:
         if any(group is one for one in _kept):
             return
@@ -27,22 +28,22 @@ def keep(group: Any) -> None:
         _kept.append(group)
 
 
-def bury() -> None:
-    """Let go of those that nobody else knows. Call it after the collector has run."""
+def destroy_unreferenced() -> None:
+    """Destroy the kept groups that have no other reference, in threads. Call it after a garbage collection."""
     with _lock:
-        alone = []
+        unreferenced = []
         for n in reversed(range(len(_kept))):
             group = _kept[n]
-            if sys.getrefcount(group) == _OURS + 1:  # and that of `keep`
-                alone.append(_kept.pop(n))
+            if sys.getrefcount(group) == _OWN_REFERENCES + 1:  # and the one taken by `keep_alive`
+                unreferenced.append(_kept.pop(n))
         group = None
-    while alone:
-        threading.Thread(target=_let_go, args=(alone.pop(),), name="lockstep-bury", daemon=True).start()
+    while unreferenced:
+        threading.Thread(target=_release, args=(unreferenced.pop(),), name="lockstep-destroy", daemon=True).start()
 
 
-def _let_go(group: Any) -> None:
+def _release(group: Any) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
-def kept() -> int:
+def count_kept() -> int:
     return len(_kept)

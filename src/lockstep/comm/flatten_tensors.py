@@ -1,4 +1,4 @@
-"""Torch's tensors as flat memory, and back."""
+"""Tensors as flat, contiguous memory, and back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def only(tensors: Sequence[Tensor] | Tensor) -> Tensor:
-    """Torch passes a list with a tensor for each device of the worker, and there is one."""
+def single_tensor(tensors: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return the only tensor of a list. Torch passes one tensor for each device of the worker, and there is one."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -17,23 +17,23 @@ def only(tensors: Sequence[Tensor] | Tensor) -> Tensor:
     return tensors[0]
 
 
-def first_of(arguments: Sequence[object]) -> Tensor:
-    """The first tensor, also in lists of lists."""
+def first_tensor(arguments: Sequence[object]) -> Tensor:
+    """Return the first tensor among the arguments, also inside nested lists; an empty one if there is none."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             return argument
         if isinstance(argument, (list, tuple)) and argument:
-            return first_of(argument)
+            return first_tensor(argument)
     return torch.empty(0)
 
 
-def elements(tensor: Tensor) -> Tensor:
-    """In order: the tensor's own memory if it is contiguous, else a copy. Complex numbers as pairs."""
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the elements in order: a view if the tensor is contiguous, else a copy. Complex numbers become pairs."""
     return _bare(tensor).contiguous().view(-1)
 
 
-def put(values: Tensor, tensor: Tensor) -> None:
-    """Where they are not in the tensor's own memory, they go there."""
+def copy_back(values: Tensor, tensor: Tensor) -> None:
+    """Copy the result of `flatten` back into the tensor, unless it is a view of it."""
     bare = _bare(tensor)
     if values.data_ptr() != bare.data_ptr():
         bare.copy_(values.view(bare.shape))
@@ -53,5 +53,5 @@ def check_list(name: str, tensors: Sequence[Tensor], *, like: Tensor, size: int)
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """`.data`, not `.detach()`: what a collective writes is no step of a computation, for autograd's counters too."""
+    """Return the tensor without autograd. `.data`, not `.detach()`: a collective must not change version counters."""
     return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data

@@ -1,4 +1,4 @@
-"""How a group over several hosts comes together: who is where, and the parts that each worker has a share in."""
+"""How the workers of a hierarchical group find each other, and create the subgroups that each belongs to."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from lockstep.comm.abortable_group import Gloo, Link, Nccl
-from lockstep.comm.host_groups import Alone, Native, Part, Tree
-from lockstep.comm.host_layout import Layout
+from lockstep._torch import PrefixStore, Store
+from lockstep.comm.abortable_group import AbortableGroup, Gloo, Nccl
+from lockstep.comm.host_groups import NativeSubgroup, SingleWorker, Subgroup, TreeSubgroup
+from lockstep.comm.host_layout import HostLayout
 from lockstep.errors import WorldError
 from lockstep.world.environment import identify_host
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.005
-SHARE_WITHIN = timedelta(seconds=30)  # all workers are there already
+POLL_INTERVAL_S = 0.005
+SHARED_MEMORY_TIMEOUT = timedelta(seconds=30)  # all workers have joined already
 
 Network = type[Gloo] | type[Nccl]
 LocalGroup = Callable[..., Any]
@@ -31,13 +30,13 @@ LocalGroup = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a worker tells the others about itself."""
+class MemberInfo:
+    """What a worker publishes about itself."""
 
-    rank: int  # its name in errors; in a subgroup that is not its rank there
+    rank: int  # global rank, used in errors; differs from the rank in a subgroup
     pid: int
-    host: str  # equal on workers that share one
-    host_name: str  # for people
+    host: str  # identity of the host; equal on all its workers
+    host_name: str  # for messages
     exact: bool
     nccl: bool
 
@@ -45,69 +44,71 @@ class Card:
         return f"rank {self.rank} (pid {self.pid} on {self.host_name})"
 
 
-def make_card(rank: int, *, exact: bool) -> Card:
-    return Card(rank, os.getpid(), identify_host(), socket.gethostname(), exact, Nccl.is_there())
+def describe_this_worker(rank: int, *, exact: bool) -> MemberInfo:
+    return MemberInfo(rank, os.getpid(), identify_host(), socket.gethostname(), exact, Nccl.is_available())
 
 
-class Formation:
-    """Everything waits at the store, and until one deadline."""
+class HostRendezvous:
+    """Exchanges information through the store; all waits share one deadline."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
 
-    def swap_cards(self, mine: Card) -> tuple[Card, ...]:
-        self._store.set(f"card/{self._rank}", json.dumps(asdict(mine)))
-        cards = tuple(Card(**json.loads(self._read(f"card/{rank}", rank))) for rank in range(self._size))
-        for card in cards:
-            if card.exact != mine.exact:
+    def exchange_members(self, mine: MemberInfo) -> tuple[MemberInfo, ...]:
+        self._store.set(f"member/{self._rank}", json.dumps(asdict(mine)))
+        members = tuple(MemberInfo(**json.loads(self._read(f"member/{rank}", rank))) for rank in range(self._size))
+        for member in members:
+            if member.exact != mine.exact:
                 raise WorldError(
-                    f"{mine} asks for exact={mine.exact} and {card} for exact={card.exact}; "
+                    f"{mine} asks for exact={mine.exact} and {member} for exact={member.exact}; "
                     "set LOCKSTEP_EXACT to the same on all workers"
                 )
-        return cards
+        return members
 
-    def flat(self, network: Network) -> Link:
-        """All workers."""
+    def create_flat(self, network: Network) -> AbortableGroup:
+        """Create a group of all workers."""
         store = PrefixStore(f"{network.__name__}/flat", self._store)
         return network(store, self._rank, self._size, self._timeout)
 
-    def local(self, layout: Layout, make: LocalGroup, names: Sequence[int]) -> Part:
-        """The workers of our host: a group that `make` makes, or Gloo if that fails for one of them."""
-        rank, size = layout.local_rank, len(layout.neighbours)
+    def create_local(self, layout: HostLayout, make: LocalGroup, global_ranks: Sequence[int]) -> Subgroup:
+        """Create the subgroup of this host: the group that `make` returns, or Gloo if that fails for a worker."""
+        rank, size = layout.local_rank, len(layout.local_ranks)
         if size == 1:
-            return Alone()
+            return SingleWorker()
         group, failure = None, ""
         try:
             store = PrefixStore(f"local/{layout.host}", self._store)
-            group = make(store, rank, size, min(self._timeout, SHARE_WITHIN), global_ranks=names)
+            group = make(store, rank, size, min(self._timeout, SHARED_MEMORY_TIMEOUT), global_ranks=global_ranks)
             group.set_timeout(self._timeout)
         except RuntimeError as error:
             failure = str(error) or type(error).__name__
-        # Shared memory that works for us and not for our neighbour is of no use, so we ask.
+        # Shared memory is of use only if it works for all workers of the host, so they compare.
         self._store.set(f"shared/{self._rank}", failure or "yes")
-        answers = [self._read(f"shared/{other}", other) for other in layout.neighbours]
+        answers = [self._read(f"shared/{other}", other) for other in layout.local_ranks]
         if group is not None and set(answers) == {"yes"}:
-            return Native(group, rank, size)
+            return NativeSubgroup(group, rank, size)
         if group is not None:
             group.shutdown()
         if rank == 0:
             why = next(answer for answer in answers if answer != "yes")
             logger.warning("the workers on %s use Gloo and no shared memory: %s", socket.gethostname(), why)
-        return Tree(Gloo(PrefixStore(f"gloo/{layout.host}", self._store), rank, size, self._timeout), rank, size)
+        return TreeSubgroup(
+            Gloo(PrefixStore(f"gloo/{layout.host}", self._store), rank, size, self._timeout), rank, size
+        )
 
-    def share_memory(self, layout: Layout) -> bool:
-        """Whether the workers of every host do."""
-        crowded = [rank for ranks in layout.hosts if len(ranks) > 1 for rank in ranks]
-        return all(self._read(f"shared/{rank}", rank) == "yes" for rank in crowded)
+    def all_share_memory(self, layout: HostLayout) -> bool:
+        """Whether on every host the workers share memory. A host with one worker counts."""
+        not_alone = [rank for ranks in layout.hosts if len(ranks) > 1 for rank in ranks]
+        return all(self._read(f"shared/{rank}", rank) == "yes" for rank in not_alone)
 
-    def across(self, layout: Layout, network: Network) -> Part:
-        """The workers of our column."""
+    def create_column(self, layout: HostLayout, network: Network) -> Subgroup:
+        """Create the subgroup of this worker's column."""
         rank, size = layout.host, len(layout.hosts)
-        if size == 1 or not layout.carries:
-            return Alone()
+        if size == 1 or not layout.has_column:
+            return SingleWorker()
         store = PrefixStore(f"{network.__name__}/column/{layout.local_rank}", self._store)
-        return Tree(network(store, rank, size, self._timeout), rank, size)
+        return TreeSubgroup(network(store, rank, size, self._timeout), rank, size)
 
     def _read(self, key: str, rank: int) -> str:
         while not self._store.check([key]):
@@ -117,5 +118,5 @@ class Formation:
                     "join the group, in vain; look at its output, and check that it calls init_process_group or "
                     "new_group too"
                 )
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         return self._store.get(key).decode()

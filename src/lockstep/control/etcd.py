@@ -1,9 +1,9 @@
-"""An etcd as the control store: a small process beside the supervisor, which must not block, that speaks to both.
+"""etcd as the control store: a small bridge process between the host agent, which must not block, and etcd.
 
-The supervisor holds one end of a socketpair and sees a control store there: it uses Client as it is. The process has
-the other end as its standard input, and asks etcd; threads are allowed in it. When it cannot reach etcd it tells the
-client why, and ends. For the client that is a lost connection: it starts another one, after a while, and begins anew.
-When the supervisor is gone, its input ends, and so does it.
+The host agent has one end of a socketpair, and uses RemoteStoreClient on it as with any control store. The bridge has
+the other end as its standard input, and sends requests to etcd; it may use threads. When it cannot reach etcd, it sends
+the client the reason and exits. To the client that is a lost connection: it starts another bridge after a while. When
+the host agent is gone, the bridge's input ends, and it exits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NoReturn, final
 
-from lockstep.control.etcd_gateway import Etcd, Gateway, Listed, Refused, Unreachable
+from lockstep.control.etcd_gateway import Etcd, Gateway, Listing, Refused, Unreachable
 from lockstep.control.frames import Channel, Message, WireError
 from lockstep.control.messages import check_request, cut_pages, cut_round, entry_as_row
 from lockstep.control.secret import VARIABLE, read_secret
@@ -27,16 +27,16 @@ from lockstep.control.store import check_key, check_revision, copy_value
 
 READ_BYTES: Final = 65536
 LIST_PAGE: Final = 64
-LEAVE_S: Final = 3.0
-LAST_WORD_S: Final = 1.0
+CLOSE_S: Final = 3.0
+FINAL_MESSAGE_S: Final = 1.0
 
 
 @final
 class Bridge:
-    """The supervisor's side: a Dial for Client, which starts the process anew each time."""
+    """The host agent's side: a Dial for RemoteStoreClient that starts a new bridge process each time."""
 
     def __init__(self, endpoints: str, secret: bytes) -> None:
-        """`endpoints` as in `parse_addresses`; the secret is for the two of us, any will do."""
+        """`endpoints` as in `parse_addresses`; any secret will do, it is only for the two ends of the socketpair."""
         self._where = endpoints
         self._endpoints = parse_addresses(endpoints)
         self._secret = secret
@@ -46,14 +46,14 @@ class Bridge:
         return self._where
 
     def __call__(self) -> socket.socket:
-        self._end(within_s=0)
+        self._stop(within_s=0)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "lockstep.control.etcd"]
         for host, port in self._endpoints:
             command += ["--endpoint", f"{host}:{port}"]
-        self._endpoints.append(self._endpoints.pop(0))  # should it not even come to try the last one
+        self._endpoints.append(self._endpoints.pop(0))  # in case it is stopped before it has tried them all
         with theirs:
-            # A session of its own: Ctrl-C is for the supervisor to decide about.
+            # In its own session: the launcher decides about Ctrl-C.
             self._process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
@@ -65,10 +65,10 @@ class Bridge:
         return ours
 
     def close(self) -> None:
-        """After the client has been closed: its last words, the end of its lease, get a moment."""
-        self._end(within_s=LEAVE_S)
+        """Call it after the client has been closed: its last request, to end its lease, gets CLOSE_S."""
+        self._stop(within_s=CLOSE_S)
 
-    def _end(self, *, within_s: float) -> None:
+    def _stop(self, *, within_s: float) -> None:
         if self._process is None:
             return
         with suppress(subprocess.TimeoutExpired):
@@ -79,8 +79,8 @@ class Bridge:
 
 
 @final
-class _Line:
-    """To the supervisor. Answers and pushes come from two threads."""
+class _ClientEnd:
+    """The bridge's end of the socketpair. Two threads send on it: answers and pushes."""
 
     def __init__(self, sock: socket.socket, secret: bytes) -> None:
         self.sock = sock
@@ -88,26 +88,26 @@ class _Line:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        # If the supervisor has hung up, its last wish may still lie in our input: `serve` ends when that does.
+        # If the client has closed its end, its last request may still be in our input: `serve` ends with the input.
         with self._lock, suppress(ConnectionError):
             self.sock.sendall(self.channel.outgoing(message))
 
-    def end(self, error: Exception) -> NoReturn:
-        """From any thread, whatever the others wait for."""
-        if self.channel.is_open and self._lock.acquire(timeout=LAST_WORD_S):
+    def fail(self, error: Exception) -> NoReturn:
+        """Send the client the error and exit, from any thread, whatever the others wait for."""
+        if self.channel.is_open and self._lock.acquire(timeout=FINAL_MESSAGE_S):
             with suppress(OSError):
-                self.sock.settimeout(LAST_WORD_S)
+                self.sock.settimeout(FINAL_MESSAGE_S)
                 self.sock.sendall(self.channel.outgoing({"trouble": str(error)}))
         os._exit(1)
 
 
-def serve(line: _Line, etcd: Etcd) -> None:
-    """Until the supervisor hangs up. Raises WireError, Unreachable, OSError."""
+def serve(client_end: _ClientEnd, etcd: Etcd) -> None:
+    """Answer requests until the client closes its end. Raises WireError, Unreachable, OSError."""
     watches = 0
-    while data := line.sock.recv(READ_BYTES):
-        messages = line.channel.feed(data)
-        if greeting := line.channel.take_greeting():
-            line.sock.sendall(greeting)
+    while data := client_end.sock.recv(READ_BYTES):
+        messages = client_end.channel.feed(data)
+        if handshake := client_end.channel.take_handshake():
+            client_end.sock.sendall(handshake)
         for message in messages:
             check_request(message)
             result: Message = {"done": True}
@@ -120,13 +120,13 @@ def serve(line: _Line, etcd: Etcd) -> None:
                     result = answer(etcd, message)
                 except (Refused, ValueError) as error:
                     result = {"error": str(error)}
-            line.send({"id": message["id"], **result})
+            client_end.send({"id": message["id"], **result})
             if message["do"] == "watch":
-                threading.Thread(target=_watch, args=(line, etcd, message["prefix"]), daemon=True).start()
+                threading.Thread(target=_watch, args=(client_end, etcd, message["prefix"]), daemon=True).start()
 
 
 def answer(etcd: Etcd, request: Message) -> Message:
-    """Like server.answer."""
+    """Like `server.answer`, with etcd as the store."""
     match request:
         case {"do": "get", "key": key}:
             return {"entry": entry_as_row(key, etcd.get(check_key(key)))}
@@ -137,12 +137,12 @@ def answer(etcd: Etcd, request: Message) -> Message:
             return {"entries": rows, "more": len(pages) > 1 or len(listed.changes) == LIST_PAGE}
         case {"do": "cas", "key": key, "value": value, "revision": revision, "lease": lease}:
             check_revision(revision)
-            outcome = etcd.cas(check_key(key), copy_value(value), revision, lease)
-            return {"done": outcome.done, "revision": outcome.last.revision}
+            result = etcd.cas(check_key(key), copy_value(value), revision, lease)
+            return {"done": result.done, "revision": result.last.revision}
         case {"do": "delete", "key": key, "revision": revision}:
             check_revision(revision)
-            outcome = etcd.delete(check_key(key), revision)
-            return {"done": outcome.done, "revision": outcome.last.revision}
+            result = etcd.delete(check_key(key), revision)
+            return {"done": result.done, "revision": result.last.revision}
         case {"do": "grant", "ttl_s": ttl_s}:
             return {"lease": etcd.grant(ttl_s)}
         case {"do": "keep_alive", "lease": lease}:
@@ -152,20 +152,20 @@ def answer(etcd: Etcd, request: Message) -> Message:
     raise AssertionError(request["do"])
 
 
-def _watch(line: _Line, etcd: Etcd, prefix: str) -> None:
+def _watch(client_end: _ClientEnd, etcd: Etcd, prefix: str) -> None:
     try:
         while True:
             listed = etcd.list(check_key(prefix))
-            _push(line, listed, anew=True)
+            _push(client_end, listed, anew=True)
             for news in etcd.watch(prefix, listed.revision):
-                _push(line, news, anew=False)
+                _push(client_end, news, anew=False)
     except (Unreachable, Refused, OSError, ValueError) as error:
-        line.end(error)
+        client_end.fail(error)
 
 
-def _push(line: _Line, listed: Listed, *, anew: bool) -> None:
+def _push(client_end: _ClientEnd, listed: Listing, *, anew: bool) -> None:
     for push in cut_round(listed.changes, listed.revision, anew=anew):
-        line.send(push.as_message())
+        client_end.send(push.as_message())
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -173,12 +173,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--endpoint", action="append", required=True, metavar="HOST:PORT", help="may be given again")
     options = parser.parse_args(argv)
     endpoints = [one for text in options.endpoint for one in parse_addresses(text)]
-    line = _Line(socket.socket(fileno=os.dup(0)), read_secret(os.environ))
-    line.sock.setblocking(True)
+    client_end = _ClientEnd(socket.socket(fileno=os.dup(0)), read_secret(os.environ))
+    client_end.sock.setblocking(True)
     try:
-        serve(line, Etcd(Gateway(endpoints)))
+        serve(client_end, Etcd(Gateway(endpoints)))
     except (Unreachable, WireError, OSError) as error:
-        line.end(error)
+        client_end.fail(error)
     os._exit(0)
 
 

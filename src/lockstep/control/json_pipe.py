@@ -1,7 +1,7 @@
-"""Messages between a supervisor and a worker of its own: JSON, a line each, over a pair of connected sockets.
+"""Messages between a host agent and one of its workers: one line of JSON each, over a pair of connected sockets.
 
-The worker inherits its end, so nobody else can speak on it: it needs neither a port nor a secret. When either side
-dies, the other reads the end.
+The worker inherits its end, so no other process can use it: it needs neither a port nor a secret. When either side
+dies, the other reads the end of the stream.
 """
 
 from __future__ import annotations
@@ -11,85 +11,85 @@ import socket
 from typing import Any, Final
 
 LONGEST_LINE_BYTES: Final = 16 << 20
-MOST_WAITING_BYTES: Final = 64 << 20
+MAX_UNSENT_BYTES: Final = 64 << 20
 READ_BYTES: Final = 1 << 16
 
 Message = dict[str, Any]
 
 
-class LineError(Exception):
-    """The other side does not keep to the rules, or does not read."""
+class JsonPipeError(Exception):
+    """The other side sent something that is not a message."""
 
 
 def encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Lines:
-    """Cuts what comes in into messages."""
+class MessageParser:
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_LINE_BYTES:
-            raise LineError(f"a line of more than {LONGEST_LINE_BYTES} bytes")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > LONGEST_LINE_BYTES:
+            raise JsonPipeError(f"a line of more than {LONGEST_LINE_BYTES} bytes")
         messages = []
         for line in lines:
             try:
                 message = json.loads(line)
             except ValueError as error:
-                raise LineError(f"a line that is not JSON: {error}") from None
+                raise JsonPipeError(f"a line that is not JSON: {error}") from None
             if not isinstance(message, dict):
-                raise LineError(f"a line that is not an object: {line[:80]!r}")
+                raise JsonPipeError(f"a line that is not an object: {line[:80]!r}")
             messages.append(message)
         return messages
 
 
-class Line:
-    """The supervisor's end. It never blocks: a worker that was stopped does not read."""
+class JsonPipe:
+    """The host agent's end. It never blocks, because a worker that was stopped does not read."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket, self._lines = end, Lines()
-        self._waiting = b""
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._parser = sock, MessageParser()
+        self._unsent = b""
         self.ended = False
-        end.setblocking(False)
+        sock.setblocking(False)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
-    def is_behind(self) -> bool:
-        """Something waits to be sent."""
-        return bool(self._waiting)
+    def has_unsent(self) -> bool:
+        """Whether bytes wait to be sent."""
+        return bool(self._unsent)
 
     def send(self, message: Message) -> None:
         if not self.ended:
-            self._waiting += encode(message)
+            self._unsent += encode(message)
             self.flush()
 
     def flush(self) -> None:
         try:
-            while self._waiting:
-                self._waiting = self._waiting[self._socket.send(self._waiting) :]
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
-            if len(self._waiting) > MOST_WAITING_BYTES:
+            if len(self._unsent) > MAX_UNSENT_BYTES:
                 self.ended = True
         except OSError:
             self.ended = True
 
     def receive(self) -> list[Message]:
-        """What has come; sets `ended` when nothing more will."""
+        """The messages that have arrived. Sets `ended` when no more will follow."""
         messages: list[Message] = []
         try:
             while not self.ended:
                 data = self._socket.recv(READ_BYTES)
                 self.ended = not data
-                messages += self._lines.feed(data)
+                messages += self._parser.feed(data)
         except BlockingIOError:
             pass
-        except (OSError, LineError):
+        except (OSError, JsonPipeError):
             self.ended = True
         return messages
 

@@ -1,14 +1,14 @@
-"""What a control store and its clients say to each other, as JSON objects. Pure.
+"""The messages between a control store and its clients, as JSON objects. Pure.
 
-    asked    {"id": 7, "do": "cas", ...}                       what belongs to which `do` is in FIELDS
+    request  {"id": 7, "do": "cas", ...}                       FIELDS has the fields of each `do`
     answer   {"id": 7, ...} or {"id": 7, "error": "why nothing was changed"}
-    pushed   {"changes": [[key, revision, value, lease] or [key, revision], ...],
+    push     {"changes": [[key, revision, value, lease] or [key, revision], ...],
               "revision": r, "anew": bool, "complete": bool}
-    last     {"trouble": "why the sender ends the connection"}  from a bridge to etcd alone
+    last     {"trouble": "why the sender ends the connection"}  only from a bridge to etcd
 
-Somebody who watches a prefix is pushed everything below it once (`anew`), and then what changes, in rounds. A round may
-take several pushes; with the last one (`complete`) the receiver has all that was true at the revision. Of a key that
-changes faster than it can be sent only the last state is, so that a slow reader costs no memory.
+A client that watches a prefix gets everything below it once (`anew`), and then the changes, in rounds. A round may take
+several pushes; with the last one (`complete`) the receiver has the state as of the revision. If a key changes faster
+than it can be sent, only its last state is sent, so that a slow reader costs no memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from types import NoneType
 from typing import Any, Final
 
 from lockstep.control.frames import Message, WireError
-from lockstep.control.store import Change, Entry, Store, write_json
+from lockstep.control.store import Change, ControlStore, StoreEntry, write_json
 
-# With the largest value and the longest key on top, a page still fits into a frame.
+# A page that exceeds this by the largest value and the longest key still fits into a frame.
 PAGE_BYTES: Final = 512 << 10
 
 _ANYTHING: Final = (NoneType, bool, int, float, str, list, dict)
@@ -50,19 +50,19 @@ class Push:
 
 
 def check_request(message: Message) -> None:
-    """WireError unless it is one of FIELDS, whole and with nothing else in it."""
-    fields = FIELDS.get(take(message, "do", str))
+    """Raise WireError unless the message is a request with exactly the fields in FIELDS."""
+    fields = FIELDS.get(read_field(message, "do", str))
     if fields is None:
-        raise WireError(f"nobody can do {message['do'][:40]!r}")
-    take(message, "id", int)
+        raise WireError(f"there is no request {message['do'][:40]!r}")
+    read_field(message, "id", int)
     if message.keys() != {"id", "do", *fields}:
         raise WireError(f"{message['do']} takes {sorted(fields)}, and not {sorted(message.keys() - {'id', 'do'})}")
     for name, kinds in fields.items():
-        take(message, name, *kinds)
+        read_field(message, name, *kinds)
 
 
-def take(message: Message, name: str, *kinds: type) -> Any:
-    """A field of a message. Types are compared exactly: True is no number."""
+def read_field(message: Message, name: str, *kinds: type) -> Any:
+    """The value of a field. Raises WireError unless its type is exactly one of `kinds`: True is no number."""
     if name not in message or type(message[name]) not in kinds:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise WireError(f"a message whose {name!r} is not {wanted}")
@@ -74,7 +74,7 @@ def change_as_row(change: Change) -> list[Any]:
     return [change.key, change.revision] if entry is None else [change.key, entry.revision, entry.value, entry.lease]
 
 
-def entry_as_row(key: str, entry: Entry | None) -> list[Any] | None:
+def entry_as_row(key: str, entry: StoreEntry | None) -> list[Any] | None:
     return None if entry is None else change_as_row(Change(key, entry.revision, entry))
 
 
@@ -83,21 +83,21 @@ def row_as_change(row: Any) -> Change:
         case [str(key), int(revision)]:
             return Change(key, revision, None)
         case [str(key), int(revision), value, (str() | None) as lease]:
-            return Change(key, revision, Entry(value, revision, lease))
+            return Change(key, revision, StoreEntry(value, revision, lease))
     raise WireError("a row that is neither [key, revision] nor [key, revision, value, lease]")
 
 
 def message_as_push(message: Message) -> Push:
     return Push(
-        changes=[row_as_change(row) for row in take(message, "changes", list)],
-        revision=take(message, "revision", int),
-        anew=take(message, "anew", bool),
-        complete=take(message, "complete", bool),
+        changes=[row_as_change(row) for row in read_field(message, "changes", list)],
+        revision=read_field(message, "revision", int),
+        anew=read_field(message, "anew", bool),
+        complete=read_field(message, "complete", bool),
     )
 
 
 def cut_pages(changes: Iterable[Change]) -> list[list[Change]]:
-    """At least one page, which may be empty."""
+    """Split changes into pages of about PAGE_BYTES. Returns at least one page, which may be empty."""
     pages: list[list[Change]] = [[]]
     size = 0
     for change in changes:
@@ -116,8 +116,8 @@ def cut_round(changes: Iterable[Change], revision: int, *, anew: bool) -> Iterat
         yield Push(page, revision, anew=anew and number == 0, complete=number == len(pages) - 1)
 
 
-def follow(store: Store, prefix: str) -> Iterator[Push | None]:
-    """Without end: the next push for somebody who watches the prefix, None when there is nothing to say just now."""
+def follow(store: ControlStore, prefix: str) -> Iterator[Push | None]:
+    """Endless iterator over the pushes for a client that watches the prefix; None when there is nothing to send now."""
     seen = -1
     while True:
         news = store.changes_after(seen)

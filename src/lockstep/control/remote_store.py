@@ -1,7 +1,7 @@
-"""The arbiter of a supervisor whose store is elsewhere: over TCP to server.py, over a socketpair to etcd.py.
+"""The client of a store in another process: over TCP to server.py, over a socketpair to etcd.py.
 
-It mirrors all keys below its prefix, and holds one lease across connections. Each connection begins with the lease and
-goes on with the records; when it has both, it is up.
+It mirrors all keys below its prefix, and holds one lease across connections. Each connection first renews the lease and
+then watches the keys; when it has both, the client is connected.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from types import MappingProxyType
 from typing import final
 
 from lockstep.control.frames import Message, WireError
-from lockstep.control.messages import Push, message_as_push, take
-from lockstep.control.reconnect import Link, Patience
+from lockstep.control.messages import Push, message_as_push, read_field
+from lockstep.control.reconnect import ProgressTimeout, ReconnectingLink
 from lockstep.control.secret import new_secret
 from lockstep.control.sockets import Dial, TcpDial, parse_addresses
-from lockstep.control.store import Entry, Json, check_revision, copy_value
+from lockstep.control.store import Json, StoreEntry, check_revision, copy_value
 from lockstep.control.store_client import (
-    Arbiter,
+    ClientOptions,
     ControlError,
-    Hold,
+    HeldLease,
     OnLost,
-    Terms,
+    StoreClient,
     ThenBool,
     ThenEntry,
     check_below,
-    no_lease,
+    no_lease_error,
 )
 
 
-def reach(
-    where: str, secret: bytes, selector: selectors.BaseSelector, *, terms: Terms, on_lost: OnLost
-) -> Arbiter:  # fmt: skip
-    """`where`: HOST:PORT of the supervisor that has the store, or etcd://HOST:PORT,HOST:PORT,..."""
+def connect_store(
+    where: str, secret: bytes, selector: selectors.BaseSelector, *, options: ClientOptions, on_lost: OnLost
+) -> StoreClient:  # fmt: skip
+    """A client of the store at `where`: HOST:PORT of the host agent that has it, or etcd://HOST:PORT,HOST:PORT,..."""
     addresses = parse_addresses(where)
     dial: Dial
     if where.startswith("etcd://"):
-        from lockstep.control.etcd import Bridge  # only those who use it pay for importing http.client
+        from lockstep.control.etcd import Bridge  # here, so that only its users import http.client
 
-        secret = new_secret()  # for the two ends of a socketpair; etcd does not know the job's
+        secret = new_secret()  # for the two ends of the socketpair; etcd does not have the job's
         dial = Bridge(where, secret)
     elif len(addresses) == 1:
         dial = TcpDial(*addresses[0])
@@ -50,29 +50,29 @@ def reach(
         raise ValueError(
             f"{where!r} names {len(addresses)} hosts, and only one can hold the store; or is it etcd://...?"
         )
-    return Client(dial, secret, selector, terms=terms, on_lost=on_lost)
+    return RemoteStoreClient(dial, secret, selector, options=options, on_lost=on_lost)
 
 
 @final
 class Mirror:
-    """What a store has below a prefix, as of one revision at a time. Pure."""
+    """A copy of the keys of a store below a prefix, as of one revision at a time. Pure."""
 
     def __init__(self) -> None:
-        self.entries: Mapping[str, Entry] = MappingProxyType({})
+        self.entries: Mapping[str, StoreEntry] = MappingProxyType({})
         self.revision = 0
-        self.is_whole = False  # since `begin`
-        self._next: dict[str, Entry] | None = None
+        self.is_whole = False  # whether all keys have arrived since `restart`
+        self._next: dict[str, StoreEntry] | None = None
 
-    def begin(self) -> None:
-        """Another connection, perhaps another store: what we have is kept until all of the new is there."""
+    def restart(self) -> None:
+        """A new connection, perhaps to another store: the old entries stay until all of the new ones have arrived."""
         self.is_whole, self._next = False, None
 
-    def take(self, push: Push) -> None:
+    def apply(self, push: Push) -> None:
         if push.anew:
             self._next = {}
         elif self._next is None:
             if not self.is_whole:
-                raise WireError("changes were pushed before that which they change")
+                raise WireError("changes were pushed before the entries that they change")
             self._next = dict(self.entries)
         for change in push.changes:
             if change.entry is None:
@@ -85,37 +85,42 @@ class Mirror:
 
 
 @dataclass(frozen=True)
-class _Answered:
-    """It is passed on when the mirror shows what it is about."""
+class _PendingResult:
+    """An answer that is delivered when the mirror has reached its revision."""
 
     revision: int
-    tell: Callable[[], None]
+    deliver: Callable[[], None]
 
 
 @final
-class Client:
-    """Satisfies Arbiter. Registers with `selector`, as data an object with `ready(mask)`.
+class RemoteStoreClient:
+    """Satisfies StoreClient. Registers sockets with `selector`; the data of each key is an object with `ready(mask)`.
 
-    `on_lost` is told, in words, each time that our lease has ended, and with it what hung on it; it may not be gone
-    from the store yet. A new lease follows by itself.
+    `on_lost` is called with the reason each time that the lease has ended, and with it the keys under it, which may
+    still be in the store. A new lease is requested automatically.
     """
 
     def __init__(
-        self, dial: Dial, secret: bytes, selector: selectors.BaseSelector, *, terms: Terms, on_lost: OnLost
+        self, dial: Dial, secret: bytes, selector: selectors.BaseSelector, *, options: ClientOptions, on_lost: OnLost
     ) -> None:
-        self._terms, self._on_lost = terms, on_lost
-        self._link = Link(
-            dial, secret, selector, patience_s=terms.patience_s, on_open=self._begin, on_push=self._take_push
-        )  # fmt: skip
-        self._patience = Patience(terms.patience_s)
+        self._options, self._on_lost = options, on_lost
+        self._link = ReconnectingLink(
+            dial,
+            secret,
+            selector,
+            answer_timeout_s=options.answer_timeout_s,
+            on_open=self._on_open,
+            on_push=self._on_push,
+        )
+        self._progress = ProgressTimeout(options.answer_timeout_s)
         self._mirror = Mirror()
-        self._answered: deque[_Answered] = deque()
+        self._pending_results: deque[_PendingResult] = deque()
         self._events: deque[Callable[[], None]] = deque()
-        self._hold = Hold(terms.ttl_s)
-        self._given_up: str | None = None  # a lease that the store may still have
-        self._lease_asked = self._watching = False  # on this connection
+        self._lease = HeldLease(options.ttl_s)
+        self._stale_lease: str | None = None  # an expired lease that the store may still have
+        self._lease_requested = self._watching = False  # on this connection
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> RemoteStoreClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,8 +131,8 @@ class Client:
         return self._link.is_open and self._mirror.is_whole
 
     @property
-    def trouble(self) -> str:
-        return "" if self.is_connected else self._link.trouble
+    def disconnect_reason(self) -> str:
+        return "" if self.is_connected else self._link.disconnect_reason
 
     @property
     def revision(self) -> int:
@@ -135,127 +140,131 @@ class Client:
 
     @property
     def held_until_s(self) -> float:
-        return self._hold.held_until_s
+        return self._lease.held_until_s
 
-    def snapshot(self) -> Mapping[str, Entry]:
+    def snapshot(self) -> Mapping[str, StoreEntry]:
         return self._mirror.entries
 
     def cas(self, key: str, value: Json, revision: int, *, leased: bool = False, then: ThenEntry) -> None:
-        check_below(key, self._terms.prefix)
+        check_below(key, self._options.prefix)
         check_revision(revision)
         value = copy_value(value)
-        lease = self._hold.lease if leased else None
+        lease = self._lease.id if leased else None
 
-        def hear(answer: Message | ControlError) -> None:
+        def on_answer(answer: Message | ControlError) -> None:
             if isinstance(answer, ControlError):
                 self._events.append(lambda: then(answer))
                 return
-            at = take(answer, "revision", int)
-            entry = Entry(value, at, lease) if take(answer, "done", bool) else None
-            self._answered.append(_Answered(at, lambda: then(entry)))
+            at = read_field(answer, "revision", int)
+            entry = StoreEntry(value, at, lease) if read_field(answer, "done", bool) else None
+            self._pending_results.append(_PendingResult(at, lambda: then(entry)))
 
         if leased and lease is None and self.is_connected:
-            hear(no_lease(key))
+            on_answer(no_lease_error(key))
         else:
-            self._ask("cas", hear, key=key, value=value, revision=revision, lease=lease)
+            self._request("cas", on_answer, key=key, value=value, revision=revision, lease=lease)
 
     def delete(self, key: str, revision: int, *, then: ThenBool) -> None:
-        check_below(key, self._terms.prefix)
+        check_below(key, self._options.prefix)
         check_revision(revision)
 
-        def hear(answer: Message | ControlError) -> None:
+        def on_answer(answer: Message | ControlError) -> None:
             if isinstance(answer, ControlError):
                 self._events.append(lambda: then(answer))
                 return
-            done = take(answer, "done", bool)
-            self._answered.append(_Answered(take(answer, "revision", int), lambda: then(done)))
+            done = read_field(answer, "done", bool)
+            self._pending_results.append(_PendingResult(read_field(answer, "revision", int), lambda: then(done)))
 
-        self._ask("delete", hear, key=key, revision=revision)
+        self._request("delete", on_answer, key=key, revision=revision)
 
     def tick(self, now_s: float) -> float:
-        next_s = min(self._tend_lease(now_s), self._tend_mirror(now_s))
-        next_s = min(next_s, self._link.tick(now_s))  # the last: it watches over what the others have asked
+        next_s = min(self._renew_lease(now_s), self._deliver_results(now_s))
+        next_s = min(next_s, self._link.tick(now_s))  # last: it checks the timeouts of what the others sent
         for _ in range(len(self._events)):
             self._events.popleft()()
         return now_s if self._events else next_s
 
     def close(self) -> None:
-        if self._hold.lease is not None:
-            self._link.ask("revoke", lambda _: None, lease=self._hold.lease)
-        self._hold.lose()
+        if self._lease.id is not None:
+            self._link.request("revoke", lambda _: None, lease=self._lease.id)
+        self._lease.clear()
         self._link.close()
 
-    def _ask(self, do: str, hear: Callable[[Message | ControlError], None], **fields: Json) -> None:
+    def _request(self, do: str, on_answer: Callable[[Message | ControlError], None], **fields: Json) -> None:
         if self.is_connected:
-            self._link.ask(do, hear, **fields)
+            self._link.request(do, on_answer, **fields)
         else:
-            text = f"the control store was not asked to {do} {fields['key']!r}: {self.trouble}"
-            hear(ControlError(text, may_have_happened=False))
+            text = f"the control store was not asked to {do} {fields['key']!r}: {self.disconnect_reason}"
+            on_answer(ControlError(text, may_have_happened=False))
 
     # ------------------------------------------------------------------------------------------------- the lease
 
-    def _begin(self) -> None:
-        self._mirror.begin()
-        self._lease_asked = self._watching = False
+    def _on_open(self) -> None:
+        self._mirror.restart()
+        self._lease_requested = self._watching = False
 
-    def _tend_lease(self, now_s: float) -> float:
-        """When to come again."""
-        hold = self._hold
-        if hold.is_over(now_s):
-            self._given_up = hold.lease
-            self._lose(f"it was not renewed for {hold.ttl_s:g} s; {self.trouble or 'the store does not answer'}")
-        if self._link.is_open and not self._lease_asked and (now_s >= hold.renew_at_s or not self._watching):
-            self._ask_for_lease(now_s)
-        if self._link.is_open and not self._lease_asked:
-            return hold.renew_at_s
-        return math.inf if hold.lease is None else hold.held_until_s
+    def _renew_lease(self, now_s: float) -> float:
+        """Returns the latest time for the next call."""
+        held = self._lease
+        if held.is_expired(now_s):
+            self._stale_lease = held.id
+            self._on_lease_lost(
+                f"it was not renewed for {held.ttl_s:g} s; {self.disconnect_reason or 'the store does not answer'}"
+            )
+        if self._link.is_open and not self._lease_requested and (now_s >= held.renew_at_s or not self._watching):
+            self._request_lease(now_s)
+        if self._link.is_open and not self._lease_requested:
+            return held.renew_at_s
+        return math.inf if held.id is None else held.held_until_s
 
-    def _ask_for_lease(self, now_s: float) -> None:
-        self._lease_asked = True
-        if self._given_up is not None:
-            self._link.ask("revoke", lambda _: None, lease=self._given_up)
-            self._given_up = None
-        lease = self._hold.lease
+    def _request_lease(self, now_s: float) -> None:
+        self._lease_requested = True
+        if self._stale_lease is not None:
+            self._link.request("revoke", lambda _: None, lease=self._stale_lease)
+            self._stale_lease = None
+        lease = self._lease.id
 
-        def hear(answer: Message | ControlError) -> None:
-            self._lease_asked = False
+        def on_answer(answer: Message | ControlError) -> None:
+            self._lease_requested = False
             if isinstance(answer, ControlError):
                 if self._link.is_open:
-                    self._link.drop(f"it gives us no lease: {answer}")
+                    self._link.drop(f"it grants no lease: {answer}")
             elif lease is None:
-                self._hold.renewed(take(answer, "lease", str), now_s)
-            elif lease == self._hold.lease:
-                if take(answer, "done", bool):
-                    self._hold.renewed(lease, now_s)
+                self._lease.renew(read_field(answer, "lease", str), now_s)
+            elif lease == self._lease.id:
+                if read_field(answer, "done", bool):
+                    self._lease.renew(lease, now_s)
                 else:
-                    self._lose("the store has ended it, or is another one than before")
-            if not self._watching and self._hold.lease is not None and self._link.is_open:
+                    self._on_lease_lost("the store has ended it, or is another one than before")
+            if not self._watching and self._lease.id is not None and self._link.is_open:
                 self._watching = True
-                self._link.ask("watch", lambda _: None, prefix=self._terms.prefix)
+                self._link.request("watch", lambda _: None, prefix=self._options.prefix)
 
         if lease is None:
-            self._link.ask("grant", hear, ttl_s=self._hold.ttl_s)
+            self._link.request("grant", on_answer, ttl_s=self._lease.ttl_s)
         else:
-            self._link.ask("keep_alive", hear, lease=lease)
+            self._link.request("keep_alive", on_answer, lease=lease)
 
-    def _lose(self, why: str) -> None:
-        self._hold.lose()
+    def _on_lease_lost(self, why: str) -> None:
+        self._lease.clear()
         self._events.append(lambda: self._on_lost(f"our lease at the control store has ended: {why}"))
 
     # ------------------------------------------------------------------------------------------------ the mirror
 
-    def _take_push(self, message: Message) -> None:
-        self._mirror.take(message_as_push(message))
-        self._patience.progress()
+    def _on_push(self, message: Message) -> None:
+        self._mirror.apply(message_as_push(message))
+        self._progress.reset()
         if self._mirror.is_whole:
-            self._link.praise()
+            self._link.reset_backoff()
 
-    def _tend_mirror(self, now_s: float) -> float:
-        """Pass on what the mirror shows by now. When the connection is lost it will not show it, but it did happen."""
-        while self._answered and (self._answered[0].revision <= self._mirror.revision or not self.is_connected):
-            self._events.append(self._answered.popleft().tell)
-        waiting = self._link.is_open and (bool(self._answered) or not self._mirror.is_whole)
-        end_s = self._patience.ends_s(now_s, waiting=waiting)
+    def _deliver_results(self, now_s: float) -> float:
+        """Deliver the answers that the mirror shows by now; after the connection is lost, all: they did happen."""
+        while self._pending_results and (
+            self._pending_results[0].revision <= self._mirror.revision or not self.is_connected
+        ):
+            self._events.append(self._pending_results.popleft().deliver)
+        waiting = self._link.is_open and (bool(self._pending_results) or not self._mirror.is_whole)
+        end_s = self._progress.deadline_s(now_s, waiting=waiting)
         if now_s >= end_s:
-            self._link.drop(f"it answers, but no records came for {self._patience.limit_s:g} s")
+            self._link.drop(f"it answers, but no records came for {self._progress.limit_s:g} s")
         return end_s

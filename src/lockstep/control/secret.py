@@ -1,6 +1,6 @@
-"""The secret of a job: 32 random bytes that its supervisors share, and nobody else has.
+"""The secret of a job: 32 random bytes that only its host agents have.
 
-As 64 hexadecimal digits in LOCKSTEP_JOB_SECRET, or in a file that only its owner may read.
+It is given as 64 hexadecimal digits in LOCKSTEP_JOB_SECRET, or in a file that only its owner may read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def new_secret() -> bytes:
 
 
 def read_secret(env: Mapping[str, str], file: Path | None = None) -> bytes:
-    """From the file if there is one, else from the environment. ValueError says what is wrong, but not the secret."""
+    """Read the secret from the file if there is one, else from the environment.
+
+    Raises ValueError, which says what is wrong, but does not contain the secret.
+    """
     if file is not None:
         return parse_secret(_read_private(file), f"the file {file}")
     if VARIABLE not in env:
@@ -33,7 +36,7 @@ def read_secret(env: Mapping[str, str], file: Path | None = None) -> bytes:
 
 
 def write_secret(file: Path, secret: bytes) -> None:
-    """A new file with mode 0600. FileExistsError if it is there already."""
+    """Write a new file with mode 0600. Raises FileExistsError if it exists."""
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "w") as out:
         out.write(secret.hex() + "\n")

@@ -1,8 +1,8 @@
-"""The control store on a port, for supervisors of other hosts. Driven by somebody else's selectors loop.
+"""The control store on a TCP port, for the agents of other hosts. Driven by the selector loop of its owner.
 
-A stranger gets nothing: not a byte before it has proved that it knows the secret (wire.py), and not many moments to do
-so. What it can take is bounded: MOST_UNPROVEN connections of a few bytes each, of which the oldest goes when another
-comes. Whoever breaks the protocol is dropped without a word.
+A peer gets no byte before it has proved that it knows the secret (frames.py), and has only a few seconds to do so. What
+unauthenticated peers can use is bounded: MAX_UNAUTHENTICATED connections of a few bytes each, of which the oldest is
+closed for a new one. A peer that violates the protocol is disconnected without an answer.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Final, final
 
 from lockstep.control.frames import Channel, Message, WireError
 from lockstep.control.messages import Push, check_request, cut_pages, entry_as_row, follow
-from lockstep.control.sockets import set_up
-from lockstep.control.store import Change, Store
+from lockstep.control.sockets import configure_socket
+from lockstep.control.store import Change, ControlStore
 
-MOST_UNPROVEN: Final = 64
+MAX_UNAUTHENTICATED: Final = 64
 MOST_CONNECTIONS: Final = 1024
-UNPROVEN_S: Final = 5.0
-STALLED_S: Final = 30.0  # how long somebody may take nothing of what we have for it
+AUTHENTICATE_WITHIN_S: Final = 5.0
+STALLED_S: Final = 30.0  # how long a peer may read nothing of what waits to be sent to it
 READ_BYTES: Final = 65536
-PUSH_BELOW_BYTES: Final = 1 << 20  # no push is added to a buffer that has more: what changes meanwhile is sent later
+PUSH_BELOW_BYTES: Final = 1 << 20  # no push is added to a larger buffer: what changes meanwhile is sent later
 LARGEST_BUFFER_BYTES: Final = 8 << 20
 ACCEPTS_AT_ONCE: Final = 16
 PAUSE_S: Final = 0.5
 
 
-def answer(store: Store, request: Message, now_s: float) -> Message:
-    """Do what a request asks, except to watch. `revision` in an answer: where a watcher sees what it is about."""
+def answer(store: ControlStore, request: Message, now_s: float) -> Message:
+    """Carry out any request but "watch". `revision` in the answer is the one at which a watcher sees the result."""
     match request:
         case {"do": "get", "key": key}:
             return {"entry": entry_as_row(key, store.get(key))}
@@ -55,11 +55,14 @@ def answer(store: Store, request: Message, now_s: float) -> Message:
 
 @final
 class Server:
-    """Registers with `selector`, as data an object with `ready(mask)`. Call `tick` before each `select`."""
+    """Registers sockets with `selector`; the data of each key is an object with `ready(mask)`.
+
+    Call `tick` before each `select`.
+    """
 
     def __init__(
         self,
-        store: Store,
+        store: ControlStore,
         secret: bytes,
         selector: selectors.BaseSelector,
         *,
@@ -73,8 +76,8 @@ class Server:
         self._listener.setblocking(False)
         self._is_listening, self._accept_at_s = False, -math.inf
         self._connections: dict[_Connection, None] = {}
-        self._unproven: dict[_Connection, None] = {}  # in the order in which they came
-        self._told = store.revision
+        self._unauthenticated: dict[_Connection, None] = {}  # in the order in which they were accepted
+        self._notified_revision = store.revision
         self._listen(True)
 
     def __enter__(self) -> Server:
@@ -93,14 +96,14 @@ class Server:
         return len(self._connections)
 
     def ready(self, mask: int) -> None:
-        """Somebody wants to connect. A few at a time, so that many of them do not keep those waiting who have."""
+        """Accept a few connections at a time, so that a flood of them does not delay those that exist."""
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 accepted, _address = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError:  # out of descriptors: strangers go, and nobody is accepted for a moment
-                self._drop_all(list(self._unproven))
+            except OSError:  # out of descriptors: drop unauthenticated peers, and accept none for a moment
+                self._drop_all(list(self._unauthenticated))
                 self._accept_at_s = self._clock() + PAUSE_S
                 self._listen(False)
                 return
@@ -110,10 +113,10 @@ class Server:
         self._listen(now_s >= self._accept_at_s)
         self._store.expire(now_s)
         self._notify()
-        self._drop_all([one for one in self._unproven if now_s >= one.since_s + UNPROVEN_S])
-        self._drop_all([one for one in self._connections if one.out and now_s >= one.moved_s + STALLED_S])
-        ends = [one.since_s + UNPROVEN_S for one in self._unproven]
-        ends += [one.moved_s + STALLED_S for one in self._connections if one.out]
+        self._drop_all([one for one in self._unauthenticated if now_s >= one.accepted_s + AUTHENTICATE_WITHIN_S])
+        self._drop_all([one for one in self._connections if one.out and now_s >= one.last_sent_s + STALLED_S])
+        ends = [one.accepted_s + AUTHENTICATE_WITHIN_S for one in self._unauthenticated]
+        ends += [one.last_sent_s + STALLED_S for one in self._connections if one.out]
         ends += [] if self._is_listening else [self._accept_at_s]
         return min([self._store.next_end_s(), *ends])
 
@@ -130,26 +133,26 @@ class Server:
         self._is_listening = wanted
 
     def _admit(self, accepted: socket.socket) -> None:
-        if len(self._unproven) >= MOST_UNPROVEN or len(self._connections) >= MOST_CONNECTIONS:
-            self._drop_all(list(self._unproven)[:1])
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED or len(self._connections) >= MOST_CONNECTIONS:
+            self._drop_all(list(self._unauthenticated)[:1])
         if len(self._connections) >= MOST_CONNECTIONS:
             accepted.close()
             return
         try:
-            set_up(accepted)
-        except OSError:  # it has gone already
+            configure_socket(accepted)
+        except OSError:  # it is closed already
             accepted.close()
             return
         connection = _Connection(accepted, self._secret, self._serve, self._clock)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
-        self._connections[connection] = self._unproven[connection] = None
+        self._connections[connection] = self._unauthenticated[connection] = None
 
     def _serve(self, connection: _Connection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_READ:
                 with suppress(BlockingIOError):
                     self._read(connection)
-            self._fill(connection)
+            self._send_pushes(connection)
         except (OSError, WireError):
             self._drop_all([connection])
 
@@ -158,12 +161,12 @@ class Server:
         if not data:
             raise ConnectionResetError
         for message in connection.channel.feed(data):
-            self._obey(connection, message)
-        connection.send(connection.channel.take_greeting())
+            self._handle(connection, message)
+        connection.send(connection.channel.take_handshake())
         if connection.channel.is_open:
-            self._unproven.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
 
-    def _obey(self, connection: _Connection, request: Message) -> None:
+    def _handle(self, connection: _Connection, request: Message) -> None:
         check_request(request)
         if request["do"] == "watch":
             connection.pushes = follow(self._store, request["prefix"])
@@ -176,17 +179,17 @@ class Server:
         connection.send(connection.channel.outgoing({"id": request["id"], **result}))
 
     def _notify(self) -> None:
-        if self._told == self._store.revision:
+        if self._notified_revision == self._store.revision:
             return
-        self._told = self._store.revision
+        self._notified_revision = self._store.revision
         for connection in list(self._connections):
             try:
-                self._fill(connection)
+                self._send_pushes(connection)
             except OSError:
                 self._drop_all([connection])
 
-    def _fill(self, connection: _Connection) -> None:
-        """Send, and add what a watcher has not seen as long as it takes it."""
+    def _send_pushes(self, connection: _Connection) -> None:
+        """Send what is buffered, and add pushes for a watcher as long as it reads them."""
         connection.flush()
         while connection.pushes is not None and len(connection.out) < PUSH_BELOW_BYTES:
             push = next(connection.pushes)
@@ -204,7 +207,7 @@ class Server:
                 continue
             connection.closed = True
             self._connections.pop(connection, None)
-            self._unproven.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
             self._selector.unregister(connection.sock)
             connection.sock.close()
 
@@ -216,19 +219,19 @@ class _Connection:
     ) -> None:
         self.sock, self._serve, self._clock = sock, serve, clock
         self.channel = Channel(secret, is_server=True)
-        self.since_s = self.moved_s = clock()
+        self.accepted_s = self.last_sent_s = clock()
         self.out = bytearray()
         self.mask = selectors.EVENT_READ
         self.pushes: Iterator[Push | None] | None = None
         self.closed = False
 
     def ready(self, mask: int) -> None:
-        if not self.closed:  # another one's event of the same `select` may have closed it
+        if not self.closed:  # another event of the same `select` may have closed it
             self._serve(self, mask)
 
     def send(self, data: bytes) -> None:
         if not self.out:
-            self.moved_s = self._clock()
+            self.last_sent_s = self._clock()
         self.out += data
         self.flush()
 
@@ -236,6 +239,6 @@ class _Connection:
         with suppress(BlockingIOError):
             while self.out:
                 del self.out[: self.sock.send(self.out)]
-                self.moved_s = self._clock()
+                self.last_sent_s = self._clock()
         if len(self.out) > LARGEST_BUFFER_BYTES:
-            raise ConnectionAbortedError("somebody asks and does not read the answers")
+            raise ConnectionAbortedError("a peer sends requests and does not read the answers")

@@ -1,4 +1,4 @@
-"""How a supervisor gets a socket to the control store, and what both ends set on theirs."""
+"""How a host agent connects to the control store, and the socket options of both ends."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final, Protocol, TypeAlias, final
 
 Address: TypeAlias = tuple[str, int]
 
-_KEEP_CHECKING: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 
 class Dial(Protocol):
-    """As text: where it leads, for errors."""
+    """Connects to the store. `str` of it is the address, for error messages."""
 
     def __call__(self) -> socket.socket:
-        """A new non-blocking socket on its way to the store. OSError if there is none to be had just now."""
+        """A new non-blocking socket that is connecting to the store. Raises OSError if that is not possible now."""
 
     def close(self) -> None:
-        """What it holds itself, not the sockets."""
+        """Release what the object itself holds; the sockets belong to the caller."""
 
 
 def parse_addresses(text: str) -> list[Address]:
-    """Of "etcd://a:2379,b:2379", or the same without its beginning."""
+    """The addresses in "a:2379,b:2379", with or without "etcd://" before it. Raises ValueError if one is malformed."""
     addresses = []
     for one in text.removeprefix("etcd://").rstrip("/").split(","):
         host, colon, port = one.strip().rpartition(":")
@@ -32,12 +32,12 @@ def parse_addresses(text: str) -> list[Address]:
     return addresses
 
 
-def set_up(sock: socket.socket) -> None:
-    """Nothing blocks, small messages go at once, and a peer whose machine has gone is noticed within a minute."""
+def configure_socket(sock: socket.socket) -> None:
+    """Make it non-blocking, send small messages at once, and notice a peer whose machine is down within a minute."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_CHECKING.items():
+    for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -45,23 +45,25 @@ def set_up(sock: socket.socket) -> None:
 @final
 class TcpDial:
     def __init__(self, host: str, port: int) -> None:
-        """The name is looked up here, once: that blocks, and a supervisor that has workers must not."""
+        """The name is resolved here, once: that blocks, and a host agent with running workers must not block."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise OSError(f"the control store's host {host!r} has no address ({error}); give it as numbers") from None
         self._where = f"{host}:{port}"
-        self._ways = [(family, address) for family, _, _, _, address in found]
+        self._addresses = [(family, address) for family, _, _, _, address in found]
 
     def __str__(self) -> str:
         return self._where
 
     def __call__(self) -> socket.socket:
-        family, address = self._ways[0]
-        self._ways.append(self._ways.pop(0))  # the next time another, should this be the wrong one
+        family, address = self._addresses[0]
+        self._addresses.append(
+            self._addresses.pop(0)
+        )  # the next attempt uses the next address, in case this one is wrong
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            set_up(sock)
+            configure_socket(sock)
             with suppress(BlockingIOError):
                 sock.connect(address)
         except OSError:

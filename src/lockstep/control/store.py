@@ -1,7 +1,7 @@
 """The control store of an elastic run: keys, revisions and leases, in memory. Pure: time is an argument.
 
-It is the only arbiter. What is true of a run is what a compare-and-swap here has accepted, and one revision number
-says in which order. A key may hang on a lease; when its holder does not renew that in time, the key is gone.
+It is the single source of truth: the state of a run is what compare-and-swap operations here have accepted, in the
+order of one revision number. A key may be bound to a lease; if its holder does not renew it in time, the key is gone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LONGEST_LEASE_S: Final = 86400.0
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What a key has. `value` belongs to the store: read it, do not change it."""
+class StoreEntry:
+    """The value of a key. The store owns `value`: do not change it."""
 
     value: Json
     revision: int
@@ -37,15 +37,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Change:
-    """The last thing that happened to a key. Without an entry it is gone."""
+    """The last change of a key. `entry` is None if the key was deleted."""
 
     key: str
     revision: int
-    entry: Entry | None
+    entry: StoreEntry | None
 
 
 class NoLease(ValueError):
-    """A key should hang on a lease that has ended."""
+    """A key was to be bound to a lease that has ended."""
 
 
 @dataclass
@@ -56,52 +56,52 @@ class _Lease:
 
 
 @final
-class Store:
+class ControlStore:
     def __init__(self) -> None:
-        # A new store must not take a revision for one of its own that somebody saw in another store's life.
+        # Random, so that a new store does not mistake a client's revision from another store for one of its own.
         self.revision = 1 + secrets.randbelow(2**40)
-        self._entries: dict[str, Entry] = {}  # in the order of their revisions, and so is the next
-        self._gone: dict[str, int] = {}
-        self._forgotten = self.revision  # deletions up to here may be missing in _gone
+        self._entries: dict[str, StoreEntry] = {}  # in the order of revisions, like `_deleted`
+        self._deleted: dict[str, int] = {}
+        self._oldest_known = self.revision  # deletions up to this revision may be missing in _deleted
         self._leases: dict[str, _Lease] = {}
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> StoreEntry | None:
         return self._entries.get(check_key(key))
 
-    def list(self, prefix: str) -> dict[str, Entry]:
+    def list(self, prefix: str) -> dict[str, StoreEntry]:
         return {key: entry for key, entry in self._entries.items() if key.startswith(prefix)}
 
-    def cas(self, key: str, value: Json, expected_revision: int, lease: str | None = None) -> Entry | None:
-        """Set the key if its revision is the expected one (0: it must not exist). None if it is not."""
+    def cas(self, key: str, value: Json, expected_revision: int, lease: str | None = None) -> StoreEntry | None:
+        """Set the key if its revision is the expected one (0: the key must not exist). Returns None if it is not."""
         check_key(key)
         check_revision(expected_revision)
         value = copy_value(value)
         held = None if lease is None else self._leases.get(lease)
         if lease is not None and held is None:
-            raise NoLease(f"key {key!r} should hang on lease {lease[:8]}..., which has ended; ask for a new one")
+            raise NoLease(f"key {key!r} should be bound to lease {lease[:8]}..., which has ended; ask for a new one")
         if self._revision_of(key) != expected_revision:
             return None
         if key not in self._entries and len(self._entries) >= MOST_KEYS:
             raise ValueError(f"key {key!r} would be one more than {MOST_KEYS} keys; delete some")
-        self._detach(key)
-        self._gone.pop(key, None)
+        self._remove_entry(key)
+        self._deleted.pop(key, None)
         self.revision += 1
-        self._entries[key] = entry = Entry(value, self.revision, lease)
+        self._entries[key] = entry = StoreEntry(value, self.revision, lease)
         if held is not None:
             held.keys.add(key)
         return entry
 
     def delete(self, key: str, expected_revision: int) -> bool:
-        """False if the key has another revision, or is not there."""
+        """Delete the key if it has the expected revision. Returns whether it was deleted."""
         check_key(key)
         check_revision(expected_revision)
         if key not in self._entries or self._revision_of(key) != expected_revision:
             return False
-        self._drop(key)
+        self._delete(key)
         return True
 
     def grant(self, ttl_s: float, now_s: float) -> str:
-        """A new lease. Only who was told its name can renew or end it."""
+        """Returns the id of a new lease. It is secret: a client needs it to renew or end the lease."""
         if not (isinstance(ttl_s, int | float) and SHORTEST_LEASE_S <= ttl_s <= LONGEST_LEASE_S):
             raise ValueError(f"a lease of {ttl_s!r} s: it must be {SHORTEST_LEASE_S} to {LONGEST_LEASE_S:g} s")
         if len(self._leases) >= MOST_LEASES:
@@ -111,7 +111,7 @@ class Store:
         return lease
 
     def keep_alive(self, lease: str, now_s: float) -> bool:
-        """False if the lease has ended. One that is late but not yet expired goes on: see `expire`."""
+        """Renew a lease. Returns False if it has ended. One that is late is renewed if `expire` has not ended it."""
         held = self._leases.get(lease)
         if held is None:
             return False
@@ -119,54 +119,59 @@ class Store:
         return True
 
     def revoke(self, lease: str) -> bool:
-        """End a lease, and drop its keys."""
+        """End a lease and delete its keys. Returns False if it has ended already."""
         held = self._leases.pop(lease, None)
         if held is None:
             return False
         for key in sorted(held.keys):
-            self._drop(key)
+            self._delete(key)
         return True
 
     def expire(self, now_s: float) -> None:
-        """End the leases whose time is over. Leases end here and in `revoke`, nowhere else: a host that was stopped
-        for a while reads the renewals that wait in its sockets first, and then expires who did not send one."""
+        """End the leases that were not renewed in time.
+
+        Leases end only here and in `revoke`: a host that was stopped for a while first reads the renewals that wait in
+        its sockets, and then ends the leases for which there was none.
+        """
         for lease in [name for name, held in self._leases.items() if held.ends_s <= now_s]:
             self.revoke(lease)
 
     def next_end_s(self) -> float:
-        """When `expire` has something to do at the earliest."""
+        """The earliest time at which `expire` has something to do."""
         return min((held.ends_s for held in self._leases.values()), default=math.inf)
 
     def changes_after(self, revision: int) -> Sequence[Change] | None:
-        """The last change of every key that changed after `revision`, in order. None if it is too old to know, or from
-        another store: then `list` everything."""
-        if not self._forgotten <= revision <= self.revision:
+        """The last change of every key that changed after `revision`, in order.
+
+        None if the revision is too old, or from another store: then `list` everything.
+        """
+        if not self._oldest_known <= revision <= self.revision:
             return None
         changed = takewhile(lambda pair: pair[1].revision > revision, reversed(self._entries.items()))
-        gone = takewhile(lambda pair: pair[1] > revision, reversed(self._gone.items()))
+        deleted = takewhile(lambda pair: pair[1] > revision, reversed(self._deleted.items()))
         changes = [Change(key, entry.revision, entry) for key, entry in changed]
-        changes += [Change(key, at, None) for key, at in gone]
+        changes += [Change(key, at, None) for key, at in deleted]
         return sorted(changes, key=lambda change: change.revision)
 
     def changed_at(self, key: str) -> int:
-        """The revision at which the key last changed or went; 0 if never, or long ago."""
-        return self._revision_of(key) or self._gone.get(key, 0)
+        """The revision at which the key was last changed or deleted; 0 if never, or long ago."""
+        return self._revision_of(key) or self._deleted.get(key, 0)
 
     def _revision_of(self, key: str) -> int:
         entry = self._entries.get(key)
         return 0 if entry is None else entry.revision
 
-    def _detach(self, key: str) -> None:
+    def _remove_entry(self, key: str) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None and entry.lease in self._leases:
             self._leases[entry.lease].keys.discard(key)
 
-    def _drop(self, key: str) -> None:
-        self._detach(key)
+    def _delete(self, key: str) -> None:
+        self._remove_entry(key)
         self.revision += 1
-        self._gone[key] = self.revision
-        while len(self._gone) > MOST_DELETIONS:
-            self._forgotten = self._gone.pop(next(iter(self._gone)))
+        self._deleted[key] = self.revision
+        while len(self._deleted) > MOST_DELETIONS:
+            self._oldest_known = self._deleted.pop(next(iter(self._deleted)))
 
 
 def check_key(key: str) -> str:
@@ -187,12 +192,15 @@ def check_revision(revision: int) -> None:
 
 
 def write_json(value: Json) -> str:
-    """As it travels, and as its size is counted."""
+    """The JSON text that is sent, and whose length counts as the size of the value."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def copy_value(value: Json) -> Json:
-    """As everybody will read it: tuples become lists, keys become text. ValueError if it is no JSON, or too large."""
+    """A copy as readers will get it: tuples become lists, keys become text.
+
+    Raises ValueError if the value is not plain JSON, or too large.
+    """
     try:
         text = write_json(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -202,13 +210,13 @@ def copy_value(value: Json) -> Json:
     copied = json.loads(text)
     level: list[Json] = [copied]
     for _ in range(DEEPEST_VALUE):
-        level = [inner for outer in level for inner in _inside(outer)]
+        level = [inner for outer in level for inner in _children(outer)]
     if level:
         raise ValueError(f"a value is nested more than {DEEPEST_VALUE} deep; make it flatter")
     return copied
 
 
-def _inside(value: Json) -> Iterable[Json]:
+def _children(value: Json) -> Iterable[Json]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

@@ -1,10 +1,10 @@
-"""The batches of one worker: loaded ahead, resumable from a few integers, the same whatever the number of workers.
+"""The batches of one worker: prefetched, resumable from a few integers, and independent of the number of workers.
 
-    order, walk, cut  ->  jobs  ->  Reader in loader processes  ->  parcels  ->  on the device  ->  Batch
-    (order.py)            (jobs.py) (reader.py, stream.py)          (loader.py)  (ahead.py)
+    sample order      ->  LoadRequest   ->  Reader in loader processes  ->  PackedBatch  ->  on the device  ->  Batch
+    (sample_order.py)     (load_plan.py)    (reader.py, iterable.py)        (loader.py)      (prefetch.py)
 
-There is one endless line of batches over all epochs, and a position in it. Loading runs ahead of the position; the
-position itself moves when a batch is handed out.
+The batches of all epochs form one sequence, and `Batches` has a position in it. Batches are loaded before the position
+reaches them; the position moves when a batch is returned to the training loop.
 """
 
 from __future__ import annotations
@@ -21,11 +21,21 @@ import torch
 from torch.utils.data import Sampler
 
 from lockstep.data.iterable import Source, StreamReader
-from lockstep.data.load_plan import ask, choose_order, make_job, make_jobs
-from lockstep.data.loader import LoaderLost, Loading, load
-from lockstep.data.packed_batch import over
-from lockstep.data.prefetch import arrive, put_on
-from lockstep.data.reader import Batch, Collate, DataError, Failure, Mark, Reader, Recipe, Shard, draws_random_numbers
+from lockstep.data.load_plan import batch_samples, choose_order, make_request, plan_requests
+from lockstep.data.loader import LoaderLostError, LoaderSettings, load
+from lockstep.data.packed_batch import map_leaves
+from lockstep.data.prefetch import move_to_device, prefetch_to_device
+from lockstep.data.reader import (
+    Batch,
+    Collate,
+    DataError,
+    LoadContext,
+    LoadFailure,
+    Reader,
+    Shard,
+    StreamState,
+    draws_random_numbers,
+)
 from lockstep.data.sample_order import (
     ByLength,
     Division,
@@ -39,14 +49,14 @@ from lockstep.data.sample_order import (
     count_steps,
     fingerprint_of,
     name_order,
-    share,
+    shards_of_rank,
 )
 from lockstep.data.split_streams import Assembler, Exchange, count_parts
 from lockstep.errors import refuse_unknown_options
 
-TRIES: Final = 3  # to load a batch, if its loader process is lost
+TRIES: Final = 3  # attempts to load a batch whose loader process is lost
 
-# Names that people bring along from torch's DataLoader and elsewhere, and what they become here.
+# Option names of torch's DataLoader and of older versions, and the option or the advice that replaces each.
 LOADER_NAMES: Final = {
     "loaders": "num_workers",
     "workers": "num_workers",
@@ -56,7 +66,7 @@ LOADER_NAMES: Final = {
     "timeout": "timeout_s",
     "worker_init_fn": "random numbers of loader processes follow from Run(seed=...); leave it out, and open files or "
     "connections in the dataset's first __getitem__ or in its __iter__",
-    "persistent_workers": "loader processes live over all epochs anyway; leave it out",
+    "persistent_workers": "loader processes are kept over all epochs anyway; leave it out",
     "generator": "random numbers follow from Run(seed=...); leave it out",
     "multiprocessing_context": "call torch.multiprocessing.set_start_method() instead",
 }
@@ -74,23 +84,23 @@ BATCH_NAMES: Final = LOADER_NAMES | {
     "seed": "random numbers follow from Run(seed=...); leave it out",
 }
 
-__all__ = ["Batch", "Batches", "DataError", "Position", "Settings", "Shard"]
+__all__ = ["Batch", "BatchSettings", "Batches", "DataError", "Position", "Shard"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the batches are. The first four decide what is computed, the others how fast it comes."""
+class BatchSettings:
+    """Options of `run.batches`. The first four and `split` decide what is computed, the others how fast."""
 
-    global_batch_size: int  # samples, over all workers
+    global_batch_size: int  # samples per step, summed over all workers
     shards: int = 8
     epochs: int | None = 1  # None: endless
     drop_last: bool = False
-    num_workers: int = 0  # loader processes; 0: samples are loaded by this process, while it waits
-    prefetch_factor: int = 2  # batches loaded ahead, by loader processes (one each at least)
+    num_workers: int = 0  # loader processes; 0: the training process loads the samples itself
+    prefetch_factor: int = 2  # batches that each loader process loads in advance
     collate_fn: Collate | None = None  # a list of samples -> data; None: torch's default
-    pin_memory: bool | None = None  # page-locked memory, for copying to a GPU; None: if the device is one
-    timeout_s: float = 1800.0  # for one batch from the loader processes
-    split: str | None = None  # "worker": a stream gives each worker its own samples; None: all give the same
+    pin_memory: bool | None = None  # page-locked memory, for copying to a GPU; None: True if the device is a GPU
+    timeout_s: float = 1800.0  # longest wait for one batch from the loader processes
+    split: str | None = None  # "worker": the stream yields different samples on each worker; None: the same on all
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -129,22 +139,22 @@ class Settings:
 
 
 def check_options(given: Iterable[str]) -> None:
-    """Raise TypeError for keywords that `run.batches` does not have."""
-    known = [field.name for field in fields(Settings)]
+    """Raise TypeError if `run.batches` does not have one of these keywords."""
+    known = [field.name for field in fields(BatchSettings)]
     refuse_unknown_options("run.batches", given, [*known, "order"], BATCH_NAMES)
 
 
 class Batches:
-    """Iterate to get this worker's part of every batch, from the position on.
+    """Iterating yields this worker's part of every batch, from the current position on.
 
-    One iterator at a time: a new one takes over, and goes on where the last one was. `seek` and `restore` may be called
-    while iterating; the batch that comes next is then the one at the new position.
+    Only one iterator is active at a time: a new one replaces the previous one and continues at its position. `seek` and
+    `restore` may be called while iterating; the next batch is then the one at the new position.
     """
 
     def __init__(
         self,
         dataset: Any,
-        settings: Settings,
+        settings: BatchSettings,
         *,
         seed: int,
         rank: int,
@@ -155,17 +165,17 @@ class Batches:
         exchange: Exchange = lambda row: [row],
     ) -> None:
         """
-        joined    this worker's shards come as one, collated together and numbered as the first of them
-        exchange  for split="worker": called by all workers together, it returns what each of them gave
+        joined    this worker's shards are collated together into one, which has the number of the first
+        exchange  for split="worker": an all-gather; called by all workers together, it returns each worker's argument
         """
         check_seed(seed)
-        self.wait_s = 0.0  # spent waiting for batches, in all
+        self.wait_s = 0.0  # total time spent waiting for batches
         self._dataset, self._settings, self._device = dataset, settings, device
-        self._division = Division(settings.shards, share(settings.shards, size, rank), joined)
+        self._division = Division(settings.shards, shards_of_rank(settings.shards, size, rank), joined)
         self._order = choose_order(dataset, settings.global_batch_size, settings.drop_last, seed=seed, order=order)
-        self._recipe = Recipe(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
+        self._context = LoadContext(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
         self._is_compared = order is not None
-        self._parts: list[int] = []  # samples of each worker, with split="worker"
+        self._parts: list[int] = []  # with split="worker": samples of each worker in a full batch, by rank
         self._assembler: Assembler | None = None
         if settings.split is not None:
             if self._order is not None:
@@ -177,19 +187,19 @@ class Batches:
             self._parts = count_parts(settings.global_batch_size, settings.shards, size)
             self._assembler = Assembler(self._division, self._parts, drop_last=drop_last, exchange=exchange)
         self._position = Position()
-        self._marks: dict[Position, Mark] = {}  # where the stream is before the batch in hand, and before the next
-        self._arriving: Generator[Any, None, None] | None = None  # loading from the position on, if it has begun
-        self._turn: object = None  # whose turn it is, of all iterators that were ever made
+        self._stream_states: dict[Position, StreamState] = {}  # before the current batch, and before the next one
+        self._loading: Generator[Any, None, None] | None = None  # yields batches from the position on, once started
+        self._active_iterator: object = None  # token of the newest iterator; older ones raise
 
-    # ---- where we are ------------------------------------------------------------------------------------------------
+    # ---- position and state ------------------------------------------------------------------------------------------
 
     @property
     def position(self) -> Position:
-        """Of the batch that is handed out next."""
+        """Position of the next batch."""
         return self._position
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> BatchSettings:
         return self._settings
 
     @property
@@ -203,13 +213,13 @@ class Batches:
 
     @property
     def steps_in_all(self) -> int | None:
-        """Batches of all epochs; None if that has no end, or cannot be known."""
+        """Number of batches in all epochs; None if there is no end or the number cannot be known."""
         if self._order is None or self._settings.epochs is None:
             return None
         return count_all_steps(self._order, self._settings.epochs)
 
     def seek(self, position: Position) -> None:
-        """The batch at `position` is handed out next."""
+        """Make the batch at `position` the next one. Raises ValueError if its epoch has fewer steps."""
         if self._order is not None and position.step > 0:
             steps = count_steps(self._order, position.epoch)
             if position.step > steps:
@@ -218,45 +228,45 @@ class Batches:
                 position = Position(position.epoch + 1, 0, position.number)
         self._stop_loading()
         self._position = position
-        self._marks = {place: mark for place, mark in self._marks.items() if place == position}
+        self._stream_states = {place: state for place, state in self._stream_states.items() if place == position}
 
-    def share_out(self, rank: int, size: int) -> None:
-        """We are another worker now, or among others: the batch that comes next has our shards of then."""
-        if self._assembler is not None and (rank, size) != (self._recipe.rank, len(self._parts)):
+    def set_rank(self, rank: int, size: int) -> None:
+        """Continue as rank `rank` of `size` workers: from the next batch on, that rank's shards are loaded."""
+        if self._assembler is not None and (rank, size) != (self._context.rank, len(self._parts)):
             raise ValueError(
                 f'split="worker": these batches are of {len(self._parts)} workers, and cannot be of {size}'
             )
-        mine = share(self._settings.shards, size, rank)
-        if (rank, mine) == (self._recipe.rank, self._division.mine):
+        mine = shards_of_rank(self._settings.shards, size, rank)
+        if (rank, mine) == (self._context.rank, self._division.mine):
             return
         self._stop_loading()
         self._division = replace(self._division, mine=mine)
-        self._recipe = replace(self._recipe, rank=rank)
+        self._context = replace(self._context, rank=rank)
 
     def state(self, at: Position | None = None) -> dict[str, Any]:
-        """All that is needed to go on from the position, or from that of the batch in hand, in a world of any size."""
+        """State from which any number of workers can resume at `at`: the position (default) or the current batch's."""
         here = at or self._position
         state: dict[str, Any] = {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
         state["order"] = self.order_name
         sampled = self._fingerprint(here)
         if sampled is not None:
             state["sampled"] = sampled
-        if here in self._marks:
-            mark = self._marks[here]
-            state["stream"] = {"state": pickle.loads(mark.state), "coming": mark.coming}
+        if here in self._stream_states:
+            stream = self._stream_states[here]
+            state["stream"] = {"state": pickle.loads(stream.state), "coming": stream.coming}
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Raises ValueError, and changes nothing, as `check` does."""
+        """Continue from a saved state. Raises ValueError as `check` does, and then changes nothing."""
         position = self.check(state)
         self.seek(position)
         stream = state.get("stream")
         if stream is not None and self._order is None:
-            here = over(stream["state"], lambda leaf: leaf.to("cpu"))  # it may come from another worker's GPU
-            self._marks[position] = Mark(pickle.dumps(here), stream["coming"])
+            here = map_leaves(stream["state"], lambda leaf: leaf.to("cpu"))  # may be on the GPU of another worker
+            self._stream_states[position] = StreamState(pickle.dumps(here), stream["coming"])
 
     def check(self, state: Mapping[str, Any]) -> Position:
-        """The position of a state. Raises ValueError if other samples would come there than where it was saved."""
+        """Return the position of a saved state. Raises ValueError if the samples there are no longer the same."""
         identity = self._identity()
         missing = [name for name in ("epoch", "step", "number", *identity) if name not in state]
         if missing:
@@ -270,16 +280,16 @@ class Batches:
             why = "; ".join(differ)
             if state.get("workers", 0) != identity.get("workers", 0):
                 raise ValueError(
-                    f'cannot go on {here}: with split="worker" the samples '
+                    f'cannot resume {here}: with split="worker" the samples '
                     f"of a step depend on the number of workers, which must stay the same inside an epoch: {why}. "
                     "Start as many workers as before"
                 )
             raise ValueError(
-                f"cannot go on {here}, which is another place now: "
+                f"cannot resume {here}, which now has other samples: "
                 f"{why}. Use the same again, or seek(Position(epoch={position.epoch}, "
                 f"number={position.number})) to begin that epoch anew"
             )
-        was = state.get("order", self.order_name)  # an older state does not say
+        was = state.get("order", self.order_name)  # older states do not have it
         if was != self.order_name:
             raise ValueError(
                 f"cannot resume {here} with another order of the samples: {was} in the checkpoint, {self.order_name} "
@@ -297,23 +307,23 @@ class Batches:
 
     @property
     def order_name(self) -> str:
-        """The order of the samples, in words that are the same for equal orders."""
+        """Description of the sample order; equal orders have equal descriptions."""
         if self._order is None:
             return "a stream"
-        return name_order(self._order, samples=len(self._dataset), seed=self._recipe.seed)
+        return name_order(self._order, samples=len(self._dataset), seed=self._context.seed)
 
     def _fingerprint(self, position: Position) -> int | None:
-        """Of the samples around this position, inside of an epoch; None: the name of the order tells all."""
+        """Fingerprint of the samples around a position; None at an epoch's start, or if the order's name suffices."""
         if self._order is None or position.step == 0:
             return None
         return fingerprint_of(self._order, position.epoch, position.step)
 
     def facts(self) -> dict[str, Any]:
-        """For the ledger: which samples there are, and in which order they come."""
+        """What the ledger records about the samples and their order."""
         order = "a stream" if self._order is None else type(self._order).__name__
         drop_last = bool(getattr(self._order, "drop_last", self._settings.drop_last))
         facts = {**self._identity(), "order": order, "drop_last": drop_last}
-        if isinstance(self._order, Shuffled) and self._order.seed != self._recipe.seed:
+        if isinstance(self._order, Shuffled) and self._order.seed != self._context.seed:
             facts["order_seed"] = self._order.seed
         if isinstance(self._order, Shuffled | Sequential | ByLength) and self._order.size != facts["samples"]:
             facts["order_size"] = self._order.size
@@ -326,15 +336,15 @@ class Batches:
         return facts
 
     def _identity(self) -> dict[str, int]:
-        """What decides which samples come at a position."""
+        """The settings that decide which samples are at a position."""
         samples = -1 if self._order is None else len(self._dataset)
-        found = {"global_batch_size": self._settings.global_batch_size, "samples": samples, "seed": self._recipe.seed}
+        found = {"global_batch_size": self._settings.global_batch_size, "samples": samples, "seed": self._context.seed}
         return found | ({"workers": len(self._parts)} if self._assembler is not None else {})
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        turn = self._turn = object()
+        token = self._active_iterator = object()
         try:
             while not self.ended:
                 began = time.perf_counter()
@@ -343,26 +353,27 @@ class Batches:
                 if batch is None:
                     return
                 here, self._position = batch.position, batch.position.after(ends_epoch=batch.ends_epoch)
-                known = {here: self._marks.get(here), self._position: batch.mark}
-                self._marks = {place: mark for place, mark in known.items() if mark is not None}
+                known = {here: self._stream_states.get(here), self._position: batch.stream_state}
+                self._stream_states = {place: state for place, state in known.items() if state is not None}
                 yield batch
-                if self._turn is not turn:
+                if self._active_iterator is not token:
                     raise RuntimeError(
-                        f"rank {self._recipe.rank}: another loop over these batches has begun since; "
+                        f"rank {self._context.rank}: another loop over these batches has begun since; "
                         "they have one position, so make a second Batches for a loop inside a loop"
                     )
         finally:
-            if self._turn is turn:
+            if self._active_iterator is token:
                 self._stop_loading()
 
     def fetch(self, position: Position, shards: Sequence[int]) -> Batch:
-        """These shards of the batch at `position`, anybody's, loaded here and now: the same bytes as their owner gets.
+        """Load these shards of the batch at `position` now, in this process: the same bytes as their own worker gets.
 
-        For map-style datasets. Nothing that is under way is disturbed, and the position stays.
+        The shards may belong to any worker. Neither the position nor batches that are being prefetched change. Raises
+        TypeError for a stream: only map-style datasets can do this.
         """
         if self._order is None:
             raise TypeError(
-                f"rank {self._recipe.rank}: {type(self._dataset).__name__} is a stream, "
+                f"rank {self._context.rank}: {type(self._dataset).__name__} is a stream, "
                 "and of that no single batch can be fetched; iterate, or use a map-style dataset"
             )
         numbers, steps = list(shards), count_steps(self._order, position.epoch)
@@ -371,9 +382,9 @@ class Batches:
         if position.step >= steps:
             raise ValueError(f"{position}: epoch {position.epoch} has only {steps} steps")
         division = Division(self._settings.shards, numbers)
-        samples = ask(self._order, position, len(self._dataset))
-        job = make_job(samples, position, division, ends_epoch=position.step == steps - 1)
-        batch: Batch = put_on(self._device, batch_of(Reader(self._dataset, self._recipe)[job]))
+        samples = batch_samples(self._order, position, len(self._dataset))
+        request = make_request(samples, position, division, ends_epoch=position.step == steps - 1)
+        batch: Batch = move_to_device(self._device, batch_or_raise(Reader(self._dataset, self._context)[request]))
         return batch
 
     def _assemble(self, assembler: Assembler) -> Batch:
@@ -381,11 +392,11 @@ class Batches:
 
     def _receive(self) -> Batch | None:
         for tries_left in reversed(range(TRIES)):
-            if self._arriving is None:
-                self._arriving = self._start_loading()
+            if self._loading is None:
+                self._loading = self._start_loading()
             try:
-                return batch_of(next(self._arriving, None))
-            except LoaderLost as error:
+                return batch_or_raise(next(self._loading, None))
+            except LoaderLostError as error:
                 self._stop_loading()
                 if not tries_left:
                     raise
@@ -394,39 +405,40 @@ class Batches:
 
     def _start_loading(self) -> Generator[Any, None, None]:
         settings, order, start = self._settings, self._order, self._position
-        how = Loading(
+        how = LoaderSettings(
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
             pin_memory=self._device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
             timeout_s=settings.timeout_s,
-            rank=self._recipe.rank,
+            rank=self._context.rank,
             device=self._device,
             hide_worker_info=order is None,
         )
-        recipe = replace(self._recipe, device=None) if settings.num_workers > 0 else self._recipe
+        context = replace(self._context, device=None) if settings.num_workers > 0 else self._context
         if order is None:
             is_part = self._assembler is not None
-            samples = self._parts[self._recipe.rank] if is_part else settings.global_batch_size
+            samples = self._parts[self._context.rank] if is_part else settings.global_batch_size
             source = Source(self._dataset, samples, settings.drop_last, settings.epochs, is_part)
-            parcels = load(StreamReader(source, recipe, self._division, start, self._marks.get(start)), count(), how)
+            stream = StreamReader(source, context, self._division, start, self._stream_states.get(start))
+            batches = load(stream, count(), how)
         else:
-            jobs = make_jobs(
+            requests = plan_requests(
                 order, start, settings.epochs, self._division, size=len(self._dataset), is_compared=self._is_compared
             )
-            parcels = load(Reader(self._dataset, recipe), jobs, how)
-        return arrive(parcels, self._device)
+            batches = load(Reader(self._dataset, context), requests, how)
+        return prefetch_to_device(batches, self._device)
 
     def _stop_loading(self) -> None:
-        if self._arriving is not None:
-            self._arriving.close()
-            self._arriving = None
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
         if self._assembler is not None:
-            self._assembler.forget()
+            self._assembler.reset()
 
 
-def batch_of(arrived: Any) -> Batch | None:
-    """What a reader gave, if it is a batch; raises what it gave in place of one."""
-    if isinstance(arrived, Failure):
-        raise arrived.error from arrived.cause
-    assert arrived is None or isinstance(arrived, Batch)
-    return arrived
+def batch_or_raise(loaded: Any) -> Batch | None:
+    """Return what a reader returned; raise the error if it is a LoadFailure. None: a stream has ended."""
+    if isinstance(loaded, LoadFailure):
+        raise loaded.error from loaded.cause
+    assert loaded is None or isinstance(loaded, Batch)
+    return loaded

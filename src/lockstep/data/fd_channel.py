@@ -1,10 +1,10 @@
-"""Memory from a loader process to the one that asked for it: descriptors, through a socket pair that both have.
+"""Sends the file descriptors of shared memory from a loader process to the training process, through a socket pair.
 
-Note [Hatches]
-multiprocessing hands a descriptor over with a thread in the giving process, a socket in the file system and a handshake
-of its own: 0.35 ms each, and whoever is killed meanwhile leaves a folder in /tmp. A loader process puts its descriptors
-through a hatch instead, numbered, before it sends the batch; the one that receives the batch takes them out. What
-belongs to a batch that never came (it could not be pickled) is thrown away with the next one.
+Note [Descriptor channels]
+multiprocessing sends a descriptor with a thread in the sending process, a socket in the file system and a handshake:
+0.35 ms each, and a process that is killed meanwhile leaves a folder in /tmp. Here a loader process sends its
+descriptors, numbered, through a channel before it sends the batch; the process that receives the batch reads them from
+the channel. Descriptors of a batch that was never sent (it could not be pickled) are closed when the next one is read.
 """
 
 from __future__ import annotations
@@ -15,49 +15,52 @@ import struct
 from itertools import count
 from typing import Final, final
 
-_TAKE_WITHIN_S: Final = 60.0  # what is awaited was put in before we could know of it
+_RECEIVE_TIMEOUT_S: Final = 60.0  # never reached normally: a descriptor is sent before the batch that needs it
 _LABEL: Final = struct.Struct("<Q")
 _numbers = count()
-_inlets: dict[int, socket.socket] = {}  # of the hatches that lead to this process
-_own: Hatch | None = None  # in a loader process: the one that leads away
+_receivers: dict[int, socket.socket] = {}  # receiving ends of the channels that this process created, by number
+_own: FdChannel | None = None  # in a loader process: the channel through which it sends
 
 
 @final
-class Hatch:
-    """Made before the loader process is. Leads to the process that made it."""
+class FdChannel:
+    """A channel from a loader process to the process that creates it, which does so before it starts the loader."""
 
     def __init__(self) -> None:
-        self.number, self._put = next(_numbers), 0
-        inlet, self._outlet = socket.socketpair()
-        inlet.settimeout(_TAKE_WITHIN_S)
-        _inlets[self.number] = inlet
+        self.number, self._sent = next(_numbers), 0
+        receiver, self._sender = socket.socketpair()
+        receiver.settimeout(_RECEIVE_TIMEOUT_S)
+        _receivers[self.number] = receiver
 
-    def put(self, handle: int) -> int:
-        """The label under which it is taken out. `handle` may be closed then."""
-        self._put += 1
-        socket.send_fds(self._outlet, [_LABEL.pack(self._put)], [handle])
-        return self._put
+    def send(self, handle: int) -> int:
+        """Send a descriptor and return its label, for `receive`. The caller may close `handle` afterwards."""
+        self._sent += 1
+        socket.send_fds(self._sender, [_LABEL.pack(self._sent)], [handle])
+        return self._sent
 
     def close(self) -> None:
-        """On the side that made it: everything that was not taken out is gone."""
-        _inlets.pop(self.number).close()
-        self._outlet.close()
+        """Called by the process that created the channel. Descriptors that were not received are closed."""
+        _receivers.pop(self.number).close()
+        self._sender.close()
 
 
-def use(hatch: Hatch) -> None:
-    """From now on, in this loader process."""
+def set_own_channel(channel: FdChannel) -> None:
+    """Make this loader process send its descriptors through `channel`."""
     global _own
-    _own = hatch
+    _own = channel
 
 
-def own() -> Hatch | None:
+def own_channel() -> FdChannel | None:
     return _own
 
 
-def take(number: int, label: int) -> int:
-    """The descriptor that was put in under this label. It is ours to close."""
+def receive(number: int, label: int) -> int:
+    """Return the descriptor with this label from channel `number`. The caller closes it.
+
+    Raises ConnectionError if it is missing.
+    """
     while True:
-        data, handles, _, _ = socket.recv_fds(_inlets[number], _LABEL.size, 1)
+        data, handles, _, _ = socket.recv_fds(_receivers[number], _LABEL.size, 1)
         found = _LABEL.unpack(data)[0] if len(data) == _LABEL.size else None
         if found == label and handles:
             return handles[0]

@@ -1,22 +1,23 @@
 """The ledger of a run: which samples went into which applied step, and the proof that each was used once per epoch.
 
 Note [Fingerprints]
-A set of samples is written down as their number and the sum, modulo 2**64, of a hash of each. Sums do not depend on
-order and can be added up, so a line of the file may stand for one step or a thousand. Samples 0 to N-1, each once, have
-one known sum. A sample too many, too few, or twice gives another, but for one chance in 2**64. Each worker computes it
-from the samples that it loaded for its shards, and it travels with their losses: it tells what was computed, not what
-was planned.
+A set of samples is recorded as its size and the sum, modulo 2**64, of a hash of each sample. Sums do not depend on
+order and can be added, so a line of the file may describe one step or a thousand. Samples 0 to N-1, each once, have one
+known sum. A sample that is missing, foreign or used twice gives another sum, except with probability 2**-64. Each
+worker computes the sum from the samples that it loaded for its shards, and sends it with their losses: it describes
+what was computed, not what was planned.
 
 Note [Hashes]
-The samples of a stream have no numbers. Where a stream splits itself (`split="worker"`), a hash of each sample is
-written down, so that one that two workers have used is found. Of a long epoch only hashes below a limit are kept,
-which is halved whenever there are too many: equal samples have equal hashes, so both are kept or none is.
+The samples of a stream have no numbers. If a stream splits itself (`split="worker"`), a hash of each sample is
+recorded, so that a sample that two workers have used is found. In a long epoch only hashes below a limit are kept; the
+limit is halved whenever there are too many. Equal samples have equal hashes, so either both are kept or neither.
 
-Note [Who writes]
-All workers know all entries, and rank 0 writes them; after a loss that is another one, and whoever hands its state over
-to a newcomer writes first, because the newcomer may be rank 0 next. Everybody goes on behind the last line that it
-finds, and looks for it again whenever the file is not as it left it.
-Lines end where checkpoints are: a run that goes back to one says so, and what was written after it does not count.
+Note [Which worker writes]
+All workers have all entries, and rank 0 writes them. After a loss, another worker is rank 0. A worker that sends its
+state to a new worker writes first, because the new worker may become rank 0. A writer continues after the last line of
+the file, and reads the file again whenever its size is not what it was after its own last write.
+Lines end where checkpoints are: a run that returns to a checkpoint writes a line that says so, and the lines written
+after that checkpoint no longer count.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from lockstep.run_files import Appender
 
 NAME: Final = "ledger.jsonl"
 WRITE_EVERY_S: Final = 1.0
-MOST_WAITING: Final = 4096
-MOST_SEEN: Final = 8192  # hashes of an epoch
-_FACTS: Final = ("samples", "global_batch_size", "seed", "order", "drop_last")  # that a ledger begins with
+MOST_WAITING: Final = 4096  # entries that are not written yet
+MOST_SEEN: Final = 8192  # hashes that are kept of an epoch
+_FACTS: Final = ("samples", "global_batch_size", "seed", "order", "drop_last")  # required in the first line
 _WORD: Final = 2**64
 _AT_ONCE: Final = 1 << 20
 
 
 def fingerprint(samples: Sequence[int] | range) -> int:
-    """See Note [Fingerprints]. The hash is the finaliser of splitmix64."""
+    """Return the sum of the hashes of these samples: see Note [Fingerprints]. The hash is splitmix64's finaliser."""
     if not len(samples):
         return 0
     if isinstance(samples, range):
@@ -65,7 +66,7 @@ def _signed(word: int) -> int:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, zeros coming in."""
+    """Logical shift to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -76,92 +77,93 @@ def fingerprint_of_all(samples: int) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Applied steps, one or more in a row, of one epoch."""
+class LedgerEntry:
+    """One or more consecutive applied steps of one epoch."""
 
     start: int
     stop: int
     epoch: int
     samples: int
     fingerprint: int
-    seen: tuple[int, ...] = ()  # hashes of samples, of a stream that splits itself: see Note [Hashes]
-    below: int = _WORD  # only hashes below this one were kept
+    seen: tuple[int, ...] = ()  # hashes of the samples of a stream that splits itself: see Note [Hashes]
+    below: int = _WORD  # only hashes below this limit were kept
 
-    def joined(self, after: Entry) -> Entry:
+    def merged(self, after: LedgerEntry) -> LedgerEntry:
         total = (self.fingerprint + after.fingerprint) % _WORD
         seen, below = self.seen + after.seen, min(self.below, after.below)
-        return Entry(self.start, after.stop, self.epoch, self.samples + after.samples, total, seen, below)
+        return LedgerEntry(self.start, after.stop, self.epoch, self.samples + after.samples, total, seen, below)
 
-    def plain(self) -> dict[str, Any]:
-        found = asdict(self)
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
         if self.below == _WORD and not self.seen:
-            del found["seen"], found["below"]
-        return found
+            del fields["seen"], fields["below"]
+        return fields
 
 
 @dataclass
-class _Kept:
-    """How many hashes of an epoch were kept, and below which value."""
+class _HashLimit:
+    """Limits the number of hashes of an epoch: see Note [Hashes]."""
 
     epoch: int = -1
-    count: int = 0
+    count: int = 0  # hashes kept
     below: int = _WORD
 
-    def thin_out(self, epoch: int, seen: Sequence[int]) -> tuple[int, ...]:
+    def select(self, epoch: int, seen: Sequence[int]) -> tuple[int, ...]:
+        """Return the hashes below the limit, and halve the limit if there are too many."""
         if epoch != self.epoch:
             self.epoch, self.count, self.below = epoch, 0, _WORD
-        found = tuple(word for word in seen if word < self.below)
-        self.count += len(found)
+        kept = tuple(word for word in seen if word < self.below)
+        self.count += len(kept)
         if self.count > MOST_SEEN:
             self.below, self.count = self.below // 2, self.count // 2
-        return found
+        return kept
 
 
-class End(NamedTuple):
-    """Of the file: its size in bytes, and the step behind its last line."""
+class LedgerEnd(NamedTuple):
+    """The end of the ledger file."""
 
-    size: int
-    step: int
+    size: int  # bytes
+    step: int  # after the last line
 
 
 class Ledger:
-    """Kept by every worker, written by one."""
+    """The ledger of a run. Every worker records all steps; one worker writes them to the file."""
 
     def __init__(self, directory: Path | None) -> None:
         self._file = Appender(directory / NAME, "the ledger") if directory is not None else None
-        self._waiting: deque[Entry] = deque(maxlen=MOST_WAITING)
-        self._beginning: dict[str, Any] | None = None  # the line that this life of the run begins with
-        self._begin: dict[str, Any] | None = None  # the same, if it is for us to write it
+        self._waiting: deque[LedgerEntry] = deque(maxlen=MOST_WAITING)
+        self._beginning: dict[str, Any] | None = None  # the first line since the last start or return
+        self._begin: dict[str, Any] | None = None  # the same, if this worker has yet to write it
         self._wrote_s = time.monotonic()
-        self._end = End(size=-1, step=0)  # of the file, when we wrote last
+        self._end = LedgerEnd(size=-1, step=0)  # after this worker's last write
         self._workers = 0
-        self._kept = _Kept()
+        self._hash_limit = _HashLimit()
 
     def begin(self, step: int, facts: dict[str, Any], *, writes: bool) -> None:
-        """The run begins at this step, or goes back to it."""
+        """Start, or return to, `step`. `facts` are those of `Batches.facts`; `writes`: this worker writes the file."""
         self._waiting.clear()
-        self._kept = _Kept()
+        self._hash_limit = _HashLimit()
         self._beginning = {"begin": step, **facts}
         if writes:
             self._begin = self._beginning
             self.write()
 
-    def share_out(self, workers: int) -> None:
+    def set_workers(self, workers: int) -> None:
         self._workers = workers
 
-    def note(
+    def record(
         self, number: int, *, epoch: int, samples: int, fingerprint: int, writes: bool, seen: Sequence[int] = ()
     ) -> None:
-        """`seen`: hashes of the samples, if they have no numbers."""
-        kept = self._kept.thin_out(epoch, seen) if seen else ()
-        below = self._kept.below if seen else _WORD
-        self._waiting.append(Entry(number, number + 1, epoch, samples, fingerprint, kept, below))
+        """Record an applied step, and write from time to time. `seen`: hashes of samples that have no numbers."""
+        kept = self._hash_limit.select(epoch, seen) if seen else ()
+        below = self._hash_limit.below if seen else _WORD
+        self._waiting.append(LedgerEntry(number, number + 1, epoch, samples, fingerprint, kept, below))
         due = time.monotonic() - self._wrote_s > WRITE_EVERY_S or len(self._waiting) > MOST_WAITING // 2
         if writes and due:
             self.write()
 
     def write(self) -> None:
-        """By rank 0, or by whoever hands its state over. What cannot be written waits."""
+        """Write all entries; called by rank 0 and by a worker that sends its state. After an error they are kept."""
         self._wrote_s = time.monotonic()
         if self._file is None:
             self._waiting.clear()
@@ -169,40 +171,40 @@ class Ledger:
         try:
             size = _size_of(self._file.path)
             if size == 0 and self._begin is None:
-                self._begin = self._beginning  # whoever was to write it was lost before
+                self._begin = self._beginning  # the worker that had to write it was lost before it did
             if self._begin is None and self._end.size != size:
-                self._end = End(size=-1, step=_end_of(self._file.path))  # somebody else has written since
+                self._end = LedgerEnd(size=-1, step=_end_of(self._file.path))  # another worker has written since
         except (OSError, LockstepError) as error:
-            self._file.fails(error)
+            self._file.report_failure(error)
             return
         begin = [self._begin] if self._begin is not None else []
-        entries = _joined(self._waiting, self._begin["begin"] if self._begin is not None else self._end.step)
+        entries = _merge(self._waiting, self._begin["begin"] if self._begin is not None else self._end.step)
         self._waiting = deque(entries, maxlen=MOST_WAITING)
-        lines = begin + [entry.plain() | {"workers": self._workers} for entry in entries]
+        lines = begin + [entry.to_json() | {"workers": self._workers} for entry in entries]
         if not lines:
             return
         wrote = self._file.add(map(json.dumps, lines))
         if wrote is not None:
             self._waiting.clear()
             self._begin = None
-            self._end = End(wrote, entries[-1].stop if entries else lines[0]["begin"])
+            self._end = LedgerEnd(wrote, entries[-1].stop if entries else lines[0]["begin"])
 
 
-def _joined(entries: Iterable[Entry], start: int) -> list[Entry]:
-    """Those from this step on, as few as possible. What comes before was written by whoever was rank 0 then."""
-    found: list[Entry] = []
+def _merge(entries: Iterable[LedgerEntry], start: int) -> list[LedgerEntry]:
+    """Return the entries from step `start` on, merged where possible. Another worker has written the earlier ones."""
+    merged: list[LedgerEntry] = []
     for entry in entries:
         if entry.start < start:
             continue
-        if found and found[-1].epoch == entry.epoch and found[-1].stop == entry.start:
-            found[-1] = found[-1].joined(entry)
+        if merged and merged[-1].epoch == entry.epoch and merged[-1].stop == entry.start:
+            merged[-1] = merged[-1].merged(entry)
         else:
-            found.append(entry)
-    return found
+            merged.append(entry)
+    return merged
 
 
 def _size_of(path: Path) -> int:
-    """Of the file as it is now: on a network disk, opening asks the server again, and `stat` may not."""
+    """Return the current size of the file. On a network disk opening it queries the server, which `stat` may not do."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
@@ -218,25 +220,25 @@ def _end_of(path: Path) -> int:
 
 
 @dataclass
-class Read:
-    """The lines that count."""
+class LedgerContents:
+    """The contents of a ledger file, without the lines that no longer count."""
 
     facts: dict[str, Any]
-    entries: list[Entry]
-    end: int
+    entries: list[LedgerEntry]
+    end: int  # step after the last line
     restarts: int
-    of_epoch: dict[int, dict[str, Any]] = field(default_factory=dict)  # facts: a later start may have another order
+    of_epoch: dict[int, dict[str, Any]] = field(default_factory=dict)  # facts by epoch: a restart may change the order
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochProof:
     number: int
     steps: int
     samples: int
     complete: bool
-    exact: bool  # each sample once; of an epoch that is not complete: not known
+    exact: bool  # each sample was used once; of an incomplete epoch: the samples so far are those of the order
     problem: str = ""
-    note: str = ""  # why it need not have each sample once
+    note: str = ""  # why the epoch need not use each sample once
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Proof:
     steps: int
     restarts: int
     samples: int
-    epochs: list[Epoch]
+    epochs: list[EpochProof]
     problems: list[str]
 
     @property
@@ -253,12 +255,12 @@ class Proof:
 
     @property
     def claims_each_once(self) -> bool:
-        """False for an order that may use a sample twice or not at all."""
+        """Whether each sample must be used once; False for an order that may use one twice or not at all."""
         return not any(epoch.note for epoch in self.epochs)
 
 
-def _read(path: Path) -> Read:
-    found = Read({}, [], 0, -1)
+def _read(path: Path) -> LedgerContents:
+    found = LedgerContents({}, [], 0, -1)
     try:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError as error:
@@ -267,10 +269,10 @@ def _read(path: Path) -> Read:
         try:
             record = json.loads(line)
             if "begin" in record:
-                _go_back(found, record, f"{path}, line {n + 1}")
+                _rewind(found, record, f"{path}, line {n + 1}")
                 continue
             record.pop("workers")
-            entry = Entry(**(record | {"seen": tuple(record.get("seen", ()))}))
+            entry = LedgerEntry(**(record | {"seen": tuple(record.get("seen", ()))}))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise LockstepError(f"{path}, line {n + 1}, is no line of a ledger ({error}): {line[:80]!r}") from None
         if entry.start != found.end or entry.stop <= entry.start:
@@ -284,7 +286,8 @@ def _read(path: Path) -> Read:
     return found
 
 
-def _go_back(found: Read, record: dict[str, Any], where: str) -> None:
+def _rewind(found: LedgerContents, record: dict[str, Any], where: str) -> None:
+    """Drop the entries after the step to which the run returned."""
     step = record["begin"]
     kept = [entry for entry in found.entries if entry.stop <= step]
     end = kept[-1].stop if kept else 0
@@ -294,7 +297,10 @@ def _go_back(found: Read, record: dict[str, Any], where: str) -> None:
 
 
 def prove(directory: Path) -> Proof:
-    """That every sample went into exactly one applied step of every complete epoch. Raises if it cannot be read."""
+    """Check that every sample was used in exactly one applied step of every complete epoch.
+
+    Raises LockstepError if the ledger is missing, damaged, or that of a stream that all workers read.
+    """
     path = directory / NAME
     if not path.exists():
         raise LockstepError(f"{path} is not there: the run had no directory, or has not made a step yet")
@@ -305,7 +311,7 @@ def prove(directory: Path) -> Proof:
         raise LockstepError(f"{path} {what}: the run was lost before it had noted a step, or the file is damaged")
     size = int(read.facts["samples"])
     if size < 0 and read.facts.get("split") == "worker":
-        return _prove_parts(read)
+        return _prove_split(read)
     if size < 0:
         raise LockstepError(f"{path} is of a stream, whose samples have no numbers; there is nothing to prove")
     epochs = []
@@ -313,15 +319,15 @@ def prove(directory: Path) -> Proof:
         parts = [entry for entry in read.entries if entry.epoch == number]
         facts = read.of_epoch[number]
         if facts.get("each_once", True):
-            epochs.append(_judge(number, parts, _order(facts), int(facts.get("order_size", facts["samples"]))))
+            epochs.append(_check_epoch(number, parts, _order(facts), int(facts.get("order_size", facts["samples"]))))
         else:
-            epochs.append(_count_up(number, parts, facts))
+            epochs.append(_count_epoch(number, parts, facts))
     problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
     return Proof(read.end, read.restarts, size, epochs, problems)
 
 
-def _prove_parts(read: Read) -> Proof:
-    """Of a stream that splits itself: that no sample came twice in an epoch."""
+def _prove_split(read: LedgerContents) -> Proof:
+    """Check, for a stream that splits itself, that no sample was used twice in an epoch."""
     epochs = []
     for number in sorted({entry.epoch for entry in read.entries}):
         parts = [entry for entry in read.entries if entry.epoch == number]
@@ -335,7 +341,9 @@ def _prove_parts(read: Read) -> Proof:
         )
         steps, samples = sum(entry.stop - entry.start for entry in parts), sum(entry.samples for entry in parts)
         epochs.append(
-            Epoch(number, steps, samples, complete=False, exact=not again, problem=problem if again else "", note=note)
+            EpochProof(
+                number, steps, samples, complete=False, exact=not again, problem=problem if again else "", note=note
+            )
         )
     problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
     return Proof(read.end, read.restarts, sum(epoch.samples for epoch in epochs), epochs, problems)
@@ -349,31 +357,35 @@ def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:
     return Sequential(size, batch, drop_last) if facts["order"] == "Sequential" else None
 
 
-def _count_up(number: int, parts: Sequence[Entry], facts: dict[str, Any]) -> Epoch:
-    """An epoch of a sampler that may use a sample twice or not at all."""
+def _count_epoch(number: int, parts: Sequence[LedgerEntry], facts: dict[str, Any]) -> EpochProof:
+    """Count the steps and samples of an epoch whose sampler may use a sample twice or not at all."""
     steps, samples = sum(entry.stop - entry.start for entry in parts), sum(entry.samples for entry in parts)
     note = f"chosen by {facts['sampler']}, which need not use each sample once"
-    return Epoch(number, steps, samples, complete=steps == facts.get("epoch_steps"), exact=False, note=note)
+    return EpochProof(number, steps, samples, complete=steps == facts.get("epoch_steps"), exact=False, note=note)
 
 
-def _judge(number: int, parts: Sequence[Entry], order: Shuffled | Sequential | None, size: int) -> Epoch:
+def _check_epoch(
+    number: int, parts: Sequence[LedgerEntry], order: Shuffled | Sequential | None, size: int
+) -> EpochProof:
     steps = sum(entry.stop - entry.start for entry in parts)
     samples = sum(entry.samples for entry in parts)
     total = sum(entry.fingerprint for entry in parts) % _WORD
     planned = count_steps(order, number) if order is not None else None
     complete = steps == planned if planned is not None else samples >= size
     if not complete:
-        # How far it should have come is known, if the order is.
+        # If the order is known, so are the samples of these steps.
         if order is None or steps > (planned or 0):
             problem = "" if samples <= size else f"{samples} samples were used, and there are {size}"
-            return Epoch(number, steps, samples, complete=False, exact=False, problem=problem)
+            return EpochProof(number, steps, samples, complete=False, exact=False, problem=problem)
         wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
         right = (len(wanted), fingerprint(wanted)) == (samples, total)
-        return Epoch(number, steps, samples, False, right, "" if right else "other samples were used than were due")
+        return EpochProof(
+            number, steps, samples, False, right, "" if right else "other samples were used than were due"
+        )
     if order is not None and order.drop_last:
         wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
         right = (len(wanted), fingerprint(wanted)) == (samples, total)
     else:
         right = (samples, total) == (size, fingerprint_of_all(size))
     problem = "" if right else f"{samples} samples were used, but not each of {size} once"
-    return Epoch(number, steps, samples, True, right, problem)
+    return EpochProof(number, steps, samples, True, right, problem)

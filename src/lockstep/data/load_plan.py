@@ -1,4 +1,4 @@
-"""From a dataset and an order to the list of what has to be loaded, and what is wrong with them if they do not fit."""
+"""Makes the sequence of load requests from a dataset and a sample order, after checking that the two fit."""
 
 from __future__ import annotations
 
@@ -10,47 +10,48 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.data.ledger import fingerprint
-from lockstep.data.reader import DataError, Failure, Job
-from lockstep.data.sample_order import Division, Order, Position, SamplerOrder, Shuffled, count_steps, walk
+from lockstep.data.reader import DataError, LoadFailure, LoadRequest
+from lockstep.data.sample_order import Division, Order, Position, SamplerOrder, Shuffled, count_steps, positions_from
 
-LOOKED_AT: Final = 4  # samples whose content is compared, of one batch after each start
+COMPARED_SAMPLES: Final = 4  # samples whose content all workers compare, in one batch after each start
 
 
-def make_jobs(
+def plan_requests(
     order: Order, start: Position, epochs: int | None, division: Division, *, size: int, is_compared: bool = False
-) -> Iterator[Job | Failure]:
-    """Every job from `start` on. An order that fails is a job too: the batches before it are not lost.
+) -> Iterator[LoadRequest | LoadFailure]:
+    """Yield every request from `start` on. An error of the order ends them, as a LoadFailure after earlier batches.
 
-    is_compared  the step compares what the order gave to each worker: for an order that is not our own
+    is_compared  the step compares the order between workers; for orders that are not Lockstep's own
     """
     is_alone = len(division.mine) == division.shards
     try:
-        for position, ends_epoch in walk(order, start, epochs):
-            samples = ask(order, position, size)
-            job = make_job(samples, position, division, ends_epoch=ends_epoch)
-            if position.number == start.number + is_compared and not is_alone:  # the order first, where it is compared
-                yield replace(job, looked_at=_some(samples))
+        for position, ends_epoch in positions_from(order, start, epochs):
+            samples = batch_samples(order, position, size)
+            request = make_request(samples, position, division, ends_epoch=ends_epoch)
+            # One batch compares the content of samples; if the order is compared, that is the second batch.
+            if position.number == start.number + is_compared and not is_alone:
+                yield replace(request, compared=_some(samples))
             else:
-                yield replace(job, content=fingerprint(samples) or 1) if is_compared else job
+                yield replace(request, content=fingerprint(samples) or 1) if is_compared else request
     except Exception as error:
         kind = ValueError if isinstance(error, ValueError) else DataError
-        # A new one, because it has to go to a loader process and back, which not every exception survives.
-        yield Failure(kind(f"{type(order).__name__}, as order of the samples: {error}"), error)
+        # A new exception, because it is sent to a loader process and back, and not every exception can be pickled.
+        yield LoadFailure(kind(f"{type(order).__name__}, as order of the samples: {error}"), error)
 
 
 def _some(samples: Sequence[int]) -> tuple[int, ...]:
-    """A few of them, spread evenly."""
-    count = min(LOOKED_AT, len(samples))
+    """Return a few samples, evenly spaced."""
+    count = min(COMPARED_SAMPLES, len(samples))
     return tuple(samples[n * len(samples) // count] for n in range(count))
 
 
-def make_job(samples: Sequence[int], position: Position, division: Division, *, ends_epoch: bool) -> Job:
+def make_request(samples: Sequence[int], position: Position, division: Division, *, ends_epoch: bool) -> LoadRequest:
     shards = tuple((number, samples[places.start : places.stop]) for number, places in division.of(len(samples)))
-    return Job(position, ends_epoch, len(samples), division.shards, shards)
+    return LoadRequest(position, ends_epoch, len(samples), division.shards, shards)
 
 
-def ask(order: Order, position: Position, size: int) -> list[int]:
-    """The samples of a batch, after making sure that the dataset has them."""
+def batch_samples(order: Order, position: Position, size: int) -> list[int]:
+    """Return the sample numbers of a batch. Raises ValueError if the order returns anything that the dataset lacks."""
     who = f"{type(order).__name__}.batch(epoch={position.epoch}, step={position.step})"
     given = order.batch(position.epoch, position.step)
     try:
@@ -68,7 +69,10 @@ def ask(order: Order, position: Position, size: int) -> list[int]:
 def choose_order(
     dataset: Any, global_batch_size: int, drop_last: bool, *, seed: int, order: Order | Sampler[Any] | None
 ) -> Order | None:
-    """The order of this dataset, after checking that the two fit. None: it is a stream, and comes as it comes."""
+    """Return the sample order for this dataset; None for a stream, which has its own.
+
+    Raises ValueError if `dataset` is not a dataset, or if `order` does not fit it.
+    """
     kind = type(dataset).__name__
     refuse_loader(dataset)
     # torch gives every dataset, iterable ones too, a __getitem__ that fails.
@@ -89,7 +93,7 @@ def choose_order(
 
 
 def refuse_loader(dataset: Any) -> None:
-    """It can be iterated over, so it would pass for a stream whose samples are whole batches."""
+    """Raise ValueError for a DataLoader: it is iterable, and would be taken for a stream of whole batches."""
     if isinstance(dataset, DataLoader):
         raise ValueError(
             "a DataLoader where a dataset belongs: give `loader.dataset`; Lockstep makes the batches, shuffles and "
@@ -105,15 +109,19 @@ def _check_order(order: Order, dataset: Any, global_batch_size: int, drop_last: 
             "lockstep.data.sample_order.Order"
         )
     kind, size = type(order).__name__, len(dataset)
-    # What an order says about itself is taken at its word; it need not say anything.
+    # These attributes of an order are optional.
     if (its_batch := getattr(order, "global_batch_size", global_batch_size)) != global_batch_size:
-        raise ValueError(f"{kind} has batches of {its_batch}, but global_batch_size={global_batch_size}; say the same")
+        raise ValueError(
+            f"{kind} has batches of {its_batch}, but global_batch_size={global_batch_size}; make them equal"
+        )
     if (its_size := getattr(order, "size", size)) > size:
-        raise ValueError(f"{kind} is an order of {its_size} samples, but the dataset has {size}; say the same")
+        raise ValueError(f"{kind} is an order of {its_size} samples, but the dataset has {size}; make them equal")
     if drop_last and not getattr(order, "drop_last", False):
-        raise ValueError(f"drop_last=True with {kind}, which makes the batches and keeps them all; say it to the order")
+        raise ValueError(
+            f"drop_last=True with {kind}, which makes the batches and keeps them all; give it to the order"
+        )
     count_steps(order, 0)
-    ask(order, Position(), size)
+    batch_samples(order, Position(), size)
 
 
 def _check_stream(dataset: Any, order: Order | Sampler[Any] | None) -> None:
@@ -124,7 +132,7 @@ def _check_stream(dataset: Any, order: Order | Sampler[Any] | None) -> None:
         )
     if isinstance(dataset, Iterator):
         raise ValueError(
-            f"a {kind} can be gone through only once, and not be resumed; "
+            f"a {kind} can be iterated over only once, and not be resumed; "
             "give an object whose __iter__ starts from the beginning each time"
         )
     if order is not None:

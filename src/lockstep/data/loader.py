@@ -1,18 +1,19 @@
-"""torch's DataLoader, asked for one worker's part of a batch at a time, and its processes.
+"""Runs torch's DataLoader, which loads one worker's part of a batch at a time, and manages its processes.
 
-Note [Nobody stays]
+Note [Loader processes do not outlive the worker]
 Loader processes end when the generator is closed, which happens when the consumer stops iterating, raises, or is
-collected. If this process is killed the kernel kills them (PR_SET_PDEATHSIG). torch's own watchdog takes five seconds,
-and can wait forever on a full pipe that sibling processes hold open.
+garbage-collected. If this process is killed, the kernel kills them (PR_SET_PDEATHSIG). torch's own watchdog takes five
+seconds, and can wait forever on a full pipe that sibling processes hold open.
 
-Note [What is the parent's]
-A forked process has its parent's objects but not its threads. If the garbage collector finds a dead process group
-among them, its destructor waits for threads that are not there, or crashes. So nothing of the parent's is collected.
+Note [Garbage collection after a fork]
+A forked process has its parent's objects but not its threads. If the garbage collector destroyed an unreachable process
+group among them, the destructor would wait for threads that do not exist, or crash. So a loader process never collects
+objects of its parent.
 
-Note [Lost ones are noticed where they are missed]
-When a loader process dies, torch's handler of SIGCHLD raises wherever the program happens to be: in the middle of a
-step, say, of which this worker would then be the one that failed. So torch knows our processes only while we wait for
-one of them, where the error can be healed.
+Note [When the loss of a loader process is raised]
+When a loader process dies, torch's SIGCHLD handler raises wherever the program happens to be: perhaps in the middle of
+a step, which would then fail on this worker. So the processes are registered with torch only while this process waits
+for one of them: there, the batch can be loaded again.
 """
 
 from __future__ import annotations
@@ -31,45 +32,46 @@ from functools import partial
 from typing import Any, Final, cast
 
 import torch
-from torch._C import _error_if_any_worker_fails, _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
 
-from lockstep.data.fd_channel import Hatch, use
-from lockstep.data.packed_batch import Parcel, pack
+from lockstep import _torch
+from lockstep._torch import raise_if_worker_failed, remove_worker_pids, set_worker_pids
+from lockstep.data.fd_channel import FdChannel, set_own_channel
+from lockstep.data.packed_batch import PackedBatch, pack
 from lockstep.data.reader import DataError
 
 _PR_SET_PDEATHSIG: Final = 1
 _LOST_PHRASES: Final = ("exited unexpectedly", "is killed by signal")
-LOOK_S: Final = 1.0
+CHECK_EVERY_S: Final = 1.0  # how often DataLoader checks whether its processes are alive
 
-_collected: list[bool] = []  # before the fork that is under way
+_gc_was_enabled: list[bool] = []  # before the fork that is in progress
 
 
-def _stop_collecting() -> None:
-    _collected.append(gc.isenabled())
+def _disable_gc() -> None:
+    _gc_was_enabled.append(gc.isenabled())
     gc.disable()
 
 
-def _collect_again() -> None:
-    if _collected.pop():
+def _restore_gc() -> None:
+    if _gc_was_enabled.pop():
         gc.enable()
 
 
-def _collect_own() -> None:
+def _freeze_and_restore_gc() -> None:
     gc.freeze()
-    _collect_again()
+    _restore_gc()
 
 
-# Not only frozen in the child: what else is called there after a fork might set the collector off before.
-os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_collect_own)
+# Freezing in the child is not enough: other handlers that run there after a fork might trigger a collection before it.
+os.register_at_fork(before=_disable_gc, after_in_parent=_restore_gc, after_in_child=_freeze_and_restore_gc)
 
 
-class LoaderLost(DataError):
-    """A loader process has ended. What it was to load can be loaded by another."""
+class LoaderLostError(DataError):
+    """A loader process has died. Another one can load its batches."""
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderSettings:
     """How batches are loaded."""
 
     num_workers: int
@@ -81,79 +83,85 @@ class Loading:
     hide_worker_info: bool
 
 
-def load(reader: Any, jobs: Iterable[Any], how: Loading) -> Generator[Parcel, None, None]:
-    """`reader[job]` for every job, in order, each in a parcel."""
-    with ExitStack() as ends:
-        parcels = _begin(reader, jobs, how, [ends.enter_context(closing(Hatch())) for _ in range(how.num_workers)])
-        stop = getattr(parcels, "_shutdown_workers", None)
-        if stop is not None:  # not left to the garbage collector: a traceback may hold the iterator for long
-            ends.callback(stop)
+def load(reader: Any, requests: Iterable[Any], how: LoaderSettings) -> Generator[PackedBatch, None, None]:
+    """Yield `reader[request]` for every request, in order, each as a PackedBatch.
+
+    Raises LoaderLostError if a loader process dies, and DataError for other errors of the DataLoader itself.
+    """
+    with ExitStack() as stack:
+        channels = [stack.enter_context(closing(FdChannel())) for _ in range(how.num_workers)]
+        batches = _start(reader, requests, how, channels)
+        shut_down = getattr(batches, "_shutdown_workers", None)
+        if shut_down is not None:  # not left to the garbage collector: a traceback may keep the iterator alive for long
+            stack.callback(shut_down)
         while True:
             try:
-                parcel = _next(parcels, how)
-            except Exception as error:  # of DataLoader itself: what the dataset raises comes as a Failure
+                batch = _next(batches, how)
+            except Exception as error:  # from DataLoader itself: errors of the dataset are returned as LoadFailure
                 lost = any(phrase in str(error) for phrase in _LOST_PHRASES)
-                codes = {one.exitcode for one in getattr(parcels, "_workers", ())} - {None}
-                raise (LoaderLost if lost else DataError)(_explain(error, how, codes)) from error
-            if parcel is None:
+                codes = {one.exitcode for one in getattr(batches, "_workers", ())} - {None}
+                raise (LoaderLostError if lost else DataError)(_explain(error, how, codes)) from error
+            if batch is None:
                 return
-            yield parcel
+            yield batch
 
 
-def _next(parcels: Iterator[Parcel], how: Loading) -> Parcel | None:
-    """DataLoader looks whether its processes live only when its time is over. So it gets a little, again and again."""
+def _next(batches: Iterator[PackedBatch], how: LoaderSettings) -> PackedBatch | None:
+    """Return the next batch, with many short timeouts: DataLoader checks its processes only when one has passed."""
     end_s = time.monotonic() + how.timeout_s
-    with _noticing(parcels):
+    with _registered_with_torch(batches):
         while True:
             try:
-                return next(parcels, None)
+                return next(batches, None)
             except RuntimeError as error:
                 if "timed out after" not in str(error) or time.monotonic() >= end_s:
                     raise
 
 
 @contextmanager
-def _noticing(parcels: Iterator[Parcel]) -> Iterator[None]:
-    """See Note [Lost ones are noticed where they are missed]."""
-    processes = getattr(parcels, "_workers", ())
+def _registered_with_torch(batches: Iterator[PackedBatch]) -> Iterator[None]:
+    """See Note [When the loss of a loader process is raised]."""
+    processes = getattr(batches, "_workers", ())
     if not processes:
         yield
         return
-    _set_worker_pids(id(parcels), tuple(process.pid for process in processes))
+    set_worker_pids(id(batches), tuple(process.pid for process in processes))
     try:
-        _error_if_any_worker_fails()  # its signal may have come before
+        raise_if_worker_failed()  # the SIGCHLD may have come earlier
         yield
     finally:
-        _remove_worker_pids(id(parcels))
+        remove_worker_pids(id(batches))
 
 
-def _begin(reader: Any, jobs: Iterable[Any], how: Loading, hatches: Sequence[Hatch]) -> Iterator[Parcel]:
+def _start(
+    reader: Any, requests: Iterable[Any], how: LoaderSettings, channels: Sequence[FdChannel]
+) -> Iterator[PackedBatch]:
     options: dict[str, Any] = {}
-    if hatches:
+    if channels:
         options = {
             "num_workers": how.num_workers,
             "prefetch_factor": how.prefetch_factor,
-            "timeout": min(how.timeout_s, LOOK_S),
-            "worker_init_fn": partial(_settle, _whom_to_follow(), how.hide_worker_info, hatches),
+            "timeout": min(how.timeout_s, CHECK_EVERY_S),
+            "worker_init_fn": partial(_init_loader_process, _parent_to_follow(), how.hide_worker_info, channels),
         }
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_size=None,
-        sampler=jobs,
-        collate_fn=pack if hatches else Parcel,
+        sampler=requests,
+        collate_fn=pack if channels else PackedBatch,
         pin_memory=how.pin_memory,
-        generator=torch.Generator(),  # else starting would draw from the global one
+        generator=torch.Generator(),  # otherwise starting would draw from the global generator
         **options,
     )
     with _current(how.device):  # memory is pinned for the device that is current now
-        parcels: Any = iter(loader)
-    if getattr(parcels, "_worker_pids_set", False):
-        _remove_worker_pids(id(parcels))
-        parcels._worker_pids_set = False  # or it would do that itself at its end
-    return cast(Iterator[Parcel], parcels)
+        batches: Any = iter(loader)
+    if getattr(batches, "_worker_pids_set", False):
+        remove_worker_pids(id(batches))
+        batches._worker_pids_set = False  # otherwise it would remove them again when it ends
+    return cast(Iterator[PackedBatch], batches)
 
 
-def _explain(error: Exception, how: Loading, codes: Collection[int]) -> str:
+def _explain(error: Exception, how: LoaderSettings, codes: Collection[int]) -> str:
     who = f"rank {how.rank}: loading with {how.num_workers} loader processes failed: {type(error).__name__}: {error}"
     if codes:
         who += f" (exit status {', '.join(map(str, sorted(codes)))})"
@@ -163,26 +171,28 @@ def _explain(error: Exception, how: Loading, codes: Collection[int]) -> str:
     return f"{who}; if a process was killed, the machine may be short of memory: {advice}"
 
 
-def _whom_to_follow() -> int | None:
-    """The process with which a loader process has to end; None where the kernel would not tell it rightly."""
-    # A signal is sent when the thread that forked ends, so that must be the main one. And the child of a fork server
-    # follows that, which ends with us by itself.
+def _parent_to_follow() -> int | None:
+    """PID of the process with which a loader process has to end; None where PR_SET_PDEATHSIG does not work."""
+    # The signal is sent when the forking thread ends, so that must be the main thread. The parent of a loader process
+    # that a fork server started is the fork server, which ends with this process by itself.
     in_main_thread = threading.current_thread() is threading.main_thread()
-    by_us = torch.multiprocessing.get_start_method() != "forkserver"
-    return os.getpid() if sys.platform == "linux" and in_main_thread and by_us else None
+    is_direct_child = torch.multiprocessing.get_start_method() != "forkserver"
+    return os.getpid() if sys.platform == "linux" and in_main_thread and is_direct_child else None
 
 
-def _settle(parent: int | None, hide_worker_info: bool, hatches: Sequence[Hatch], loader: int) -> None:
-    """First thing in a loader process. Torch has set the number of threads to one already."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the worker decides, and ends us
+def _init_loader_process(
+    parent: int | None, hide_worker_info: bool, channels: Sequence[FdChannel], loader: int
+) -> None:
+    """Called first in a loader process. Torch has already set the number of threads to one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the worker ends its loaders itself
     if parent is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before that; neither the kernel nor torch's watchdog would notice any more
+        if os.getppid() != parent:  # it died before prctl: neither the kernel nor torch's watchdog would notice
             os._exit(1)
-    use(hatches[loader])
+    set_own_channel(channels[loader])
     if hide_worker_info:
-        # Most iterable datasets split themselves by it. See Note [Everybody reads everything].
-        torch.utils.data._utils.worker._worker_info = None
+        # Most iterable datasets would split themselves by it. See Note [Every worker reads the whole stream].
+        _torch.loader_worker._worker_info = None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,18 +1,18 @@
-"""Samples become a batch: what happens in a loader process, or in this one where there are none.
+"""Reads samples and collates them into batches, in a loader process or, without those, in the training process.
 
 Note [Random numbers of a sample]
-Before `dataset[i]` the generators of torch, Python and numpy are sown with a key made of (seed, epoch, i); before a
-collate function of the user's with (seed, epoch, step, shard). So an augmentation draws the same numbers whoever loads
-the sample, whatever was loaded before it, and whether a run was resumed. Around a batch the random state is kept: a
-training process that loads for itself does not notice. A generator that the dataset seeds from the system
-(`numpy.random.default_rng()`) is out of reach.
+Before `dataset[i]` the generators of torch, Python and numpy are seeded with a key made of (seed, epoch, i); before a
+collate function of the user with (seed, epoch, step, shard). So an augmentation draws the same numbers whichever
+process loads the sample, whatever was loaded before it, and whether or not the run was resumed. The random state is
+saved before a batch and restored after it, so loading in the training process does not affect the model's random
+numbers. A generator that the dataset seeds from the system (`numpy.random.default_rng()`) cannot be controlled.
 
 Note [The same dataset on all workers]
-Each worker makes its own dataset. One that is made of random numbers before the run seeds them (noise, or a random
-split into training and test samples), or from files in the order in which a file system lists them, is another one on
-each worker, and the ledger, which knows numbers of samples, would not notice. So some samples of the first batch after
-each start are read by all workers, in the process that loads; their hash travels with the batch, and the step refuses
-batches that differ. They are read twice: samples that are different each time say nothing about the dataset.
+Each worker creates its own dataset. A dataset that draws random numbers before the run seeds them (noise, or a random
+split into training and test samples), or that lists files in file-system order, differs between workers, and the
+ledger, which records sample numbers, would not notice. So all workers read some samples of the first batch after each
+start, in the process that loads; their hash is sent with the batch, and the step refuses batches whose hashes differ.
+The samples are read twice: if the two hashes differ, the samples are random and say nothing about the dataset.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
-from torch.utils.data._utils import worker
 
+from lockstep import _torch
 from lockstep.data.ledger import fingerprint
 from lockstep.data.sample_digest import hash_of_samples
-from lockstep.data.sample_order import Position, cut
+from lockstep.data.sample_order import Position, shard_ranges
 from lockstep.errors import LockstepError
-from lockstep.seed import kept_random_state, mix, sow
+from lockstep.seed import derive_seed, preserve_random_state, seed_all
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
@@ -47,50 +47,50 @@ class DataError(LockstepError):
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a batch: its number, how many samples it has, and those (None if it has none)."""
+    """A part of a batch."""
 
-    number: int
-    count: int
-    data: Any
-    samples: int = 0  # their fingerprint (data/ledger.py); 0 for a stream that all workers read
+    number: int  # in the global batch
+    count: int  # samples
+    data: Any  # what the collate function returned; None if there are no samples
+    samples: int = 0  # fingerprint of the samples (data/ledger.py); 0 for a stream that all workers read
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Where a stream is between two batches."""
+class StreamState:
+    """The state of a stream between two batches."""
 
-    state: bytes  # of the dataset or its iterator, pickled: a copy that shares nothing with them
+    state: bytes  # pickled state dict of the dataset or its iterator; shares no memory with them
     coming: int  # hash of samples of the next batch
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one worker gets of a global batch."""
+    """One worker's part of a global batch."""
 
     epoch: int
     step: int  # in the epoch
-    number: int  # of all batches
+    number: int  # counted over all epochs
     count: int  # samples of the global batch, over all workers
     ends_epoch: bool
     shards: tuple[Shard, ...]  # this worker's
-    of_shards: int  # of all workers together
-    content: int = 0  # 64 bits of the samples of all workers, which must be equal on all of them; 0: not computed
-    mark: Mark | None = None  # where a stream is behind this batch, if it can tell
-    seen: tuple[int, ...] = ()  # with split="worker": 64 bits of each sample, of all workers
-    shard_counts: tuple[int, ...] = ()  # with split="worker": samples of every shard, of all workers
+    of_shards: int  # number of shards of all workers together
+    content: int = 0  # 64-bit hash of the global batch, which must be equal on all workers; 0: not computed
+    stream_state: StreamState | None = None  # after this batch; None if the stream has no state
+    seen: tuple[int, ...] = ()  # with split="worker": a 64-bit hash of each sample of all workers
+    shard_counts: tuple[int, ...] = ()  # with split="worker": number of samples in each shard of all workers
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Samples of every shard, of all workers."""
+        """Number of samples in each shard of all workers."""
         if self.shard_counts:
             return self.shard_counts
-        return tuple(len(places) for places in cut(self.count, self.of_shards))
+        return tuple(len(places) for places in shard_ranges(self.count, self.of_shards))
 
     @property
     def position(self) -> Position:
         return Position(self.epoch, self.step, self.number)
 
-    # A batch has the data of several shards, so it cannot be unpacked or indexed as a DataLoader's can.
+    # A batch has the data of several shards, so unlike a DataLoader's it cannot be unpacked or indexed.
 
     def __iter__(self) -> NoReturn:
         raise TypeError(_HOW_TO_USE_A_BATCH)
@@ -109,8 +109,8 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A batch to be: which samples go into each of this worker's shards."""
+class LoadRequest:
+    """A batch to load: which samples go into each of this worker's shards."""
 
     position: Position
     ends_epoch: bool
@@ -118,56 +118,63 @@ class Job:
     of_shards: int
     shards: tuple[tuple[int, Sequence[int]], ...]  # (shard number, sample numbers)
     content: int = 0  # as in Batch
-    looked_at: tuple[int, ...] = ()  # samples whose content all workers compare: see the Note
+    compared: tuple[int, ...] = ()  # samples that all workers compare: see Note [The same dataset on all workers]
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Comes in the place of a batch, and is raised when it is that batch's turn: not when it was loaded ahead."""
+class LoadFailure:
+    """Takes the place of a batch that could not be loaded. Its error is raised when training reaches that batch."""
 
     error: Exception
     cause: BaseException | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Failure, (self.error, None if self.cause is None else _portable(self.cause))
+        return LoadFailure, (self.error, None if self.cause is None else _portable(self.cause))
 
 
 def _collate_here(items: list[Any]) -> Any:
-    """Torch's default. In a loader process that would put every tensor into shared memory of its own, by a name in
-    /dev/shm for a moment; ours travel in one piece (parcel.py)."""
-    known, worker._worker_info = worker._worker_info, None
+    """Torch's default collate function, without its use of shared memory.
+
+    In a loader process torch would put each tensor into shared memory of its own, with a temporary name in /dev/shm;
+    here all tensors of a batch are sent in one buffer (packed_batch.py).
+    """
+    known, _torch.loader_worker._worker_info = _torch.loader_worker._worker_info, None
     try:
         return default_collate(items)
     finally:
-        worker._worker_info = known
+        _torch.loader_worker._worker_info = known
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the samples of a shard are put together, and whose random numbers they use."""
+class LoadContext:
+    """How the samples of a shard are collated, and how random numbers are seeded."""
 
     seed: int
     rank: int
     collate_fn: Collate | None  # None: torch's default, which draws no random numbers
-    is_random: bool  # whether loading a sample may draw some
-    device: torch.device | None = None  # its generator counts too; None in loader processes, which know no GPU
+    is_random: bool  # whether loading a sample may draw random numbers
+    device: torch.device | None = None  # its generator is seeded too; None in loader processes, which do not use a GPU
 
     def keeping_random_state(self) -> AbstractContextManager[None]:
         if not self.is_random and self.collate_fn is None:
             return nullcontext()
-        return kept_random_state(self.device)
+        return preserve_random_state(self.device)
 
-    def sow(self, *words: int | str) -> None:
+    def seed_rng(self, *words: int | str) -> None:
+        """Seed all generators with the run's seed and `words`, if loading a sample may draw random numbers."""
         if self.is_random:
-            sow(mix(self.seed, *words), self.device)
+            seed_all(derive_seed(self.seed, *words), self.device)
 
-    def put_together(self, items: list[Any], names: Sequence[int], position: Position, shard: int) -> Any:
-        """What the collate function makes of these samples. `names`: their numbers, for the error if it cannot."""
+    def collate(self, items: list[Any], names: Sequence[int], position: Position, shard: int) -> Any:
+        """Return what the collate function makes of these samples. `names` are their numbers, for the error message.
+
+        Raises DataError if the collate function fails.
+        """
         if self.collate_fn is None:
             collate: Collate = _collate_here
         else:
             collate = self.collate_fn
-            sow(mix(self.seed, "collate", position.epoch, position.step, shard), self.device)
+            seed_all(derive_seed(self.seed, "collate", position.epoch, position.step, shard), self.device)
         try:
             return collate(items)
         except Exception as error:
@@ -183,56 +190,63 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Reader:
-    """A map-style dataset, asked for whole batches."""
+    """Loads whole batches from a map-style dataset. Errors of the dataset are returned as LoadFailure."""
 
     dataset: Any
-    recipe: Recipe
+    context: LoadContext
 
-    def __getitem__(self, job: Job | Failure) -> Batch | Failure:
-        if isinstance(job, Failure):
-            return job
+    def __getitem__(self, request: LoadRequest | LoadFailure) -> Batch | LoadFailure:
+        if isinstance(request, LoadFailure):
+            return request
         try:
-            with self.recipe.keeping_random_state():
+            with self.context.keeping_random_state():
                 shards = [
                     Shard(
                         number,
                         len(samples),
-                        self._load(samples, job.position, number) if samples else None,
+                        self._load(samples, request.position, number) if samples else None,
                         fingerprint(samples),
                     )
-                    for number, samples in job.shards
+                    for number, samples in request.shards
                 ]
-                content = job.content or self._hash_of(job.looked_at, job.position)
+                content = request.content or self._hash_of(request.compared, request.position)
         except DataError as error:
-            return Failure(error, error.__cause__)
-        here = job.position
+            return LoadFailure(error, error.__cause__)
+        here = request.position
         return Batch(
-            here.epoch, here.step, here.number, job.count, job.ends_epoch, tuple(shards), job.of_shards, content
+            here.epoch,
+            here.step,
+            here.number,
+            request.count,
+            request.ends_epoch,
+            tuple(shards),
+            request.of_shards,
+            content,
         )
 
     def _hash_of(self, samples: Sequence[int], position: Position) -> int:
-        """64 bits of the content of samples; 0 if there are none, one cannot be read, or they differ each time."""
+        """64-bit hash of these samples; 0 if there are none, one cannot be read, or reading them twice differs."""
         if not samples:
             return 0
         try:
             first, second = (
                 hash_of_samples([self._load_one(sample, position) for sample in samples]) for _ in range(2)
             )
-        except DataError:  # which is told by the worker that trains on it
+        except DataError:  # reported by the worker that trains on the sample
             return 0
         return first if first == second else 0
 
     def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
-        if self.recipe.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:
+        if self.context.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:
             return columns
-        if not self.recipe.is_random and hasattr(self.dataset, "__getitems__"):
+        if not self.context.is_random and hasattr(self.dataset, "__getitems__"):
             items = self._guarded(lambda: list(self.dataset.__getitems__(list(samples))), position, samples)
         else:
             items = [self._load_one(sample, position) for sample in samples]
-        return self.recipe.put_together(items, samples, position, shard)
+        return self.context.collate(items, samples, position, shard)
 
     def _load_one(self, sample: int, position: Position) -> Any:
-        self.recipe.sow("sample", position.epoch, sample)
+        self.context.seed_rng("sample", position.epoch, sample)
         return self._guarded(lambda: self.dataset[sample], position, sample)
 
     def _guarded(self, load: Callable[[], Any], position: Position, which: object) -> Any:
@@ -240,16 +254,19 @@ class Reader:
             return load()
         except Exception as error:
             raise DataError(
-                f"rank {self.recipe.rank}: dataset[{which}] failed in epoch {position.epoch}, step {position.step}: "
+                f"rank {self.context.rank}: dataset[{which}] failed in epoch {position.epoch}, step {position.step}: "
                 f"{_words(error)}; the dataset is a {type(self.dataset).__name__}"
             ) from error
 
 
 def draws_random_numbers(dataset: Any) -> bool:
-    """Whether loading a sample may. A dataset can say no itself: `is_random = False` saves 10 us of sowing a sample."""
-    said = getattr(dataset, "is_random", None)
-    if said is not None:
-        return bool(said)
+    """Whether loading a sample may draw random numbers.
+
+    A dataset with the attribute `is_random = False` declares that it does not; that saves 10 us of seeding per sample.
+    """
+    declared = getattr(dataset, "is_random", None)
+    if declared is not None:
+        return bool(declared)
     # Exact types: a subclass may do anything.
     if type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range):
         return False
@@ -262,7 +279,7 @@ def draws_random_numbers(dataset: Any) -> bool:
 
 
 def gather(dataset: Any, samples: Sequence[int]) -> list[torch.Tensor] | None:
-    """What torch's collate makes of samples that are rows of tensors, all rows at once. None for other datasets."""
+    """Collated samples of a TensorDataset, or a Subset of one, by indexing whole columns. None for other datasets."""
     if type(dataset) is TensorDataset:
         rows = torch.tensor(samples)
         return [column[rows] for column in dataset.tensors]
@@ -273,9 +290,9 @@ def gather(dataset: Any, samples: Sequence[int]) -> list[torch.Tensor] | None:
 
 
 def find_difference(items: Sequence[Any], names: Sequence[int], field: str = "") -> str | None:
-    """In words, what torch's collate cannot put together: the first two samples that differ in shape, length or type.
+    """Describe why torch's collate fails: the first two samples that differ in shape, length or type; None if none do.
 
-    `field` is the way to the part of a sample that is looked at, such as "['image'][0]".
+    `field` is the path to the part of a sample that is compared, such as "['image'][0]".
     """
     first, at = items[0], f" in field {field}" if field else ""
     for item, name in zip(items, names, strict=True):
@@ -306,7 +323,7 @@ def _outline(value: Any) -> str:
         return f"has the keys {', '.join(sorted(map(repr, value)))}"
     if isinstance(value, list | tuple):
         return f"has {len(value)} elements"
-    # Numbers of several types can be put together.
+    # Numbers of different types can be collated.
     return "is a number" if isinstance(value, int | float) else f"is a {type(value).__name__}"
 
 
@@ -320,7 +337,7 @@ def _words(error: BaseException) -> str:
 
 
 def _portable(cause: BaseException) -> BaseException:
-    """An exception that survives the way to another process; its traceback does not, so it goes along as a note."""
+    """A copy of the exception that can be pickled. Tracebacks cannot, so the traceback is attached as a note."""
     try:
         twin: BaseException = pickle.loads(pickle.dumps(cause))
         assert isinstance(twin, BaseException)

@@ -1,9 +1,9 @@
-"""64 bits of what a sample contains: equal in every process that has read the same sample.
+"""A 64-bit hash of the content of a sample: equal in every process that has read the same sample.
 
 Note [Equal content]
-The hash is used to find out whether two workers have read the same samples. A false alarm would stop a run that is
-right, so only what is certainly part of the data counts: tensors, arrays, images, numbers, strings, bytes, and
-containers and objects made of these. Anything else counts by the name of its type. Sets are hashed without their order,
+The hash is used to find out whether two workers have read the same samples. A false alarm would stop a correct run, so
+only what is certainly part of the data is hashed: tensors, arrays, images, numbers, strings, bytes, and containers and
+objects of these. Of anything else only the name of its type is hashed. Sets are hashed independently of their order,
 which differs between processes.
 """
 
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 _WORD: Final = 2**64
-_LEVELS: Final = 20  # of containers in containers; deeper ones count by their type
+_LEVELS: Final = 20  # of nested containers; of deeper ones only the type is hashed
 
 
 def hash_of_sample(sample: Any) -> int:
-    """64 bits, never 0."""
+    """Return a 64-bit hash that is never 0."""
     digest = hashlib.blake2b(digest_size=8)
     _add(digest, sample, 0)
     return int.from_bytes(digest.digest(), "big") or 1
 
 
 def hash_of_samples(samples: Iterable[Any]) -> int:
-    """Of all of them, in their order. Never 0."""
+    """Return a 64-bit hash of all samples in their order. It is never 0."""
     digest = hashlib.blake2b(digest_size=8)
     for sample in samples:
         digest.update(hash_of_sample(sample).to_bytes(8, "big"))
@@ -39,7 +39,7 @@ def hash_of_samples(samples: Iterable[Any]) -> int:
 
 
 def _add(digest: Any, value: Any, level: int) -> None:
-    """Each value is preceded by its type, so that 1, True, 1.0 and "1" differ."""
+    """Hash a value, preceded by its type, so that 1, True, 1.0 and "1" differ."""
     digest.update(f"<{type(value).__qualname__}>".encode())
     if level > _LEVELS or value is None:
         return
@@ -81,7 +81,7 @@ def _add_tensor(digest: Any, tensor: Tensor) -> None:
 
 
 def _add_array(digest: Any, array: Any) -> None:
-    if str(getattr(array, "dtype", "")) == "object":  # its bytes are addresses
+    if str(getattr(array, "dtype", "")) == "object":  # its bytes are memory addresses
         digest.update(repr(getattr(array, "shape", "")).encode())
         return
     for name in ("dtype", "shape", "size", "mode"):

@@ -1,8 +1,8 @@
-"""Which samples make up which batch, and who runs them. Pure: nothing here knows a dataset, a process or a device.
+"""Which samples make up which batch, and which worker runs them. Pure functions, without datasets or processes.
 
-(seed, epoch, step, shard, i) -> sample number. An `Order` says which samples a global batch has; `cut` gives each shard
-its positions in the batch; `share` gives each worker its shards. The number of workers enters in `share` alone, so it
-decides who loads a sample and never which batch or shard the sample is in.
+(seed, epoch, step, shard, i) -> sample number. An `Order` returns the samples of a global batch; `shard_ranges` splits
+the batch into shards; `shards_of_rank` assigns the shards to workers. The number of workers is an argument of
+`shards_of_rank` alone, so it decides which worker loads a sample and never which batch or shard the sample is in.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.seed import kept_random_state, mix, sow
+from lockstep.seed import derive_seed, preserve_random_state, seed_all
 
 
 @runtime_checkable
 class Order(Protocol):
-    """What a custom order has to offer. Both are functions of their arguments alone: workers ask each for itself."""
+    """The methods of a custom sample order.
+
+    The results may depend on the arguments only, because each worker calls the methods for itself.
+    """
 
     def steps(self, epoch: int) -> int:
-        """How many global batches this epoch has."""
+        """Return the number of global batches of this epoch."""
 
     def batch(self, epoch: int, step: int) -> Sequence[int]:
-        """The sample numbers of one global batch. Batches may differ in size, and none is empty."""
+        """Return the sample numbers of one global batch. Batches may differ in size; none is empty."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The place of a batch: its epoch, its step in there, and how many batches come before it in all."""
+    """The position of a batch in the sequence of all batches."""
 
     epoch: int = 0
-    step: int = 0
-    number: int = 0
+    step: int = 0  # in the epoch
+    number: int = 0  # of batches before it, in all epochs
 
     def __post_init__(self) -> None:
         for name in ("epoch", "step", "number"):
@@ -54,22 +57,23 @@ class Position:
                 raise ValueError(f"Position({name}={value!r}): batches are counted 0, 1, 2, ...")
 
     def after(self, *, ends_epoch: bool) -> Position:
+        """Return the next position. `ends_epoch`: whether the batch at this one is the last of its epoch."""
         if ends_epoch:
             return Position(self.epoch + 1, 0, self.number + 1)
         return Position(self.epoch, self.step + 1, self.number + 1)
 
 
-def cut(count: int, shards: int) -> list[range]:
-    """The positions of each shard in a batch of `count` samples.
+def shard_ranges(count: int, shards: int) -> list[range]:
+    """Return, for each shard, the range of its samples in a batch of `count` samples.
 
     Sizes differ by one at most. The larger shards, or with few samples the ones that are not empty, are spread evenly
-    over the numbers: so is then the work over the workers.
+    over the shard numbers, so that the work is spread evenly over the workers.
     """
     return [range(shard * count // shards, (shard + 1) * count // shards) for shard in range(shards)]
 
 
-def share(shards: int, workers: int, rank: int) -> range:
-    """The shards that a worker runs, one after the other."""
+def shards_of_rank(shards: int, workers: int, rank: int) -> range:
+    """Return the shards that a worker runs, one after the other. Raises ValueError if a worker would have none."""
     if not 0 <= rank < workers:
         raise ValueError(f"rank={rank} is not one of {workers} workers")
     if workers > shards:
@@ -82,28 +86,28 @@ def share(shards: int, workers: int, rank: int) -> range:
 
 @dataclass(frozen=True)
 class Division:
-    """Who gets what of a batch: the shards that are wanted here, each on its own or joined into one."""
+    """Which shards of a batch are loaded here, and whether they are joined into one."""
 
-    shards: int
-    mine: Sequence[int]
+    shards: int  # of the global batch
+    mine: Sequence[int]  # numbers of the shards that are loaded here
     joined: bool = False
 
     def of(self, count: int) -> list[tuple[int, range]]:
-        """(shard number, its positions in a batch of `count`). Joined shards go by the number of the first."""
-        cuts = cut(count, self.shards)
+        """Return (shard number, range of its samples in a batch of `count`). Joined shards have the first's number."""
+        ranges = shard_ranges(count, self.shards)
         if self.joined:
-            return [(self.mine[0], range(cuts[self.mine[0]].start, cuts[self.mine[-1]].stop))]
-        return [(number, cuts[number]) for number in self.mine]
+            return [(self.mine[0], range(ranges[self.mine[0]].start, ranges[self.mine[-1]].stop))]
+        return [(number, ranges[number]) for number in self.mine]
 
     def of_part(self, count: int) -> list[tuple[int, range]]:
-        """The same for `count` samples that are all for the shards wanted here."""
+        """Return the same for `count` samples that all belong to the shards loaded here."""
         if self.joined:
             return [(self.mine[0], range(count))]
-        return list(zip(self.mine, cut(count, len(self.mine)), strict=True))
+        return list(zip(self.mine, shard_ranges(count, len(self.mine)), strict=True))
 
 
-def walk(order: Order, start: Position, epochs: int | None) -> Iterator[tuple[Position, bool]]:
-    """Every place from `start` on, and whether it is the last of its epoch. Endless if `epochs` is None."""
+def positions_from(order: Order, start: Position, epochs: int | None) -> Iterator[tuple[Position, bool]]:
+    """Yield every position from `start` on, and whether it is the last of its epoch. Endless if `epochs` is None."""
     here = start
     while epochs is None or here.epoch < epochs:
         last = count_steps(order, here.epoch) - 1
@@ -119,9 +123,10 @@ def count_steps(order: Order, epoch: int) -> int:
 
 
 def count_all_steps(order: Order, epochs: int) -> int | None:
-    """Of that many epochs. All are alike in the orders of the house; in another one each is asked for.
+    """Return the number of steps in `epochs` epochs.
 
-    None for a sampler whose epochs may differ: going through all of them beforehand would take long.
+    In Lockstep's own orders all epochs have the same number; a custom order is called for each epoch. None for a
+    sampler whose epochs may differ: iterating over it for all epochs in advance would take long.
     """
     if isinstance(order, SamplerOrder):
         return epochs * count_steps(order, 0) if order.has_equal_epochs else None
@@ -131,47 +136,48 @@ def count_all_steps(order: Order, epochs: int) -> int | None:
 
 
 def name_order(order: Order, *, samples: int, seed: int) -> str:
-    """The class of an order, and of its settings those that are not what a run of `samples` and `seed` has anyway.
+    """Return the class name of an order, with the settings that differ from the defaults of a run.
 
-    Two orders of the house with the same name give the same samples at the same place, but for a dropped last batch.
+    `samples` and `seed` are those defaults. Two of Lockstep's own orders with the same name have the same samples at
+    the same position, except for a dropped last batch.
     """
     if isinstance(order, SamplerOrder):
         return order.name
     usual = {"size": samples, "seed": seed, "pool": ByLength.pool}
     known = ("size", "seed", "pool") if isinstance(order, Shuffled | Sequential | ByLength) else ()
-    said = [(name, getattr(order, name)) for name in known if getattr(order, name, usual[name]) != usual[name]]
+    shown = [(name, getattr(order, name)) for name in known if getattr(order, name, usual[name]) != usual[name]]
     if isinstance(order, ByLength):
-        said.append(("lengths", f"{order.fingerprint:x}"))
-    return _name(order) + (f"({', '.join(f'{name}={value}' for name, value in said)})" if said else "")
+        shown.append(("lengths", f"{order.fingerprint:x}"))
+    return _name(order) + (f"({', '.join(f'{name}={value}' for name, value in shown)})" if shown else "")
 
 
 def fingerprint_of(order: Order, epoch: int, step: int) -> int | None:
-    """63 bits of the samples of an epoch in their order, before and at `step`; None: the name of the order tells.
+    """Return a 63-bit hash of an epoch's samples in their order; None for orders that `name_order` identifies.
 
-    A sampler is gone through anyway. Of another order four batches are looked at: the first and the last of the epoch,
-    and the two around `step`.
+    For a sampler the whole epoch is hashed, since it is drawn as a whole anyway. For a custom order four batches are
+    hashed: the first and the last of the epoch, and the two around `step`.
     """
     if isinstance(order, SamplerOrder):
         return order.fingerprint(epoch)
     if isinstance(order, Shuffled | Sequential | ByLength):
         return None
     steps = count_steps(order, epoch)
-    looked_at = sorted({n for n in (0, step - 1, step, steps - 1) if 0 <= n < steps})
-    return mix(repr([[int(sample) for sample in order.batch(epoch, n)] for n in looked_at]))
+    hashed = sorted({n for n in (0, step - 1, step, steps - 1) if 0 <= n < steps})
+    return derive_seed(repr([[int(sample) for sample in order.batch(epoch, n)] for n in hashed]))
 
 
-# ---- the orders that come with the house -----------------------------------------------------------------------------
+# ---- Lockstep's own orders -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Every sample once per epoch, in an order that is another one in each epoch. `run.batches` uses it by itself."""
+    """Every sample once per epoch, shuffled differently in each epoch. The default of `run.batches`."""
 
     size: int
     global_batch_size: int
     seed: int
     drop_last: bool = False
-    _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # the last epoch
+    _cached: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the last epoch
 
     def __post_init__(self) -> None:
         _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
@@ -182,10 +188,10 @@ class Shuffled:
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
-        if epoch not in self._kept:
-            self._kept.clear()
-            self._kept[epoch] = _permutation(self.size, mix(self.seed, "order", epoch))
-        return _as_list(self._kept[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
+        if epoch not in self._cached:
+            self._cached.clear()
+            self._cached[epoch] = _permutation(self.size, derive_seed(self.seed, "order", epoch))
+        return _as_list(self._cached[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
 
 
 @dataclass(frozen=True)
@@ -211,9 +217,9 @@ class Sequential:
 class ByLength:
     """Batches of samples of similar length, so that little is padded; every sample once per epoch.
 
-    Samples are shuffled, sorted by length inside pools of `pool` batches, cut, and the batches shuffled. The incomplete
-    batch, if there is one, is a random pick of all lengths and comes last: what is dropped or comes late has nothing to
-    do with length. A larger pool pads less and mixes less.
+    Samples are shuffled, sorted by length inside pools of `pool` batches, split into batches, and the batches shuffled.
+    The incomplete batch, if there is one, is last and a random choice of all lengths, so which samples are dropped or
+    come late does not depend on length. A larger pool pads less and mixes less.
     """
 
     lengths: Sequence[int] | Sequence[float] | Tensor
@@ -221,7 +227,7 @@ class ByLength:
     seed: int
     drop_last: bool = False
     pool: int = 50
-    _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # the last epoch
+    _cached: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # of the last epoch
 
     def __post_init__(self) -> None:
         lengths = torch.as_tensor(self.lengths)
@@ -239,48 +245,48 @@ class ByLength:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """32 bits of all lengths."""
-        return mix(repr(torch.as_tensor(self.lengths).tolist())) % 2**32
+        """32-bit hash of all lengths."""
+        return derive_seed(repr(torch.as_tensor(self.lengths).tolist())) % 2**32
 
     def steps(self, epoch: int) -> int:
         return _count(self.size, self.global_batch_size, self.drop_last)
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
-        if epoch not in self._kept:
-            self._kept.clear()
-            self._kept[epoch] = self._arrange(epoch)
-        return _as_list(self._kept[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
+        if epoch not in self._cached:
+            self._cached.clear()
+            self._cached[epoch] = self._arrange(epoch)
+        return _as_list(self._cached[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
 
     def _arrange(self, epoch: int) -> Tensor:
-        """The samples of an epoch, batch after batch."""
+        """Return the samples of an epoch, batch after batch."""
         assert isinstance(self.lengths, Tensor)
-        shuffled = _permutation(self.size, mix(self.seed, "length", epoch))
+        shuffled = _permutation(self.size, derive_seed(self.seed, "length", epoch))
         batches = self.size // self.global_batch_size
         full, rest = shuffled[: batches * self.global_batch_size], shuffled[batches * self.global_batch_size :]
-        # Two stable sorts: by length, and then back into pools with the lengths in order inside.
+        # Two stable sorts: by length, and then by pool, which keeps the samples of a pool sorted by length.
         by_length = torch.argsort(self.lengths[full.long()], stable=True)
         pools = torch.div(by_length, self.pool * self.global_batch_size, rounding_mode="floor")
         arranged = full[by_length[torch.argsort(pools, stable=True)]].view(batches, self.global_batch_size)
-        mixed = arranged[_permutation(batches, mix(self.seed, "length batches", epoch)).long()]
+        mixed = arranged[_permutation(batches, derive_seed(self.seed, "length batches", epoch)).long()]
         return torch.cat([mixed.flatten(), rest])
 
 
 @dataclass(frozen=True, eq=False)
 class SamplerOrder:
-    """The order of a torch `Sampler` (of samples, cut into global batches) or `BatchSampler` (of global batches).
+    """The order of a torch `Sampler` (whose samples are split into global batches) or `BatchSampler` (global batches).
 
-    The sampler is gone through once per epoch, on every worker, after `set_epoch(epoch)` if it has that. Its random
+    Every worker iterates over the sampler once per epoch, after calling its `set_epoch(epoch)` if it exists. Its random
     numbers follow from (seed, epoch): those that it draws from torch, random and numpy.random, and from a
-    `torch.Generator` that it holds. So all workers get the same samples, and a run can be resumed inside an epoch.
+    `torch.Generator` attribute. So all workers get the same samples, and a run can be resumed inside an epoch.
     """
 
     sampler: Sampler[Any]
     global_batch_size: int
     seed: int
     drop_last: bool = False
-    _kept: dict[int, list[list[int]]] = field(default_factory=dict, init=False, repr=False)  # the last epoch
-    _prints: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _cached: dict[int, list[list[int]]] = field(default_factory=dict, init=False, repr=False)  # of the last epoch
+    _fingerprints: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for one in _samplers_in(self.sampler):
@@ -292,7 +298,7 @@ class SamplerOrder:
         its_own = getattr(self.sampler, "batch_size", None)
         if isinstance(self.sampler, BatchSampler) and its_own is not None and its_own != self.global_batch_size:
             raise ValueError(
-                f"{self.name} has batches of {its_own}, but global_batch_size={self.global_batch_size}; say the same: "
+                f"{self.name} has batches of {its_own}, but global_batch_size={self.global_batch_size}; use one size: "
                 "its batches are global ones, and Lockstep deals their samples out"
             )
         if isinstance(self.sampler, BatchSampler):
@@ -315,7 +321,7 @@ class SamplerOrder:
         return type(self._inner) in known  # exact types: a subclass may do anything
 
     def uses_each_once(self, size: int) -> bool:
-        """Whether an epoch is certain to have each of `size` samples exactly once, but for a dropped last batch."""
+        """Whether an epoch is certain to have each of `size` samples exactly once, except for a dropped last batch."""
         one = self._inner
         if type(one) is RandomSampler and one.replacement:
             return False
@@ -329,26 +335,26 @@ class SamplerOrder:
         return self._batches(epoch)[step]
 
     def fingerprint(self, epoch: int) -> int:
-        """63 bits of the samples of an epoch in their order."""
+        """Return a 63-bit hash of the samples of an epoch in their order."""
         batches = self._batches(epoch)
-        if epoch not in self._prints:
-            self._prints.clear()
-            self._prints[epoch] = mix(repr(batches))
-        return self._prints[epoch]
+        if epoch not in self._fingerprints:
+            self._fingerprints.clear()
+            self._fingerprints[epoch] = derive_seed(repr(batches))
+        return self._fingerprints[epoch]
 
     def _batches(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._kept:
-            self._kept.clear()
-            self._kept[epoch] = self._draw(epoch)
-        return self._kept[epoch]
+        if epoch not in self._cached:
+            self._cached.clear()
+            self._cached[epoch] = self._draw(epoch)
+        return self._cached[epoch]
 
     def _draw(self, epoch: int) -> list[list[int]]:
-        key = mix(self.seed, "sampler", epoch)
+        key = derive_seed(self.seed, "sampler", epoch)
         samplers = _samplers_in(self.sampler)
         own = [value for one in samplers for value in vars(one).values() if isinstance(value, torch.Generator)]
         states = [generator.get_state() for generator in own]
-        with kept_random_state():
-            sow(key)
+        with preserve_random_state():
+            seed_all(key)
             for generator in own:
                 generator.manual_seed(key)
             for one in samplers:
@@ -365,20 +371,20 @@ class SamplerOrder:
 
 
 def _samplers_in(sampler: Any) -> list[Any]:
-    """The sampler, and those that it draws from."""
+    """Return the sampler and the samplers that it draws from."""
     inner = [value for value in vars(sampler).values() if isinstance(value, Sampler) and value is not sampler]
     return [sampler, *(one for each in inner for one in _samplers_in(each))]
 
 
 def check_seed(seed: int) -> None:
-    # A key is made of what is printed: 7, 7.0 and numpy's 7 would be three seeds.
+    # A key is derived from the printed form: 7, 7.0 and numpy's 7 would be three different seeds.
     if not _is_int(seed):
         raise ValueError(f"seed={seed!r} is a {type(seed).__name__}; give a plain int")
 
 
 def _permutation(size: int, key: int) -> Tensor:
     generator = torch.Generator().manual_seed(key)
-    # The same numbers in both types; a large dataset has this tensor on every worker.
+    # Both dtypes give the same numbers; int32 saves memory, since every worker has this tensor.
     return torch.randperm(size, generator=generator, dtype=torch.int32 if size < 2**31 else torch.int64)
 
 

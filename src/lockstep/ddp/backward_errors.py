@@ -1,6 +1,6 @@
-"""Words for a backward pass that did not go as it should.
+"""Messages for errors in a backward pass.
 
-Torch's key phrases are kept, because programs match on them; what is added are names.
+They contain torch's key phrases, because programs match on them, and add the names of parameters.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 BACKWARD_TWICE = (
     "backward() ran a second time through a forward whose gradients have already been averaged over the workers: what "
-    "it adds now would stay on this worker alone, and the replicas would part. Add the losses and call backward once; "
-    "or put the forward and the first backward together inside `with model.no_sync():`, and forward again."
+    "it adds now would stay on this worker alone, and the replicas would diverge. Add the losses and call backward "
+    "once; or put the forward and the first backward together inside `with model.no_sync():`, and forward again."
 )
 
 
@@ -44,7 +44,7 @@ def ready_twice(index: int, name: str, find_unused: bool) -> str:
 
 
 def unfinished(*, rank: int, missing: Mapping[int, str], find_unused: bool, static_graph: bool) -> str:
-    """Parameters that got no gradient, by number and name."""
+    """The message for a pass in which parameters got no gradient; `missing` maps their indices to their names."""
     begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         return (

@@ -1,11 +1,12 @@
 """Batch normalisation over the global batch, on CPUs and GPUs, through any process group.
 
 Note [Statistics of many parts]
-Every worker finds count, mean and M2 (the sum of squared distances from its own mean) of its rows, and sends them to
-all. The whole has the mean of the means, weighted by counts, and M2 = sum of M2_i + n_i (mean_i - mean)^2 (Chan et al.
-1979). No sum of squares is formed, so a mean that is large beside the deviation costs no digits. The sums run over
-workers in the order of comm/tree_order.py, and all workers do the same arithmetic on the same table: they get the same
-bits, whatever the backend. The gradient of the rows needs two more sums per channel, which are formed in the same way.
+Every worker computes count, mean and M2 (the sum of squared distances from its own mean) of its rows, and all workers
+gather them. The mean of the global batch is the mean of the means, weighted by counts, and its M2 is the sum of
+M2_i + n_i (mean_i - mean)^2 (Chan et al. 1979). No sum of squares is formed, so a mean that is large compared with the
+deviation costs no precision. The sums run over workers in the order of comm/tree_order.py, and all workers do the same
+arithmetic on the same table: they get the same bits with any backend. The gradient of the rows needs two more sums per
+channel, which are computed in the same way.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from lockstep._torch import BatchNormBase
 from lockstep.comm.tree_order import tree_rounds
 
-CACHED_NUMEL: Final = 1 << 16  # of a piece of work that one core keeps in its cache
+CACHED_NUMEL: Final = 1 << 16  # elements of a piece of work that fits in the cache of one core
 
 # The name changed in torch 2.13, and the old one warns.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` that also works on CPUs: same arguments, same buffers, same meaning.
+    """`torch.nn.SyncBatchNorm` that also works on CPUs: same arguments, same buffers, same results.
 
     While training, the statistics are those of all rows on all workers of `process_group` (None: the default group at
     the time of the forward). Workers may have different numbers of rows, or none. Every worker of the group must take
@@ -41,9 +42,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        group = self._group_to_ask()
+        group = self._sync_group()
         if group is None:
-            return _BatchNorm.forward(self, input)
+            return BatchNormBase.forward(self, input)
         self._check_channels(input)
         rows = input if _is_dense(input) else input.contiguous()
         with torch.no_grad():
@@ -57,8 +58,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
         """`module` with every batch norm inside it replaced by ours, or its replacement if it is one itself.
 
-        Parameters and buffers stay the same tensors; hooks are not taken along, as in torch. A layer that is used in
-        several places stays one layer.
+        Parameters and buffers stay the same tensors; hooks are not copied, as in torch. A layer that is used in several
+        places stays one layer.
         """
         return cls._convert(module, process_group, {})
 
@@ -66,7 +67,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _convert(cls, module: nn.Module, group: Any, done: dict[nn.Module, nn.Module]) -> nn.Module:
         if module in done:
             return done[module]
-        converted = cls._like(module, group) if isinstance(module, _BatchNorm) else module
+        converted = cls._like(module, group) if isinstance(module, BatchNormBase) else module
         done[module] = converted
         for name, child in list(module._modules.items()):
             if child is not None:
@@ -74,12 +75,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return converted
 
     @classmethod
-    def _like(cls, layer: _BatchNorm, group: Any) -> SyncBatchNorm:
+    def _like(cls, layer: BatchNormBase, group: Any) -> SyncBatchNorm:
         if any(nn.parameter.is_lazy(t) for t in (layer.weight, layer.running_mean) if t is not None):
             raise ValueError(
                 f"{type(layer).__name__} does not know its number of channels yet: run one forward, then convert"
             )
-        # Made without tensors of its own, which would only be thrown away.
+        # Constructed without tensors, because the layer's own are used.
         new = cls(layer.num_features, layer.eps, layer.momentum, False, False, group)
         new.affine, new.track_running_stats = layer.affine, layer.track_running_stats
         new.weight, new.bias = layer.weight, layer.bias
@@ -91,15 +92,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             new.qconfig = layer.qconfig
         return new
 
-    def _group_to_ask(self) -> Any:
-        """None where there is nobody to ask: in eval mode, without a process group, and in a group of one."""
+    def _sync_group(self) -> Any:
+        """The group to synchronise with. None in eval mode, without a process group, and in a group of one worker."""
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return None
         group = dist.group.WORLD if self.process_group is None else self.process_group
         return group if dist.get_world_size(group) > 1 else None
 
     def _check_channels(self, input: Tensor) -> None:
-        """Before anything is sent: the others would find a packet of the wrong size."""
+        """Called before the all-gather, which would otherwise get tensors of different sizes."""
         known = self.weight if self.weight is not None else self.running_mean
         if known is not None and input.size(1) != known.numel():
             raise ValueError(
@@ -107,7 +108,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
 
     def _track(self, whole: _Statistics, *, enough: bool) -> None:
-        """The global batch goes into the running statistics, after every check, so that an error changes nothing."""
+        """Update the running statistics. Called after every check, so that an error changes nothing."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -121,10 +122,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of the global batch, the same bits on every worker. Counts are tensors, so that no GPU is waited for."""
+    """Statistics of the global batch, with the same bits on every worker. Counts are tensors to avoid a GPU sync."""
 
-    counts: Tensor  # [workers]: values per channel that each of them has
-    count: Tensor  # [1]: their sum, or 1 if nobody has any
+    counts: Tensor  # [workers]: values per channel on each worker
+    count: Tensor  # [1]: their sum, or 1 if it is 0
     mean: Tensor  # [channels]
     m2: Tensor  # [channels]
     eps: float
@@ -155,7 +156,7 @@ def _own_statistics(rows: Tensor) -> Tensor:
     if values == 0:
         return torch.zeros(2 * channels + 1, dtype=dtype, device=rows.device)
     running_mean = running_var = None
-    if rows.dtype != dtype:  # a CPU forms sums in the dtype of the running statistics: here are some that nobody reads
+    if rows.dtype != dtype:  # on a CPU, sums have the dtype of the running statistics, so pass some that are not used
         running_mean, running_var = torch.zeros(2, channels, dtype=dtype, device=rows.device)
     mean, var = torch.batch_norm_update_stats(rows, running_mean, running_var, 0.0)
     return torch.cat([mean, var.mul_(values), var.new_full((1,), values)])
@@ -166,7 +167,7 @@ def _dtype_of_sums(rows: Tensor) -> torch.dtype:
 
 
 def _is_dense(rows: Tensor) -> bool:
-    """In one of the layouts that torch has fast loops for."""
+    """Whether the layout is one for which torch has fast loops."""
     return (
         rows.is_contiguous()
         or rows.is_contiguous(memory_format=torch.channels_last)
@@ -175,7 +176,7 @@ def _is_dense(rows: Tensor) -> bool:
 
 
 def _gather_table(mine: Tensor, group: Any) -> Tensor:
-    """[workers, numel]: what each worker has, in the order of ranks."""
+    """[workers, numel]: the tensor of each worker, in the order of ranks."""
     workers = dist.get_world_size(group)
     table = mine.new_empty(workers * mine.numel())
     _all_gather(table, mine, group=group)
@@ -183,7 +184,7 @@ def _gather_table(mine: Tensor, group: Any) -> Tensor:
 
 
 def _sum_rows(table: Tensor) -> Tensor:
-    """Along the tree, all pairs of a round at once. Uses `table` up."""
+    """Sum over rows in tree order, all pairs of a round at once. Overwrites `table`."""
     size = table.size(0)
     for pairs in tree_rounds(size):
         reach = pairs[0][1]
@@ -192,9 +193,9 @@ def _sum_rows(table: Tensor) -> Tensor:
 
 
 def _check_enough(rows: Tensor, whole: _Statistics, group: Any) -> bool:
-    """Whether there is any value. One value per channel on all workers together is an error, and so on all of them.
+    """Whether there is any value. Raises on all workers if they have one value per channel in total.
 
-    A worker with two values knows without looking: only those with fewer wait for the GPU.
+    A worker with two values or more knows the answer; only workers with fewer wait for the GPU.
     """
     if rows.numel() // rows.size(1) >= 2:
         return True
@@ -208,7 +209,7 @@ def _check_enough(rows: Tensor, whole: _Statistics, group: Any) -> bool:
 
 
 class _Normalise(torch.autograd.Function):
-    """Scale and shift by the statistics of the global batch. The gradient sees that they depend on all rows."""
+    """Scale and shift by the statistics of the global batch. The gradient includes their dependence on all rows."""
 
     @staticmethod
     def forward(
@@ -226,7 +227,7 @@ class _Normalise(torch.autograd.Function):
         whole: _Statistics = ctx.whole
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scale = torch.ones_like(whole.mean) if weight is None else weight.to(whole.mean.dtype)
-        if grad.stride() != rows.stride():  # an expanded one, or another memory format
+        if grad.stride() != rows.stride():  # expanded, or in another memory format
             grad = torch.empty_like(rows).copy_(grad)
         if rows.numel():
             _, products, plain = torch.ops.aten.native_batch_norm_backward(
@@ -235,7 +236,7 @@ class _Normalise(torch.autograd.Function):
         else:
             products, plain = torch.zeros_like(whole.mean), torch.zeros_like(whole.mean)
         grad_rows = None
-        if needs_rows:  # the same on all workers, also on one without rows: they wait for each other here
+        if needs_rows:  # collective: equal on all workers, also on one without rows
             totals = _sum_rows(_gather_table(torch.cat([plain, products]), ctx.group)).view(2, -1)
             grad_rows = _gradient(grad, rows, scale, totals, whole) if rows.numel() else grad
         grad_weight = products.to(weight.dtype) if needs_weight else None
@@ -244,8 +245,8 @@ class _Normalise(torch.autograd.Function):
 
 
 def _affine(rows: Tensor, weight: Tensor | None, bias: Tensor | None, whole: _Statistics) -> Tensor:
-    """weight x + bias in one pass, where x are the normalised rows: what torch does in eval mode."""
-    dtype = whole.mean.dtype  # torch mixes two dtypes at most: that of the rows and this one
+    """weight x + bias in one pass, where x are the normalised rows, as torch does in eval mode."""
+    dtype = whole.mean.dtype  # torch allows two dtypes at most: that of the rows and this one
     scale = None if weight is None else weight.to(dtype)
     shift = None if bias is None else bias.to(dtype)
     output: Tensor
@@ -280,7 +281,7 @@ def _gradient(grad: Tensor, rows: Tensor, scale: Tensor, totals: Tensor, whole: 
     per_channel = slope.view(-1, *[1] * (rows.dim() - 2))
     if rows.dtype == slope.dtype:
         return _affine(rows, weight, bias, whole).addcmul_(grad, per_channel)
-    # Low precision is rounded once, at the end. A few rows at a time, so that wide copies need not leave the cache.
+    # Low precision is rounded once, at the end. A few rows at a time, so that the wide copies stay in the cache.
     output = torch.empty_like(rows)
     few = max(1, CACHED_NUMEL * torch.get_num_threads() * rows.size(0) // rows.numel())
     pieces = (torch.split(tensor, few) for tensor in (output, rows, grad))
@@ -291,12 +292,12 @@ def _gradient(grad: Tensor, rows: Tensor, scale: Tensor, totals: Tensor, whole: 
 
 
 def needs_gpu(module: nn.Module) -> bool:
-    """Whether there is a SyncBatchNorm inside that works on GPUs only: torch's own."""
+    """Whether the module contains torch's own SyncBatchNorm, which works on GPUs only."""
     return any(isinstance(m, nn.SyncBatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
 
 
-def _admit_to_torch_ddp() -> None:
-    """Torch's wrapper refuses whatever is a torch SyncBatchNorm on a CPU; ours is one, and works there."""
+def _allow_in_torch_ddp() -> None:
+    """Make torch's wrapper accept our SyncBatchNorm on a CPU; it rejects every subclass of torch's."""
     refuse = getattr(TorchDDP, "_passing_sync_batchnorm_handle", None)
     if refuse is None:
         return
@@ -308,4 +309,4 @@ def _admit_to_torch_ddp() -> None:
     TorchDDP._passing_sync_batchnorm_handle = refuse_torch_only  # type: ignore[method-assign]
 
 
-_admit_to_torch_ddp()
+_allow_in_torch_ddp()

@@ -1,7 +1,7 @@
-"""Which gradients travel together, and the memory they travel in.
+"""Buckets: which gradients are reduced together, and the flat buffer that holds them.
 
-`Caps` and `pack` are pure: they decide from sizes alone, so every worker decides the same. `Bucket` owns one flat
-buffer and moves gradients into it and out of it.
+`Caps` and `pack` are pure functions of sizes, so every worker gets the same buckets. `Bucket` owns one flat buffer and
+copies gradients into it and out of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep import _torch
+
 MIB = 1024 * 1024
 DEFAULT_CAP_BYTES = 25 * MIB
-FIRST_CAP_BYTES = 1 * MIB  # the last gradients of a backward have nothing to hide behind: keep what they wait for small
+# Limit of the bucket that is packed first. While the order of definition is used, it is sent last, when no computation
+# is left to overlap with it; once the order of gradients is known, it is sent first, and communication starts early.
+FIRST_CAP_BYTES = 1 * MIB
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Caps:
 
     cap_bytes: int
     first_bytes: int
-    each_bytes: tuple[int, ...] = ()  # limits given one by one; the last one repeats
+    each_bytes: tuple[int, ...] = ()  # limit of each bucket in turn; the last one repeats
 
     @staticmethod
     def from_mib(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> Caps:
@@ -38,11 +42,11 @@ class Caps:
         return Caps(cap_bytes=int(cap_mb * MIB), first_bytes=int(cap_mb * MIB))
 
     def before_order_is_known(self, *, may_have_unused: bool) -> tuple[int, ...]:
-        """Until the order of gradients is known, one bucket per kind of tensor.
+        """Limits until the order of gradients is known: one bucket per dtype and device.
 
-        Parameters are then only assumed to be used in the order of their definition. A bucket that waits for a
-        late gradient would hold back, or on another worker run ahead of, collectives of the user's own.
-        A model with unused parameters never learns its order, so it gets its final buckets at once.
+        Until then, that parameters are used in the order of their definition is only an assumption. A bucket that waits
+        for a late gradient would be sent after the user's own collectives, or on another worker before them.
+        The order of a model that may have unused parameters is never learned, so it gets its final buckets at once.
         """
         if self.each_bytes:
             return self.each_bytes
@@ -55,8 +59,8 @@ class Caps:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """One bucket to be: the numbers of its parameters, and the limit it was packed under."""
+class BucketPlan:
+    """The indices of the parameters of one bucket, and the size limit under which it was packed."""
 
     indices: tuple[int, ...]
     limit_bytes: int
@@ -66,53 +70,53 @@ class Pack:
 class _Open:
     indices: list[int] = field(default_factory=list)
     size_bytes: int = 0
-    limit: int = 0  # which of the limits applies
+    limit: int = 0  # index of the limit that applies
 
 
 def pack(
     parameters: Sequence[Tensor], limits: Sequence[int], *, sparse: Sequence[bool], order: Sequence[int] | None = None
-) -> list[Pack]:
-    """Group parameters into buckets of one dtype and device. A function of its arguments alone.
+) -> list[BucketPlan]:
+    """Group parameters into buckets of one dtype and device. A pure function.
 
-    `order` is the order in which gradients arrive (default: that of definition). A parameter whose gradient is
-    sparse is a bucket of its own. The buckets come in the order in which they will be complete.
+    `order` is the order in which gradients arrive (default: the order of definition). A parameter with a sparse
+    gradient gets a bucket of its own. Returns the buckets in the order in which they will be complete.
     """
-    packs: list[Pack] = []
+    packs: list[BucketPlan] = []
     opened: dict[tuple[torch.dtype, torch.device], _Open] = {}
     arrival = list(range(len(parameters))) if order is None else list(order)
     for index in arrival:
         parameter = parameters[index]
         if sparse[index]:
-            packs.append(Pack((index,), 0))
+            packs.append(BucketPlan((index,), 0))
             continue
         bucket = opened.setdefault((parameter.dtype, parameter.device), _Open())
         bucket.indices.append(index)
         bucket.size_bytes += parameter.numel() * parameter.element_size()
         limit = limits[min(bucket.limit, len(limits) - 1)]
         if bucket.size_bytes >= limit:
-            packs.append(Pack(tuple(bucket.indices), limit))
+            packs.append(BucketPlan(tuple(bucket.indices), limit))
             opened[parameter.dtype, parameter.device] = _Open(limit=bucket.limit + 1)
-    packs += [Pack(tuple(b.indices), limits[min(b.limit, len(limits) - 1)]) for b in opened.values() if b.indices]
+    packs += [BucketPlan(tuple(b.indices), limits[min(b.limit, len(limits) - 1)]) for b in opened.values() if b.indices]
     if order is None:
-        # Parameters used first get their gradients last.
+        # Parameters that are used first get their gradients last.
         return sorted(packs, key=lambda p: min(p.indices), reverse=True)
     position = {index: place for place, index in enumerate(arrival)}
     return sorted(packs, key=lambda p: max(position[i] for i in p.indices))
 
 
 class Ownership(Enum):
-    """Who holds a gradient between the backward pass and the optimiser."""
+    """Who owns the memory of a gradient between the backward pass and the optimiser's step."""
 
-    HANDED_OVER = auto()  # moved into the bucket, and handed back as a piece of it: one copy, no second set
-    BUCKET_VIEW = auto()  # gradients are pieces of one buffer for good (gradient_as_bucket_view=True)
-    COPIED = auto()  # gradients stay where they are while a communication hook works on a copy
+    HANDED_OVER = auto()  # copied into the bucket once; `.grad` is then a piece of the bucket, without a second buffer
+    BUCKET_VIEW = auto()  # `.grad` is always a view of the bucket (gradient_as_bucket_view=True)
+    COPIED = auto()  # `.grad` keeps its own memory; a communication hook gets a copy
 
 
 @dataclass(frozen=True)
-class Filling:
-    """How gradients go into a bucket: who owns them, and what they are divided by on the way.
+class FillMode:
+    """How gradients are copied into a bucket: who owns them, and by what they are divided.
 
-    Which of two equal-looking operations scales them decides the last bit; these are the ones torch uses.
+    Whether they are multiplied by the inverse or divided changes the last bit; each method does what torch does.
     """
 
     ownership: Ownership
@@ -143,24 +147,24 @@ class Filling:
 
 
 class Bucket:
-    """One flat buffer and the parameters whose gradients it carries.
+    """One flat buffer, and the parameters whose gradients it holds.
 
     Note [Who owns the flat buffer]
-    In HANDED_OVER, a parameter's gradient becomes a piece of the flat buffer once it has been reduced, and belongs to
-    the user from then on. The buffer is used again only when nobody else refers to it, which its storage's reference
-    count tells; otherwise a new one is made, so a gradient that a user has kept never changes under his hands.
-    On an accelerator the buffer is let go as soon as the gradients are, because the allocator there gives memory back
-    at no cost and the forward pass needs it; on a CPU new pages cost as much as copying them, so it is kept.
-    A gradient is copied even if it has a bucket to itself: two gradients may share memory (a + b, each reshaped), and
-    no reference count tells that reliably.
-    The tensor that autograd made is free as soon as it has been copied, so on a CPU the next gradient is mostly made in
-    pages that are there: 11,800 page faults in a step of a small GPT, against 23,300 if gradients are kept longer.
+    With HANDED_OVER, a parameter's gradient becomes a piece of the flat buffer once it has been reduced, and the user
+    owns it from then on. The buffer is used again only if its storage's reference count shows that no other tensor
+    refers to it; otherwise a new one is allocated, so a gradient that the user has kept never changes.
+    On an accelerator the buffer is freed together with the gradients, because the caching allocator makes that cheap
+    and the forward pass needs the memory; on a CPU a page fault costs as much as copying the page, so it is kept.
+    A gradient is copied even if it is alone in its bucket: two gradients may share memory (a + b, each reshaped), and
+    no reference count shows that reliably.
+    The tensor that autograd made is freed as soon as it has been copied, so on a CPU the next gradient mostly reuses
+    its pages: 11,800 page faults in a step of a small GPT, against 23,300 if gradients are kept longer.
     """
 
     def __init__(
         self,
         number: int,
-        plan: Pack,
+        plan: BucketPlan,
         parameters: Sequence[Tensor],
         *,
         sparse: bool,
@@ -185,18 +189,19 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Before a backward pass: everything is still to come."""
+        """Called before a backward pass: no gradient has arrived."""
         self.pending = len(self.parameters)
         self.opened = False
-        self.sent: Any = None  # the work or future that will bring the sum
+        self.sent: Any = None  # the Work or Future of the reduction; None: not sent
+        # The user's own gradient tensors, which must receive the result. None: a piece of the buffer becomes `.grad`.
         self.kept: list[Tensor | None] = [None] * len(self.parameters)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """From now on carry gradients of another precision."""
+        """Change the dtype of the buffer."""
         self.dtype, self.flat, self.views = dtype, None, []
 
     def zeros(self) -> Tensor:
-        """What a worker sends that has nothing to contribute."""
+        """The contribution of a worker that has no gradients."""
         first = self.parameters[0]
         if self.sparse:
             none = torch.empty((1, 0), dtype=torch.int64, device=self.device)
@@ -205,18 +210,18 @@ class Bucket:
         numel = self.numel * (2 if self.dtype.is_complex else 1)
         return torch.zeros(numel, dtype=self.dtype.to_real(), device=self.device)
 
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        """Pieces of `flat`, one for each parameter, laid out as autograd lays out that parameter's gradient."""
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Pieces of `flat`, one for each parameter, with the strides that autograd gives that parameter's gradient."""
         with torch.no_grad():
             if self._plain:
-                pieces = torch._C._nn.unflatten_dense_tensors(flat, self.parameters)
+                pieces = _torch.unflatten(flat, self.parameters)
             else:
                 pieces = [piece_of(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True)]
-        # .data: aliases of the memory, but no views to autograd, so that a user may detach_() his gradient.
+        # .data: aliases of the memory, but not views for autograd, so that the user may call detach_() on a gradient.
         return [piece.data for piece in pieces]
 
     def aliases(self, slot: int, gradient: Tensor) -> bool:
-        """Whether this gradient already lies where it would be copied to."""
+        """Whether this gradient is already its piece of the buffer."""
         flat = self.flat
         return (
             flat is not None
@@ -227,40 +232,40 @@ class Bucket:
         )
 
     def open(self, ownership: Ownership) -> None:
-        """Have memory for this backward pass (see Note [Who owns the flat buffer])."""
+        """Provide the buffer for this backward pass (see Note [Who owns the flat buffer])."""
         if self.opened:
             return
         self.opened = True
         if ownership is Ownership.HANDED_OVER:
-            if self.flat is None or not self._is_ours_alone():
+            if self.flat is None or not self._is_unshared():
                 self.flat = self._allocate(self.numel, self.dtype, self.device)
-            self.views = self.cut(self.flat)
+            self.views = self.split(self.flat)
         elif self.flat is None or not self.views:
             if self.flat is None:
                 self.flat = self._allocate(self.numel, self.dtype, self.device)
-            self.views = self.cut(self.flat)
+            self.views = self.split(self.flat)
 
-    def _is_ours_alone(self) -> bool:
+    def _is_unshared(self) -> bool:
         assert self.flat is not None
         lent = sum(p.grad is not None and self.aliases(i, p.grad) for i, p in enumerate(self.parameters))
         storage = self.flat.untyped_storage()
-        # Two are ours: the flat tensor, and the handle in the line above.
-        return int(torch._C._storage_Use_Count(storage._cdata)) <= 2 + lent
+        # Two references are ours: the flat tensor, and `storage`.
+        return int(_torch.storage_use_count(storage._cdata)) <= 2 + lent
 
-    def let_go(self) -> None:
-        """Free the buffer if only we hold it. Called where memory is dear: before a forward and before a backward."""
+    def free_if_unused(self) -> None:
+        """Free the buffer if nothing else refers to it. Called before forward and backward, which need the memory."""
         if self.flat is not None and not self.sparse:
             self.views = []
             storage = self.flat.untyped_storage()
-            if int(torch._C._storage_Use_Count(storage._cdata)) <= 2:
+            if int(_torch.storage_use_count(storage._cdata)) <= 2:
                 self.flat = None
 
     # -- gradients in ------------------------------------------------------------------------------------------------
 
-    def take(self, slot: int, mode: Filling, *, existed: bool) -> None:
-        """Move one gradient in, scaled, while it is still in the cache.
+    def copy_in(self, slot: int, mode: FillMode, *, existed: bool) -> None:
+        """Copy one gradient in, scaled, while it is still in the cache.
 
-        `existed`: the tensor was there before this backward pass, so the result must appear in that same tensor.
+        `existed`: the tensor existed before this backward pass, so the result must be written to that same tensor.
         """
         parameter = self.parameters[slot]
         gradient = parameter.grad
@@ -277,8 +282,8 @@ class Bucket:
             mode.scale_into(view, gradient)
         self._keep(slot, gradient, mode.ownership, keep=existed or in_place)
 
-    def fill(self, mode: Filling, existed: Sequence[bool]) -> None:
-        """Move all gradients in at once: few large kernels instead of many small ones, for devices that prefer that."""
+    def copy_in_all(self, mode: FillMode, existed: Sequence[bool]) -> None:
+        """Copy all gradients in at once, with few large kernels instead of many small ones: faster on accelerators."""
         self.open(mode.ownership)
         assert self.flat is not None
         sources, targets = [], []
@@ -294,18 +299,18 @@ class Bucket:
                 targets.append(view)
             self._keep(slot, gradient, mode.ownership, keep=existed[slot] or in_place)
         if sources:
-            torch._foreach_copy_(targets, sources)
+            _torch.foreach_copy_(targets, sources)
         mode.scale_flat(self.flat)
 
     def _keep(self, slot: int, gradient: Tensor, ownership: Ownership, *, keep: bool) -> None:
         parameter = self.parameters[slot]
         if ownership is Ownership.HANDED_OVER:
-            # None while it travels: its memory is free at once, and a gradient that arrives late cannot be added to
-            # a sum on its way; `give_back` finds it instead.
+            # None during the reduction: its memory is freed at once, and a gradient that arrives late is not added to
+            # a buffer that is being reduced; `assign_gradients` detects it instead.
             self.kept[slot] = gradient if keep else None
             parameter.grad = None
         elif ownership is Ownership.BUCKET_VIEW:
-            # An alias of our view, not the view itself: torch's mixed precision hook swaps the data of what is here.
+            # An alias of our view, not the view itself: torch's mixed precision hook replaces the `.data` of `.grad`.
             parameter.grad = self.views[slot].data
 
     def _check(self, slot: int, gradient: Tensor) -> None:
@@ -319,19 +324,19 @@ class Bucket:
 
     # -- gradients out -----------------------------------------------------------------------------------------------
 
-    def give_back(self, result: Tensor, ownership: Ownership, untouched: Sequence[bool]) -> list[int]:
-        """Let every parameter have its reduced gradient. Returns the slots where a gradient came too late.
+    def assign_gradients(self, result: Tensor, ownership: Ownership, untouched: Sequence[bool]) -> list[int]:
+        """Set every parameter's `.grad` to its part of `result`. Returns the slots where a gradient arrived too late.
 
-        `untouched`: nobody used the parameter, so its gradient stays as it was.
+        `untouched`: no worker used the parameter, so its gradient stays as it was.
         """
-        pieces = self.pieces_of(result)
+        pieces = self.split_result(result)
         match ownership:
             case Ownership.HANDED_OVER:
-                late = self._hand_over(pieces, untouched)
+                late = self._assign_pieces(pieces, untouched)
                 self.views = []
                 return late
             case Ownership.BUCKET_VIEW:
-                self._show(pieces, untouched)
+                self._update_views(pieces, untouched)
             case Ownership.COPIED:
                 for parameter, piece, unused in zip(self.parameters, pieces, untouched, strict=True):
                     if unused:
@@ -342,7 +347,7 @@ class Bucket:
                         parameter.grad.copy_(piece)
         return []
 
-    def _hand_over(self, pieces: Sequence[Tensor], untouched: Sequence[bool]) -> list[int]:
+    def _assign_pieces(self, pieces: Sequence[Tensor], untouched: Sequence[bool]) -> list[int]:
         late = []
         for slot, (parameter, piece, unused) in enumerate(zip(self.parameters, pieces, untouched, strict=True)):
             kept = self.kept[slot]
@@ -358,7 +363,7 @@ class Bucket:
                 parameter.grad = kept
         return late
 
-    def _show(self, pieces: Sequence[Tensor], untouched: Sequence[bool]) -> None:
+    def _update_views(self, pieces: Sequence[Tensor], untouched: Sequence[bool]) -> None:
         for slot, (parameter, piece, unused) in enumerate(zip(self.parameters, pieces, untouched, strict=True)):
             view, gradient = self.views[slot], parameter.grad
             if piece is not view:
@@ -367,7 +372,7 @@ class Bucket:
                 continue
             if gradient is None:
                 parameter.grad = view.data
-            elif gradient.dtype != view.dtype:  # mixed precision: the optimiser's copy, in full precision
+            elif gradient.dtype != view.dtype:  # mixed precision: the optimiser's gradient, in full precision
                 gradient.copy_(piece)
             elif not self.aliases(slot, gradient) and gradient.numel():
                 raise RuntimeError(
@@ -377,19 +382,19 @@ class Bucket:
                 )
 
     def restore(self) -> None:
-        """Nothing was sent for this bucket: give back what was taken, as it was."""
+        """This bucket was not sent: restore the gradients that `copy_in` has set to None."""
         for parameter, kept in zip(self.parameters, self.kept, strict=True):
             if kept is not None:
                 parameter.grad = kept
         self.views = []
 
-    def whole(self) -> Tensor:
-        """The buffer as it is sent: complex numbers as pairs of reals, which every backend can add."""
+    def comm_buffer(self) -> Tensor:
+        """The buffer that is sent: complex numbers as pairs of reals, which every backend can add."""
         assert self.flat is not None
         return torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
 
-    def pieces_of(self, result: Tensor) -> list[Tensor]:
-        """What came back, cut like the gradients."""
+    def split_result(self, result: Tensor) -> list[Tensor]:
+        """Pieces of the reduced buffer, one for each parameter."""
         assert self.flat is not None
         if result.data_ptr() == self.flat.data_ptr() and result.dtype == self.flat.dtype:
             return self.views
@@ -397,12 +402,12 @@ class Bucket:
             if result.data_ptr() == self.flat.data_ptr():
                 return self.views
             result = torch.view_as_complex(result.view(-1, 2))
-        return self.cut(result)
+        return self.split(result)
 
 
 def piece_of(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
-    """Where `parameter`'s gradient lies in a flat buffer, laid out as autograd would."""
-    # Autograd makes gradients with the strides of a dense parameter, and row by row for any other.
+    """The part of a flat buffer that holds `parameter`'s gradient, with the strides that autograd would use."""
+    # Autograd gives a gradient the strides of its parameter if that is dense, and makes it contiguous otherwise.
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
     return flat.narrow(0, offset, parameter.numel()).view(parameter.size())

@@ -1,4 +1,4 @@
-"""Communication hooks: user code that decides how one bucket is reduced.
+"""Communication hooks: user code that reduces a bucket in place of the all-reduce.
 
 A hook has torch's signature `hook(state, bucket) -> Future[Tensor]` and gets a `GradBucket` with torch's methods,
 so that the hooks in `torch.distributed.algorithms.ddp_comm_hooks` run on it unchanged.
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
+
+from lockstep import _torch
 
 CommHook = Callable[[Any, Any], "Future[Tensor]"]
 
 
 class GradBucket:
-    """What a communication hook sees of a bucket. torch's own class cannot be built from Python."""
+    """The bucket that a communication hook gets. torch's own class cannot be constructed in Python."""
 
     def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         self._index = index
@@ -55,26 +56,26 @@ class GradBucket:
 
 
 def check_signature(hook: Any) -> None:
-    """The checks torch makes when a hook is registered, with torch's words, on which programs rely."""
+    """The checks that torch makes when a hook is registered, with torch's messages, on which programs rely."""
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     signature = _signature(hook)
     if "bucket" not in signature.parameters:
         raise TypeError(f"Communication hook {_name(hook)} must take a parameter named 'bucket'; it takes {signature}.")
     wanted = signature.parameters["bucket"].annotation
-    if not isinstance(wanted, str) and wanted not in (inspect.Parameter.empty, c10d.GradBucket, GradBucket):
+    if not isinstance(wanted, str) and wanted not in (inspect.Parameter.empty, _torch.GradBucket, GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
     if not isinstance(returned, str) and returned not in (inspect.Signature.empty, Future[Tensor]):
         raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
-    if _name(hook) in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not _bf16_on_the_wire():
+    if _name(hook) in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not _supports_bf16():
         raise TypeError("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and XCCL")
 
 
 def _signature(hook: Any) -> inspect.Signature:
     try:
         return inspect.signature(hook, eval_str=True)
-    except (NameError, TypeError):  # annotations that were postponed and name something not to be found from here
+    except (NameError, TypeError):  # postponed annotations with names that cannot be resolved here
         return inspect.signature(hook)
 
 
@@ -82,7 +83,7 @@ def _name(hook: Any) -> str:
     return getattr(hook, "__name__", type(hook).__name__)
 
 
-def _bf16_on_the_wire() -> bool:
+def _supports_bf16() -> bool:
     on_gpu = torch.version.cuda is not None or torch.version.hip is not None
     if on_gpu and dist.is_nccl_available():
         return bool(torch.cuda.nccl.version() >= (2, 10))  # type: ignore[no-untyped-call]
@@ -91,7 +92,7 @@ def _bf16_on_the_wire() -> bool:
 
 def run(hook: CommHook, state: object, bucket: GradBucket) -> Future[Any]:
     returned = hook(state, bucket)
-    if not isinstance(returned, torch._C.Future):
+    if not isinstance(returned, _torch.FutureBase):
         raise RuntimeError(
             "callback must return a torch.futures.Future object, but got "
             f"{type(returned)}: communication hook {_name(hook)}, bucket {bucket.index()}."
@@ -100,7 +101,7 @@ def run(hook: CommHook, state: object, bucket: GradBucket) -> Future[Any]:
 
 
 def result_of(future: Future[Any]) -> Tensor:
-    """The one tensor a hook's future holds; a list of one tensor is what `Work.get_future()` gives."""
+    """The tensor of a hook's future; `Work.get_future()` returns a list of one tensor."""
     value = future.value()
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -110,18 +111,18 @@ def result_of(future: Future[Any]) -> Tensor:
 
 
 def all_reduce_mean(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Any]:
-    """torch's built-in ALLREDUCE hook: divide first, so that half precision does not overflow, then add."""
+    """torch's built-in ALLREDUCE hook: divides before it adds, so that half precision does not overflow."""
     return group.allreduce([bucket.buffer().div_(group.size())], dist.AllreduceOptions()).get_future()
 
 
 def all_reduce_fp16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Any]:
-    """torch's built-in FP16_COMPRESS hook: 16 bits on the wire."""
+    """torch's built-in FP16_COMPRESS hook: sends 16 bits per value."""
     half = bucket.buffer().to(torch.float16).div_(group.size())
     future = group.allreduce([half], dist.AllreduceOptions()).get_future()
     return future.then(lambda done: bucket.buffer().copy_(result_of(done)))
 
 
 BUILT_IN: dict[Any, CommHook] = {
-    c10d.BuiltinCommHookType.ALLREDUCE: all_reduce_mean,
-    c10d.BuiltinCommHookType.FP16_COMPRESS: all_reduce_fp16,
+    _torch.BuiltinCommHookType.ALLREDUCE: all_reduce_mean,
+    _torch.BuiltinCommHookType.FP16_COMPRESS: all_reduce_fp16,
 }

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged all at once, when the gradient of one chosen parameter is ready."""
+"""Averages the gradients of some parameters in one all-reduce, when the gradient of a chosen parameter is ready."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class DelayedReduce:
     def _reduce(self, gradient: Tensor) -> Tensor:
         self._flat.div_(self._group.size())
         work = self._group.allreduce([self._flat], dist.AllreduceOptions())
-        # torch's class does not wait, and its optimiser may step on half a sum.
+        # torch's class does not wait, so an optimiser may read an incomplete sum.
         when_backward_ends(partial(wait_without_limit, work))
         return gradient
 
     def point_gradients_at_buffer(self) -> None:
-        """After a forward: gradients will be added up in the buffer, from zero where there is none yet."""
+        """Called after a forward: gradients are accumulated in the buffer, from zero where there is none yet."""
         if not self._parameters:
             return
         fresh = [p.grad is None for p in self._parameters]

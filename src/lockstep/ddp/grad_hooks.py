@@ -1,14 +1,14 @@
-"""Being told by autograd when gradients have arrived.
+"""Autograd hooks that report when gradients have been accumulated.
 
-Note [Two ways to listen]
-A Python call for each parameter costs about a microsecond, which shows where kernels are small. So on an accelerator,
-once gradients have arrived in the same order for a few steps, only the parameter that comes last in each bucket is
-listened to. That is checked by the reducer, not believed: before the backward pass, that no gradient is there yet and
-that every one of these parameters will be reached; when it is reached, that the others of its bucket have come. If not,
-this backward pass is sent as a whole when it ends, and all are listened to again.
+Note [Few hooks]
+A Python call for each parameter costs about a microsecond, which is noticeable if kernels are small. So on an
+accelerator, once gradients have arrived in the same order for a few steps, only the parameter that comes last in each
+bucket keeps its hook. The reducer checks that this is still valid: before the backward pass, that no gradient exists
+yet and that each of these parameters will be reached; when one is reached, that the others of its bucket have their
+gradients. If not, the buckets of this backward pass are sent when it ends, and all parameters get hooks again.
 
-In a world of one nothing is sent, so nothing can go wrong by listening too little: the very last parameter is enough,
-and whether all others have got their gradient is looked at once in a while.
+With one worker nothing is sent, so a missed gradient cannot do harm: a hook on the very last parameter is enough, and
+every few steps the reducer checks that all others have their gradients.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.ddp import autograd_graph
 
 
-class Listening(Enum):
-    TO_ALL = auto()
-    TO_LAST_OF_BUCKET = auto()
-    TO_VERY_LAST = auto()
+class HookMode(Enum):
+    """Which parameters have a hook; see Note [Few hooks]."""
+
+    ALL_PARAMETERS = auto()
+    LAST_OF_BUCKET = auto()
+    LAST_PARAMETER = auto()
 
 
-class Ears:
-    """Hooks on the accumulators of some parameters. They end with the object that listens."""
+class GradHooks:
+    """Hooks on the gradient accumulators of some parameters. They do not keep the object that is called alive."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
-        self.nodes: dict[int, Node] = {}  # those we listen to, held so that they live
+        self.nodes: dict[int, Node] = {}  # accumulators with a hook; autograd frees a node that nothing refers to
 
-    def listen(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """`call(index)` when the gradient of that parameter has been added. `call` is a method of the listener."""
-        self.stop()
-        # The node keeps the hook alive; a weak reference keeps the hook from keeping the listener alive.
+    def register(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
+        """Call `call(index)` when the gradient of that parameter has been accumulated. `call` is a bound method."""
+        self.remove()
+        # The node holds the hook; the hook holds the listener only weakly, so that the listener can be freed.
         method = weakref.WeakMethod(call)
 
         def hook_for(index: int) -> Callable[[Any, Any], None]:
@@ -57,18 +59,18 @@ class Ears:
         self.nodes = {i: autograd_graph.accumulator(self._parameters[i]) for i in indices}
         self._handles = [node.register_hook(hook_for(i)) for i, node in self.nodes.items()]
 
-    def stop(self) -> None:
+    def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def renew(self) -> None:
-        """A hook that was removed still costs a call into Python. Only a new node is free of it.
+    def remove_and_renew_nodes(self) -> None:
+        """Remove the hooks and let autograd make new nodes: after a removed hook a node still calls into Python.
 
-        A node that somebody else holds keeps his hooks: it stays.
+        A node that other code refers to may have hooks of that code, so it is kept.
         """
-        self.stop()
-        # How many references a node has that nobody else holds differs between versions of torch, not between nodes.
+        self.remove()
+        # The reference count of a node that only we hold differs between versions of torch, but not between nodes.
         references = {index: sys.getrefcount(self.nodes[index]) for index in self.nodes}
         fewest = min(references.values(), default=0)
         ours = [self._parameters[index] for index, count in references.items() if count == fewest]
@@ -76,11 +78,11 @@ class Ears:
         autograd_graph.renew_accumulators(ours)
 
 
-_listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of those who listen to it
+_listeners = WeakIdKeyDictionary()  # parameter -> WeakSet of the objects that have a hook on it
 
 
-def announce(listener: object, parameters: Iterable[Tensor]) -> set[Any]:
-    """Who listens to one of these parameters as well. A wrapper inside a wrapper is the usual case."""
+def register_listener(listener: object, parameters: Iterable[Tensor]) -> set[Any]:
+    """Returns the other listeners that share one of these parameters: usually a wrapper inside a wrapper."""
     others: set[Any] = set()
     for parameter in parameters:
         listeners = _listeners.setdefault(parameter, weakref.WeakSet())  # type: ignore[no-untyped-call]
@@ -89,6 +91,6 @@ def announce(listener: object, parameters: Iterable[Tensor]) -> set[Any]:
     return others - {listener}
 
 
-def retire(listener: object, parameters: Iterable[Tensor]) -> None:
+def unregister_listener(listener: object, parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         _listeners[parameter].discard(listener)

@@ -1,17 +1,19 @@
-"""The figures behind `_get_ddp_logging_data()`, under torch's names, and the timing they are made of."""
+"""The data behind `_get_ddp_logging_data()`, under torch's names, and the clock that times an iteration."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.bucket import Bucket, Caps
+from lockstep.ddp.unused_parameters import ParameterUsage
 
-FIRST_SAMPLED = 10  # every iteration is timed up to here, then one in `sample_rate`
+FIRST_SAMPLED = 10  # every iteration up to this one is timed, then one in `sample_rate`
 
 _ENVIRONMENT = {
     "any": {
@@ -30,10 +32,10 @@ _ENVIRONMENT = {
         "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
     },
 }
-_GLOO_THREADS = 2  # what torch starts for each Gloo group
+_GLOO_THREADS = 2  # number of threads that torch starts for each Gloo group
 _C_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
-# What is measured: name -> (where it begins, where it ends), in the names of `Clock`.
+# Time spans: name -> (event at its begin, event at its end); the events are those of `IterationClock`.
 _SPANS = {
     "forward_compute_time": ("forward_start", "backward_start"),
     "backward_compute_time": ("backward_start", "backward_end"),
@@ -49,8 +51,8 @@ _STARTS = {
 }
 
 
-class Clock:
-    """When the parts of one iteration happened, in nanoseconds, on the host."""
+class IterationClock:
+    """Times of the events of one iteration, in nanoseconds, taken on the host."""
 
     def __init__(self) -> None:
         self.at: dict[str, int] = {}
@@ -64,10 +66,42 @@ class Clock:
         return self.at[end] - self.at[begin]
 
 
-class Log:
-    """Also the home of the last error, which torch's tools look for here."""
+class LoggedOptions(Protocol):
+    """The options of a reducer that are logged."""
 
-    def __init__(self, reducer: Reducer, construction: dict[str, Any]) -> None:
+    @property
+    def caps(self) -> Caps: ...
+    @property
+    def find_unused(self) -> bool: ...
+    @property
+    def gradient_as_bucket_view(self) -> bool: ...
+
+
+class LoggedReducer(Protocol):
+    """What the logger reads from a reducer."""
+
+    iterations: int
+    has_rebuilt: bool
+    last_order: list[int]
+    clock: IterationClock
+    usage: ParameterUsage
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def buckets(self) -> Sequence[Bucket]: ...
+    @property
+    def buckets_reduced(self) -> int: ...
+    @property
+    def options(self) -> LoggedOptions: ...
+
+
+class DDPLogger:
+    """Collects the logging data. It also records the last error, because torch's tools read it from here."""
+
+    def __init__(self, reducer: LoggedReducer, construction: dict[str, Any]) -> None:
         self._reducer = reducer
         self._samples = 0
         group = reducer.group
@@ -83,9 +117,9 @@ class Log:
             "dtypes": ", ".join(sorted(dtypes)),
             "bucket_sizes": ", ".join(str(b.size_bytes) for b in reducer.buckets),
             "initial_bucket_size_limits": ", ".join(str(b.plan.limit_bytes) for b in reducer.buckets),
-            "bucket_cap_bytes": reducer.settings.caps.cap_bytes,
-            "find_unused_parameters": int(reducer.settings.find_unused),
-            "gradient_as_bucket_view": int(reducer.settings.gradient_as_bucket_view),
+            "bucket_cap_bytes": reducer.options.caps.cap_bytes,
+            "find_unused_parameters": int(reducer.options.find_unused),
+            "gradient_as_bucket_view": int(reducer.options.gradient_as_bucket_view),
             "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "backend_name": backend,
             **construction,
@@ -99,7 +133,7 @@ class Log:
         self.data |= {"has_error": 1, "error": str(error), "iteration": self._reducer.iterations}
 
     def sample(self) -> None:
-        """Before a forward: take down how the iteration before it went."""
+        """Called before a forward: record the iteration before it."""
         r = self._reducer
         self._samples += 1
         self.data |= {
@@ -128,7 +162,7 @@ class Log:
         for name, event in _STARTS.items():
             self.data[name] = r.clock.at.get(event, 0)
 
-    # The names below are torch's; libraries and torch's own join and hooks call them.
+    # The names below are torch's; libraries and torch's own join and communication hooks call them.
     def set_error_and_log(self, message: str) -> None:
         self.error(RuntimeError(message))
 
@@ -159,4 +193,4 @@ def _backend_name(group: dist.ProcessGroup) -> str:
     try:
         return str(group.name())
     except (RuntimeError, AttributeError):
-        return type(group).__name__  # a process group written in Python need not have a name
+        return type(group).__name__  # a process group written in Python may have no name

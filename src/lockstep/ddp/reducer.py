@@ -1,8 +1,10 @@
-"""Ready counts -> collectives -> gradients.
+"""The reducer: averages gradients over the workers while the backward pass runs.
 
-Autograd tells the reducer which gradients have arrived. When the last one of a bucket has, the bucket is sent, always
-in the order of the buckets, so that every worker makes the same calls. When the backward pass ends, the reducer waits
-for what is still on its way and lets every parameter have the mean.
+Autograd hooks report which gradients have arrived. When the last one of a bucket has, the bucket is sent, always in the
+order of the buckets, so that every worker makes the same calls. When the backward pass ends, the reducer waits for the
+collectives that are still running and assigns the mean to every parameter's `.grad`.
+
+`bucket_queue.py` fills and sends the buckets; `backward_pass.py` holds the state of the running backward pass.
 """
 
 from __future__ import annotations
@@ -11,51 +13,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.comm.abortable_wait import wait_without_limit
 from lockstep.ddp import autograd_graph, backward_errors, grad_hooks
-from lockstep.ddp.bucket import Bucket, Caps, Filling, Ownership, Pack, pack
+from lockstep.ddp.backward_pass import BackwardPass, ForwardPass, PassPhase
+from lockstep.ddp.bucket import Bucket, pack
+from lockstep.ddp.bucket_queue import BucketQueue, ReducerOptions
 from lockstep.ddp.bucket_reduce import Exchange
-from lockstep.ddp.grad_hooks import Ears, Listening
-from lockstep.ddp.logging_data import FIRST_SAMPLED, Clock
-from lockstep.ddp.unused_parameters import Usage
+from lockstep.ddp.grad_hooks import GradHooks, HookMode
+from lockstep.ddp.logging_data import FIRST_SAMPLED, DDPLogger, IterationClock
+from lockstep.ddp.unused_parameters import ParameterUsage
 
-if TYPE_CHECKING:
-    from lockstep.ddp.logging_data import Log
-
-LOOK_EVERY = 16  # steps, in a world of one
-STABLE_STEPS = 2  # equal steps before only the last parameter of each bucket is listened to
-
-
-class Phase(Enum):
-    IDLE = auto()  # gradients that arrive are the user's own: no_sync, or the bare module
-    ARMED = auto()  # a forward was made whose backward will be reduced
-    REDUCING = auto()  # its first gradient has arrived
-
-
-@dataclass(frozen=True)
-class Settings:
-    caps: Caps
-    find_unused: bool = False
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
-    skip_unused: bool = False
-    batched_copy: bool = False
-
-
-@dataclass
-class Pass:
-    """One forward: whether the backward pass through it has been reduced."""
-
-    reduced: bool = False
+CHECK_EVERY = 16  # steps between two checks for missing gradients, with one worker
+STABLE_STEPS = 2  # steps with the same order before only the last parameter of each bucket keeps its hook
 
 
 class Reducer:
@@ -66,58 +41,47 @@ class Reducer:
         names: Sequence[str],
         sparse: Sequence[bool],
         group: dist.ProcessGroup,
-        settings: Settings,
+        options: ReducerOptions,
     ) -> None:
         self.parameters = list(parameters)
         self.names = list(names)
         self.sparse = list(sparse)
-        self.settings = settings
+        self.options = options
         self.static_graph = False
         self.iterations = 0
         self.sample_rate = 100
-        self.clock = Clock()
+        self.clock = IterationClock()
         self.has_rebuilt = False
         self.last_order: list[int] = []
-        self.buckets_reduced = 0
         self.is_sampled = False
-        self.is_shared = False  # another reducer listens to the same parameters
-        self._log: weakref.ref[Log] | None = None
-        self._lock = threading.Lock()  # a model over several devices has a backward thread for each
-        self._optimizer_in_backward = False
-        self._bucket_dtype: torch.dtype | None = None
-        self._futures: list[Future[Any]] = []
+        self.is_shared = False  # another reducer has hooks on the same parameters
         self.device = self.parameters[0].device
-        self.on_accelerator = self.device.type != "cpu"
-        self.is_batched = settings.batched_copy or self.on_accelerator
         self.exchange = Exchange(group, self.device)
-        self.usage = Usage(len(self.parameters), self.device)
-        self._ears = Ears(self.parameters)
-
-        count = len(self.parameters)
-        self._uses: list[int] | None = None  # static graph: how often each parameter is reached, once learned
-        self.phase = Phase.IDLE
-        self._passes: list[Pass] = []  # forwards that the running backward goes through
-        self._stale = False  # the running backward goes through a forward that was reduced before
-        self._started = False  # the running backward has been seen from its start
-        self._armed_again = False
-        self._send_at_end = False
-        self._existed = [False] * count  # gradients that were there before the running backward
-        self._reached: list[bool] | None = None
-        self._order: list[int] = []
+        self.usage = ParameterUsage(len(self.parameters), self.device)
+        self.queue = BucketQueue(
+            self.parameters, names=self.names, sparse=sparse, exchange=self.exchange, usage=self.usage, options=options
+        )
+        self.hook_mode = HookMode.ALL_PARAMETERS
+        self._grad_hooks = GradHooks(self.parameters)
+        self._logger: weakref.ref[DDPLogger] | None = None
+        self._lock = threading.Lock()  # autograd runs one backward thread per device of a model over several devices
+        self._futures: list[Future[Any]] = []
+        self._uses: list[int] | None = None  # static graph: gradients per parameter and pass, once learned
+        self._pass = BackwardPass()
         self._steady_steps = 0
-        self.listening = Listening.TO_ALL
-        may_have_unused = settings.find_unused and not settings.static_graph
-        limits = settings.caps.before_order_is_known(may_have_unused=may_have_unused)
-        self._lay_out(pack(self.parameters, limits, sparse=self.sparse))
-        self._listen_to_all()
-        others = grad_hooks.announce(self, self.parameters)
+
+        may_have_unused = options.find_unused and not options.static_graph
+        limits = options.caps.before_order_is_known(may_have_unused=may_have_unused)
+        self.queue.lay_out(pack(self.parameters, limits, sparse=self.sparse))
+        self._register_all_hooks()
+        others = grad_hooks.register_listener(self, self.parameters)
         for reducer in {self, *others} if others else ():
             reducer.is_shared = True
-            reducer._decide()
-        self._decide()
+            reducer._configure()
+        self._configure()
 
     def __del__(self) -> None:
-        self._ears.stop()
+        self._grad_hooks.remove()
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -125,39 +89,18 @@ class Reducer:
     def group(self) -> dist.ProcessGroup:
         return self.exchange.group
 
-    def _decide(self) -> None:
-        """What follows from the settings, the group and the hook; again whenever one of them changes."""
-        if self.settings.gradient_as_bucket_view:
-            self.ownership = Ownership.BUCKET_VIEW
-        else:
-            copied = self.exchange.has_hook or self.is_shared
-            self.ownership = Ownership.COPIED if copied else Ownership.HANDED_OVER
-        # The mean over one worker is the gradient itself, if nobody wants to see it pass by.
-        handed_over = self.ownership is Ownership.HANDED_OVER
-        self.nothing_to_send = self.group.size() == 1 and not self.exchange.is_python and handed_over
-        self.lets_go = self.on_accelerator and handed_over and not self.nothing_to_send
-        self._stop_few()
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self.queue.buckets
 
-    def _lay_out(self, plan: Sequence[Pack]) -> None:
-        self.buckets = [
-            Bucket(
-                n,
-                p,
-                self.parameters,
-                sparse=self.sparse[p.indices[0]] and len(p.indices) == 1,
-                allocate=self.exchange.allocate,
-            )
-            for n, p in enumerate(plan)
-        ]
-        if self._bucket_dtype is not None:
-            for bucket in self.buckets:
-                bucket.cast(self._bucket_dtype)
-        self._home = {
-            index: (bucket, slot) for bucket in self.buckets for slot, index in enumerate(bucket.plan.indices)
-        }
-        self._next = 0
-        self._is_ready = [False] * len(self.parameters)
-        self._stop_few()
+    @property
+    def buckets_reduced(self) -> int:
+        return self.queue.buckets_reduced
+
+    def _configure(self) -> None:
+        """Called again when the group, the communication hook or `is_shared` has changed."""
+        self.queue.configure(is_shared=self.is_shared)
+        self._return_to_all_hooks()
 
     @property
     def learns_static_graph(self) -> bool:
@@ -165,29 +108,29 @@ class Reducer:
 
     @property
     def tracks_use(self) -> bool:
-        return self.learns_static_graph or (self.settings.find_unused and not self.static_graph)
+        return self.learns_static_graph or (self.options.find_unused and not self.static_graph)
 
-    # -- listening to autograd ---------------------------------------------------------------------------------------
+    # -- autograd hooks ----------------------------------------------------------------------------------------------
 
-    def _listen_to_all(self) -> None:
-        self._ears.listen(range(len(self.parameters)), self._gradient_arrived)
-        self.listening = Listening.TO_ALL
+    def _register_all_hooks(self) -> None:
+        self._grad_hooks.register(range(len(self.parameters)), self._gradient_arrived)
+        self.hook_mode = HookMode.ALL_PARAMETERS
 
-    def _listen_to_few(self) -> None:
-        """See Note [Two ways to listen] in listen.py."""
-        self._ears.renew()
-        last = [b.plan.indices[-1] for b in self.buckets]
-        if self.nothing_to_send:
-            self._ears.listen(last[-1:], self._very_last_arrived)
-            self.listening = Listening.TO_VERY_LAST
+    def _register_few_hooks(self) -> None:
+        """See Note [Few hooks] in grad_hooks.py."""
+        self._grad_hooks.remove_and_renew_nodes()
+        last = [b.plan.indices[-1] for b in self.queue.buckets]
+        if self.queue.nothing_to_send:
+            self._grad_hooks.register(last[-1:], self._last_parameter_arrived)
+            self.hook_mode = HookMode.LAST_PARAMETER
         else:
-            self._ears.listen(last, self._last_of_bucket_arrived)
-            self.listening = Listening.TO_LAST_OF_BUCKET
+            self._grad_hooks.register(last, self._last_of_bucket_arrived)
+            self.hook_mode = HookMode.LAST_OF_BUCKET
 
-    def _stop_few(self) -> None:
+    def _return_to_all_hooks(self) -> None:
         self._steady_steps = -STABLE_STEPS
-        if self.listening is not Listening.TO_ALL:
-            self._listen_to_all()
+        if self.hook_mode is not HookMode.ALL_PARAMETERS:
+            self._register_all_hooks()
 
     def _gradient_arrived(self, index: int) -> None:
         self._guarded(self._on_gradient, index)
@@ -195,8 +138,8 @@ class Reducer:
     def _last_of_bucket_arrived(self, index: int) -> None:
         self._guarded(self._on_last_of_bucket, index)
 
-    def _very_last_arrived(self, index: int) -> None:
-        self._guarded(self._on_very_last, index)
+    def _last_parameter_arrived(self, index: int) -> None:
+        self._guarded(self._on_last_parameter, index)
 
     def _guarded(self, call: Callable[[int], None], index: int) -> None:
         with self._lock:
@@ -207,7 +150,7 @@ class Reducer:
                 else:
                     call(index)
             except Exception as error:
-                self._note(error)
+                self._log_error(error)
                 raise
 
     # -- one iteration -----------------------------------------------------------------------------------------------
@@ -215,403 +158,292 @@ class Reducer:
     def prepare_for_forward(self) -> None:
         self.iterations = n = self.iterations + 1
         self.is_sampled = n <= FIRST_SAMPLED or n % self.sample_rate == 0
+        self.queue.clock = None
         if self.is_sampled:
-            self.clock = Clock()
+            self.clock = self.queue.clock = IterationClock()
             self.clock.mark("forward_start")
-        if self.lets_go:
-            for bucket in self.buckets:
-                bucket.let_go()
+        self.queue.free_unused_buffers()
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """The next backward pass will be reduced."""
+        """The next backward pass will be reduced. `outputs` are the tensors that the forward returned."""
         if self.is_sampled:
             self.clock.mark("backward_start")
-        if self.listening is Listening.TO_VERY_LAST:
-            self.phase = Phase.ARMED
+        if self.hook_mode is HookMode.LAST_PARAMETER:
+            self._pass.phase = PassPhase.ARMED
             return
         self._arm()
-        seen = Pass()
-        us = weakref.ref(self)
-
-        def on_output_reached(_grads: Any) -> None:
-            reducer = us()
-            if reducer is not None:
-                reducer._backward_starts(seen)
-
-        watched = False
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.grad_fn.register_prehook(on_output_reached)
-                watched = True
-        if not watched:  # no sign when a backward pass starts, so look now
-            self._existed = [p.grad is not None for p in self.parameters]
+        if not autograd_graph.call_when_reached(outputs, self._backward_started, ForwardPass()):
+            self.queue.record_existing_gradients()  # nothing will report the start of the backward pass, so look now
 
     def _arm(self) -> None:
-        self.phase = Phase.ARMED
-        self._next = 0
-        self.buckets_reduced = 0
-        self._order = []
-        self._is_ready = [False] * len(self.parameters)
-        self._uses_left = list(self._uses or ())
-        self._reached = None
-        self.exchange.begin()
-        self._started = self._send_at_end = self._armed_again = False
-        for bucket in self.buckets:
-            bucket.reset()
+        self._pass.arm(self._uses or ())
+        self.queue.begin()
 
-    def _backward_starts(self, seen: Pass) -> None:
-        """A backward pass has come to an output of our forward. No gradient of ours has been computed yet.
+    def _backward_started(self, forward: ForwardPass) -> None:
+        """A backward pass has reached an output of `forward`; no gradient of our parameters has been computed yet.
 
-        It may also be autograd.grad(), which brings us no gradient: so only look, and decide at the first gradient.
+        It may be autograd.grad(), which accumulates no gradient: so only look here, and decide at the first gradient.
         """
         with self._lock:
-            if seen.reduced:
-                self._stale = True
-                autograd_graph.when_backward_ends(self._forget_stale)
+            current = self._pass
+            if forward.reduced:
+                current.is_stale = True
+                autograd_graph.when_backward_ends(current.clear_stale)
                 return
-            if self.phase is Phase.IDLE:
-                # Another forward came between, and its backward was reduced first. This one is due as well.
+            if current.phase is PassPhase.IDLE:
+                # The backward pass of a later forward was reduced first. This one is to be reduced as well.
                 self._arm()
-                self._armed_again = True
-            self._passes.append(seen)
-            if self._started or self.phase is Phase.REDUCING:
+                current.armed_late = True
+            current.forwards.append(forward)
+            if current.start_seen or current.phase is PassPhase.REDUCING:
                 return
-            self._started = True
+            current.start_seen = True
             autograd_graph.when_backward_ends(self._backward_ended)
-            self._existed = [p.grad is not None for p in self.parameters]
-            if self.settings.find_unused and not self.static_graph:
-                self._reached = self._search_unused()
-            if self.listening is Listening.TO_LAST_OF_BUCKET and not self._few_will_do():
-                self._stop_few()
-            if self.lets_go:
-                for bucket in self.buckets:
-                    bucket.let_go()
+            self.queue.record_existing_gradients()
+            if self.options.find_unused and not self.static_graph:
+                current.reached = self._search_unused()
+            if self.hook_mode is HookMode.LAST_OF_BUCKET and not self._few_hooks_suffice():
+                self._return_to_all_hooks()
+            self.queue.free_unused_buffers()
 
-    def _few_will_do(self) -> bool:
-        return not any(self._existed) and all(autograd_graph.will_be_reached(list(self._ears.nodes.values())))
+    def _few_hooks_suffice(self) -> bool:
+        nodes = list(self._grad_hooks.nodes.values())
+        return not any(self.queue.existed) and all(autograd_graph.will_be_reached(nodes))
 
     def _search_unused(self) -> list[bool]:
         with autograd_graph.profiled("search_unused_parameters"):
-            return autograd_graph.will_be_reached(list(self._ears.nodes.values()))
-
-    def _forget_stale(self) -> None:
-        self._stale = False
+            return autograd_graph.will_be_reached(list(self._grad_hooks.nodes.values()))
 
     def _backward_ended(self) -> None:
-        self._started = False
-        if self.phase is Phase.ARMED:  # it was autograd.grad(): no gradient came
-            self._passes = []
-            if self._armed_again:
-                self.phase = Phase.IDLE
-        elif self.phase is Phase.REDUCING and self.learns_static_graph:
+        current = self._pass
+        current.start_seen = False
+        if current.phase is PassPhase.ARMED:  # it was autograd.grad(): no gradient arrived
+            current.forwards = []
+            if current.armed_late:
+                current.phase = PassPhase.IDLE
+        elif current.phase is PassPhase.REDUCING and self.learns_static_graph:
             self._delay_all_reduce()
-        elif self.phase is Phase.REDUCING and self._send_at_end:
-            self._send_all_that_came()
+        elif current.phase is PassPhase.REDUCING and current.send_at_end:
+            self._send_all_at_end()
+
+    # -- gradients that arrive ---------------------------------------------------------------------------------------
 
     def _on_gradient(self, index: int) -> None:
         if self.tracks_use and self.parameters[index].grad is not None:
-            self.usage.note(index)
-        if not self._is_expected():
+            self.usage.mark_used(index)
+        current = self._pass
+        if current.phase is not PassPhase.REDUCING and not self._start_reducing():
             return
         if self.learns_static_graph:
-            self._static_counts[index] += 1
+            current.static_counts[index] += 1
             return
         if self._uses is not None:
-            self._uses_left[index] -= 1
-            if self._uses_left[index] < 0:
+            uses_left = current.uses_left
+            uses_left[index] -= 1
+            if uses_left[index] < 0:
                 raise RuntimeError(backward_errors.graph_changed(self.names[index]))
-            if self._uses_left[index] > 0:
+            if uses_left[index] > 0:
                 return
-        if self._send_at_end:
+        if current.send_at_end:
             return
-        self._order.append(index)
-        self._mark_ready(index)
-        if self._send_what_is_ready():
-            autograd_graph.when_backward_ends(self._finish)
+        current.order.append(index)
+        queue = self.queue
+        queue.mark_ready(index)
+        if queue.send_ready():
+            self._after_last_bucket()
 
     def _on_last_of_bucket(self, index: int) -> None:
-        if not self._is_expected():
+        current = self._pass
+        if current.phase is not PassPhase.REDUCING and not self._start_reducing():
             return
-        bucket, _ = self._home[index]
-        if not self._started or any(self.parameters[i].grad is None for i in bucket.plan.indices):
-            self._surprised()
+        queue = self.queue
+        bucket = queue.bucket_of(index)
+        if not current.start_seen or any(p.grad is None for p in bucket.parameters):
+            self._fall_back_to_sending_at_end()
             return
-        bucket.pending = 0
-        for i in bucket.plan.indices:
-            self._is_ready[i] = True
-        if self._send_what_is_ready():
-            autograd_graph.when_backward_ends(self._finish)
+        queue.mark_bucket_ready(bucket)
+        if queue.send_ready():
+            self._after_last_bucket()
 
-    def _on_very_last(self, _index: int) -> None:
-        """A world of one: gradients are where they belong as they come."""
-        if self.phase is not Phase.ARMED:
+    def _on_last_parameter(self, _index: int) -> None:
+        """With one worker: the gradients are final as they arrive."""
+        current = self._pass
+        if current.phase is not PassPhase.ARMED:
             return
-        self.phase = Phase.IDLE
+        current.phase = PassPhase.IDLE
         if self.is_sampled:
             for event in ("comm_start", "backward_end", "comm_end"):
                 self.clock.mark(event)
-        if self.iterations % LOOK_EVERY == 0 and any(p.grad is None for p in self.parameters):
-            self._stop_few()  # unused, or used up by an optimiser inside the backward pass: all will tell
+        if self.iterations % CHECK_EVERY == 0 and any(p.grad is None for p in self.parameters):
+            self._return_to_all_hooks()  # some are unused, or an optimiser inside the backward pass has dropped them
 
-    def _surprised(self) -> None:
-        """Gradients come in another order than before: only the end will tell what has come and what has not."""
-        self._stop_few()
-        self._send_at_end = True
-        self._reached = autograd_graph.will_be_reached([autograd_graph.accumulator(p) for p in self.parameters])
-        if not self._started:
-            self._started = True
-            autograd_graph.when_backward_ends(self._backward_ended)
-
-    def _send_all_that_came(self) -> None:
-        assert self._reached is not None
-        with torch.no_grad():
-            for i, ready in enumerate(self._is_ready):
-                if not ready and (self._reached[i] or self.parameters[i].grad is not None):
-                    self._mark_ready(i)
-            if self._send_what_is_ready():
-                self._finish()
-
-    def _is_expected(self) -> bool:
-        """Whether this gradient belongs to a backward pass that is to be reduced; its first one starts that."""
-        if self.phase is Phase.IDLE:
-            if self._stale and not self.nothing_to_send:
-                self._stale = False  # this ends the backward pass, so nobody else will forget it
+    def _start_reducing(self) -> bool:
+        """At a gradient outside REDUCING. Returns whether it belongs to a backward pass that is to be reduced."""
+        current = self._pass
+        if current.phase is PassPhase.IDLE:
+            if current.is_stale and not self.queue.nothing_to_send:
+                current.is_stale = False  # the error ends the backward pass, so its end callback will not run
                 raise RuntimeError(backward_errors.BACKWARD_TWICE)
             return False
-        if self.phase is Phase.ARMED:
-            self.phase = Phase.REDUCING
-            self.exchange.watch.enter()
-            if self.learns_static_graph:
-                self._static_counts = [0] * len(self.parameters)
-                if not self._started:
-                    self._started = True
-                    autograd_graph.when_backward_ends(self._backward_ended)
-                return True
-            if not self.static_graph and self.settings.find_unused:
-                reached = self._reached if self._reached is not None else self._search_unused()
-                self.usage.set_unused([i for i, yes in enumerate(reached) if not yes])
-            for i in self.usage.unused:
-                self._mark_ready(i)
+        current.phase = PassPhase.REDUCING
+        self.exchange.watch.enter()
+        if self.learns_static_graph:
+            current.static_counts = [0] * len(self.parameters)
+            if not current.start_seen:
+                current.start_seen = True
+                autograd_graph.when_backward_ends(self._backward_ended)
+            return True
+        if not self.static_graph and self.options.find_unused:
+            reached = current.reached if current.reached is not None else self._search_unused()
+            self.usage.set_unused([i for i, yes in enumerate(reached) if not yes])
+        for i in self.usage.unused:
+            self.queue.mark_ready(i)
         return True
 
-    def _mark_ready(self, index: int) -> None:
-        if self._is_ready[index]:
-            raise RuntimeError(backward_errors.ready_twice(index, self.names[index], self.settings.find_unused))
-        self._is_ready[index] = True
-        bucket, slot = self._home[index]
-        if not (self.is_batched or bucket.sparse or self.nothing_to_send or self._is_skipped(bucket)):
-            bucket.take(slot, self._filling(), existed=self._existed[index])
-        bucket.pending -= 1
+    def _fall_back_to_sending_at_end(self) -> None:
+        """Gradients arrive in another order than before: only at the end is it known which ones have arrived."""
+        self._return_to_all_hooks()
+        current = self._pass
+        current.send_at_end = True
+        current.reached = autograd_graph.will_be_reached([autograd_graph.accumulator(p) for p in self.parameters])
+        if not current.start_seen:
+            current.start_seen = True
+            autograd_graph.when_backward_ends(self._backward_ended)
 
-    # -- sending -----------------------------------------------------------------------------------------------------
+    def _after_last_bucket(self) -> None:
+        self._share_usage()
+        autograd_graph.when_backward_ends(self._finish)
 
-    def _filling(self) -> Filling:
-        return self.exchange.filling(self.ownership, divide_flat=self.settings.batched_copy)
-
-    def _send_what_is_ready(self) -> bool:
-        """Send complete buckets, strictly in order. True when the last one has gone."""
-        if self._next == len(self.buckets):
-            return False
-        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
-            self._send(self.buckets[self._next])
-            self._next += 1
-        if self._next < len(self.buckets):
-            return False
-        if self.settings.find_unused and not self.static_graph:
-            self.usage.share(self.group)
-        return True
-
-    def _send(self, bucket: Bucket) -> None:
-        if bucket.number == 0 and self.is_sampled:
-            self.clock.mark("comm_start")
-        bucket.sent = None
-        if self.nothing_to_send or self._is_skipped(bucket):
-            return
-        self.buckets_reduced += 1
-        if self.is_batched and not bucket.sparse:
-            bucket.fill(self._filling(), [self._existed[i] for i in bucket.plan.indices])
-        self.exchange.send(bucket, is_last=bucket.number == len(self.buckets) - 1)
-
-    def _is_skipped(self, bucket: Bucket) -> bool:
-        return self.settings.skip_unused and set(bucket.plan.indices) <= set(self.usage.unused)
-
-    def _delay_all_reduce(self) -> None:
-        """End of the first backward pass of a static graph: now it is known how often each parameter is reached."""
-        if not self.learns_static_graph or self.phase is not Phase.REDUCING:
-            return
-        with torch.no_grad():
-            self.usage.share(self.group)
-            self.usage.unused = [i for i, n in enumerate(self._static_counts) if n == 0]
-            for i in range(len(self.parameters)):
-                self._mark_ready(i)
-            for bucket in self.buckets:
-                self._send(bucket)
-            self._next = len(self.buckets)
-            self._finalize()
-            self._uses = self._static_counts
+    def _share_usage(self) -> None:
+        if self.options.find_unused and not self.static_graph:
+            self.usage.start_all_reduce(self.group)
 
     # -- the end of a backward pass ----------------------------------------------------------------------------------
+
+    def _send_all_at_end(self) -> None:
+        queue, reached = self.queue, self._pass.reached
+        assert reached is not None
+        with torch.no_grad():
+            for i, ready in enumerate(queue.is_ready):
+                if not ready and (reached[i] or self.parameters[i].grad is not None):
+                    queue.mark_ready(i)
+            if queue.send_ready():
+                self._share_usage()
+                self._finish()
+
+    def _delay_all_reduce(self) -> None:
+        """At the end of the first backward pass of a static graph the gradients per parameter are known."""
+        current = self._pass
+        if not self.learns_static_graph or current.phase is not PassPhase.REDUCING:
+            return
+        with torch.no_grad():
+            self.usage.start_all_reduce(self.group)
+            self.usage.unused = [i for i, n in enumerate(current.static_counts) if n == 0]
+            for i in range(len(self.parameters)):
+                self.queue.mark_ready(i)
+            self.queue.send_ready()
+            self._finalize()
+            self._uses = current.static_counts
 
     def _finish(self) -> None:
         if self.is_sampled:
             self.clock.mark("backward_end")
         if self._uses is not None:
-            self._order += self.usage.unused
+            self._pass.order += self.usage.unused
         with torch.no_grad():
             self._finalize()
-        self._watch_for_steady_order()
+        self._count_steady_steps()
 
     def _finalize(self) -> None:
-        self.phase = Phase.IDLE
-        self._started = False
-        for seen in self._passes:
-            seen.reduced = True
-        self._passes = []
+        current = self._pass
+        current.end()
         try:
-            with self._noting_errors():
-                for bucket in self.buckets:
-                    self._conclude(bucket)
+            with self._logging_errors():
+                self.queue.finish(self.iterations, may_have_unused=self.options.find_unused or self.static_graph)
                 for future in self._futures:
                     future.wait()
         finally:
             self.exchange.watch.leave()
             self._futures = []
             self.exchange.join_work = None
-        self.usage.wait()  # also if we did not have to ask: the next one must not overtake it
+        self.usage.wait()  # also if its result was not needed: the next all-reduce must not overtake it
         if self.learns_static_graph:
-            self.usage.counts()  # asked again in every step, when the map may be gone
+            self.usage.counts()  # read in every later step, when the tensor may have been freed
         elif not self.static_graph:
-            self.usage.forget()
-        if self._order:
-            self.last_order = list(self._order)
+            self.usage.clear()
+        if current.order:
+            self.last_order = list(current.order)
         if self.is_sampled:
             self.clock.at.setdefault("backward_end", self.clock.at.get("comm_start", 0))
             self.clock.mark("comm_end")
 
-    def _conclude(self, bucket: Bucket) -> None:
-        if self.nothing_to_send:
-            return
-        if bucket.sent is None:
-            if not bucket.sparse:
-                bucket.restore()
-            return
-        result = self.exchange.result(bucket, self._whereabouts(bucket))
-        bucket.sent = None
-        if bucket.sparse:
-            assert bucket.flat is not None
-            bucket.flat.copy_(result)
-            if bucket.parameters[0].grad is None and not self._nobody_used(bucket.plan.indices[0]):
-                bucket.parameters[0].grad = bucket.flat
-            bucket.flat = None
-            return
-        if self._optimizer_in_backward:
-            return
-        untouched = [self._nobody_used(i) for i in bucket.plan.indices]
-        late = bucket.give_back(result, self.ownership, untouched)
-        if late:
-            index = bucket.plan.indices[late[0]]
-            raise RuntimeError(backward_errors.ready_twice(index, self.names[index], self.settings.find_unused))
-
-    def _nobody_used(self, index: int) -> bool:
-        return (self.settings.find_unused or self.static_graph) and self.usage.by_nobody(index)
-
-    def _whereabouts(self, bucket: Bucket) -> str:
-        first, last = self.names[bucket.plan.indices[0]], self.names[bucket.plan.indices[-1]]
-        span = first if first == last else f"{first} .. {last}"
-        return f"backward pass {self.iterations}, bucket {bucket.number + 1} of {len(self.buckets)} ({span})"
-
-    def _watch_for_steady_order(self) -> None:
+    def _count_steady_steps(self) -> None:
+        """Register few hooks after `STABLE_STEPS` backward passes in which gradients arrived in the same order."""
         steady = (
-            (self.is_batched or self.nothing_to_send)
-            and self.has_rebuilt
-            and self.listening is Listening.TO_ALL
-            and self._bucket_dtype is None
-            and all(type(p) is torch.nn.Parameter for p in self.parameters)
-            and not self.settings.find_unused
-            and (self.nothing_to_send or not any(self._existed))
+            self.has_rebuilt
+            and self.hook_mode is HookMode.ALL_PARAMETERS
             and (self._uses is None or all(n == 1 for n in self._uses))
-            and len(self._order) == len(self.parameters)
-            and len({p.device for p in self.parameters}) == 1
-            and all(self._order_in(b) == list(b.plan.indices) for b in self.buckets)
+            and self.queue.arrives_in_order(self._pass.order)
         )
         self._steady_steps = self._steady_steps + 1 if steady else min(self._steady_steps, 0)
         if self._steady_steps >= STABLE_STEPS:
             self._steady_steps = 0
-            self._listen_to_few()
-
-    def _order_in(self, bucket: Bucket) -> list[int]:
-        return [i for i in self._order if self._home[i][0] is bucket]
+            self._register_few_hooks()
 
     # -- rebuilding --------------------------------------------------------------------------------------------------
 
     @property
     def should_rebuild(self) -> bool:
-        return (self.static_graph or not self.settings.find_unused) and not self.has_rebuilt
+        return (self.static_graph or not self.options.find_unused) and not self.has_rebuilt
 
     def rebuild(self) -> bool:
-        """Before the second forward: pack the buckets anew, in the order in which gradients arrived on rank 0."""
+        """Before the second forward: pack the buckets again, in the order in which gradients arrived on rank 0."""
         self.check_finished()
         if not self.should_rebuild or len(self.last_order) != len(self.parameters):
             return False
-        order = torch.tensor(self.last_order, dtype=torch.int64, device=self.parameters[0].device)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        with self.exchange.watch.explains("the exchange of the order of gradients"):
-            wait_without_limit(self.group.broadcast([order], options))
+        order = self.exchange.broadcast_order(self.last_order)
         self.has_rebuilt = True
-        limits = self.settings.caps.once_order_is_known()
-        self._lay_out(pack(self.parameters, limits, sparse=self.sparse, order=order.tolist()))
-        if self.settings.gradient_as_bucket_view:
-            self._move_gradients_into_views()
+        limits = self.options.caps.once_order_is_known()
+        self.queue.lay_out(pack(self.parameters, limits, sparse=self.sparse, order=order))
+        self._return_to_all_hooks()
+        if self.options.gradient_as_bucket_view:
+            self.queue.move_gradients_into_views()
         return True
 
-    def _move_gradients_into_views(self) -> None:
-        with torch.no_grad():
-            for bucket in (b for b in self.buckets if not b.sparse):
-                bucket.open(Ownership.BUCKET_VIEW)
-                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    if parameter.grad is not None and parameter.grad.dtype == view.dtype:
-                        view.copy_(parameter.grad)
-                        parameter.grad = view
-
     def check_finished(self) -> None:
-        if self.phase is not Phase.REDUCING:
+        """Raise if the last backward pass began and did not give every parameter a gradient."""
+        if self._pass.phase is not PassPhase.REDUCING:
             return
-        for bucket in self.buckets:
-            if bucket.sent is None and not bucket.sparse:
-                bucket.restore()  # what was accumulated before is the user's, whatever went wrong
-        missing = [i for i, ready in enumerate(self._is_ready) if not ready]
-        with self._noting_errors():
-            raise RuntimeError(
-                backward_errors.unfinished(
-                    rank=self.group.rank(),
-                    missing={i: self.names[i] for i in missing},
-                    find_unused=self.settings.find_unused,
-                    static_graph=self.static_graph,
-                )
-            )
+        self.queue.restore_unsent()
+        missing = {i: self.names[i] for i, ready in enumerate(self.queue.is_ready) if not ready}
+        message = backward_errors.unfinished(
+            rank=self.group.rank(),
+            missing=missing,
+            find_unused=self.options.find_unused,
+            static_graph=self.static_graph,
+        )
+        with self._logging_errors():
+            raise RuntimeError(message)
 
     def reset(self) -> None:
-        """Forget a backward pass that did not end, and the order of gradients."""
-        self.phase = Phase.IDLE
-        self._stop_few()
+        """Drop a backward pass that did not end, and the order of gradients."""
+        self._pass.phase = PassPhase.IDLE
+        self._return_to_all_hooks()
         self.has_rebuilt = False
         self.last_order = []
-        self._passes, self._futures, self.exchange.join_work = [], [], None
-        self.usage.forget()
-        for bucket in self.buckets:
-            bucket.reset()
+        self._pass.forwards, self._futures, self.exchange.join_work = [], [], None
+        self.usage.clear()
+        self.queue.reset_buckets()
 
     @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """An error that leaves here can be read in the log as well."""
+    def _logging_errors(self) -> Iterator[None]:
+        """Errors that leave this context are also recorded in the logging data."""
         try:
             yield
         except Exception as error:
-            self._note(error)
+            self._log_error(error)
             raise
 
-    def _note(self, error: Exception) -> None:
-        log = self._log() if self._log is not None else None
-        if log is not None:
-            log.error(error)
+    def _log_error(self, error: Exception) -> None:
+        if self._logger is not None and (logger := self._logger()) is not None:
+            logger.error(error)

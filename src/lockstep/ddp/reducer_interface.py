@@ -1,4 +1,4 @@
-"""The names under which torch's own code and other libraries know what the reducer does."""
+"""The reducer under the method names that torch's own code and other libraries call."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.futures import Future
 
 from lockstep.ddp import grad_hooks
 from lockstep.ddp.comm_hooks import CommHook, GradBucket
-from lockstep.ddp.logging_data import Log
+from lockstep.ddp.logging_data import DDPLogger
 from lockstep.ddp.reducer import Reducer
 
 
 class TorchReducer(Reducer):
-    """The reducer of the drop-in; every member is a line or two to where the work is done."""
+    """The reducer of DistributedDataParallel, with the interface of torch's C++ reducer."""
 
-    def set_logger(self, log: Log) -> None:
-        self._log = weakref.ref(log)
+    def set_logger(self, logger: DDPLogger) -> None:
+        self._logger = weakref.ref(logger)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        with self._noting_errors():
+        with self._logging_errors():
             self.exchange.set_hook(state, hook)
-        self._decide()
+        self._configure()
 
     def _run_comm_hook(self, bucket: GradBucket) -> Future[Any]:
         return self.exchange.run_hook(bucket)
@@ -58,7 +58,7 @@ class TorchReducer(Reducer):
         self._futures += list(futures)
 
     def _set_static_graph(self) -> None:
-        with self._noting_errors():
+        with self._logging_errors():
             if self.iterations:
                 raise RuntimeError(
                     "set_static_graph() should be called before training loop starts and after "
@@ -67,25 +67,23 @@ class TorchReducer(Reducer):
         self.static_graph = True
 
     def _set_optimizer_in_backward(self) -> None:
-        self._optimizer_in_backward = True
+        self.queue.optimizer_in_backward = True
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._bucket_dtype = dtype
-        for bucket in self.buckets:
-            bucket.cast(dtype)
+        self.queue.set_dtype(dtype)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.sample_rate = sample_rate
 
     def _set_sparse_metadata(self, metadata: object) -> None:
-        """A hint for backends that turn sparse gradients into dense ones; the result is the same without it."""
+        """Ignored: a hint for backends that make sparse gradients dense; the result is the same without it."""
 
     def _ddp_graph_static(self) -> bool:
         return self.usage.never_changed
 
     def _remove_autograd_hooks(self) -> None:
-        self._ears.stop()
-        grad_hooks.retire(self, self.parameters)
+        self._grad_hooks.remove()
+        grad_hooks.unregister_listener(self, self.parameters)
 
     def _check_reducer_finalized(self) -> None:
         self.check_finished()
@@ -95,4 +93,4 @@ class TorchReducer(Reducer):
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self.exchange.set_group(group)
-        self._decide()
+        self._configure()

@@ -1,4 +1,4 @@
-"""One of N copies of a module that act as one: what they consist of, that they start equal, and their buffers."""
+"""Replicas of a module: what their state consists of, checks that they start equal, and synchronisation of buffers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Leaf:
 
 
 def trained_leaves(module: nn.Module, ignored: set[str]) -> list[Leaf]:
-    """In the order of definition; a parameter that several modules share counts once, under its first name."""
+    """Trained parameters in the order of definition. One that modules share is listed once, by its first name."""
     leaves: dict[nn.Parameter, Leaf] = {}
     for module_name, child in module.named_modules():
         sparse = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and bool(child.sparse)
         for name, parameter in child.named_parameters(recurse=False):
             full = f"{module_name}.{name}" if module_name else name
-            # torch knows the parameters of the root module by a name with a leading dot.
+            # In torch's list of ignored names, parameters of the root module have a leading dot.
             if parameter.requires_grad and not {full, f"{module_name}.{name}"} & ignored:
                 leaves.setdefault(parameter, Leaf(full, parameter, sparse))
     return list(leaves.values())
@@ -46,22 +46,22 @@ def state_of(module: nn.Module, ignored: set[str], *, buffers: bool = True) -> d
 
 
 def copy_state(group: dist.ProcessGroup, module: nn.Module, ignored: set[str], *, source: int, buffers: bool) -> None:
-    """Give every worker the weights (and buffers) of rank `source`."""
+    """Copy the weights (and buffers) of rank `source` to every worker. Collective."""
     tensors = [_local(t) for t in state_of(module, ignored, buffers=buffers).values()]
     Broadcast(keep=False)(group, tensors, source=source)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    # With tensor parallelism a parameter is a DTensor; this worker's part of it is what its data-parallel peers share.
+    # With tensor parallelism a parameter is a DTensor; its local part is what data-parallel replicas have in common.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def check_same_shapes(group: dist.ProcessGroup, leaves: Sequence[Leaf], device: torch.device) -> None:
-    """All workers together: the same parameters, or everybody raises and names who has what."""
+    """Check that all workers have the same parameters. Collective; if not, all raise ReplicaMismatchError."""
     mine = [_describe(leaf) for leaf in leaves]
-    if agreement.is_same(group, agreement.fingerprint(mine), device=device):
+    if agreement.all_equal(group, agreement.fingerprint(mine), device=device):
         return
-    raise ReplicaMismatchError(_first_difference(agreement.tell_all(group, mine, device=device)))
+    raise ReplicaMismatchError(_first_difference(agreement.gather_values(group, mine, device=device)))
 
 
 def _describe(leaf: Leaf) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _describe(leaf: Leaf) -> dict[str, Any]:
 
 
 def _first_difference(models: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Everybody is compared with rank 0."""
+    """Describe the first difference between a rank and rank 0."""
     advice = "Build the model from the same arguments on every worker."
     for rank, model in enumerate(models):
         for index, (theirs, ours) in enumerate(zip(model, models[0], strict=False)):
@@ -94,14 +94,17 @@ def _first_difference(models: Sequence[Sequence[dict[str, Any]]]) -> str:
 def check_same_values(
     group: dist.ProcessGroup, module: nn.Module, ignored: set[str], device: torch.device, *, buffers: bool, advice: str
 ) -> None:
-    """All workers together: the same values in every tensor, or everybody raises and names the first that differs."""
+    """Check that all tensors have the same values on all workers. Collective.
+
+    Raises ReplicaMismatchError on all workers, with the name of the first tensor that differs.
+    """
     state = state_of(module, ignored, buffers=buffers)
     mine = {name: _digest(_local(tensor)) for name, tensor in state.items()}
-    if agreement.is_same(group, agreement.fingerprint(mine), device=device):
+    if agreement.all_equal(group, agreement.fingerprint(mine), device=device):
         return
-    everybody = agreement.tell_all(group, mine, device=device)
-    for name, digest in everybody[0].items():
-        others = [rank for rank, digests in enumerate(everybody) if digests.get(name) != digest]
+    of_all_ranks = agreement.gather_values(group, mine, device=device)
+    for name, digest in of_all_ranks[0].items():
+        others = [rank for rank, digests in enumerate(of_all_ranks) if digests.get(name) != digest]
         if others:
             ranks = ", ".join(map(str, others))
             raise ReplicaMismatchError(
@@ -110,7 +113,7 @@ def check_same_values(
 
 
 def _digest(tensor: Tensor) -> int:
-    """A sum over the bit patterns: equal tensors have equal sums, wherever they live."""
+    """A sum over the bit patterns: equal tensors have equal sums on any device."""
     if tensor.numel() == 0:
         return 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -119,19 +122,19 @@ def _digest(tensor: Tensor) -> int:
     return int(as_integers.sum(dtype=torch.int64).item())
 
 
-class Buffers:
-    """The module's buffers, given to all workers by one of them."""
+class ReplicaBuffers:
+    """The module's buffers, which one worker broadcasts to all."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         self._module = module
         self._ignored = set(ignored)
         self._broadcast = Broadcast()
         self.named: dict[str, Tensor] = {}
-        self.look_up()
+        self.refresh()
 
-    def look_up(self) -> None:
-        """Again before each use: a module may put another tensor in a buffer's place."""
+    def refresh(self) -> None:
+        """Look the buffers up again, before each use: a module may have replaced a buffer by another tensor."""
         self.named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
 
-    def send_from(self, group: dist.ProcessGroup, source: int, tensors: Sequence[Tensor] | None = None) -> None:
+    def broadcast(self, group: dist.ProcessGroup, source: int, tensors: Sequence[Tensor] | None = None) -> None:
         self._broadcast(group, list(self.named.values()) if tensors is None else tensors, source=source)

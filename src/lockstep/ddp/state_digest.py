@@ -1,4 +1,4 @@
-"""What a state is, in a few bytes: 64 bits that cost one pass over memory, or a SHA-256 that proves it."""
+"""Digests of a state: a cheap one of 64 bits, which costs one pass over memory, and SHA-256."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def cheap_digests(tensors: Iterable[Tensor]) -> list[int]:
-    """64 bits of each: the sum of its bit patterns. One changed bit always changes it; each device is asked once."""
+    """The sum of bit patterns of each tensor, 64 bits. One changed bit always changes it. One transfer per device."""
     sums = [sum_of_bits(tensor.detach()) for tensor in tensors]
     found: dict[int, int] = {}
     for device in {total.device for total in sums}:
@@ -20,7 +20,7 @@ def cheap_digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Left on the device of the tensor."""
+    """The sum of the tensor's bit patterns, as a tensor on the same device."""
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         return sum_of_bits(tensor.indices()) * 3 + sum_of_bits(tensor.values())
@@ -33,7 +33,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bits, in the order of names."""
+    """SHA-256 of names, dtypes, shapes and values, in the order of names."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -46,7 +46,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def named_state(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Everything that must be equal on all workers, by name: weights, buffers, and what the optimiser remembers."""
+    """Everything that must be equal on all workers, by name: weights, buffers and the optimiser's state."""
     named: dict[str, Tensor] = {name: p.detach() for name, p in module.named_parameters()}
     of_parameter = {p: name for name, p in module.named_parameters()}
     named |= {name: b.detach() for name, b in module.named_buffers()}
@@ -59,5 +59,5 @@ def named_state(module: nn.Module, optimizer: torch.optim.Optimizer | None = Non
 
 
 def differences(states: Sequence[Sequence[int]]) -> list[int]:
-    """The positions at which not all are the same."""
+    """The positions at which the lists are not all equal."""
     return [n for n, values in enumerate(zip(*states, strict=True)) if len(set(values)) > 1]

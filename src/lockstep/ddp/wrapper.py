@@ -1,65 +1,52 @@
-"""The drop-in: torch's class name, torch's arguments, torch's meaning; our reducer.
+"""The drop-in for torch's DistributedDataParallel: torch's class name, arguments and semantics, with our reducer.
 
-It derives from torch's class so that `isinstance` holds in every library, and uses nothing else of it. Members with an
-underscore are torch's names for things that libraries reach for; they lead to the rooms where the work is done.
+It derives from torch's class so that `isinstance` holds in every library, and uses nothing else of it. The names of
+most members that begin with an underscore are torch's, because libraries use them. Methods that are not part of
+construction or of a training step are in wrapper_interface.py.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _get_device_index
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from lockstep.ddp import replica
+from lockstep import _torch
+from lockstep._torch import cast_forward_inputs, move_to_device
+from lockstep.ddp import arguments, replica
 from lockstep.ddp.autograd_graph import find_tensors, profiled
 from lockstep.ddp.batchnorm import needs_gpu
 from lockstep.ddp.bucket import Caps
+from lockstep.ddp.bucket_queue import ReducerOptions
 from lockstep.ddp.comm_hooks import BUILT_IN, CommHook, check_signature
 from lockstep.ddp.delayed_all_reduce import DelayedReduce
-from lockstep.ddp.grad_hooks import Listening
-from lockstep.ddp.join import ShadowHook, any_worker_syncs, highest_rank
-from lockstep.ddp.logging_data import Log
+from lockstep.ddp.grad_hooks import HookMode
+from lockstep.ddp.join import DDPJoinHook, any_worker_syncs
+from lockstep.ddp.logging_data import DDPLogger
 from lockstep.ddp.mixed_precision import MixedPrecision
-from lockstep.ddp.reducer import Settings
 from lockstep.ddp.reducer_interface import TorchReducer
-
-if TYPE_CHECKING:
-
-    class TorchDDP(nn.Module, Joinable):
-        """All we use of torch's class: that it is one, and where Dynamo looks for the wrapper that is running."""
-
-        _active_ddp_module: ClassVar[Any]
-
-else:
-    from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from lockstep.ddp.wrapper_interface import TorchDDP, TorchInterface
 
 logger = logging.getLogger(__name__)
 
-_HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP.__init__).parameters
 _UNEQUAL_START = (
-    "With init_sync=False nobody makes them equal: load the same weights on every worker before the first forward, or "
+    "With init_sync=False they are not made equal: load the same weights on every worker before the first forward, or "
     "leave init_sync at True."
 )
 _UNEQUAL_COPY = "They were just copied from rank 0, so the process group delivers wrong data: check network and device."
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchInterface):
     """Drop-in for `torch.nn.parallel.DistributedDataParallel`: its arguments, its methods, its state dict.
 
     Results have the same bits as torch's on Gloo with up to three workers. Errors name the worker and the parameter.
@@ -90,27 +77,34 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        _keep_dynamo_out()
-        self.logger: Log | None = None
+        _exclude_from_dynamo()
+        self.logger: DDPLogger | None = None
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            self._log_and_throw(
-                ValueError,
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        self._choose_group(module, process_group, device_mesh)
+        self.process_group = arguments.choose_group(module, process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         delayed = list(delay_all_reduce_named_params or ())
         self.parameters_to_ignore |= {name for name, _ in delayed}
         self._delay_all_reduce_params = [p for _, p in delayed]
-        self._delay_trigger = [param_to_hook_all_reduce]  # in a list, so that it is not a parameter of ours
+        self._delay_trigger = [param_to_hook_all_reduce]  # in a list, so that nn.Module does not register it
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        self._check_parameters()
-        self._choose_devices(device_ids, output_device)
+        arguments.check_parameters(self._module_parameters, has_delayed=bool(delayed))
+        reduced = self._module_parameters or self._delay_all_reduce_params
+        devices = arguments.choose_devices(reduced, device_ids, output_device)
+        self.is_multi_device_module = devices.is_multi_device
+        self.device_type = devices.type
+        self.device_ids = devices.ids
+        self.output_device = devices.output
 
         self.dim = dim
         self.module = module
-        self.device = (self._module_parameters or self._delay_all_reduce_params)[0].device
-        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.device = reduced[0].device
+        buffer_sync = arguments.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = buffer_sync.before_forward
         self.static_graph = False
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
@@ -136,7 +130,7 @@ class DistributedDataParallel(TorchDDP):
         self._values_checked = init_sync
         self._divide_by_initial_world_size = True
         self._authoritative_rank = 0
-        self._ddp_sink_clone = True  # we need no clone of the outputs either way
+        self._ddp_sink_clone = True  # kept for torch's setter; outputs are never cloned
         self._accum_grad_hooks: list[Any] = []
 
         self._delayed = DelayedReduce(self.process_group, self._delay_all_reduce_params, param_to_hook_all_reduce)
@@ -145,7 +139,7 @@ class DistributedDataParallel(TorchDDP):
         if self._delay_all_reduce_all_params:
             return
         if init_sync:
-            self._make_equal(leaves, buffers=init_sync_buffers)
+            self._make_equal(leaves, buffers=buffer_sync.at_start)
         self._build(leaves, static_graph=static_graph)
         if mixed_precision is not None:
             self._mixed = MixedPrecision(self)
@@ -154,91 +148,9 @@ class DistributedDataParallel(TorchDDP):
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _choose_group(self, module: nn.Module, process_group: dist.ProcessGroup | None, mesh: Any) -> None:
-        if process_group is not None and mesh is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-        if mesh is None:
-            self.process_group = process_group or dist.distributed_c10d._get_default_group()
-            return
-        if mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-        self.device_mesh = mesh
-        self.process_group = mesh.get_group(mesh_dim=0)
-        if mesh._get_root_mesh() != mesh:  # one dimension of several: tensor parallelism inside, we outside
-            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-            _pre_dp_module_transform(module)
-
-    def _check_parameters(self) -> None:
-        if not any(p.requires_grad for p in self._module_parameters) and not self._delay_all_reduce_params:
-            self._log_and_throw(
-                RuntimeError,
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-                "requires a gradient.",
-            )
-        for parameter in self._module_parameters:
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                self._log_and_throw(
-                    RuntimeError,
-                    "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-                    "Run a dummy forward pass to correctly initialize the modules",
-                )
-
-    def _choose_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        if device_ids is not None and len(device_ids) > 1:
-            self._log_and_throw(ValueError, "device_ids can only be None or contain a single element.")
-        devices = {p.device for p in self._module_parameters or self._delay_all_reduce_params}
-        types = {d.type for d in devices}
-        if len(types) != 1:
-            self._log_and_throw(
-                ValueError,
-                "DistributedDataParallel's input module must be on the same type of devices, but input module "
-                f"parameters locate in {types}.",
-            )
-        self.is_multi_device_module = len(devices) > 1
-        self.device_type = next(iter(types))
-        self.device_ids: list[int] | None = None
-        self.output_device: int | None = None
-        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
-            if device_ids or output_device:
-                self._log_and_throw(
-                    ValueError,
-                    "DistributedDataParallel device_ids and output_device arguments only work with "
-                    "single-device/multiple-device GPU modules or CPU modules, but got "
-                    f"device_ids {device_ids}, output_device {output_device}, and module parameters {devices}.",
-                )
-            return
-        self.device_ids = [_get_device_index(x, True) for x in device_ids]
-        self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
-        (at,) = devices
-        if at.index is not None and at.index != self.device_ids[0]:
-            self._log_and_throw(
-                ValueError,
-                f"device_ids={list(device_ids)}, but the module's parameters are on {at}: move the module there first, "
-                f"or pass device_ids=[{at.index}].",
-            )
-
-    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Sets whether buffers are synchronised before forwards; returns whether they are at the start."""
-        if broadcast_buffers is not None and _HAS_FORWARD_SYNC:
-            warnings.warn(
-                "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated "
-                "and its value is ignored when `forward_sync_buffers` is provided."
-                if forward_sync_buffers is not None
-                else "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. Note that "
-                "`forward_sync_buffers=False` still syncs buffers at the start, `broadcast_buffers=False` does not.",
-                FutureWarning,
-                stacklevel=3,
-            )
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = True if broadcast_buffers is None else bool(broadcast_buffers)
-        return self.forward_sync_buffers
-
     def _set_caps(self, caps: Caps) -> None:
         self._caps = caps
-        # Read by TorchDynamo, which cuts its graphs where our buckets end, and by programs.
+        # Read by TorchDynamo, which splits its graphs at the ends of buckets, and by programs.
         self.bucket_bytes_cap = caps.cap_bytes
         self.bucket_bytes_cap_list = list(caps.each_bytes)
         self.bucket_bytes_cap_default = caps.first_bytes < caps.cap_bytes
@@ -255,13 +167,13 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _build(self, leaves: Sequence[replica.Leaf], *, static_graph: bool) -> None:
-        self._buffers_of_module = replica.Buffers(self.module, self.parameters_to_ignore)
+        self._buffers_of_module = replica.ReplicaBuffers(self.module, self.parameters_to_ignore)
         self.reducer = TorchReducer(
             [leaf.parameter for leaf in leaves],
             names=[leaf.name for leaf in leaves],
             sparse=[leaf.sparse for leaf in leaves],
             group=self.process_group,
-            settings=Settings(
+            options=ReducerOptions(
                 caps=self._caps,
                 find_unused=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -271,7 +183,7 @@ class DistributedDataParallel(TorchDDP):
             ),
         )
         sync_bn = any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())
-        self.logger = Log(
+        self.logger = DDPLogger(
             self.reducer,
             {
                 "module_name": type(self.module).__name__,
@@ -287,12 +199,6 @@ class DistributedDataParallel(TorchDDP):
         if self.device_type == "cpu" and needs_gpu(self.module):
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
-    def _log_and_throw(self, kind: type[Exception], message: str) -> NoReturn:
-        error = kind(message)
-        if self.logger is not None:
-            self.logger.error(error)
-        raise error
-
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -307,41 +213,41 @@ class DistributedDataParallel(TorchDDP):
         if not self._lazy_init_ran:
             self._setup_in_backward_optimizers()
             self._lazy_init_ran = True
-        learns = torch.is_grad_enabled()
-        if learns and self.require_backward_grad_sync:
+        has_grad = torch.is_grad_enabled()
+        if has_grad and self.require_backward_grad_sync:
             if self.reducer.is_sampled:
                 assert self.logger is not None
                 self.logger.sample()
             self.reducer.prepare_for_forward()
-        still_here = Join.notify_join_context(self)
-        if still_here:
-            self.reducer._set_forward_pass_work_handle(still_here, self._divide_by_initial_world_size)
-        if learns and self.reducer.rebuild():
+        join_work = Join.notify_join_context(self)
+        if join_work:
+            self.reducer._set_forward_pass_work_handle(join_work, self._divide_by_initial_world_size)
+        if has_grad and self.reducer.rebuild():
             logger.info("buckets rebuilt in the order in which gradients arrived")
             self._has_rebuilt_buckets = True
-        if not self._values_checked and learns and not self._join_config.enable:
+        if not self._values_checked and has_grad and not self._join_config.enable:
             self._values_checked = True
             self._check_values(buffers=False, advice=_UNEQUAL_START)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            any_worker_syncs(self, self.require_backward_grad_sync, wait=False)
-        return self._move(inputs, kwargs)
+            any_worker_syncs(self.process_group, self.device, we_do=self.require_backward_grad_sync, wait=False)
+        return self._move_inputs(inputs, kwargs)
 
-    def _move(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs to the module's device, and to its precision."""
+    def _move_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move inputs to the module's device, and cast them for mixed precision."""
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            if not kwargs and self.mixed_precision is None and all(_is_there(x, device) for x in inputs):
+            if not kwargs and self.mixed_precision is None and all(_is_on_device(x, device) for x in inputs):
                 return inputs, kwargs
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            moved, moved_kwargs = move_to_device(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self.mixed_precision is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+            inputs, kwargs = cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # TorchDynamo asks torch's class which wrapper is running, to cut its graphs where our buckets end.
+        # TorchDynamo reads from torch's class which wrapper is running, to split its graphs at the ends of buckets.
         before = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
         try:
@@ -356,19 +262,19 @@ class DistributedDataParallel(TorchDDP):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            if not self.require_forward_param_sync:  # nn.Module makes an assignment expensive
+            if not self.require_forward_param_sync:  # nn.Module makes assignments expensive
                 self.require_forward_param_sync = True
-            outputs = () if self.reducer.listening is Listening.TO_VERY_LAST else tuple(find_tensors(output))
+            outputs = () if self.reducer.hook_mode is HookMode.LAST_PARAMETER else tuple(find_tensors(output))
             self.reducer.prepare_for_backward(outputs)
         else:
-            # Buffers are not synchronised before a forward that follows one without synchronisation.
+            # Buffers are not synchronised before a forward that follows one without gradient synchronisation.
             self.require_forward_param_sync = False
         self._delayed.point_gradients_at_buffer()
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to the gradients of this worker; the first one after it averages the sum."""
+        """In this context gradients accumulate on this worker; the first backward after it averages the sum."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -377,101 +283,22 @@ class DistributedDataParallel(TorchDDP):
             self.require_backward_grad_sync = before
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Optimisers attached to parameters run when their gradient has been averaged, not when it has arrived."""
+        """Make optimisers that are attached to parameters step when the gradient has been averaged, not before."""
         if not any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
             return
-        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         for parameter in self._module_parameters:
             for handle in param_to_optim_hook_handle_map.get(parameter, []):  # type: ignore[no-untyped-call]
                 handle.remove()
-        hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
+        hook = _torch.optimizer_in_backward_hook()(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
         self.reducer._set_optimizer_in_backward()
-
-    # -- buffers -----------------------------------------------------------------------------------------------------
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        return list(self._buffers_of_module.named.values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        return self._buffers_of_module.named
-
-    def will_sync_module_buffers(self) -> bool:
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_of_module.named)
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._buffer_hook_place() is not _BufferCommHookLocation.POST_FORWARD
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._buffer_hook_place() is _BufferCommHookLocation.POST_FORWARD
-
-    def _buffer_hook_place(self) -> Any:
-        hook = getattr(self, "buffer_hook", None)
-        return None if hook is None else hook.buffer_comm_hook_location
-
-    def _sync_buffers(self) -> None:
-        with torch.no_grad():
-            # While workers are joining, rank 0 may have left: the highest rank still here has the current buffers.
-            source = highest_rank(self, candidate=True) if self._join_config.enable else 0
-            self._assign_modules_buffers()
-            # An earlier forward may have saved these tensors for its backward, which is still to come and right.
-            with (
-                _unsafe_preserve_version_counter(tuple(self.modules_buffers)),
-                self.reducer.exchange.watch.explains("the synchronisation of buffers"),
-            ):
-                self._sync_module_buffers(source)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        hook = getattr(self, "buffer_hook", None)
-        if hook is None:
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
-            return
-        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
-        if futures is not None:
-            self.reducer._install_post_backward_futures(futures)
-
-    def _default_broadcast_coalesced(
-        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        self._buffers_of_module.send_from(self.process_group, authoritative_rank, bufs)
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        self._buffers_of_module.send_from(self.process_group, authoritative_rank, tensors)
-
-    def _assign_modules_buffers(self) -> None:
-        self._buffers_of_module.look_up()
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[..., Any],
-        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """`hook(state, {name: buffer})` instead of the broadcast from rank 0; it may return a list of futures."""
-        if not callable(hook):
-            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
-        self.buffer_hook = _BufferCommHook(
-            buffer_comm_hook=hook, buffer_comm_hook_state=state, buffer_comm_hook_location=comm_hook_location
-        )
 
     # -- communication hooks -----------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """`hook(state, bucket) -> Future[Tensor]` reduces a bucket in place of the all-reduce. Only once."""
+        """Reduce buckets with `hook(state, bucket) -> Future[Tensor]` instead of the all-reduce. Only once."""
         self._check_comm_hook(hook)
         assert self.logger is not None
         self.reducer.register_comm_hook(state, hook)
@@ -492,12 +319,8 @@ class DistributedDataParallel(TorchDDP):
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Sequence[Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """An optimiser that steps each parameter as soon as its gradient has been averaged."""
-        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import (
-            _as_overlapped_optim,
-        )
-
-        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        """Register an optimiser that steps each parameter as soon as its gradient has been averaged."""
+        overlapped = _torch.overlapped_optimizer()(optim, optim_params, *args, **kwargs)
         try:
             overlapped.register_ddp(self)
         except NotImplementedError as error:
@@ -513,13 +336,13 @@ class DistributedDataParallel(TorchDDP):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train with unequal numbers of batches: a worker that is through shadows the collectives of the others."""
+        """Train with unequal numbers of batches: a worker without inputs takes part in the others' collectives."""
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return ShadowHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+        return DDPJoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -535,8 +358,8 @@ class DistributedDataParallel(TorchDDP):
         self._check_default_group()
         if self.mixed_precision is not None:
             raise RuntimeError(
-                "a wrapper with mixed_precision cannot be pickled: its low-precision copies hang on this process. Save "
-                "`model.module.state_dict()` instead, and wrap the module again after loading."
+                "a wrapper with mixed_precision cannot be pickled: its low-precision copies belong to this process. "
+                "Save `model.module.state_dict()` instead, and wrap the module again after loading."
             )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_buffers_of_module", "_delayed", "_mixed"):
@@ -544,7 +367,7 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = dist.distributed_c10d._get_default_group()
+        self.process_group = _torch.get_default_group()
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("require_forward_param_sync", True)
         self.__dict__.setdefault("require_backward_grad_sync", True)
@@ -559,133 +382,20 @@ class DistributedDataParallel(TorchDDP):
         self._has_rebuilt_buckets = False
 
     def _check_default_group(self) -> None:
-        if not dist.is_initialized() or self.process_group != dist.distributed_c10d._get_default_group():
+        if not dist.is_initialized() or self.process_group != _torch.get_default_group():
             self._log_and_throw(
                 RuntimeError,
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
                 "when you have called init_process_group and have not passed process_group argument to DDP constructor",
             )
 
-    # -- small things with torch's names -----------------------------------------------------------------------------
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return gather(outputs, output_device, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        device = torch.device(self.device_type, device_id)
-        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        nn.Module.train(self, mode)
-        return self
-
-    @property
-    def _distributed_rank(self) -> int:
-        return dist.get_rank(self.process_group)
-
-    def _set_static_graph(self) -> None:
-        """The graph never changes: learned from the first backward pass, never searched again."""
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
-            return
-        assert self.logger is not None
-        self.reducer._set_static_graph()
-        self.static_graph = True
-        self.logger._set_static_graph()
-        if self.find_unused_parameters:
-            warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect "
-                "unused parameters automatically, so you do not need to set find_unused_parameters=true, just be sure "
-                "these unused parameters will not change during training loop while calling `_set_static_graph`.",
-                stacklevel=2,
-            )
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        assert self.logger is not None
-        return dict(self.logger.data)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
-        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        self._ddp_sink_clone = val
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        self.reducer._set_sparse_metadata(global_unique_ids)
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer._remove_autograd_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer._check_reducer_finalized()
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with another group of workers. Buckets are learned anew, so that all members do so together."""
-        self._has_rebuilt_buckets = False
-        self.reducer._reset_state()
-        if new_process_group is not dist.GroupMember.NON_GROUP_MEMBER:
-            self.process_group = new_process_group
-            self.reducer._update_process_group(new_process_group)
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        leaves = replica.trained_leaves(self.module, self.parameters_to_ignore)
-        self._assign_modules_buffers()
-        return [leaf.parameter for leaf in leaves], [leaf.sparse for leaf in leaves]
-
-    def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-        index_of = {p: i for i, p in enumerate(parameters)}
-        names: dict[int, str] = {}
-        for leaf in replica.trained_leaves(self.module, self.parameters_to_ignore):
-            if leaf.parameter not in index_of:
-                self._log_and_throw(
-                    ValueError, f"Param with name {leaf.name} found in module parameters, but not DDP parameters."
-                )
-            names[index_of[leaf.parameter]] = leaf.name
-        if len(index_of) != len(names):
-            self._log_and_throw(
-                ValueError,
-                "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
-                f"{len(index_of)} vs {len(names)}.",
-            )
-        return names
-
-    def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for module in m.modules() if recurse else [m]:
-            yield from module.parameters(recurse=False)
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        for item in module.named_parameters() if named_params else module.parameters():
-            parameter = item[1] if named_params else item
-            if not getattr(parameter, "_ddp_ignored", False):
-                yield item
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Leave these, by full name, to the user: neither made equal at the start nor averaged."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        named: list[Mapping[str, Tensor]] = [dict(module.named_parameters()), dict(module.named_buffers())]
-        for tensors in named:
-            for name, tensor in tensors.items():
-                if name in params_and_buffers_to_ignore:
-                    tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-
-def _is_there(value: Any, device: torch.device) -> bool:
+def _is_on_device(value: Any, device: torch.device) -> bool:
     return type(value) is Tensor and value.device == device
 
 
-def _keep_dynamo_out() -> None:
-    """torch.compile shall compile the module inside the wrapper, and leave the wrapper itself alone, as torch's own."""
-    import torch._dynamo
-
-    if not getattr(_keep_dynamo_out, "done", False):
-        torch._dynamo.trace_rules.add("lockstep.ddp")
-        _keep_dynamo_out.done = True  # type: ignore[attr-defined]
+def _exclude_from_dynamo() -> None:
+    """Make torch.compile compile the module inside the wrapper but not the wrapper itself, as with torch's own."""
+    if not getattr(_exclude_from_dynamo, "done", False):
+        _torch.exclude_from_compiler("lockstep.ddp")
+        _exclude_from_dynamo.done = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What `lockstep demo` shows: two small trainings, one of which loses a worker on the way.
+"""`lockstep demo`: two small trainings, in one of which a worker is killed.
 
 lockstep demo                                    all of it
 lockstep run -n 3 -m lockstep.demo.digits        one of them, on three workers

@@ -1,4 +1,4 @@
-"""A small convolutional network learns the handwritten digits of scikit-learn."""
+"""Trains a small convolutional network on the handwritten digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-# A shard is 32 images, which keep a core busy for more than 10 ms. What a step costs on every worker however few images
-# it has (the update, the exchange, Python itself) is some 5 ms: so two workers on two cores are nearly twice as fast.
+# A shard is 32 images, which take a core more than 10 ms. The fixed cost of a step on every worker (the update, the
+# exchange, Python itself) is about 5 ms: so two workers on two cores are nearly twice as fast.
 EPOCHS, BATCH, TEST_SAMPLES, SEED = 20, 256, 360, 7
-LOOK_EVERY = 5  # epochs, until the accuracy is looked at
+EVALUATE_EVERY = 5  # epochs
 SAVE_EVERY = 50  # steps
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to learn from and 360 to test with."""
+    """Returns 1,437 images for training and 360 for testing."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
@@ -66,7 +66,7 @@ def main() -> None:
         batches = run.batches(train_set, global_batch_size=BATCH, epochs=args.epochs)
         for batch in run.train(batches, optimizer):
             run.step(loss, batch)
-            if batch.ends_epoch and (batch.epoch + 1) % LOOK_EVERY == 0:
+            if batch.ends_epoch and (batch.epoch + 1) % EVALUATE_EVERY == 0:
                 run.log(accuracy=run.evaluate(correct, test_set, batch_size=45))
         accuracy = float(run.evaluate(correct, test_set, batch_size=45))  # type: ignore[arg-type]
         result = {"accuracy": accuracy, "digest": run.digest(), "noise_scale": run.noise_scale}

@@ -1,4 +1,4 @@
-"""`lockstep demo`: trains, kills, proves, measures, reports, and says what to try next. Imports no torch."""
+"""`lockstep demo`: trains with and without a killed worker, compares the results, and measures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from typing import Any, Final
 from lockstep.errors import LockstepError
 from lockstep.launcher.exit_policy import count_workers
 from lockstep.launcher.job import count_cores, count_gpus
-from lockstep.report.live_status import find, look
+from lockstep.report.live_status import find_run, read_status
 
-KILL_AT: Final = 0.4  # of the steps
+KILL_AT: Final = 0.4  # after this part of the steps
 QUICK_EPOCHS: Final = 12
 LOOK_EVERY_S: Final = 0.05
 END_WITHIN_S: Final = 300.0
@@ -37,8 +37,8 @@ What to try next:
 
 
 @dataclass(frozen=True)
-class Training:
-    """One run of the demo that is over."""
+class DemoRun:
+    """A finished run of the demo."""
 
     folder: Path
     result: dict[str, Any]
@@ -50,12 +50,12 @@ class Training:
     def lines(self, *kinds: str) -> Iterator[dict[str, Any]]:
         for path in sorted(self.folder.glob("trace/*.jsonl")):
             for line in path.read_text().splitlines():
-                with suppress(ValueError):  # a worker that was killed may have left half a line
+                with suppress(ValueError):  # a worker that was killed may have left an incomplete line
                     if (found := json.loads(line)).get("kind") in kinds:
                         yield found
 
     def samples_per_s(self, workers: int) -> float:
-        """The median over all windows of steps with so many workers, without the first ones of each generation."""
+        """Median over the windows of steps with that many workers, without the first window of each generation."""
         found, size, windows = [], 0, 0
         for line in self.lines("world", "steps"):
             if line["kind"] == "world":
@@ -72,17 +72,17 @@ class Training:
         return max(took, default=None)
 
 
-class Stage:
+class DemoRunner:
     def __init__(self, directory: Path, *, plain: bool, quick: bool) -> None:
         self._directory, self._plain, self._quick = directory, plain, quick
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         is_title = not text.startswith(" ")
         bold = is_title and sys.stdout.isatty() and not self._plain
         print(f"\n\x1b[1m{text}\x1b[0m" if bold else f"\n{text}" if is_title else text, flush=True)
 
-    def train(self, which: str, name: str, *, workers: int, kills: bool = False) -> Training:
-        """Raises LockstepError if it does not end well."""
+    def train(self, which: str, name: str, *, workers: int, kills: bool = False) -> DemoRun:
+        """Runs one training of the demo. Raises LockstepError if it fails."""
         folder = self._directory / name
         command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--min", "1"]
         command += ["--plain"] if self._plain else []
@@ -102,12 +102,12 @@ class Stage:
                 f"{which} on {workers} workers ended with status {status}: what it said last is above, and all of it "
                 f"in {self._directory / 'logs' / name}"
             )
-        return Training(folder, json.loads((folder / "result.json").read_text()))
+        return DemoRun(folder, json.loads((folder / "result.json").read_text()))
 
     def _kill_one(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
-        """The last worker, in the middle of the training."""
+        """Kills the last worker in the middle of the training. Runs in a thread."""
         while process.poll() is None:
-            now = look(find(folder))
+            now = read_status(find_run(folder))
             is_time = now is not None and now.state == "training" and now.steps and now.step >= KILL_AT * now.steps
             if now is not None and is_time and len(now.workers) > 1:
                 with suppress(ProcessLookupError):
@@ -135,7 +135,9 @@ def main(arguments: Sequence[str]) -> int:
     if directory.exists() and any(directory.iterdir()):
         parser.error(f"{directory} is not empty; give another --directory")
     try:
-        return play(Stage(directory, plain=chosen.plain, quick=chosen.quick), directory, workers, quick=chosen.quick)
+        return run_demo(
+            DemoRunner(directory, plain=chosen.plain, quick=chosen.quick), directory, workers, quick=chosen.quick
+        )
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
@@ -143,35 +145,37 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
-def play(stage: Stage, directory: Path, workers: int, *, quick: bool) -> int:
+def run_demo(runner: DemoRunner, directory: Path, workers: int, *, quick: bool) -> int:
     began_s = time.monotonic()
-    stage.say(f"1. Handwritten digits on {workers} workers. One of them will be killed, in the middle.")
-    many = stage.train("digits", "digits", workers=workers, kills=True)
-    stage.say("2. The same on one worker, undisturbed.")
-    alone = stage.train("digits", "digits-alone", workers=1)
+    runner.print(f"1. Handwritten digits on {workers} workers. One of them will be killed, in the middle.")
+    many = runner.train("digits", "digits", workers=workers, kills=True)
+    runner.print("2. The same on one worker, undisturbed.")
+    alone = runner.train("digits", "digits-alone", workers=1)
     text = None
     if not quick:
-        stage.say(f"3. A character GPT on {workers} workers.")
-        text = stage.train("text", "text", workers=workers)
-    stage.say("What came out")
+        runner.print(f"3. A character GPT on {workers} workers.")
+        text = runner.train("text", "text", workers=workers)
+    runner.print("What came out")
     is_same = many.digest == alone.digest
     together, one = many.samples_per_s(workers), alone.samples_per_s(1)
     took = many.recovered_s
-    stage.say(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
+    runner.print(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
     verdict = "the same bits" if is_same else "NOT the same: please report it"
-    stage.say(f"               {alone.digest[:16]}… on one: {verdict}")
-    stage.say("  killed       " + (f"and the others went on after {1000 * took:.0f} ms" if took else "nobody in time"))
-    stage.say(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
-    if not math.isnan(together + one):  # a run that was too short has no figure
-        stage.say(
+    runner.print(f"               {alone.digest[:16]}… on one: {verdict}")
+    runner.print(
+        "  killed       " + (f"and the others continued after {1000 * took:.0f} ms" if took else "none in time")
+    )
+    runner.print(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
+    if not math.isnan(together + one):  # NaN if a run was too short
+        runner.print(
             f"  speed        {together:,.0f} samples/s, {one:,.0f} on one worker: x{together / one:.2f} of {workers}, "
             f"efficiency {together / one / workers:.0%}"
         )
     if text is not None:
         wrote = " ".join(text.result["text"][-42:].split())
-        stage.say(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: “{wrote}”")
+        runner.print(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: “{wrote}”")
     _report(many.folder)
-    stage.say(f"  took         {time.monotonic() - began_s:.0f} s")
+    runner.print(f"  took         {time.monotonic() - began_s:.0f} s")
     print("\n" + NEXT.format(workers=workers))
     return 0 if is_same else 1
 

@@ -1,4 +1,4 @@
-"""A character GPT learns to write Python's documentation, from the text behind `help()` that every Python has."""
+"""Trains a character GPT on Python's documentation: the text of `help()`, which comes with every Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, BATCH, LENGTH, WIDTH, SEED = 100, 32, 64, 64, 7
 SAMPLE = 160  # characters to write at the end
 
 
-class Gpt(nn.Module):
+class CharGpt(nn.Module):
     def __init__(self, characters: int) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(characters, WIDTH), nn.Embedding(LENGTH, WIDTH)
@@ -41,7 +41,7 @@ def loss(model: Any, text: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def write(model: nn.Module, alphabet: Tensor, device: torch.device) -> str:
-    """Some text of its own, always the same."""
+    """Returns text that the model generates; the seed is fixed."""
     model.eval()
     text = torch.zeros(1, 1, dtype=torch.long, device=device)
     generator = torch.Generator(device).manual_seed(SEED)
@@ -63,7 +63,7 @@ def main() -> None:
     train_set = train_text.unfold(0, LENGTH + 1, LENGTH // 2)  # [windows, length + 1]
     test_set = test_text.unfold(0, LENGTH + 1, LENGTH)[:256]
     with lockstep.Run(args.directory, seed=SEED, max_grad_norm=1.0) as run:
-        model = run.replicate(Gpt(len(alphabet)))
+        model = run.replicate(CharGpt(len(alphabet)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
         batches = run.batches(train_set, global_batch_size=BATCH)
         for batch in run.train(batches, optimizer, steps=args.steps):

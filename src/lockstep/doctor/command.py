@@ -1,4 +1,4 @@
-"""`lockstep doctor`."""
+"""`lockstep doctor`: checks this machine, starts two workers as a trial, and prints findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.doctor.facts import look
+from lockstep.doctor.facts import inspect_machine
 from lockstep.doctor.judge import Finding, Level, judge
 from lockstep.doctor.trial import try_workers
 
@@ -37,12 +37,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-trial", action="store_true", help="start no workers")
     parser.add_argument("--json", action="store_true", help="one object per finding, a line each")
     chosen = parser.parse_args(argv)
-    _say("looking at the machine, and at torch ...")
-    findings = judge(look(dict(os.environ), chosen.dir))
+    _show_progress("looking at the machine, and at torch ...")
+    findings = judge(inspect_machine(dict(os.environ), chosen.dir))
     if not chosen.no_trial and not any(finding.level is Level.BAD and finding.topic == "torch" for finding in findings):
-        _say("starting two workers ...")
+        _show_progress("starting two workers ...")
         findings.append(try_workers())
-    _say("")
+    _show_progress("")
     for finding in findings:
         print(_as_json(finding) if chosen.json else _as_text(finding), flush=True)
     bad = sum(finding.level is Level.BAD for finding in findings)
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def _say(text: str) -> None:
-    """What is being done, for whoever waits; it leaves no trace."""
+def _show_progress(text: str) -> None:
+    """Shows what is being done on a terminal; the next call overwrites it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

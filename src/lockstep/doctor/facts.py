@@ -1,4 +1,4 @@
-"""What there is on this machine, as plain values. Nothing is judged here, and torch is looked at from outside."""
+"""Collects facts about this machine as plain values; judge.py draws conclusions. torch runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, Final
 
 from lockstep import __version__
 from lockstep.errors import WorldError
-from lockstep.world.environment import Place, detect
+from lockstep.world.environment import RankAssignment, detect
 
 TORCH_WITHIN_S: Final = 120.0
 RESOLVE_WITHIN_S: Final = 10
-_UNSYNCHRONISED: Final = 5  # what adjtimex says of a clock that nobody sets
+_UNSYNCHRONISED: Final = 5  # what adjtimex returns for a clock that no time server sets
 
-# What torch knows, told by a process of its own: importing it takes seconds, and may crash.
+# Runs in a process of its own, because importing torch takes seconds, and may crash.
 _ASK_TORCH: Final = """
 import json, time
 began = time.monotonic()
@@ -60,7 +60,7 @@ class Gpu:
 @dataclass(frozen=True)
 class Torch:
     version: str = ""
-    cuda: str = ""  # that it was built for
+    cuda: str = ""  # CUDA version that it was built for
     gpus: tuple[Gpu, ...] = ()
     gpu_problem: str = ""
     nccl: str = ""
@@ -91,20 +91,20 @@ class Machine:
     directory: Space
     open_files: int
     interfaces: tuple[str, ...]
-    host_addresses: tuple[str, ...]  # that its name stands for; none: it stands for nothing
+    host_addresses: tuple[str, ...]  # that its name resolves to; empty: it does not resolve
     loopback_problem: str
-    driver_gpus: int  # that NVIDIA's driver knows
-    clock_is_set: bool | None  # by a server of the network; None: cannot be told
+    driver_gpus: int  # that NVIDIA's driver lists
+    clock_is_set: bool | None  # by a time server; None: unknown
     env: Mapping[str, str]
-    place: Place | None  # of this process among workers
+    place: RankAssignment | None  # rank and size that a launcher has set; None: there is no launcher
     place_problem: str = ""
     master_problem: str = ""  # with MASTER_ADDR or MASTER_PORT
     python: tuple[int, ...] = field(default_factory=lambda: tuple(sys.version_info[:3]))
     lockstep: str = __version__
 
 
-def look(env: Mapping[str, str], directory: Path) -> Machine:
-    """Takes a few seconds, most of them for importing torch."""
+def inspect_machine(env: Mapping[str, str], directory: Path) -> Machine:
+    """Collects all facts. Takes a few seconds, most of them to import torch."""
     place, place_problem = None, ""
     try:
         place = detect(env)
@@ -142,25 +142,25 @@ def ask_torch() -> Torch:
     except subprocess.TimeoutExpired:
         return Torch(problem=f"`import torch` takes more than {TORCH_WITHIN_S:.0f} s")
     try:
-        told = json.loads(done.stdout.splitlines()[-1])
+        facts = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        words = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}, without a word"]
-        return Torch(problem=words[-1])
-    gpus = tuple(Gpu(**one) for one in told.pop("gpus"))
-    return Torch(gpus=gpus, **told)
+        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}, without output"]
+        return Torch(problem=lines[-1])
+    gpus = tuple(Gpu(**one) for one in facts.pop("gpus"))
+    return Torch(gpus=gpus, **facts)
 
 
 # ---- cores and memory ------------------------------------------------------------------------------------------------
 
 
 def cgroup_cores(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """The least that any group around us allows."""
+    """Returns the smallest CPU quota of all control groups that contain this process, in cores."""
     found = []
     for folder in _groups(root, membership):
         words = _read(folder / "cpu.max").split()
         if len(words) == 2 and words[0] != "max":
             found.append(int(words[0]) / int(words[1]))
-    quota, period = (_read(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # the older kind
+    quota, period = (_read(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # cgroup v1
     if quota and period and int(quota) > 0:
         found.append(int(quota) / int(period))
     return min(found, default=None)
@@ -170,11 +170,13 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     texts = [_read(folder / "memory.max") for folder in _groups(root, membership)]
     texts.append(_read(root / "memory" / "memory.limit_in_bytes"))
     limits = [int(text) for text in texts if text.isdigit()]
-    return min((limit for limit in limits if limit < 1 << 60), default=None)  # the older kind writes a huge number
+    return min(
+        (limit for limit in limits if limit < 1 << 60), default=None
+    )  # cgroup v1 has a huge number for "no limit"
 
 
 def _groups(root: Path, membership: Path) -> list[Path]:
-    """Our group and those around it, from the innermost."""
+    """Returns the control group of this process and its parents, innermost first."""
     lines = [line.split(":", 2) for line in _read(membership).splitlines()]
     own = next((parts[2] for parts in lines if len(parts) == 3 and parts[0] == "0"), "/")
     inner = root / own.lstrip("/")
@@ -197,7 +199,7 @@ def _read(path: Path) -> str:
 
 
 def space_of(path: Path) -> Space:
-    """Of the directory, or of the first one above it that exists."""
+    """Returns the disk space of the directory, or of the first parent that exists."""
     there = next((one for one in (path, *path.absolute().parents) if one.exists()), Path("/"))
     if not there.is_dir():
         return Space(str(path), problem=f"{there} is no directory")
@@ -210,7 +212,7 @@ def space_of(path: Path) -> Space:
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Asked of a process of its own: a name server that does not answer may take minutes."""
+    """Resolves the name in a process of its own, with a timeout: a name server that does not answer takes minutes."""
     program = "import socket, sys; print(*sorted({one[4][0] for one in socket.getaddrinfo(sys.argv[1], None)}))"
     try:
         done = subprocess.run(
@@ -230,8 +232,8 @@ def _try_loopback() -> str:
         return str(error)
 
 
-def _try_master(env: Mapping[str, str], place: Place | None) -> str:
-    """Rank 0 must be able to listen there, and the others to find it."""
+def _try_master(env: Mapping[str, str], place: RankAssignment | None) -> str:
+    """Returns why rank 0 cannot listen at MASTER_ADDR and MASTER_PORT, or why others cannot find it; "" if they can."""
     host = env.get("MASTER_ADDR")
     if place is None or host is None:
         return ""

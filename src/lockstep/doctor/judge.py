@@ -1,4 +1,4 @@
-"""What the facts mean for training here, and what to change. Pure."""
+"""Draws conclusions from the facts about a machine: findings with advice. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SLOWER: Final = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 
 class Level(Enum):
     GOOD = "ok"
-    NOTE = "note"  # good to know
-    WARN = "warning"  # it works, and not as well as it could
+    NOTE = "note"  # for information
+    WARN = "warning"  # training works, but slower or less reliably than it could
     BAD = "PROBLEM"  # training will fail
 
 
@@ -182,7 +182,9 @@ def _launch(machine: Machine) -> Iterator[Finding]:
         found = f"a SLURM job of {tasks} tasks, and this shell is none of them: a program started here is alone"
         yield Finding(Level.WARN, "launch", found, f"start it with srun, which makes {tasks} workers of it")
     else:
-        yield Finding(Level.GOOD, "launch", "no launcher around us: `lockstep run -n N train.py` starts workers")
+        yield Finding(
+            Level.GOOD, "launch", "no launcher has started this process: `lockstep run -n N train.py` starts workers"
+        )
     if machine.master_problem:
         advice = "choose another port or host, or leave it out: `lockstep run` finds a free one"
         yield Finding(Level.BAD, "launch", machine.master_problem, advice)
@@ -195,6 +197,6 @@ def _clock(machine: Machine) -> Iterator[Finding]:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """2.13.0+cpu -> (2, 13)."""
+    """Returns major and minor version: 2.13.0+cpu -> (2, 13)."""
     numbers = text.split("+")[0].split(".")[:2]
     return tuple(int("".join(c for c in one if c.isdigit()) or 0) for one in numbers)

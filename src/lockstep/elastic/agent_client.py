@@ -1,7 +1,7 @@
-"""A worker's seat in an elastic run: what its supervisor tells it, and what it tells its supervisor.
+"""A worker's connection to the agent of its host (`host_agent`) in an elastic run.
 
-A thread listens, so that an order to leave is heard in the middle of a collective, and gives signs of life. Everything
-else is done by the thread that trains.
+A thread reads the agent's messages, so that an order to leave arrives in the middle of a collective, and sends
+heartbeats. Everything else is done by the training thread.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lockstep.control.json_pipe import READ_BYTES, Lines, Message, encode
+from lockstep.control.json_pipe import READ_BYTES, Message, MessageParser, encode
 from lockstep.elastic.membership import Generation, Position, from_json
 from lockstep.errors import LockstepError
 
-VARIABLE: Final = "LOCKSTEP_SEAT"  # descriptor of our end of the line
+VARIABLE: Final = "LOCKSTEP_AGENT"  # the file descriptor of this worker's end of the pipe
 BEAT_EVERY_S: Final = 0.25
 ORDER_WITHIN_S: Final = 20.0
 
 
-class Left(LockstepError):
+class GenerationEnded(LockstepError):
     """This worker has left its generation: what it was doing is done again in the next one."""
 
 
 class Released(SystemExit):
-    """This worker is not needed any more. Ends its program, with status 0."""
+    """This worker is not needed any more. Ends its program with status 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """Who we are, for the whole life of this process."""
+class WorkerIdentity:
+    """What stays the same for this worker as long as its process exists."""
 
     id: str
     slot: int  # among the workers of this host, for choosing a GPU
-    wanted: int  # workers in all
+    wanted: int  # number of workers that the run wants in all
 
 
 @dataclass(frozen=True)
-class Joining:
-    """The generation that we are taken into."""
+class JoinedGeneration:
+    """A generation that has this worker as a member, and its rank there."""
 
     generation: Generation
     rank: int
@@ -60,53 +60,53 @@ class Joining:
 
     @property
     def local_size(self) -> int:
-        """Members on our host: an id is "<host>.<serial>"."""
+        """Number of members on this host: an id is "<host>.<serial>"."""
         hosts = [member.rpartition(".")[0] for member in self.generation.members]
         return hosts.count(hosts[self.rank])
 
 
-class Seat:
-    """Made once per process, by `take`."""
+class AgentClient:
+    """The worker's end of the pipe. Created once per process, by `current`."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket, self._lines = end, Lines()
-        self._speaking = threading.Lock()
-        self._news = threading.Condition()
-        self._welcome: Welcome | None = None
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._parser = sock, MessageParser()
+        self._send_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._identity: WorkerIdentity | None = None
         self._lease_until_s = 0.0
-        self._joining: Joining | None = None
-        self._leave: dict[int, str] = {}  # by generation
-        self._last_left = 0  # generation
+        self._joined: JoinedGeneration | None = None
+        self._leave: dict[int, str] = {}  # why this worker has to leave, by generation
+        self._last_left = 0  # the number of the generation that this worker last left
         self._closing = -1
         self._released = False
-        self._told = 0  # the generation that was current when we heard the journal
+        self._told_generation = 0  # the generation in which the call log was last received
         self._answers: dict[int, Message] = {}
-        self._asked = 0
-        self.journal: list[tuple[str, Any]] = []  # calls before the loop that are settled: what, result
+        self._requests = 0
+        self.call_log: list[tuple[str, Any]] = []  # the settled calls before the loop: (name, result)
         self.loop_began = False
-        self.generation = 0  # that we are inside, or were last
+        self.generation = 0  # the one that this worker is in, or was in last
         self.position: Position = (-1, 0)
-        self.on_leave: Callable[[], None] = lambda: None  # called by the listening thread
+        self.on_leave: Callable[[], None] = lambda: None  # called by the reading thread
         self.is_calling: Callable[[], bool] = lambda: False  # whether the program is in a call of its Run
-        self._thread = threading.Thread(target=self._listen, name="lockstep-seat", daemon=True)
+        self._thread = threading.Thread(target=self._read_messages, name="lockstep-agent", daemon=True)
 
-    def start(self) -> Welcome:
-        if self._welcome is not None:
+    def start(self) -> WorkerIdentity:
+        if self._identity is not None:
             raise LockstepError(
-                "a program has one Run if it is started with --min or --max: what comes later could not be told to a "
-                "worker that joins"
+                "a program has one Run if it is started with --min or --max: the calls of a second one could not be "
+                "sent to a worker that joins"
             )
         self._thread.start()
-        self.say("hello", pid=os.getpid())
-        with self._news:
-            if not self._news.wait_for(lambda: self._welcome is not None, ORDER_WITHIN_S):
-                raise LockstepError(f"the supervisor said nothing for {ORDER_WITHIN_S:g} s")
-        assert self._welcome is not None
-        return self._welcome
+        self.send("hello", pid=os.getpid())
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._identity is not None, ORDER_WITHIN_S):
+                raise LockstepError(f"the launcher did not answer for {ORDER_WITHIN_S:g} s")
+        assert self._identity is not None
+        return self._identity
 
-    # -- listening ---------------------------------------------------------------------------------------------------
+    # -- the reading thread ------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         beat_s = 0.0
         while True:
             ready, _, _ = select.select([self._socket], [], [], BEAT_EVERY_S)
@@ -114,31 +114,31 @@ class Seat:
                 data = self._socket.recv(READ_BYTES) if ready else None
             except OSError:
                 data = b""
-            if data == b"":  # the supervisor is gone; nothing that we do from here on would count
+            if data == b"":  # the agent is gone; nothing that this worker does from here on would count
                 os.kill(os.getpid(), signal.SIGKILL)
-            for message in self._lines.feed(data) if data else ():
-                self._hear(message)
+            for message in self._parser.feed(data) if data else ():
+                self._handle(message)
             if time.monotonic() - beat_s > BEAT_EVERY_S:
                 beat_s = time.monotonic()
-                self.say("beat", position=self.position, calling=self.is_calling())
+                self.send("beat", position=self.position, calling=self.is_calling())
                 if self.generation in self._leave and self.generation > self._last_left:
                     self.on_leave()  # again: Gloo has tried another time to connect to a host that does not answer
 
-    def _hear(self, message: Message) -> None:
-        with self._news:
+    def _handle(self, message: Message) -> None:
+        with self._changed:
             match message["do"]:
                 case "welcome":
-                    self._welcome = Welcome(message["id"], message["slot"], message["wanted"])
-                    self.journal = [(what, result) for what, result in message["journal"]]
-                    self.loop_began, self._told = message["loop"], message["generation"]
+                    self._identity = WorkerIdentity(message["id"], message["slot"], message["wanted"])
+                    self.call_log = [(what, result) for what, result in message["journal"]]
+                    self.loop_began, self._told_generation = message["loop"], message["generation"]
                 case "journal":
-                    self.journal += [(what, result) for what, result in message["entries"]]
-                    self.loop_began, self._told = message["loop"], message["generation"]
+                    self.call_log += [(what, result) for what, result in message["entries"]]
+                    self.loop_began, self._told_generation = message["loop"], message["generation"]
                 case "lease":
                     self._lease_until_s = message["until_s"]
                 case "join":
                     generation = from_json(Generation, message["generation"])
-                    self._joining = Joining(generation, generation.members.index(message["worker"]))
+                    self._joined = JoinedGeneration(generation, generation.members.index(message["worker"]))
                 case "leave":
                     self._leave.setdefault(message["generation"], message["why"])
                 case "close":
@@ -147,52 +147,55 @@ class Seat:
                     self._released = True
                 case "kv":
                     self._answers[message["id"]] = message
-            self._news.notify_all()
+            self._changed.notify_all()
         if message["do"] == "leave" and message["generation"] == self.generation:
             self.on_leave()
 
-    # -- what the training thread asks -------------------------------------------------------------------------------
+    # -- the training thread -----------------------------------------------------------------------------------------
 
-    def say(self, what: str, **more: Any) -> None:
-        with self._speaking, suppress(OSError):  # the listener notices
+    def send(self, what: str, **more: Any) -> None:
+        with self._send_lock, suppress(OSError):  # the reading thread notices
             self._socket.sendall(encode({"say": what, **more}))
 
-    def await_join(self) -> Joining:
-        """The next generation that has us as a member."""
-        with self._news:
-            self._news.wait_for(lambda: self._released or self._is_called())
+    def wait_for_generation(self) -> JoinedGeneration:
+        """Wait for the next generation that has this worker as a member. Raises Released if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._released or self._is_next_known())
             if self._released:
                 raise Released
-            assert self._joining is not None
-            joining = self._joining
-            self.generation = joining.generation.number
-        self.say("inside", generation=self.generation)
-        return joining
+            assert self._joined is not None
+            joined = self._joined
+            self.generation = joined.generation.number
+        self.send("inside", generation=self.generation)
+        return joined
 
-    def _is_called(self) -> bool:
-        joining = self._joining
-        return joining is not None and joining.generation.number > self.generation
+    def _is_next_known(self) -> bool:
+        joined = self._joined
+        return joined is not None and joined.generation.number > self.generation
 
-    def await_journal(self, count: int) -> bool:
-        """Whether entry `count - 1` is there: waits for it while the others are past it."""
-        with self._news:
-            self._news.wait_for(lambda: len(self.journal) >= count or not self.loop_began, ORDER_WITHIN_S)
-            return len(self.journal) >= count
+    def wait_for_call(self, count: int) -> bool:
+        """Wait until the call log has `count` entries, unless the others are not in their loop yet.
 
-    def ready(self, position: Position) -> None:
+        Returns whether it has them.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.call_log) >= count or not self.loop_began, ORDER_WITHIN_S)
+            return len(self.call_log) >= count
+
+    def report_ready(self, position: Position) -> None:
         self.position = position
-        self.say("ready", position=position, told=self._told)
+        self.send("ready", position=position, told=self._told_generation)
 
-    def left(self, position: Position) -> None:
+    def report_left(self, position: Position) -> None:
         self.position, self._last_left = position, self.generation
-        with self._news:  # whatever was asked of a generation before is answered by this
+        with self._changed:  # answers that belong to an earlier generation are of no use any more
             self._answers.clear()
-        self.say("left", generation=self.generation, position=position)
+        self.send("left", generation=self.generation, position=position)
 
-    def why_left(self, *, within_s: float = 0.0) -> str | None:
-        """Why we were told to leave the generation we are in; None if we were not, and are not soon."""
-        with self._news:
-            self._news.wait_for(lambda: self.generation in self._leave, within_s)
+    def leave_reason(self, *, within_s: float = 0.0) -> str | None:
+        """Why this worker was ordered to leave its generation; None if no order arrives within `within_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.generation in self._leave, within_s)
             return self._leave.get(self.generation)
 
     @property
@@ -200,42 +203,48 @@ class Seat:
         return self._closing == self.generation
 
     def check_commit(self) -> None:
-        """Before anything that cannot be taken back. Waits while our host has lost its lease."""
-        while (why := self.why_left()) is None and time.monotonic() >= self._lease_until_s:
-            self.why_left(within_s=0.05)
+        """Call it before anything that cannot be undone. Waits while the lease of this host has expired.
+
+        Raises GenerationEnded if the generation has ended.
+        """
+        while (why := self.leave_reason()) is None and time.monotonic() >= self._lease_until_s:
+            self.leave_reason(within_s=0.05)
         if why is not None:
-            raise Left(f"generation {self.generation} has ended: {why}")
+            raise GenerationEnded(f"generation {self.generation} has ended: {why}")
 
     def may_commit(self) -> bool:
-        return self.why_left() is None and time.monotonic() < self._lease_until_s
+        return self.leave_reason() is None and time.monotonic() < self._lease_until_s
 
-    def ask(self, op: str, key: str, value: bytes | None = None, **more: Any) -> Any:
-        """Something of the records of this generation. Raises Left if it ends meanwhile."""
-        with self._news:
-            self._asked += 1
-            number = self._asked
+    def request(self, op: str, key: str, value: bytes | None = None, **more: Any) -> Any:
+        """Run an operation on the store of this generation and return its result.
+
+        Raises GenerationEnded if the generation ends meanwhile, ValueError if the store refuses the key or the value.
+        """
+        with self._changed:
+            self._requests += 1
+            number = self._requests
         coded = None if value is None else base64.b64encode(value).decode()
-        self.say("kv", id=number, generation=self.generation, op=op, key=key, value=coded, **more)
-        with self._news:
-            self._news.wait_for(lambda: number in self._answers or self.generation in self._leave or self._released)
-            if self._released and number not in self._answers:  # the supervisor may have ended with the run
-                raise Left("this worker was released: it is in no generation any more")
-            # Also if there is an answer: whoever asks again and again for what will never be there must hear it too.
+        self.send("kv", id=number, generation=self.generation, op=op, key=key, value=coded, **more)
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._answers or self.generation in self._leave or self._released)
+            if self._released and number not in self._answers:  # the agent may have ended with the run
+                raise GenerationEnded("this worker was released: it is in no generation any more")
+            # Even if there is an answer: a caller that polls for a key which will never exist must learn of the end.
             if self.generation in self._leave:
-                raise Left(f"generation {self.generation} has ended: {self._leave[self.generation]}")
+                raise GenerationEnded(f"generation {self.generation} has ended: {self._leave[self.generation]}")
             answer = self._answers.pop(number)
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["value"]
 
 
-_seat: Seat | None = None
+_client: AgentClient | None = None
 
 
-def take() -> Seat | None:
-    """Our seat, if a supervisor has kept one for us. The same one for the whole life of this process."""
-    global _seat
-    text = os.environ.pop(VARIABLE, "")  # not for our children
+def current() -> AgentClient | None:
+    """The agent client of this process, always the same one; None if no agent started this process."""
+    global _client
+    text = os.environ.pop(VARIABLE, "")  # child processes must not inherit it
     if text:
-        _seat = Seat(socket.socket(fileno=int(text)))
-    return _seat
+        _client = AgentClient(socket.socket(fileno=int(text)))
+    return _client

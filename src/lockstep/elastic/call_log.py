@@ -1,7 +1,7 @@
-"""The journal: what was called before the loop, and with which results. From it newcomers learn how to get there.
+"""The call log: the collective calls before the training loop and their results, which newcomers replay.
 
-Calls that were lost for all are made again. The generation that does so is `anew` (membership.py): what was settled
-before it does not count any more.
+Calls whose results no worker has any more are made again. The generation that does so is `anew` (membership.py):
+entries from before it are void.
 """
 
 from __future__ import annotations
@@ -10,98 +10,100 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-from lockstep.elastic.membership import START, Generation, Host, Standing, Worker
-from lockstep.elastic.records import Records, Wish
-from lockstep.elastic.worker_state import Person
+from lockstep.elastic.membership import START, Generation, HostRecord, Standing, Worker
+from lockstep.elastic.records import PendingWrite, Records
+from lockstep.elastic.worker_state import LocalWorker
 
 
 @final
-class Journal:
+class CallLog:
     def __init__(self, records: Records) -> None:
         self._records = records
 
     @property
     def entries(self) -> list[Any]:
-        """Calls before the loop that are settled, in order, each [what, result]."""
+        """The settled calls before the loop, in order, each [name, result]."""
         return [json.loads(text) for text in self._texts(self._records.generation.anew)]
 
     @property
     def in_loop(self) -> bool:
-        entry = self._records.arbiter.snapshot().get(self._records.keys.loop)
+        entry = self._records.client.snapshot().get(self._records.keys.loop)
         return entry is not None and bool(entry.value == self._records.generation.anew)
 
     def _texts(self, anew: int) -> list[str]:
-        """Entries as the store has them: it refuses NaN, and results have it."""
-        snapshot, texts = self._records.arbiter.snapshot(), list[str]()
+        """The entries as the store has them: as JSON text, because results may contain NaN, which the store refuses."""
+        snapshot, texts = self._records.client.snapshot(), list[str]()
         while (entry := snapshot.get(self._key(anew, len(texts)))) is not None:
             texts.append(entry.value)
         return texts
 
     def _key(self, anew: int, number: int) -> str:
-        return f"{self._records.keys.journal}{anew}/{number:06d}"
+        return f"{self._records.keys.call_log}{anew}/{number:06d}"
 
-    # -- what members tell -------------------------------------------------------------------------------------------
+    # -- from members ------------------------------------------------------------------------------------------------
 
-    def publish(self, teller: Worker, first: int, entries: Sequence[Any]) -> None:
+    def publish(self, sender: Worker, first: int, entries: Sequence[Any]) -> None:
         anew = self._records.generation.anew
-        if teller.generation < anew:
-            return  # it speaks of calls that are made again
+        if sender.generation < anew:
+            return  # these calls are made again
         for number, entry in enumerate(entries, first):
-            self._records.wishes.setdefault(self._key(anew, number), Wish(json.dumps(entry), until=anew))
+            self._records.pending_writes.setdefault(
+                self._key(anew, number), PendingWrite(json.dumps(entry), until=anew)
+            )
 
     def enter_loop(self) -> None:
         anew = self._records.generation.anew
-        self._records.wishes[self._records.keys.loop] = Wish(anew, force=True, until=anew)
+        self._records.pending_writes[self._records.keys.loop] = PendingWrite(anew, force=True, until=anew)
 
-    def carry_over(self, before: Generation, now: Generation, people: Iterable[Person]) -> None:
-        """Calls were lost for all, and are made again: what comes before them stays."""
+    def carry_over(self, before: Generation, now: Generation, workers: Iterable[LocalWorker]) -> None:
+        """Copy the entries that still hold into the new log: calls after them were lost, and are made again."""
         kept = (now.position or START)[1] if now.number == now.anew else 0
-        for person in people:
-            if person.journal <= kept:
-                person.knows_anew = now.anew  # all that it knows still holds
+        for local in workers:
+            if local.known_calls <= kept:
+                local.known_anew = now.anew  # all entries that it has still hold
         for number, text in enumerate(self._texts(before.anew)[:kept]):
-            self._records.wishes[self._key(now.anew, number)] = Wish(text, until=now.anew)
-        self._records.fulfil()  # before the others go
-        self._records.drop_older(self._records.keys.journal, now.anew)
+            self._records.pending_writes[self._key(now.anew, number)] = PendingWrite(text, until=now.anew)
+        self._records.flush_pending()  # before the old entries are deleted
+        self._records.drop_older(self._records.keys.call_log, now.anew)
 
-    # -- what newcomers hear -----------------------------------------------------------------------------------------
+    # -- to newcomers ------------------------------------------------------------------------------------------------
 
-    def welcome(self, person: Person) -> None:
-        """It has come to its Run."""
+    def send_welcome(self, local: LocalWorker) -> None:
+        """Send the whole log to a worker that has created its Run."""
         now, entries = self._records.generation, self.entries
-        person.journal, person.knows_loop, person.knows_anew = len(entries), self.in_loop, now.anew
-        person.line.send(
+        local.known_calls, local.known_in_loop, local.known_anew = len(entries), self.in_loop, now.anew
+        local.pipe.send(
             {
                 "do": "welcome",
-                "id": person.id,
-                "slot": person.slot,
+                "id": local.id,
+                "slot": local.slot,
                 "wanted": self._records.want.workers,
                 "journal": entries,
-                "loop": person.knows_loop,
+                "loop": local.known_in_loop,
                 "generation": now.number,
             }
         )
 
-    def push(self, people: Iterable[Person]) -> list[tuple[Person, str]]:
-        """Newcomers that are still on their way through the program hear of what has been settled since.
+    def send_updates(self, workers: Iterable[LocalWorker]) -> list[tuple[LocalWorker, str]]:
+        """Send new entries to newcomers that have not reached the loop yet.
 
-        Those who were told what has been done again since are of no use. Returns them, and why.
+        Returns the newcomers that replayed calls which were made again since, and why these are of no use.
         """
         now, loop, void = self._records.generation, self.in_loop, []
-        for person in (one for one in people if one.spoke and one.worker.standing is Standing.STARTING):
+        for local in (one for one in workers if one.has_run and one.record.standing is Standing.STARTING):
             entries = self.entries
-            if person.knows_anew < now.anew and person.journal > 0:
-                void.append((person, f"what it replayed was done again in generation {now.anew}"))
-            elif len(entries) > person.journal or loop != person.knows_loop:
-                more = entries[person.journal :]
-                person.line.send({"do": "journal", "entries": more, "loop": loop, "generation": now.number})
-                person.journal, person.knows_loop, person.knows_anew = len(entries), loop, now.anew
+            if local.known_anew < now.anew and local.known_calls > 0:
+                void.append((local, f"what it replayed was done again in generation {now.anew}"))
+            elif len(entries) > local.known_calls or loop != local.known_in_loop:
+                more = entries[local.known_calls :]
+                local.pipe.send({"do": "journal", "entries": more, "loop": loop, "generation": now.number})
+                local.known_calls, local.known_in_loop, local.known_anew = len(entries), loop, now.anew
         return void
 
-    def left_behind(self, now: Generation, hosts: Iterable[Host]) -> list[Worker]:
-        """Newcomers that wait at a call before the loop, and the others are in the loop by now.
+    def stragglers(self, now: Generation, hosts: Iterable[HostRecord]) -> list[Worker]:
+        """Newcomers that wait at a call before the loop while the others are in the loop by now.
 
-        They were too early for the whole journal, and READY is final. Who takes over state must have come to the loop.
+        They got an incomplete log, and READY is final. A worker must have reached the loop to receive the state.
         """
         if not self.in_loop:
             return []

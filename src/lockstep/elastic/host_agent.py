@@ -1,494 +1,433 @@
-"""The workers of an elastic run on this host: those that are lost are replaced, and the others go on meanwhile.
+"""The launcher of an elastic run on one host: it replaces workers that are lost, while the others continue.
 
-Who is in which generation is the business of `roster`; whether a replacement makes sense, that of `restarts`. There may
-be other hosts, with a supervisor each (`neighbours`): what they have in common is in the store (`records`).
+`membership` decides which workers are in which generation, `host_workers` carries that out on this host, and
+`restart_policy` decides whether a replacement makes sense. Each of the other hosts has an agent like this one
+(`other_hosts`); the state that they share is in the store (`records`).
 """
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
-import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from lockstep.control.json_pipe import Line
-from lockstep.elastic.agent_client import VARIABLE
-from lockstep.elastic.host_workers import Roster
-from lockstep.elastic.membership import Do, Standing, Want
-from lockstep.elastic.other_hosts import End, Neighbours
+from lockstep.elastic.host_processes import HostProcesses
+from lockstep.elastic.host_workers import HostWorkers
+from lockstep.elastic.membership import OrderAction, Standing, Want
+from lockstep.elastic.other_hosts import OtherHosts, RunEnd
 from lockstep.elastic.records import Records
-from lockstep.elastic.restart_policy import Failure, start_at_s, why_give_up
-from lockstep.elastic.worker_state import Person, why_dead
+from lockstep.elastic.restart_policy import WorkerFailure, start_at_s, why_give_up
+from lockstep.elastic.worker_state import LocalWorker, why_dead
 from lockstep.failures.card import Card
 from lockstep.failures.postmortem import show
 from lockstep.launcher import scale_request
-from lockstep.launcher.events import Events
-from lockstep.launcher.exit_policy import EARLY, Act, Exit, Scene, decide, describe, exit_status, is_lost_peer
-from lockstep.launcher.forked_workers import Request, Template
-from lockstep.launcher.hosts import HOST, Station, prefix_of, share_of
-from lockstep.launcher.job import INTERRUPTED, PREEMPTED, Job, count_cores, worker_env
-from lockstep.launcher.output import lose_patience, regain_patience, say
-from lockstep.launcher.parent_watch import Guardian
-from lockstep.launcher.supervisor import Crew
+from lockstep.launcher.exit_policy import (
+    EARLY,
+    INTERRUPTED,
+    PREEMPTED,
+    Action,
+    Exit,
+    LaunchState,
+    decide,
+    describe,
+    exit_status,
+    is_lost_peer,
+)
+from lockstep.launcher.hosts import HOST, StoreConnection, key_prefix, workers_on_host
+from lockstep.launcher.job import Job
+from lockstep.launcher.output import clear_write_timeout, print_message, set_write_timeout
+from lockstep.launcher.parent_watch import ParentWatch
 from lockstep.launcher.worker_process import WorkerProcess
 
 LOOK_EVERY_S: Final = 0.1
-SCREEN_S: Final = 1.0  # a screen that takes nothing for so long is not waited for
-START_AGAIN_S: Final = 5.0  # after a worker could not be started
-RUN_WITHIN_S: Final = 20.0  # so long a program may take to its Run, after a worker was killed before
-NO_RUN: Final = "the program has no Run, so the others cannot go on without it"
+SCREEN_S: Final = 1.0  # how long a write to the screen may block
+START_AGAIN_S: Final = 5.0  # the pause after a worker could not be started
+RUN_WITHIN_S: Final = 20.0  # how long a program may take to create its Run after a worker was killed before that
+NO_RUN: Final = "the program has no Run, so the others cannot continue without it"
 
 
-class _Ear:
-    """One line in the selector."""
+def _describe_early(local: LocalWorker) -> str:
+    """Describe the exit of a worker that ended with status 0 too early, and at which step.
 
-    def __init__(self, roster: Roster, person: Person) -> None:
-        self._roster, self._person = roster, person
-
-    def take(self) -> bytes | None:
-        for message in self._person.line.receive():
-            self._roster.hear(self._person, message)
-        return b"" if self._person.line.ended else None
-
-
-def _describe_early(person: Person) -> str:
-    """Of a worker that ended with status 0 before its time. What it told last is a moment old, unless it left its Run
-    by an exception, and so said where."""
-    step = person.at[0] if person.at is not None else -1
-    where = f"step {step}{'' if person.left_run else ' or a little later'}" if step >= 0 else ""
+    The last position that it sent is a moment old, unless it left its Run by an exception: then it sent the exact one.
+    """
+    step = local.position[0] if local.position is not None else -1
+    where = f"step {step}{'' if local.left_run else ' or a little later'}" if step >= 0 else ""
     return f"{EARLY}{f' ({where})' if where else ''}"
 
 
-class ElasticCrew(Crew):
-    def __init__(self, job: Job, guardian: Guardian) -> None:
-        super().__init__(job, guardian)
+class HostAgent(HostProcesses):
+    def __init__(self, job: Job, parent_watch: ParentWatch) -> None:
+        super().__init__(job, parent_watch)
         assert job.elastic is not None
-        self._elastic, self._hosts = job.elastic, job.hosts
-        self._events = Events(job.log_dir / "events.jsonl")
-        self._template: Template | None = None
-        self._persons: dict[int, Person] = {}  # by number of the worker
-        self._failures: list[Failure] = []
-        self._gave_up: Failure | None = None
-        self._doubts: list[Failure] = []  # see `_decide`
-        self._told_most = -1
-        self._governed_s = time.monotonic()
+        self._elastic = job.elastic
+        self._failures: list[WorkerFailure] = []
+        self._gave_up: WorkerFailure | None = None
+        self._undecided: list[WorkerFailure] = []  # see `_resolve_undecided`
+        self._published_most = -1
+        self._last_pass_s = time.monotonic()
         self._start_at_s = 0.0
-        self._graves: list[WorkerProcess] = []  # with somebody in their process group who has yet to be collected
-        self._has_ended = False  # the program, on some worker: also one that never came to a Run
-        self._disowned: set[int] = set()  # workers by number: our lease ended
-        self._end: End | None = None  # what others have done, or the store
-        self._neighbours: Neighbours | None = None
+        self._has_ended = False  # the program has ended on some worker, perhaps without ever creating a Run
+        self._abandoned: set[int] = set()  # numbers of workers that were stopped, because the lease ended for example
+        self._run_end: RunEnd | None = None  # set if another host ended the run, or the store is lost
+        self._other_hosts: OtherHosts | None = None
 
-    def __enter__(self) -> ElasticCrew:
+    def __enter__(self) -> HostAgent:
         super().__enter__()
         job, hosts, bounds = self._job, self._hosts, self._elastic
         want = Want(job.workers * (hosts.count if hosts else 1), bounds.least, bounds.most)
         if hosts is None:
-            self._station = Station.alone(self._lose_lease)
-            self._records = Records(HOST, self._station.arbiter, want)
+            self._connection = StoreConnection.local(self._on_lease_lost)
+            self._records = Records(HOST, self._connection.client, want)
         else:
-            self._station = Station.among(hosts, self._selector, self._lose_lease)
-            self._records = Records(hosts.name, self._station.arbiter, want, prefix=prefix_of(hosts.secret))
-            terms = {"--hosts": hosts.count, "-n": job.workers, "--min": bounds.least, "--max": bounds.most}
-            self._neighbours = Neighbours(
-                hosts, records=self._records, station=self._station, terms=terms, selector=self._selector
+            self._connection = StoreConnection.open(hosts, self._selector, self._on_lease_lost)
+            self._records = Records(hosts.name, self._connection.client, want, prefix=key_prefix(hosts.secret))
+            run_options = {"--hosts": hosts.count, "-n": job.workers, "--min": bounds.least, "--max": bounds.most}
+            self._other_hosts = OtherHosts(
+                hosts,
+                records=self._records,
+                connection=self._connection,
+                run_options=run_options,
+                selector=self._selector,
             )
-        self._roster = Roster(self._records, self._events)
+        self._host_workers = HostWorkers(self._records, self._events)
         return self
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def start(self, port: int) -> None:
         self._port = port
-        lose_patience(SCREEN_S)
-        self._tell_bounds()
-        if self._neighbours is not None:
-            self._neighbours.greet()
+        set_write_timeout(SCREEN_S)
+        self._publish_bounds()
+        if self._other_hosts is not None:
+            self._other_hosts.start()
 
-    def _tell_bounds(self) -> None:
-        """To `lockstep scale`."""
+    def _publish_bounds(self) -> None:
+        """Write the bounds to the file that `lockstep scale` reads."""
         most = self._most()
-        if most != self._told_most:
-            self._told_most = most
+        if most != self._published_most:
+            self._published_most = most
             with suppress(OSError):
-                scale_request.introduce(self._job.log_dir, least=self._elastic.least, most=most)
+                scale_request.publish_launcher(self._job.log_dir, least=self._elastic.least, most=most)
 
     def _most(self) -> int:
-        """Workers that may be asked for: the run may be cut into fewer shards than --max."""
-        return min(self._elastic.most, self._roster.limit or self._elastic.most)
-
-    def _begin(self) -> None:
-        number, template = len(self._workers), self._template or self._open_template()
-        taken = {person.slot for n, person in self._persons.items() if not self._workers[n].buried}
-        slot = next(n for n in range(len(taken) + 1) if n not in taken)
-        ours, theirs = socket.socketpair()
-        env = worker_env(os.environ, rank=slot, job=self._job, port=self._port, cores=count_cores())
-        request = Request(self._job.command, env, os.getpid(), VARIABLE)
-        process = template.fork(request, theirs.fileno(), self._guardian.pipe)
-        theirs.close()
-        where = "" if self._hosts is None else f" on {self._hosts.title}"
-        self._take_on(number, f"worker {number}{where}", process)
-        person = self._roster.add(Line(ours), slot)
-        self._persons[number] = person
-        self._selector.register(ours, selectors.EVENT_READ, _Ear(self._roster, person))
-        process.on_born = lambda pid: self._events.note("started", worker=person.id, pid=pid, slot=slot)
-
-    def _open_template(self) -> Template:
-        env = worker_env(os.environ, rank=0, job=self._job, port=self._port, cores=count_cores())
-        self._template = Template(env, self._guardian)
-        self._selector.register(self._template.line, selectors.EVENT_READ, self._template)
-        return self._template
+        """The largest number of workers that may be requested: a run may have fewer shards than --max."""
+        return min(self._elastic.most, self._host_workers.limit or self._elastic.most)
 
     # -- watch -------------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
         while True:
-            self._notice_exits()
+            self._collect_exits()
             now_s = time.monotonic()
-            wait_s = self._govern(now_s)
+            wait_s = self._manage(now_s)
             if self._is_done():
                 break
             if not self._is_ending:
-                self._listen(wait_s)
+                self._wait_for_events(wait_s)
                 continue
             decision = decide(
-                Scene(
+                LaunchState(
                     now_s=now_s,
-                    alive=len(self._living()),
+                    alive=len(self._running()),
                     grace_s=self._grace_s(),
-                    told_at_s=self._told_at_s,
+                    stop_sent_at_s=self._stop_sent_at_s,
                     interrupts=self._interrupts,
                     killed=self._killed,
                 )
             )
-            if decision.act is Act.DONE:
+            if decision.act is Action.DONE:
                 break
-            if decision.act is Act.KILL:
+            if decision.act is Action.KILL:
                 self._kill()
-            self._listen(wait_s)
-        if self._neighbours is not None:
-            self._take_leave(self._neighbours)
+            self._wait_for_events(wait_s)
+        if self._other_hosts is not None:
+            self._leave(self._other_hosts)
 
     @property
     def _is_ending(self) -> bool:
-        return self._told_at_s is not None or self._interrupts > 1 or self._killed
+        return self._stop_sent_at_s is not None or self._interrupts > 1 or self._killed
 
     def _is_done(self) -> bool:
-        if self._living():
+        if self._running():
             return False
-        if self._is_ending or self._gave_up is not None or self._end is not None:
+        if self._is_ending or self._gave_up is not None or self._run_end is not None:
             return True
-        if self._roster.is_over:  # others may need to see that ours are done, as long as they are not
-            return self._roster.is_finished or not self._station.arbiter.is_connected
+        if self._host_workers.is_over:  # until the other hosts are done, they may need to see that ours are
+            return self._host_workers.is_finished or not self._connection.client.is_connected
         return self._has_ended
 
-    def _govern(self, now_s: float) -> float:
-        """Returns how long there is nothing to do, unless something happens."""
-        if self._template is not None and self._template.ended:
-            self._close_template()
-        self._tell_bounds()
-        if now_s - self._governed_s > self._elastic.stall_s / 2:  # we were stopped, and have not heard anybody
-            for person in self._roster.people.values():
-                person.heard_s = now_s
-        self._governed_s = now_s
-        self._judge_quits(now_s)
-        self._decide(now_s)
-        # Before a generation is proposed: if nobody is left, it is to wait for all who will be there in a moment.
+    def _manage(self, now_s: float) -> float:
+        """One pass over everything that may be due. Returns how long to wait for events before the next one."""
+        if self._fork_server is not None and self._fork_server.ended:
+            self._close_fork_server()
+        self._publish_bounds()
+        if now_s - self._last_pass_s > self._elastic.stall_s / 2:  # this process was stopped, and read no messages
+            for local in self._host_workers.workers.values():
+                local.last_heard_s = now_s
+        self._last_pass_s = now_s
+        self._resolve_quits(now_s)
+        self._resolve_undecided(now_s)
+        # Before a generation is proposed: if no worker is left, it has to wait for those that are being started.
         while self._is_start_due() and now_s >= max(start_at_s(self._failures), self._start_at_s):
             try:
-                self._begin()
+                self._start_worker()
             except OSError as error:
-                if not self._living():
+                if not self._running():
                     raise
-                say(f"a worker could not be started: {error}; the others go on, and it is tried again")
+                print_message(f"a worker could not be started: {error}; the others continue, and it is tried again")
                 self._start_at_s = now_s + START_AGAIN_S
-        for person, why in self._roster.act(now_s):
-            self._put_down(person, why)
-        for person in list(self._roster.people.values()):
-            if person.line.is_behind:
-                person.line.flush()
-            why_killed = why_dead(person, now_s, self._elastic.stall_s)
+        for local, why in self._host_workers.act(now_s):
+            self._kill_worker(local, why)
+        for local in list(self._host_workers.workers.values()):
+            if local.pipe.has_unsent:
+                local.pipe.flush()
+            why_killed = why_dead(local, now_s, self._elastic.stall_s)
             if why_killed is not None:
-                self._put_down(person, why_killed)
-        if self._neighbours is not None:
-            self._look_around(self._neighbours, now_s)
+                self._kill_worker(local, why_killed)
+        if self._other_hosts is not None:
+            self._check_other_hosts(self._other_hosts, now_s)
         self._release_surplus()
-        if self._roster.is_over:
-            self._send_home()
+        if self._host_workers.is_over:
+            self._kill_latecomers()
         return self._tick(now_s)
 
     def _tick(self, now_s: float) -> float:
-        """Of the store. Returns how long to wait for the next one."""
-        return min(LOOK_EVERY_S, max(0.0, self._station.tick(now_s) - now_s))
-
-    def _put_down(self, person: Person, why: str) -> None:
-        number = next(n for n, one in self._persons.items() if one is person)
-        worker = self._workers[number]
-        if worker.alive and not worker.told:
-            say(f"{worker.name} (pid {worker.process.pid}) is killed: {why}")
-            worker.told = True
-            self._signal_group(worker, signal.SIGKILL)
+        """Tick the store connection. Returns how long to wait before the next tick."""
+        return min(LOOK_EVERY_S, max(0.0, self._connection.tick(now_s) - now_s))
 
     def _is_start_due(self) -> bool:
-        over = self._has_ended or self._roster.is_over or self._roster.has_quits or self._doubts
-        if self._is_ending or self._gave_up is not None or self._end is not None or over:
+        over = self._has_ended or self._host_workers.is_over or self._host_workers.has_quits or self._undecided
+        if self._is_ending or self._gave_up is not None or self._run_end is not None or over:
             return False
-        left_out = self._neighbours is not None and self._neighbours.leave_us_out
+        left_out = self._other_hosts is not None and self._other_hosts.is_left_out
         return self._records.is_listed and not left_out and len(self._needed()) < self._share()
 
     def _share(self) -> int:
-        """How many of the workers that are wanted are to be on this host."""
+        """Returns how many of the wanted workers belong on this host."""
         names = sorted({self._records.name} | {host.name for host in self._records.hosts})
         many = 1 if self._hosts is None else self._hosts.count
-        return share_of(self._roster.want.workers, many, names.index(self._records.name))
+        return workers_on_host(self._host_workers.want.workers, many, names.index(self._records.name))
 
     def _needed(self) -> list[int]:
-        """The workers that live and are not on their way out because there are too many."""
-        numbers = [worker.rank for worker in self._living()]
-        return [number for number in numbers if not self._persons[number].released]
+        """The numbers of the running workers, without those that were released because there are too many."""
+        numbers = [worker.rank for worker in self._running()]
+        return [number for number in numbers if not self._local_workers[number].released]
 
     def _release_surplus(self) -> None:
-        """Newcomers that came too late: fewer are wanted by now. Of members, the next generation leaves some out."""
+        """Release newcomers if fewer workers are wanted by now. Surplus members are left out of the next generation."""
         surplus = len(self._needed()) - self._share()
         for number in reversed(self._needed()):
-            person = self._persons[number]
-            newcomer = person.worker.standing in (Standing.STARTING, Standing.READY) and person.spoke
-            if surplus > 0 and newcomer and person.id not in self._records.generation.members:
-                self._roster.release(person, "there are enough without it")
+            local = self._local_workers[number]
+            newcomer = local.record.standing in (Standing.STARTING, Standing.READY) and local.has_run
+            if surplus > 0 and newcomer and local.id not in self._records.generation.members:
+                self._host_workers.release(local, "there are enough without it")
                 surplus -= 1
 
-    def _send_home(self) -> None:
-        """The program is over: whoever is still on the way to it is not needed."""
+    def _kill_latecomers(self) -> None:
+        """Kill the workers that have not joined yet: the program is over."""
         members = self._records.generation.members
-        for number, person in self._persons.items():
-            worker, standing = self._workers[number], person.worker.standing
-            late = standing is Standing.STARTING or (standing is Standing.READY and person.id not in members)
-            if worker.alive and not worker.told and late:
-                worker.told = True
+        for number, local in self._local_workers.items():
+            worker, standing = self._workers[number], local.record.standing
+            late = standing is Standing.STARTING or (standing is Standing.READY and local.id not in members)
+            if worker.alive and not worker.stop_sent and late:
+                worker.stop_sent = True
                 self._signal_group(worker, signal.SIGKILL)
 
-    def _obey(self, number: int) -> None:
-        if number == scale_request.ASKS:
+    def _handle_signal(self, number: int) -> None:
+        if number == scale_request.REQUEST_SIGNAL:
             self._rescale()
         else:
-            super()._obey(number)
+            super()._handle_signal(number)
 
     def _rescale(self) -> None:
         """`lockstep scale` has written how many workers are wanted."""
         try:
-            wanted = scale_request.read_wanted(self._job.log_dir)
+            wanted = scale_request.read_request(self._job.log_dir)
         except (OSError, ValueError) as error:
-            file = self._job.log_dir / scale_request.WANTED
-            say(f"SIGUSR2: no number of workers in {file} ({error}); use `lockstep scale`")
+            file = self._job.log_dir / scale_request.REQUEST_FILE
+            print_message(f"SIGUSR2: no number of workers in {file} ({error}); use `lockstep scale`")
             return
         least, most = self._elastic.least, self._most()
         if not least <= wanted <= most:
             shards = f", for the run has {most} shards" if most < self._elastic.most else ""
-            say(f"{wanted} workers are wanted, but there can be {least} to {most}{shards}: nothing is changed")
+            print_message(
+                f"{wanted} workers are wanted, but there can be {least} to {most}{shards}: nothing is changed"
+            )
             return
-        say(f"{wanted} workers are wanted")
+        print_message(f"{wanted} workers are wanted")
         self._records.set_want(Want(wanted, least, self._elastic.most))
 
     # -- other hosts -------------------------------------------------------------------------------------------------
 
-    def _lose_lease(self, why: str) -> None:
-        """Others may go on without our workers now (membership.py, rule 3). At the end nobody does."""
-        if self._roster.is_over:
+    def _on_lease_lost(self, why: str) -> None:
+        """Stop the workers of this host: the others may continue without them (membership.py, rule 3)."""
+        if self._host_workers.is_over:
             return
-        self._events.note("lease lost", why=why, workers=list(self._roster.people))
+        self._events.record("lease lost", why=why, workers=list(self._host_workers.workers))
         self._stop_workers(why, "it can be reached again")
-        if self._neighbours is not None:
-            self._neighbours.forget()
+        if self._other_hosts is not None:
+            self._other_hosts.reset()
 
     def _stop_workers(self, why: str, until: str) -> None:
-        mine = [worker for worker in self._living() if worker.rank not in self._disowned]
+        mine = [worker for worker in self._running() if worker.rank not in self._abandoned]
         stopped = f"{len(mine)} worker{'s' if len(mine) > 1 else ''} of this host"
-        say(f"{why}; {stopped} must stop, and others are started when {until}" if mine else why)
+        print_message(f"{why}; {stopped} must stop, and others are started when {until}" if mine else why)
         for worker in mine:
-            self._disowned.add(worker.rank)
-            worker.told = True
+            self._abandoned.add(worker.rank)
+            worker.stop_sent = True
             self._signal_group(worker, signal.SIGKILL)
-        self._roster.disown()
+        self._host_workers.remove_all()
 
-    def _look_around(self, neighbours: Neighbours, now_s: float) -> None:
-        roster = self._roster
-        for line in neighbours.look_around(now_s):
-            say(line)
-        if self._end is None and self._gave_up is None and not roster.is_over:
-            self._end = neighbours.why_end(now_s, ending=self._is_ending)
-            if self._end is not None:
-                say(self._end.why)
-                self._tell(signal.SIGKILL)
-        inside = any(person.worker.standing is Standing.INSIDE for person in roster.people.values())
-        for news in neighbours.look_at_network(now_s, inside=inside, moves=roster.moves):
-            if news.leaves_us_out:
+    def _check_other_hosts(self, other_hosts: OtherHosts, now_s: float) -> None:
+        host_workers = self._host_workers
+        for line in other_hosts.check_store(now_s):
+            print_message(line)
+        if self._run_end is None and self._gave_up is None and not host_workers.is_over:
+            self._run_end = other_hosts.why_end(now_s, ending=self._is_ending)
+            if self._run_end is not None:
+                print_message(self._run_end.why)
+                self._send_stop(signal.SIGKILL)
+        inside = any(local.record.standing is Standing.INSIDE for local in host_workers.workers.values())
+        for news in other_hosts.check_network(now_s, inside=inside, progress_count=host_workers.progress_count):
+            if news.stops_this_host:
                 self._stop_workers(news.text, "they do")
             else:
-                say(news.text)
+                print_message(news.text)
 
-    def _take_leave(self, neighbours: Neighbours) -> None:
-        neighbours.take_leave(None if self._roster.is_over else self._asked)
-        end_s = time.monotonic() + neighbours.stay_s
-        while neighbours.must_stay and time.monotonic() < end_s and self._interrupts < 2:
-            self._records.fulfil()
-            self._listen(self._tick(time.monotonic()))
+    def _leave(self, other_hosts: OtherHosts) -> None:
+        other_hosts.leave(None if self._host_workers.is_over else self._stop_signal)
+        end_s = time.monotonic() + other_hosts.stay_s
+        while other_hosts.must_stay and time.monotonic() < end_s and self._interrupts < 2:
+            self._records.flush_pending()
+            self._wait_for_events(self._tick(time.monotonic()))
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _notice_exits(self) -> None:
-        self._graves = [worker for worker in self._graves if self._has_strays(worker)]
-        for worker in self._living():
+    def _collect_exits(self) -> None:
+        self._ended_groups = [worker for worker in self._ended_groups if self._has_leftover_children(worker)]
+        for worker in self._running():
             if worker.process.poll() is None:
                 continue
-            worker.take_last(self._job.log_dir)
+            worker.collect_last_output(self._job.log_dir)
             code, at_s = worker.process.returncode, time.monotonic()
             assert code is not None
-            person = self._persons[worker.rank]
-            early = self._bury(worker)
+            local = self._local_workers[worker.rank]
+            early = self._reap(worker)
             is_lost = early or code not in (0, PREEMPTED)
-            self._events.note("lost" if is_lost else "ended", worker=person.id, code=code)
-            self._exits.append(Exit(worker.rank, code, at_s, is_lost_peer(worker.words()), worker.told, early))
-            if worker.rank in self._disowned:
+            self._events.record("lost" if is_lost else "ended", worker=local.id, code=code)
+            self._exits.append(
+                Exit(worker.rank, code, at_s, is_lost_peer(worker.last_lines()), worker.stop_sent, early)
+            )
+            if worker.rank in self._abandoned:
                 continue
-            released = any(do is Do.RELEASE for do, _ in person.told)
-            self._has_ended |= not is_lost and not released and person.worker.standing is not Standing.QUIT
-            if person.worker.standing is Standing.DONE:
-                self._records.say_over(code if code == PREEMPTED else 0)
+            released = any(do is OrderAction.RELEASE for do, _ in local.orders_sent)
+            self._has_ended |= not is_lost and not released and local.record.standing is not Standing.QUIT
+            if local.record.standing is Standing.DONE:
+                self._records.publish_over(code if code == PREEMPTED else 0)
             if is_lost:
-                self._mourn(worker, at_s, early=early)
+                self._handle_loss(worker, at_s, early=early)
 
-    def _judge_quits(self, now_s: float) -> None:
-        """Those who have left their Run without the others are lost."""
-        for person in self._roster.judge_quits(now_s):
-            number = next(n for n, one in self._persons.items() if one is person)
+    def _resolve_quits(self, now_s: float) -> None:
+        """Handle the loss of workers that have left their Run while the others stay in it."""
+        for local in self._host_workers.resolve_quits(now_s):
+            number = self._number_of(local)
             self._exits = [replace(one, early=True) if one.rank == number else one for one in self._exits]
-            self._events.note("lost", worker=person.id, code=self._workers[number].process.returncode)
-            self._mourn(self._workers[number], now_s, early=True)
+            self._events.record("lost", worker=local.id, code=self._workers[number].process.returncode)
+            self._handle_loss(self._workers[number], now_s, early=True)
 
-    def _bury(self, worker: WorkerProcess) -> bool:
-        """Nothing of it stays, however many there will be. Returns whether it ended with status 0 before its time."""
-        person = self._persons[worker.rank]
-        for message in person.line.receive():
-            self._roster.hear(person, message)
-        for pipe in (worker.out.pipe, worker.err.pipe, person.line):
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(pipe)
-        person.line.close()
-        early = self._roster.lost(person.id, done=worker.process.returncode in (0, PREEMPTED))
-        worker.buried = True
-        self._signal_group(worker, signal.SIGKILL)
-        self._graves.append(worker)
-        self._guardian.release(worker.process.pid)
-        for stream in (worker.out, worker.err):
-            stream.drain()
-            stream.pipe.close()
-        worker.log.close()
-        return early
-
-    def _mourn(self, worker: WorkerProcess, at_s: float, *, early: bool = False) -> None:
-        words, code = worker.words(), worker.process.returncode
+    def _handle_loss(self, worker: WorkerProcess, at_s: float, *, early: bool = False) -> None:
+        words, code = worker.last_lines(), worker.process.returncode
         assert code is not None
         error = words[-1] if code > 0 and words else ""
         if early:
             error = EARLY
-        failure = Failure(worker.rank, at_s, self._roster.newest[0], self._roster.here[0], error)
+        failure = WorkerFailure(worker.rank, at_s, self._host_workers.newest[0], self._host_workers.current[0], error)
         self._failures.append(failure)
-        if self._is_ending or self._gave_up is not None or (self._roster.is_over and worker.told):
+        if self._is_ending or self._gave_up is not None or (self._host_workers.is_over and worker.stop_sent):
             return
         who = f"{worker.name} (pid {worker.process.pid})"
-        if self._persons[worker.rank].worker.standing is Standing.DONE:
-            say(f"{who} failed after its Run: {describe(code)}{f': {error}' if error else ''}")
+        if self._local_workers[worker.rank].record.standing is Standing.DONE:
+            print_message(f"{who} failed after its Run: {describe(code)}{f': {error}' if error else ''}")
             self._gave_up = failure
             return
-        if not worker.told:
-            how = _describe_early(self._persons[worker.rank]) if early else describe(code)
-            say(f"{who} was lost: {how}{f': {error}' if error and not early else ''}")
-        if self._roster.is_over and error:  # another one has ended the program in the middle of the run
+        if not worker.stop_sent:
+            how = _describe_early(self._local_workers[worker.rank]) if early else describe(code)
+            print_message(f"{who} was lost: {how}{f': {error}' if error and not early else ''}")
+        if self._host_workers.is_over and error:  # another one has ended the program in the middle of the run
             self._gave_up = failure
             return
         why = why_give_up(self._failures, self._job.workers)
-        if why is None and self._can_do_without(failure):
+        if why is None and self._may_continue(failure):
             return
-        self._give_up(self._doubts[0] if self._doubts else failure, why or NO_RUN)
+        self._give_up(self._undecided[0] if self._undecided else failure, why or NO_RUN)
 
-    def _can_do_without(self, failure: Failure) -> bool:
-        """Whoever is killed before anybody has come to a Run may be one of a program that has one."""
-        if self._roster.is_elastic or not self._living():  # alone, it may be started again
+    def _may_continue(self, failure: WorkerFailure) -> bool:
+        """Whether the run continues after this loss, at least until `_resolve_undecided`.
+
+        A worker that is killed before any worker has created a Run may belong to a program that will create one.
+        """
+        if self._host_workers.is_elastic or not self._running():  # a single worker may be started again
             return True
-        if failure.error or self._doubts:
+        if failure.error or self._undecided:
             return False
-        self._doubts.append(failure)
+        self._undecided.append(failure)
         return True
 
-    def _decide(self, now_s: float) -> None:
-        """Whether there is a Run, and so a replacement for who was lost before we knew."""
-        if self._roster.is_elastic:
-            self._doubts.clear()
-        elif self._doubts and (now_s > self._doubts[0].at_s + RUN_WITHIN_S or not self._living()):
-            self._give_up(self._doubts.pop(), NO_RUN)
+    def _resolve_undecided(self, now_s: float) -> None:
+        """Give up if no worker creates a Run in time: without one, a lost worker cannot be replaced."""
+        if self._host_workers.is_elastic:
+            self._undecided.clear()
+        elif self._undecided and (now_s > self._undecided[0].at_s + RUN_WITHIN_S or not self._running()):
+            self._give_up(self._undecided.pop(), NO_RUN)
 
-    def _give_up(self, failure: Failure, why: str) -> None:
+    def _give_up(self, failure: WorkerFailure, why: str) -> None:
         first = next(one for one in self._failures if one.newest == failure.newest and one.error == failure.error)
         self._gave_up = first
-        say(f"giving up: {why}")
+        print_message(f"giving up: {why}")
         worker, exits = self._workers[failure.worker], [one for one in self._exits if one.rank == failure.worker]
         how = failure.error if exits[-1].early else describe(exits[-1].code)
         how += f": {failure.error}" if failure.error and not exits[-1].early else ""
-        blame = f"{worker.name} failed, {how}; given up there: {why}"
-        self._records.accuse(status=exit_status(exits[-1:], None), why=blame)
-        self._tell(signal.SIGKILL if failure.error else signal.SIGTERM)
-
-    def _kill(self) -> None:
-        super()._kill()
-        if self._template is not None:  # it may hang in an import, and those who are not born with it
-            self._close_template()
-
-    def _close_template(self) -> None:
-        assert self._template is not None
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(self._template.line)
-        self._template.close()
-        self._template = None
+        why_failed = f"{worker.name} failed, {how}; given up there: {why}"
+        self._records.publish_failure(status=exit_status(exits[-1:], None), why=why_failed)
+        self._send_stop(signal.SIGKILL if failure.error else signal.SIGTERM)
 
     def __exit__(self, *error: object) -> None:
-        if self._template is not None:
-            self._close_template()
-        if self._neighbours is not None:
-            self._neighbours.close()
-        self._station.close()
+        if self._fork_server is not None:
+            self._close_fork_server()
+        if self._other_hosts is not None:
+            self._other_hosts.close()
+        self._connection.close()
         super().__exit__(*error)
 
-    def _trace_name(self, worker: WorkerProcess) -> str:
-        return self._persons[worker.rank].id
-
     def report(self) -> int:
-        regain_patience()
-        if self._gave_up is None and self._doubts:  # the others did without, and ended before we knew
-            self._gave_up = self._doubts[0]
+        clear_write_timeout()
+        if self._gave_up is None and self._undecided:  # the others ended before it was decided
+            self._gave_up = self._undecided[0]
         if self._gave_up is None:
-            if self._end is not None:
-                say(self._end.why)  # once more, at the end
-                show(Card("lockstep: the run has ended", what=self._end.why, logs=str(self._job.log_dir)))
-                return self._end.status
-            if self._asked is not None and not self._exits:
-                return 128 + self._asked
+            if self._run_end is not None:
+                print_message(self._run_end.why)  # once more, at the end
+                show(Card("lockstep: the run has ended", what=self._run_end.why, logs=str(self._job.log_dir)))
+                return self._run_end.status
+            if self._stop_signal is not None and not self._exits:
+                return 128 + self._stop_signal
             codes = [one.code for one in self._exits if one.code in (0, PREEMPTED)]
-            ended, over = self._roster.is_over or PREEMPTED in codes, self._records.over
-            told_s = self._told_at_s
-            too_late = told_s is not None and not any(one.at_s >= told_s for one in self._exits)  # nobody was there
-            preempted = INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
-            if ended and (self._asked is None or too_late):
+            ended, over = self._host_workers.is_over or PREEMPTED in codes, self._records.over
+            stopped_s = self._stop_sent_at_s
+            too_late = stopped_s is not None and not any(
+                one.at_s >= stopped_s for one in self._exits
+            )  # all had ended before
+            preempted = INTERRUPTED if self._stop_signal == signal.SIGINT else PREEMPTED
+            if ended and (self._stop_signal is None or too_late):
                 return preempted if PREEMPTED in codes else over["status"] if over is not None else 0
             if PREEMPTED in codes:
                 return preempted
-            if told_s is not None:  # whoever was lost before was replaced, and is not to blame for the end
-                self._exits = [one for one in self._exits if one.at_s >= told_s]
+            if stopped_s is not None:  # workers lost before that were replaced, and are not the reason for the end
+                self._exits = [one for one in self._exits if one.at_s >= stopped_s]
                 if not self._exits:
-                    return 128 + (self._asked or signal.SIGTERM)
+                    return 128 + (self._stop_signal or signal.SIGTERM)
             return super().report()
         worker = self._workers[self._gave_up.worker]
         self._exits = [one for one in self._exits if one.rank == worker.rank]

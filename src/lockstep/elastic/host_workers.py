@@ -1,6 +1,6 @@
-"""The workers of one host in an elastic run: what they say, and what they are told.
+"""The workers of one host in an elastic run: the messages that they send, and the orders that they get.
 
-It carries out `membership`: keeps this host's record, proposes the next generation, and passes the orders on.
+It carries out `membership`: keeps this host's record, proposes the next generation, and sends the orders.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol, final
 
-from lockstep.control.json_pipe import Line, Message
-from lockstep.elastic.call_log import Journal
-from lockstep.elastic.generation_store import Values
+from lockstep.control.json_pipe import JsonPipe, Message
+from lockstep.elastic.call_log import CallLog
+from lockstep.elastic.generation_store import GenerationStore
 from lockstep.elastic.membership import (
     START,
-    Do,
     Generation,
+    OrderAction,
     Position,
     Standing,
     Want,
@@ -26,232 +26,233 @@ from lockstep.elastic.membership import (
     orders,
 )
 from lockstep.elastic.records import Records
-from lockstep.elastic.worker_state import Person
+from lockstep.elastic.worker_state import LocalWorker
 
-LEASE_EVERY_S: Final = 0.5  # how often workers are told how long our lease holds
+LEASE_EVERY_S: Final = 0.5  # how often workers are sent the time until which the lease of this host holds
 
-# How long after a worker that has quit the others may still quit too: while they are in a call, and on other hosts.
+# How long after a worker has quit the others may still quit too: while they are in a call, and on other hosts.
 QUIT_WITHIN_S: Final = 5.0
 QUIT_ELSEWHERE_WITHIN_S: Final = 10.0
 
 
-class Diary(Protocol):
-    """What happened, for people and for programs."""
+class EventLog(Protocol):
+    """Prints messages for the user, and records events for programs."""
 
-    def say(self, text: str) -> None: ...
+    def print(self, text: str) -> None: ...
 
-    def note(self, event: str, **facts: Any) -> None: ...
+    def record(self, event: str, **facts: Any) -> None: ...
 
 
 @final
-class Roster:
-    """See membership.py, Note [What supervisors keep to]."""
+class HostWorkers:
+    """See membership.py, Note [Rules for host agents]."""
 
-    def __init__(self, records: Records, diary: Diary) -> None:
-        self._records, self._diary = records, diary
-        self._journal, self._values = Journal(records), Values(records.arbiter, records.keys.values)
-        self.people: dict[str, Person] = {}
-        self.is_elastic = False  # the program has a Run, so it can do without one of its workers
-        self.newest: Position = START  # how far the run has ever come, as far as we know
-        self.here: Position = START  # and where it is: further back after everybody was lost
-        self.limit: int | None = None  # how many workers the run can use at most, as soon as it says so
-        self.moves = 0  # how often one of our workers was found at another position than before
-        self._serial = 0
-        self._lease_told_s = 0.0
-        self._seen = Generation(0)
+    def __init__(self, records: Records, events: EventLog) -> None:
+        self._records, self._events = records, events
+        self._call_log, self._generation_store = CallLog(records), GenerationStore(records.client, records.keys.values)
+        self.workers: dict[str, LocalWorker] = {}
+        self.is_elastic = False  # the program has a Run, so it can continue without one of its workers
+        self.newest: Position = START  # the furthest position that the run is known to have reached
+        self.current: Position = START  # where the run is now: further back after all workers were lost
+        self.limit: int | None = None  # how many workers the run can use at most, once a worker has sent it
+        self.progress_count = 0  # how often a worker of this host has sent a new position
+        self._next_serial = 0
+        self._lease_sent_s = 0.0
+        self._seen_generation = Generation(0)
 
-    # -- what the host sees ------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------------------------
 
-    def add(self, line: Line, slot: int) -> Person:
-        """A process has been started."""
-        worker = Worker(f"{self._records.name}.{self._serial}", Standing.STARTING)
-        self._serial += 1
-        self.people[worker.id] = person = Person(worker, line, slot)
-        return person
+    def add(self, pipe: JsonPipe, slot: int) -> LocalWorker:
+        """Register a process that has been started. `pipe` is this host's end."""
+        worker = Worker(f"{self._records.name}.{self._next_serial}", Standing.STARTING)
+        self._next_serial += 1
+        self.workers[worker.id] = local = LocalWorker(worker, pipe, slot)
+        return local
 
-    def lost(self, id_: str, *, done: bool) -> bool:
-        """Its process has ended and was collected; `done`: by itself, with status 0.
+    def remove(self, id_: str, *, done: bool) -> bool:
+        """Remove a worker whose process was reaped. `done` says that it ended by itself, with status 0.
 
-        Returns whether it is missed although its status was 0: it was a member, and its Run was not over. One that has
-        left its Run by an exception, or by sys.exit, is judged later: see `judge_quits`.
+        Returns whether it is lost although its status was 0: it was a member, and its Run was not over. A worker that
+        has left its Run by an exception, or by sys.exit, is kept until `resolve_quits` decides.
         """
-        person = self.people.get(id_)
-        if person is None:
-            return False  # disowned before
-        person.line.ended = True
-        if person.worker.standing is Standing.DONE:
+        local = self.workers.get(id_)
+        if local is None:
+            return False  # `remove_all` has removed it
+        local.pipe.ended = True
+        if local.record.standing is Standing.DONE:
             return False
-        is_early = done and not person.released and id_ in self._records.generation.members
-        if is_early and person.left_run:
-            person.ended_s, person.told_leave_s = time.monotonic(), None
-            person.worker = replace(person.worker, standing=Standing.QUIT)
+        is_early = done and not local.released and id_ in self._records.generation.members
+        if is_early and local.left_run:
+            local.ended_s, local.leave_sent_s = time.monotonic(), None
+            local.record = replace(local.record, standing=Standing.QUIT)
             return False
-        del self.people[id_]
+        del self.workers[id_]
         return is_early
 
     @property
     def has_quits(self) -> bool:
-        """Whether there are workers of which it is not known yet whether they are missed."""
-        return any(person.worker.standing is Standing.QUIT for person in self.people.values())
+        """Whether there are workers for which `resolve_quits` has yet to decide whether they are lost."""
+        return any(local.record.standing is Standing.QUIT for local in self.workers.values())
 
-    def judge_quits(self, now_s: float) -> list[Person]:
+    def resolve_quits(self, now_s: float) -> list[LocalWorker]:
         """Decide about workers that have left their Run by an exception and ended with status 0.
 
-        If all members do that the program has ended. If another member goes on, they are lost: returns these.
+        If all members do that, the program has ended. Returns those that are lost, because another member continues.
         """
-        quits = [person for person in self.people.values() if person.worker.standing is Standing.QUIT]
+        quits = [local for local in self.workers.values() if local.record.standing is Standing.QUIT]
         if not quits:
             return []
-        known = {worker.id: worker.standing for worker in self._workers()}
+        known = {worker.id: worker.standing for worker in self._all_records()}
         members = {member: known.get(member) for member in self._records.generation.members}
         if all(standing in (Standing.QUIT, Standing.DONE) for standing in members.values()):
-            for person in quits:
-                self._note_done(person)
-            self._records.say_over(0)
+            for local in quits:
+                self._mark_done(local)
+            self._records.publish_over(0)
             return []
-        missed = [person for person in quits if self._is_missed(person, members, now_s)]
-        for person in missed:
-            del self.people[person.id]
-        return missed
+        lost = [local for local in quits if self._is_lost(local, members, now_s)]
+        for local in lost:
+            del self.workers[local.id]
+        return lost
 
-    def _is_missed(self, person: Person, members: Mapping[str, Standing | None], now_s: float) -> bool:
-        """Whether a member goes on without this one, which has quit. One that does not wait for it may yet quit too."""
-        if person.id not in members or None in members.values():  # another one was lost, and the others go on
+    def _is_lost(self, local: LocalWorker, members: Mapping[str, Standing | None], now_s: float) -> bool:
+        """Whether a member continues without this worker, which has quit. A member outside of calls may yet quit."""
+        if local.id not in members or None in members.values():  # another member was lost, and the others continue
             return True
         staying = [id_ for id_, standing in members.items() if standing not in (Standing.QUIT, Standing.DONE)]
-        here = [self.people[id_] for id_ in staying if id_ in self.people]
-        since_s, quit_at = now_s - person.ended_s, _position(person.at)
+        here = [self.workers[id_] for id_ in staying if id_ in self.workers]
+        since_s, quit_at = now_s - local.ended_s, _position(local.position)
         for one in (one for one in here if one.is_calling and not one.left_run):
-            at = _position(one.at)
-            # In the same call, in the loss function say, the others may be a little slower.
-            if at > quit_at or (at == quit_at and not person.is_calling) or since_s > QUIT_WITHIN_S:
+            at = _position(one.position)
+            # In the same call, for example in the loss function, the others may be a little slower.
+            if at > quit_at or (at == quit_at and not local.is_calling) or since_s > QUIT_WITHIN_S:
                 return True
         return len(here) < len(staying) and since_s > QUIT_ELSEWHERE_WITHIN_S
 
-    def _note_done(self, person: Person) -> None:
-        """Its Run is over. What it does from now on, or how it ends, is no business of the others."""
-        person.told_leave_s = None
-        person.worker = replace(person.worker, standing=Standing.DONE)
+    def _mark_done(self, local: LocalWorker) -> None:
+        """Its Run is over: how it ends from now on does not concern the others."""
+        local.leave_sent_s = None
+        local.record = replace(local.record, standing=Standing.DONE)
 
-    def disown(self) -> None:
-        """Our lease has ended, so the others may have gone on without us: none of our workers counts any more."""
-        self.people.clear()
+    def remove_all(self) -> None:
+        """Remove all workers: the lease of this host has ended, so the others may have continued without them."""
+        self.workers.clear()
         self._records.unlist()
-        self._seen = Generation(0)
+        self._seen_generation = Generation(0)
 
-    def release(self, person: Person, why: str) -> None:
-        """It is one too many. Should others have made it a member meanwhile, they will find it gone."""
-        person.released = True
-        person.told.add((Do.RELEASE, self._records.generation.number))
-        self._pass_on(person, Do.RELEASE, why)
+    def release(self, local: LocalWorker, why: str) -> None:
+        """End a surplus worker. If another host makes it a member meanwhile, it counts as lost there."""
+        local.released = True
+        local.orders_sent.add((OrderAction.RELEASE, self._records.generation.number))
+        self._send_order(local, OrderAction.RELEASE, why)
 
     @property
     def is_over(self) -> bool:
-        """The program has ended for a member: nobody is started any more."""
-        done = any(one.standing is Standing.DONE for one in self._workers())
+        """The program has ended for a member: no worker is started any more."""
+        done = any(one.standing is Standing.DONE for one in self._all_records())
         return self._records.is_clean and (done or self._records.over is not None)
 
     @property
     def is_finished(self) -> bool:
-        """No member, here or elsewhere, has anything left to do."""
-        rest = [one.id for one in self._workers() if one.standing is not Standing.DONE]
+        """All members are done, on this host and on the others."""
+        rest = [one.id for one in self._all_records() if one.standing is not Standing.DONE]
         return self.is_over and not any(member in rest for member in self._records.generation.members)
 
-    def _workers(self) -> list[Worker]:
-        """As the store has them; of ours, as we do."""
+    def _all_records(self) -> list[Worker]:
+        """The workers of all hosts: of this host as they are here, of the others as they are in the store."""
         elsewhere = [one for host in self._records.hosts if host.name != self._records.name for one in host.workers]
-        return [*(person.worker for person in self.people.values()), *elsewhere]
+        return [*(local.record for local in self.workers.values()), *elsewhere]
 
     @property
     def want(self) -> Want:
-        """How many workers there are to be, and not more than the run can use."""
+        """How many workers are wanted, limited to what the run can use."""
         want, limit = self._records.want, self.limit
         if limit is None or want.workers <= limit:
             return want
         return Want(limit, min(want.least, limit), min(want.most, limit))
 
-    # -- what workers say --------------------------------------------------------------------------------------------
+    # -- messages of workers -----------------------------------------------------------------------------------------
 
-    def hear(self, person: Person, message: Message) -> None:
-        person.heard_s = time.monotonic()
+    def handle(self, local: LocalWorker, message: Message) -> None:
+        local.last_heard_s = time.monotonic()
         match message["say"]:
             case "hello":
-                person.spoke, self.is_elastic, person.pid = True, True, int(message["pid"])
-                self._journal.welcome(person)
+                local.has_run, self.is_elastic, local.pid = True, True, int(message["pid"])
+                self._call_log.send_welcome(local)
             case "beat":
-                self._note_progress(message["position"])
-                if message["position"] != person.at:
-                    person.at, self.moves = message["position"], self.moves + 1
-                person.is_calling = bool(message.get("calling", False))
+                self._record_progress(message["position"])
+                if message["position"] != local.position:
+                    local.position, self.progress_count = message["position"], self.progress_count + 1
+                local.is_calling = bool(message.get("calling", False))
             case "leaves":
-                person.left_run, person.at, person.is_calling = True, message["position"], bool(message["calling"])
+                local.left_run, local.position, local.is_calling = True, message["position"], bool(message["calling"])
             case "ready":
                 position = _position(message["position"])
-                person.worker = replace(
-                    person.worker, standing=Standing.READY, generation=int(message["told"]), position=position
+                local.record = replace(
+                    local.record, standing=Standing.READY, generation=int(message["told"]), position=position
                 )
             case "inside":
-                person.told_leave_s = None
-                person.worker = replace(person.worker, standing=Standing.INSIDE, generation=int(message["generation"]))
+                local.leave_sent_s = None
+                local.record = replace(local.record, standing=Standing.INSIDE, generation=int(message["generation"]))
             case "left":
-                person.told_leave_s = None
-                person.worker = Worker(
-                    person.id, Standing.LEFT, int(message["generation"]), _position(message["position"])
+                local.leave_sent_s = None
+                local.record = Worker(
+                    local.id, Standing.LEFT, int(message["generation"]), _position(message["position"])
                 )
-                self._note_progress(message["position"])
+                self._record_progress(message["position"])
             case "journal":
-                self._journal.publish(person.worker, int(message["first"]), message["entries"])
+                self._call_log.publish(local.record, int(message["first"]), message["entries"])
             case "limit":
                 self.limit = max(1, int(message["workers"]))
             case "loop":
-                self._journal.enter_loop()
+                self._call_log.enter_loop()
             case "done":
-                self._note_done(person)
+                self._mark_done(local)
             case "recovered":
-                facts = {"generation": person.worker.generation, "took_s": float(message["took_s"])}
-                self._diary.note("recovered", worker=person.id, **facts)
+                facts = {"generation": local.record.generation, "took_s": float(message["took_s"])}
+                self._events.record("recovered", worker=local.id, **facts)
             case "kv":
-                self._values.ask(person, message)
+                self._generation_store.submit(local, message)
 
-    def _note_progress(self, position: Any) -> None:
-        self.here = max(self.here, _position(position))
-        self.newest = max(self.newest, self.here)
+    def _record_progress(self, position: Any) -> None:
+        self.current = max(self.current, _position(position))
+        self.newest = max(self.newest, self.current)
 
-    # -- what is to be done ------------------------------------------------------------------------------------------
+    # -- orders to workers -------------------------------------------------------------------------------------------
 
-    def act(self, now_s: float) -> list[tuple[Person, str]]:
-        """Do what is due. Returns those who must be killed, and why."""
-        records, arbiter = self._records, self._records.arbiter
-        arbiter.tick(now_s)
-        self._tell_lease(now_s)
-        for _ in range(8):  # each change may ask for another
-            before = arbiter.revision
+    def act(self, now_s: float) -> list[tuple[LocalWorker, str]]:
+        """Do what is due. Returns the workers that must be killed, and why."""
+        records, client = self._records, self._records.client
+        client.tick(now_s)
+        self._send_lease(now_s)
+        for _ in range(8):  # each change may require another
+            before = client.revision
             records.clean_up()
             if records.is_clean:
-                records.fulfil()  # what a worker told before it left must be there before the others read that it has
-                records.list_workers(person.worker for person in self.people.values())
-            self._values.answer_all(self.people, records.generation.number)
+                # What a worker sent before it left must be in the store before the others read that it has left.
+                records.flush_pending()
+                records.list_workers(local.record for local in self.workers.values())
+            self._generation_store.answer_all(self.workers, records.generation.number)
             if records.is_listed:
                 self._propose()
-            arbiter.tick(now_s)
-            if arbiter.revision == before:
+            client.tick(now_s)
+            if client.revision == before:
                 break
-        kills = self._journal.push(self.people.values())
-        return kills if records.found is None else kills + self._give_orders(records.found)
+        kills = self._call_log.send_updates(self.workers.values())
+        return kills if records.found is None else kills + self._send_orders(records.found)
 
-    def _tell_lease(self, now_s: float) -> None:
-        if now_s - self._lease_told_s >= LEASE_EVERY_S:
-            self._lease_told_s = now_s
-            for person in self.people.values():
-                if person.spoke:
-                    person.line.send({"do": "lease", "until_s": self._records.arbiter.held_until_s})
+    def _send_lease(self, now_s: float) -> None:
+        if now_s - self._lease_sent_s >= LEASE_EVERY_S:
+            self._lease_sent_s = now_s
+            for local in self.workers.values():
+                if local.has_run:
+                    local.pipe.send({"do": "lease", "until_s": self._records.client.held_until_s})
 
     def _propose(self) -> None:
         now, hosts, want = self._records.generation, self._records.hosts, self.want
-        if now.number != self._seen.number:
-            self._turn_to(now)
-        over = self._records.over is not None  # newcomers come too late, also if those who are done have gone since
-        late = set() if over else {worker.id for worker in self._journal.left_behind(now, hosts)}
+        if now.number != self._seen_generation.number:
+            self._start_generation(now)
+        over = self._records.over is not None  # newcomers are too late, even if the workers that were done have ended
+        late = set() if over else {worker.id for worker in self._call_log.stragglers(now, hosts)}
         hosts = [
             replace(host, workers=tuple(w for w in host.workers if w.id in now.members or not (over or w.id in late)))
             for host in hosts
@@ -261,46 +262,46 @@ class Roster:
         if following is not None:
             self._records.propose(following)
 
-    def _turn_to(self, now: Generation) -> None:
-        before, self._seen = self._seen, now
-        self.here = now.position or START
+    def _start_generation(self, now: Generation) -> None:
+        before, self._seen_generation = self._seen_generation, now
+        self.current = now.position or START
         if now.anew != before.anew:
-            self._journal.carry_over(before, now, self.people.values())
+            self._call_log.carry_over(before, now, self.workers.values())
         self._records.drop_older(self._records.keys.values, now.number)
-        self._diary.note("generation", number=now.number, members=now.members, position=now.position, why=now.why)
+        self._events.record("generation", number=now.number, members=now.members, position=now.position, why=now.why)
         if now.number > max(1, self._records.found or 0):
             where = "" if now.position is None or now.position[0] < 0 else f" at step {now.position[0]}"
             size = len(now.members)
-            go_on = f"{size} workers go" if size > 1 else "1 worker goes"
-            self._diary.say(f"{now.why}; {go_on} on{where} (generation {now.number})")
+            continues = f"{size} workers continue" if size > 1 else "1 worker continues"
+            self._events.print(f"{now.why}; {continues}{where} (generation {now.number})")
 
-    def _give_orders(self, found: int) -> list[tuple[Person, str]]:
-        now, hosts, people = self._records.generation, self._records.hosts, self.people
-        late = [people[worker.id] for worker in self._journal.left_behind(now, hosts) if worker.id in people]
-        kills = [(person, "it waits before the loop, and the others are in it") for person in late]
+    def _send_orders(self, found: int) -> list[tuple[LocalWorker, str]]:
+        now, hosts, workers = self._records.generation, self._records.hosts, self.workers
+        late = [workers[worker.id] for worker in self._call_log.stragglers(now, hosts) if worker.id in workers]
+        kills = [(local, "it waits before the loop, and the others are in it") for local in late]
         for order in orders(now, hosts, self._records.name, found):
-            person = people.get(order.worker)
-            if person is None:
+            local = workers.get(order.worker)
+            if local is None:
                 continue
-            if order.do is Do.KILL:
-                kills.append((person, order.why))
-            elif order.do is Do.LEAVE and (Do.JOIN, order.generation) not in person.told:
-                # It broke before we had told it of it: it was never inside, and waits for the next one.
-                person.worker = replace(person.worker, standing=Standing.LEFT, generation=order.generation)
-            elif (order.do, order.generation) not in person.told:
-                person.told.add((order.do, order.generation))
-                self._pass_on(person, order.do, order.why)
+            if order.do is OrderAction.KILL:
+                kills.append((local, order.why))
+            elif order.do is OrderAction.LEAVE and (OrderAction.JOIN, order.generation) not in local.orders_sent:
+                # The generation broke before the JOIN was sent: the worker was never inside, and waits for another.
+                local.record = replace(local.record, standing=Standing.LEFT, generation=order.generation)
+            elif (order.do, order.generation) not in local.orders_sent:
+                local.orders_sent.add((order.do, order.generation))
+                self._send_order(local, order.do, order.why)
         return kills
 
-    def _pass_on(self, person: Person, do: Do, why: str) -> None:
+    def _send_order(self, local: LocalWorker, do: OrderAction, why: str) -> None:
         now = self._records.generation
         message: Message = {"do": do.value, "generation": now.number, "why": why}
-        if do is Do.JOIN:
-            person.line.send({"do": "lease", "until_s": self._records.arbiter.held_until_s})
-            message |= {"generation": as_json(now), "worker": person.id}
-        if do is Do.LEAVE:
-            person.told_leave_s = time.monotonic()
-        person.line.send(message)
+        if do is OrderAction.JOIN:
+            local.pipe.send({"do": "lease", "until_s": self._records.client.held_until_s})
+            message |= {"generation": as_json(now), "worker": local.id}
+        if do is OrderAction.LEAVE:
+            local.leave_sent_s = time.monotonic()
+        local.pipe.send(message)
 
 
 def _position(value: Any) -> Position:

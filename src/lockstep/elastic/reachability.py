@@ -1,13 +1,13 @@
-"""Whether hosts reach each other: each has a door, at which the others knock when nothing goes on.
+"""Whether hosts reach each other: each listens on a port, which the others probe when the run makes no progress.
 
-Note [Hosts that cannot see each other]
-Two hosts that both reach the store are alive for everybody. If they do not reach each other, their workers wait for
-each other, in a collective or to connect, and nobody is missing. A long call looks the same from outside. So a host
-whose workers have made no progress for half of --stuck-s knocks at the doors of the others; and those that it has not
-reached for the other half, it names in a record that hangs on its lease. From all these records everybody concludes the
-same: `left_out` says whose workers have to stop. They may come back when nobody complains any more.
+Note [Hosts that cannot reach each other]
+Two hosts that both reach the store count as alive. If they do not reach each other, their workers wait for each other,
+in a collective or to connect, and no worker is missing. A long call looks the same from outside. So a host whose
+workers have made no progress for half of --stuck-s probes the ports of the others; it names those that it has not
+reached for the other half in a record under its lease. All hosts conclude the same from these records: `left_out` says
+which hosts have to stop their workers. They may return when no record names such a pair any more.
 
-Who never reached a door while the run went on does not complain: then it is a firewall that closes the door alone.
+A host that never reached a port although the run made progress does not name it: then a firewall blocks only that port.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from typing import Final, final
 from lockstep.control.sockets import Address
 from lockstep.errors import LockstepError
 
-KNOCK_EVERY_S: Final = 1.0
-KNOCK_S: Final = 3.0  # how long the other side may take
+PROBE_EVERY_S: Final = 1.0
+PROBE_TIMEOUT_S: Final = 3.0  # how long a connection attempt may take
 ACCEPTS_AT_ONCE: Final = 16
 
 
 def left_out(complaints: Mapping[str, Collection[str]]) -> set[str]:
-    """The hosts that must stop so that all others reach each other: those first who are in most pairs that do not."""
-    pairs = {frozenset((one, other)) for one, others in complaints.items() for other in others if one != other}
+    """The hosts that must stop so that all others reach each other: first those in most pairs that do not.
+
+    `complaints` has, by host, the hosts that it does not reach.
+    """
+    pairs = {frozenset((one, peer)) for one, others in complaints.items() for peer in others if one != peer}
     out: set[str] = set()
     while pairs:
         counts = Counter(name for pair in pairs for name in pair)
@@ -40,25 +43,28 @@ def left_out(complaints: Mapping[str, Collection[str]]) -> set[str]:
     return out
 
 
-def partners(name: str, complaints: Mapping[str, Collection[str]]) -> list[str]:
-    """Those that do not reach it, or that it does not."""
+def unreachable_from(name: str, complaints: Mapping[str, Collection[str]]) -> list[str]:
+    """The hosts that do not reach `name`, or that `name` does not reach."""
     return sorted({*complaints.get(name, ()), *(one for one, others in complaints.items() if name in others)})
 
 
 @dataclass
-class _Other:
-    """What we know of another host's door."""
+class _Peer:
+    """What is known about the port of another host."""
 
-    door: Address
-    calling: socket.socket | None = None
-    called_s: float = -1e9
+    address: Address
+    connection: socket.socket | None = None
+    probed_s: float = -1e9
     reached: bool = False  # ever
-    failing_since_s: float | None = None
+    unreached_since_s: float | None = None
 
 
 @final
-class Doors:
-    """Ours, and those of the others. Registers with `selector`, as data an object with `ready(mask)`."""
+class Reachability:
+    """Listens on a port, and probes those of the other hosts.
+
+    Registers sockets with `selector`; the data of each key is an object with `ready(mask)`.
+    """
 
     def __init__(self, address: str, selector: selectors.BaseSelector) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -66,91 +72,91 @@ class Doors:
             self._listener = socket.create_server((address, 0), family=family, backlog=64)
         except OSError as error:
             raise LockstepError(
-                f"cannot listen on {address}, where the other hosts would look for us: {error}; GLOO_SOCKET_IFNAME "
+                f"cannot listen on {address}, the address for the other hosts: {error}; GLOO_SOCKET_IFNAME "
                 "chooses another interface"
             ) from error
         self._listener.setblocking(False)
         self._selector = selector
-        self._others: dict[str, _Other] = {}
+        self._peers: dict[str, _Peer] = {}
         selector.register(self._listener, selectors.EVENT_READ, self)
 
     @property
-    def own(self) -> Address:
+    def address(self) -> Address:
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     def ready(self, mask: int) -> None:
-        """Somebody knocks. That it could is all it wanted to know."""
+        """Accept probes and close them: the connection itself is the answer."""
         with suppress(OSError):
             for _ in range(ACCEPTS_AT_ONCE):
                 self._listener.accept()[0].close()
 
-    def look(self, now_s: float, doors: Mapping[str, Address], *, all_of_them: bool) -> None:
-        """Knock where it is due: where we have not been yet, or at `all_of_them`."""
-        for name in self._others.keys() - doors.keys():
-            self._hang_up(self._others.pop(name))
-        for name, door in doors.items():
-            other = self._others.setdefault(name, _Other(door))
-            if other.calling is not None and now_s >= other.called_s + KNOCK_S:
-                self._answered(other, reached=False)
-            due = other.calling is None and now_s >= other.called_s + KNOCK_EVERY_S
-            if due and (all_of_them or not other.reached or other.failing_since_s is not None):
-                self._call(other, now_s)
+    def probe(self, now_s: float, addresses: Mapping[str, Address], *, probe_all: bool) -> None:
+        """Start the probes that are due: of hosts not reached yet or no longer; with `probe_all`, of all hosts."""
+        for name in self._peers.keys() - addresses.keys():
+            self._close_probe(self._peers.pop(name))
+        for name, address in addresses.items():
+            peer = self._peers.setdefault(name, _Peer(address))
+            if peer.connection is not None and now_s >= peer.probed_s + PROBE_TIMEOUT_S:
+                self._record_result(peer, reached=False)
+            due = peer.connection is None and now_s >= peer.probed_s + PROBE_EVERY_S
+            if due and (probe_all or not peer.reached or peer.unreached_since_s is not None):
+                self._start_probe(peer, now_s)
 
-    def unreached(self, now_s: float, for_s: float, *, also_new: bool) -> set[str]:
-        """Hosts that did not answer for so long. `also_new`: such as never did."""
+    def unreached(self, now_s: float, for_s: float, *, include_never_reached: bool) -> set[str]:
+        """The hosts that have not answered for `for_s`; those that never answered only if `include_never_reached`."""
         return {
             name
-            for name, other in self._others.items()
-            if other.failing_since_s is not None
-            and now_s - other.failing_since_s >= for_s
-            and (other.reached or also_new)
+            for name, peer in self._peers.items()
+            if peer.unreached_since_s is not None
+            and now_s - peer.unreached_since_s >= for_s
+            and (peer.reached or include_never_reached)
         }
 
     def close(self) -> None:
-        for other in self._others.values():
-            self._hang_up(other)
+        for peer in self._peers.values():
+            self._close_probe(peer)
         self._selector.unregister(self._listener)
         self._listener.close()
 
-    def _call(self, other: _Other, now_s: float) -> None:
-        other.called_s = now_s
-        family = socket.AF_INET6 if ":" in other.door[0] else socket.AF_INET
-        other.calling = caller = socket.socket(family, socket.SOCK_STREAM)
-        caller.setblocking(False)
+    def _start_probe(self, peer: _Peer, now_s: float) -> None:
+        peer.probed_s = now_s
+        family = socket.AF_INET6 if ":" in peer.address[0] else socket.AF_INET
+        peer.connection = sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
         try:
-            caller.connect(other.door)
+            sock.connect(peer.address)
         except BlockingIOError:
             pass
-        except OSError:  # there is no way there at all
-            caller.close()
-            other.calling = None
-            self._answered(other, reached=False)
+        except OSError:  # no route to the host, for example
+            sock.close()
+            peer.connection = None
+            self._record_result(peer, reached=False)
             return
-        self._selector.register(caller, selectors.EVENT_WRITE, _Call(self, other))
+        self._selector.register(sock, selectors.EVENT_WRITE, _ProbeEvent(self, peer))
 
-    def heard(self, other: _Other) -> None:
-        if other.calling is not None:
-            self._answered(other, reached=other.calling.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0)
+    def finish_probe(self, peer: _Peer) -> None:
+        if peer.connection is not None:
+            self._record_result(peer, reached=peer.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0)
 
-    def _answered(self, other: _Other, *, reached: bool) -> None:
-        self._hang_up(other)
+    def _record_result(self, peer: _Peer, *, reached: bool) -> None:
+        self._close_probe(peer)
         if reached:
-            other.reached, other.failing_since_s = True, None
-        elif other.failing_since_s is None:
-            other.failing_since_s = other.called_s
+            peer.reached, peer.unreached_since_s = True, None
+        elif peer.unreached_since_s is None:
+            peer.unreached_since_s = peer.probed_s
 
-    def _hang_up(self, other: _Other) -> None:
-        if other.calling is not None:
-            self._selector.unregister(other.calling)
-            other.calling.close()
-            other.calling = None
+    def _close_probe(self, peer: _Peer) -> None:
+        if peer.connection is not None:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            peer.connection = None
 
 
 @dataclass(frozen=True)
-class _Call:
-    doors: Doors
-    other: _Other
+class _ProbeEvent:
+    reachability: Reachability
+    peer: _Peer
 
     def ready(self, mask: int) -> None:
-        self.doors.heard(self.other)
+        self.reachability.finish_probe(self.peer)

@@ -1,4 +1,4 @@
-"""The last thing on the screen when a run has failed: who, what, where, why, and what to do. Pure."""
+"""The card at the end of the output of a failed run: who failed, what, where, why, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final
 
 WIDTH: Final = 100
 NARROWEST: Final = 50
-MOST_LINES: Final = 9  # of one entry
+MOST_LINES: Final = 9  # per entry
 
 
 @dataclass(frozen=True)
 class Card:
-    """What is "" or () is not shown."""
+    """The entries of a card. Empty ones are not shown."""
 
     title: str
     who: str = ""
     what: str = ""
-    place: tuple[str, ...] = ()  # the user's own line, as it is
+    place: tuple[str, ...] = ()  # file, line and source of the user's own code; not wrapped
     where: str = ""
     why: str = ""
     do: str = ""
@@ -38,7 +38,7 @@ LINES: Final = Box("╭── ", "│ ", "─", "╰")
 
 
 def draw(card: Card, *, width: int = WIDTH, box: Box = ASCII) -> str:
-    """Without lines at the right, which a long path would break."""
+    """Returns the card as text. It has no right border, which a long path would break."""
     width = max(NARROWEST, min(width, WIDTH))
     head = f"{box.corner}{card.title} "
     lines = [head + box.bar * (width - len(head))]

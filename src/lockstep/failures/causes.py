@@ -1,6 +1,6 @@
-"""Why a worker failed, where that is known, and what to do about it. Pure.
+"""Explains known causes of failures, and what to do about them. Pure.
 
-A rule looks at the exception (or the last lines, where there is none) and at how the process ended.
+Rules match the exception of the worker, or its last lines if there is no exception; signals are explained by number.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Final
 @dataclass(frozen=True)
 class Evidence:
     what: str  # the exception as in a traceback; "" if there was none
-    words: str  # the last lines of the worker
-    code: int  # exit status; below zero for a signal
-    out_of_memory: str = ""  # what the kernel says of processes that it killed meanwhile
-    told: bool = False  # we asked it to end
+    last_lines: str  # the end of the worker's output
+    code: int  # exit status; negative for a signal
+    out_of_memory: str = ""  # what the kernel's counters say about processes killed meanwhile
+    stop_sent: bool = False  # the launcher had asked it to stop
 
 
 @dataclass(frozen=True)
-class Cause:
+class Explanation:
     why: str
     do: str
 
 
-# Of a worker that ends with status 0 in the middle of its Run, while the others go on.
-TOO_EARLY: Final = Cause(
-    "the program ended on this worker only, and the others cannot go on without it",
+# For a worker that ends with status 0 in the middle of its Run, while the others continue.
+TOO_EARLY: Final = Explanation(
+    "the program ended on this worker only, and the others cannot continue without it",
     "look for sys.exit, exit or os._exit in the loop, the loss function, a callback or a library, behind a condition "
     "that depends on the worker. To end the training, `break` out of the loop on all workers, or call run.stop()",
 )
@@ -37,7 +37,7 @@ TOO_EARLY: Final = Cause(
 
 @dataclass(frozen=True)
 class _Rule:
-    """The first that fits counts. `why` and `do` may name groups of the pattern."""
+    """The first rule that matches is used. `why` and `do` may contain groups of the pattern."""
 
     pattern: re.Pattern[str]
     why: str
@@ -58,7 +58,7 @@ _SAME_DATA: Final = (
     "of the `with` block of the Run, or with a seed; sort lists of files"
 )
 
-# Before those that need more words: what an exception says of itself.
+# Specific rules come before general ones.
 _RULES: Final = (
     _rule(
         r"DirectoryInUseError",
@@ -209,18 +209,18 @@ _RULES: Final = (
 )
 
 
-def explain(evidence: Evidence) -> Cause | None:
-    """None: nothing is known beyond the exception itself."""
+def explain(evidence: Evidence) -> Explanation | None:
+    """Returns None if nothing is known beyond the exception itself."""
     if evidence.code < 0 and not evidence.what:
-        found = _of_signal(evidence)
+        found = _explain_signal(evidence)
         if found is not None:
             return found
-    # The exception first: lines before it are of other times, or only warn.
-    for text in (evidence.what, evidence.words if not evidence.what else ""):
+    # The output only if there is no exception: it may contain old errors and warnings.
+    for text in (evidence.what, evidence.last_lines if not evidence.what else ""):
         for rule in _RULES:
             match = rule.pattern.search(text)
             if match is not None:
-                return Cause(*(_fill(text, match.groupdict()) for text in (rule.why, rule.do)))
+                return Explanation(*(_fill(text, match.groupdict()) for text in (rule.why, rule.do)))
     return None
 
 
@@ -230,28 +230,30 @@ def _fill(text: str, groups: dict[str, str]) -> str:
     return text
 
 
-def _of_signal(evidence: Evidence) -> Cause | None:
+def _explain_signal(evidence: Evidence) -> Explanation | None:
     number = -evidence.code
-    if number == signal.SIGKILL and evidence.told:
-        return Cause("the launcher killed it: it had to end, and did not", "look at what it was doing, in its log")
+    if number == signal.SIGKILL and evidence.stop_sent:
+        return Explanation(
+            "the launcher killed it: it had to end, and did not", "look at what it was doing, in its log"
+        )
     if number == signal.SIGKILL:
         if evidence.out_of_memory:
             why = f"out of memory: the kernel killed it ({evidence.out_of_memory})"
         else:
-            why = "somebody sent SIGKILL; most often the kernel does, out of memory, though its counters do not say so"
+            why = "it got SIGKILL; most often the kernel sends that, out of memory, though its counters do not say so"
         do = (
             "use fewer workers (-n), fewer loaders or a smaller global_batch_size; `dmesg` names whom the kernel killed"
         )
-        return Cause(why, do)
+        return Explanation(why, do)
     if number == signal.SIGBUS:
-        return Cause("SIGBUS: memory that was mapped is not there; most often /dev/shm is full", _SHM)
+        return Explanation("SIGBUS: memory that was mapped is not there; most often /dev/shm is full", _SHM)
     if number == signal.SIGABRT:
         mismatch = next((rule for rule in _RULES if "EnforceNotMet" in rule.pattern.pattern), None)
-        if mismatch is not None and mismatch.pattern.search(evidence.words):
-            return Cause(mismatch.why, mismatch.do)
+        if mismatch is not None and mismatch.pattern.search(evidence.last_lines):
+            return Explanation(mismatch.why, mismatch.do)
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         name = signal.Signals(number).name
-        return Cause(
+        return Explanation(
             f"{name}: native code crashed, not Python",
             "set PYTHONFAULTHANDLER=1 and start it again: its log will show where; `lockstep doctor` tries the machine",
         )
@@ -259,7 +261,7 @@ def _of_signal(evidence: Evidence) -> Cause | None:
 
 
 def advise(evidence: Evidence) -> str:
-    """Where no cause is known."""
+    """Returns what to do if no cause is known."""
     if evidence.what:
         return "correct the line above; the whole traceback is in the log"
     if evidence.code > 0:

@@ -1,4 +1,4 @@
-"""From how a worker ended to the card that says so: facts that it wrote down, its last words, its exit status."""
+"""Makes the card of a failed worker from its crash record, the end of its output, and its exit status."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, Final
 from lockstep.failures import traceback_parser
 from lockstep.failures.card import ASCII, LINES, WIDTH, Box, Card, draw
 from lockstep.failures.causes import TOO_EARLY, Evidence, advise, explain
-from lockstep.failures.crash_record import ENDED_ITSELF, Facts
-from lockstep.failures.traceback_parser import Frame, Trouble
+from lockstep.failures.crash_record import ENDED_ITSELF, CrashRecord
+from lockstep.failures.traceback_parser import Frame, ParsedError
 from lockstep.launcher.exit_policy import describe
 from lockstep.launcher.output import write_all
 
@@ -29,90 +29,95 @@ _RAISED_BY_ALL: Final = re.compile(r"(UnevenDataError|NonFiniteError|ReplicaMism
 
 
 @dataclass(frozen=True)
-class Dead:
-    """A worker that failed, as its launcher knows it."""
+class FailedWorker:
+    """What the launcher knows of a worker that failed."""
 
     name: str  # "rank 1", "worker 3 on node2"
-    of: int  # workers in all
+    of: int  # number of workers
     pid: int
     code: int
-    words: list[str]
+    last_lines: list[str]  # the end of its output
     log_dir: Path
-    log: str  # its file there
-    told: bool = False
-    early: bool = False  # with status 0, in the middle of its Run
-    out_of_memory: str = ""
-    trace_name: str = ""  # of its files in the folder of traces
-    pids: dict[str, int] = field(default_factory=dict)  # of all workers, by name
+    log: str  # name of its log file there
+    stop_sent: bool = False  # the launcher had asked it to stop
+    early: bool = False  # it ended with status 0 in the middle of its Run
+    out_of_memory: str = ""  # what the kernel's counters say
+    trace_name: str = ""  # name of its files in the folder of traces
+    pids: dict[str, int] = field(default_factory=dict)  # pids of all workers, by name
 
 
-def hold(dead: Dead, facts: Facts | None) -> Card:
-    """`facts`: what it wrote down, if it did."""
-    return make_card(dead, facts, {} if facts is not None else last_seen(dead))
+def describe_failure(worker: FailedWorker, crash: CrashRecord | None) -> Card:
+    """Returns the card. `crash` is what the worker recorded itself, if it did."""
+    return make_card(worker, crash, {} if crash is not None else last_seen(worker))
 
 
-def make_card(dead: Dead, facts: Facts | None, seen: dict[str, Any]) -> Card:
-    """Pure. `seen`: how far it was, if it wrote down nothing."""
+def make_card(worker: FailedWorker, crash: CrashRecord | None, seen: dict[str, Any]) -> Card:
+    """Returns the card; pure. `seen` is how far the worker was, if there is no crash record."""
     found = (
-        read_facts(facts) if facts is not None else traceback_parser.read(dead.words) if not dead.early else Trouble()
+        parse_record(crash)
+        if crash is not None
+        else traceback_parser.read(worker.last_lines)
+        if not worker.early
+        else ParsedError()
     )
-    evidence = Evidence(found.what, "\n".join(dead.words), dead.code, dead.out_of_memory, dead.told)
-    cause = TOO_EARLY if dead.early else explain(evidence)
+    evidence = Evidence(found.what, "\n".join(worker.last_lines), worker.code, worker.out_of_memory, worker.stop_sent)
+    cause = TOO_EARLY if worker.early else explain(evidence)
     if found.cause and cause is None:
-        cause = explain(Evidence(found.cause, "", dead.code))
+        cause = explain(Evidence(found.cause, "", worker.code))
     early = _EARLY.search(found.what)
-    ended_itself = facts is not None and facts.kind == ENDED_ITSELF  # of which Python prints no traceback
-    what = found.what or _ended(dead)
-    if ended_itself and (last := _last_line(dead)) and last not in what:
-        what += f"; the last that it said: {last}"
+    ended_itself = crash is not None and crash.kind == ENDED_ITSELF  # for which Python prints no traceback
+    what = found.what or _ended(worker)
+    if ended_itself and (last := _last_line(worker)) and last not in what:
+        what += f"; its last output: {last}"
     if found.cause:
         what += f"\nbecause of {found.cause}"
-    host = facts.host if facts is not None else socket.gethostname()
-    title, who = f"lockstep: {dead.name} failed", f"{name_with_rank(dead, facts)}, pid {dead.pid} on {host}"
-    if early is not None:  # with status 0: those who waited for it failed, and are not to blame
+    host = crash.host if crash is not None else socket.gethostname()
+    title, who = f"lockstep: {worker.name} failed", f"{name_with_rank(worker, crash)}, pid {worker.pid} on {host}"
+    if early is not None:  # with status 0: the workers that failed only waited for it
         title = f"lockstep: rank {early['rank']} ended before the others"
-        who = f"rank {early['rank']} of {dead.of}, pid {early['pid']} on {early['host']}; {dead.name} waited for it"
-    elsewhere = named_by_all(found.what, dead)
+        who = f"rank {early['rank']} of {worker.of}, pid {early['pid']} on {early['host']}; {worker.name} waited for it"
+    elsewhere = named_by_all(found.what, worker)
     if elsewhere is not None:
         title = f"lockstep: {elsewhere} failed"
-        who = f"{elsewhere} of {dead.of}, pid {dead.pids[elsewhere]} on {host}; all workers say so"
+        who = f"{elsewhere} of {worker.of}, pid {worker.pids[elsewhere]} on {host}; all workers say so"
     return Card(
         title=title,
         who=who,
         what=what,
         place=_place(found.frame),
-        where=describe_place(facts.where if facts is not None else seen, is_certain=facts is not None),
+        where=describe_place(crash.where if crash is not None else seen, is_certain=crash is not None),
         why=cause.why if cause is not None else "",
         do=cause.do if cause is not None else advise(evidence),
-        logs=f"{dead.log_dir / dead.log}" + ("\nwith the whole traceback" if found.what and not ended_itself else ""),
+        logs=f"{worker.log_dir / worker.log}"
+        + ("\nwith the whole traceback" if found.what and not ended_itself else ""),
     )
 
 
-def name_with_rank(dead: Dead, facts: Facts | None) -> str:
-    """Of an elastic run, whose ranks change: the worker's number stays, and errors speak of the rank that it had."""
-    rank, size = (facts.where.get(name) for name in ("rank", "size")) if facts is not None else (None, None)
-    if dead.name.startswith("rank ") or rank is None:
-        return f"{dead.name} of {dead.of}"
-    return f"{dead.name} (rank {rank} of {size} then)"
+def name_with_rank(worker: FailedWorker, crash: CrashRecord | None) -> str:
+    """Returns the worker's name; in an elastic run, where ranks change, with the rank that its errors name."""
+    rank, size = (crash.where.get(name) for name in ("rank", "size")) if crash is not None else (None, None)
+    if worker.name.startswith("rank ") or rank is None:
+        return f"{worker.name} of {worker.of}"
+    return f"{worker.name} (rank {rank} of {size} then)"
 
 
-def read_facts(facts: Facts) -> Trouble:
-    """What they are about. Of a SyntaxError and of sys.exit there may be no traceback, but there is a place."""
-    lines = facts.trace.splitlines()
+def parse_record(crash: CrashRecord) -> ParsedError:
+    """Parses a crash record. After a SyntaxError or sys.exit there may be no traceback, but there is a frame."""
+    lines = crash.trace.splitlines()
     found = traceback_parser.read(lines)
     frame = found.frame or traceback_parser.find_frame(lines)
-    if facts.kind == ENDED_ITSELF:
-        return Trouble(facts.text, "", frame)
-    return Trouble(traceback_parser.shorten(f"{facts.kind}: {facts.text}".rstrip(": ")), found.cause, frame)
+    if crash.kind == ENDED_ITSELF:
+        return ParsedError(crash.text, "", frame)
+    return ParsedError(traceback_parser.shorten(f"{crash.kind}: {crash.text}".rstrip(": ")), found.cause, frame)
 
 
-def named_by_all(what: str, dead: Dead) -> str | None:
-    """Some errors are raised on all workers alike, and name the one that they are about. None: that is us, or none."""
+def named_by_all(what: str, worker: FailedWorker) -> str | None:
+    """Returns the worker that an error names that is raised on all workers; None if it is `worker` itself, or none."""
     ranks = re.findall(r"\brank (\d+)", what) if _RAISED_BY_ALL.match(what) else []
-    if re.search(r"the end of an epoch: True on rank 0", what):  # it is always compared with that one
+    if re.search(r"the end of an epoch: True on rank 0", what):  # ranks are always compared with rank 0
         ranks = ["0"]
-    name = f"rank {ranks[-1]}" if ranks else dead.name
-    return name if name != dead.name and name in dead.pids else None
+    name = f"rank {ranks[-1]}" if ranks else worker.name
+    return name if name != worker.name and name in worker.pids else None
 
 
 def describe_place(where: dict[str, Any], *, is_certain: bool = True) -> str:
@@ -129,20 +134,20 @@ def describe_place(where: dict[str, Any], *, is_certain: bool = True) -> str:
     return ", ".join(parts)
 
 
-def last_seen(dead: Dead) -> dict[str, Any]:
-    """Of a worker that died without a word: what its trace last said, at most a second before."""
-    folder = dead.log_dir
+def last_seen(worker: FailedWorker) -> dict[str, Any]:
+    """Returns step and epoch from the trace of a worker that left no crash record; at most a second old."""
+    folder = worker.log_dir
     with suppress(OSError, ValueError, KeyError, TypeError):
         folder = Path(json.loads((folder / "run.json").read_bytes())["directory"])
     with suppress(OSError, ValueError, TypeError, KeyError):
-        now = json.loads((folder / "trace" / f"{dead.trace_name}.now").read_bytes())
-        if now["pid"] == dead.pid:
+        now = json.loads((folder / "trace" / f"{worker.trace_name}.now").read_bytes())
+        if now["pid"] == worker.pid:
             return {"step": int(now["step"]) - 1, "epoch": int(now["epoch"])}
     return {}
 
 
 def could_not_start(error: Exception, workers: int) -> Card:
-    """The launcher itself has failed."""
+    """Returns the card for an error of the launcher itself."""
     title, kind = "lockstep: the run could not be started, or watched", type(error).__name__
     if isinstance(error, OSError):
         return Card(title, what=f"could not start {workers} workers: {error}", do="try fewer with -n")
@@ -151,19 +156,19 @@ def could_not_start(error: Exception, workers: int) -> Card:
 
 
 def show(card: Card) -> None:
-    """As the very last thing."""
+    """Prints the card. Call it last."""
     with suppress(OSError):
         write_all(2, ("\n" + draw(card, width=_width(), box=_box())).encode(errors="replace"))
 
 
-def _ended(dead: Dead) -> str:
-    """Without an exception."""
-    ended, last = describe(dead.code, early=dead.early).partition(";")[0], _last_line(dead)
-    return ended + (f"; the last that it said: {last}" if last else "; it said nothing")
+def _ended(worker: FailedWorker) -> str:
+    """Describes an end without an exception."""
+    ended, last = describe(worker.code, early=worker.early).partition(";")[0], _last_line(worker)
+    return ended + (f"; its last output: {last}" if last else "; it printed nothing")
 
 
-def _last_line(dead: Dead) -> str:
-    return next((line.strip()[:300] for line in reversed(dead.words) if line.strip()), "")
+def _last_line(worker: FailedWorker) -> str:
+    return next((line.strip()[:300] for line in reversed(worker.last_lines) if line.strip()), "")
 
 
 def _place(frame: Frame | None) -> tuple[str, ...]:
@@ -175,7 +180,7 @@ def _place(frame: Frame | None) -> tuple[str, ...]:
 
 
 def _short(file: str) -> str:
-    """As the user would write it."""
+    """Returns the path relative to the working folder, if it is below it."""
     here = os.path.relpath(file) if os.path.isabs(file) else file
     return file if here.startswith("..") else here
 

@@ -1,7 +1,6 @@
-"""What a traceback is about: the exception, and the place in the user's own code. Pure.
+"""Finds the exception, and the place in the user's own code, in the text of a traceback. Pure.
 
-It is read from the text, which is all that a launcher has of a worker that knows nothing of us, or whose exception came
-from a loader process.
+Text is all that a launcher has from a program without Lockstep, or if the exception came from a loader process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Final
 
 BY_CAUSE: Final = "The above exception was the direct cause of the following exception:"
 MEANWHILE: Final = "During handling of the above exception, another exception occurred:"
-SHOWN_LINES: Final = 12  # of the text of an exception
+SHOWN_LINES: Final = 12  # of an exception's message
 
 _BEGIN: Final = "Traceback (most recent call last):"
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
@@ -36,39 +35,39 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    what: str = ""  # the exception, as the last lines of a traceback have it; "": there was none
-    cause: str = ""  # the exception behind it, unless that says the same
-    frame: Frame | None = None
+class ParsedError:
+    what: str = ""  # the exception as in the last lines of a traceback; "" if there was none
+    cause: str = ""  # the exception that caused it, unless its text is the same
+    frame: Frame | None = None  # in the user's own code
 
 
-def read(words: Sequence[str]) -> Trouble:
-    """The last traceback among these lines, with its causes."""
+def read(text: Sequence[str]) -> ParsedError:
+    """Parses the last traceback in these lines, with its causes."""
     sections, by_cause = [[]], [False]  # type: tuple[list[list[str]], list[bool]]
-    for line in words:
+    for line in text:
         if line.strip() in (BY_CAUSE, MEANWHILE):
             sections.append([])
             by_cause.append(line.strip() == BY_CAUSE)
         else:
             sections[-1].append(line)
-    if not any(_BEGIN in line for line in words):
-        return Trouble()
+    if not any(_BEGIN in line for line in text):
+        return ParsedError()
     first = last = len(sections) - 1
     while first > 0 and by_cause[first]:
         first -= 1
     frames = [find_frame(section) for section in sections]
-    # The deepest cause that is in the user's own code; else what came on top of it.
+    # The deepest cause with a frame of the user's, else the next one above it.
     frame = next((frames[n] for n in range(first, last + 1) if frames[n] is not None), None)
-    if frame is None:  # nothing of the user's in what was raised last; perhaps in what it was raised over
+    if frame is None:  # no frame of the user's in the last exception; try those during whose handling it was raised
         frame = next((one for one in reversed(frames) if one is not None), None)
     what, cause = _exception(sections[last]), _exception(sections[first]) if first != last else ""
-    if frames[first] is None or cause in what:  # what broke inside of torch or of us is said in other words by then
+    if frames[first] is None or cause in what:  # the outer exception explains a cause inside torch or lockstep
         cause = ""
-    return Trouble(what, cause, frame)
+    return ParsedError(what, cause, frame)
 
 
 def find_frame(lines: Sequence[str]) -> Frame | None:
-    """The innermost one that is neither torch's nor ours nor the standard library's."""
+    """Returns the innermost frame that is not in torch, lockstep, another package or the standard library."""
     found = None
     for n, line in enumerate(lines):
         match = _FRAME.match(line)
@@ -80,9 +79,9 @@ def find_frame(lines: Sequence[str]) -> Frame | None:
 
 
 def cut(error: TracebackException) -> int:
-    """Leave only the user's own frames in it, and in what it was caused by. Returns how many others there were.
+    """Removes, in place, all frames that are not the user's own, also from its causes. Returns the number removed.
 
-    A cause that has none is left out: what broke inside of torch or of us is said in other words by then.
+    A cause without frames of the user's is removed: the outer exception explains it.
     """
     kept = _kept(error.stack)
     left_out = len(error.stack) - len(kept)
@@ -103,7 +102,7 @@ def cut(error: TracebackException) -> int:
 
 
 def _kept(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
-    """Where no frame is the user's (a program that was installed as a package), those of other libraries."""
+    """The user's frames; if there are none (a program installed as a package), those of other libraries."""
     users = [frame for frame in stack if is_users(frame.filename)]
     others = [frame for frame in stack if not is_foundation(frame.filename)]
     return users or others or list(stack[-1:])
@@ -118,25 +117,25 @@ def _is_about_users(error: TracebackException) -> bool:
 
 
 def _frames(text: str) -> list[str]:
-    """The file of each frame in it."""
+    """Returns the file of each frame in a text."""
     return [match["file"] for line in text.splitlines() if (match := _FRAME.match(line))]
 
 
 def cut_text(text: str) -> str:
-    """The same without the frames that are not the user's: for the traceback of a loader process, which is text."""
+    """Removes frames that are not the user's from a traceback that is text: that of a loader process."""
     kept, is_shown = [], True
     for line in text.splitlines(keepends=True):
         match = _FRAME.match(line.rstrip("\n"))
         if match is not None:
             is_shown = is_users(match["file"])
-        elif not line.startswith("    "):  # what belongs to a frame is indented further than it
+        elif not line.startswith("    "):  # lines that belong to a frame are indented further
             is_shown = True
         kept += [line] if is_shown else []
     return "".join(kept)
 
 
 def is_foundation(file: str) -> bool:
-    """Of torch, of ours, or of Python itself."""
+    """Whether the file belongs to torch, lockstep or Python itself."""
     package = re.search(r"/(?:site|dist)-packages/(\w+)/", file)
     if package is not None:
         return package[1] in ("torch", "lockstep")
@@ -150,14 +149,14 @@ def is_users(file: str) -> bool:
 
 
 def shorten(what: str) -> str:
-    """Torch puts the traceback of its loader process into the text of an exception: the first line and the last do."""
+    """Keeps the first and last line of a message into which torch has put the traceback of a loader process."""
     first, found, rest = what.partition("\nOriginal Traceback")
     lines = [line for line in rest.splitlines() if line and not line[0].isspace()]
     return f"{first}\n{lines[-1]}" if found and lines else what
 
 
 def _exception(section: Sequence[str]) -> str:
-    """Its type and text: what is not indented, after the frames."""
+    """Returns type and message of the exception: the lines after the frames that are not indented."""
     starts = [n for n, line in enumerate(section) if _BEGIN in line]
     lines = section[starts[0] + 1 :] if starts else section
     begin = next((n for n, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
@@ -168,5 +167,5 @@ def _exception(section: Sequence[str]) -> str:
         kept.append(line.rstrip())
     text = shorten("\n".join(kept)).strip()
     text = "\n".join(text.splitlines()[:SHOWN_LINES])
-    # Python names the module of a class that is not built in. Nobody needs that of ours, or torch's.
+    # Python prints the module of a class that is not built in; it is of no use for classes of lockstep and torch.
     return re.sub(r"^(?:lockstep|torch)(?:\.\w+)+\.(?=\w+(?::|$))", "", text)

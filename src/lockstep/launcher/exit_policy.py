@@ -1,7 +1,8 @@
-"""What the launcher thinks: when to wait, stop or kill, which worker to blame, and which of its words to repeat. Pure.
+"""Decides when the launcher waits, stops or kills workers, which worker failed first, and what of its output to show.
 
-When one worker raises, its peers lose their connection and fail too, within milliseconds, and may be seen to end
-first. So a failure that looks like a lost peer gets a moment in which the real culprit may show up.
+Pure functions; also defines the exit statuses. When one worker raises, its peers lose their connection and fail too,
+within milliseconds, and their exits may be seen first. So after a failure that looks like a lost peer, the launcher
+waits SETTLE_S for a failure with a cause of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Final
 
-# Peers of a failed worker follow it within 15 ms on a quiet machine; a busy one deserves some more.
+PREEMPTED: Final = 75  # exit status of a worker or run that saved and ended after a signal: EX_TEMPFAIL, "try again"
+INTERRUPTED: Final = 128 + signal.SIGINT  # the same after Ctrl-C: of the launcher, or of a run without a launcher
+
+# Peers of a failed worker fail within 15 ms on an idle machine; a busy machine needs longer.
 SETTLE_S = 1.0
 EARLY = "it ended with status 0 in the middle of training, before the end of its Run"
 SHOWN_LINES = 80
@@ -33,117 +38,123 @@ _CHAINED = (
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker ended. `code` as subprocess has it: below zero for a signal."""
+    """How a worker ended. `code` is as in `subprocess`: negative for a signal."""
 
     rank: int
     code: int
     at_s: float
-    lost_peer: bool = False  # its last words are about somebody else
-    told: bool = False  # we had asked it to stop by then
-    early: bool = False  # with status 0, in the middle of its Run: a failure all the same
-    quit: bool = False  # with status 0, after an exception had left its Run: early, if the others did not do that too
+    lost_peer: bool = False  # the end of its output is about a lost peer
+    stop_sent: bool = False  # the launcher had asked it to stop before it ended
+    early: bool = False  # status 0 in the middle of its Run, which counts as a failure
+    quit: bool = False  # status 0 after an exception left its Run: `early` unless the other workers did the same
 
     @property
     def failed(self) -> bool:
         return self.code != 0 or self.early
 
 
-class Act(Enum):
+class Action(Enum):
     WAIT = "wait"
-    STOP = "stop"  # ask the living to end, SIGTERM
-    KILL = "kill"  # do not ask, SIGKILL
+    STOP = "stop"  # send SIGTERM to the workers that are running
+    KILL = "kill"  # send SIGKILL to them
     DONE = "done"
 
 
 @dataclass(frozen=True)
-class Scene:
-    """All that `decide` looks at."""
+class LaunchState:
+    """The input of `decide`."""
 
     now_s: float
     alive: int
     grace_s: float
     exits: Sequence[Exit] = ()  # in the order in which they were seen
-    told_at_s: float | None = None  # when the living were first asked to stop
+    stop_sent_at_s: float | None = None  # when the running workers were first asked to stop
     interrupts: int = 0  # how often Ctrl-C was pressed
     killed: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    act: Act
-    until_s: float | None = None  # for WAIT: decide again then, at the latest
+    act: Action
+    until_s: float | None = None  # for WAIT: the latest time at which to decide again
 
 
-def decide(scene: Scene) -> Decision:
-    if scene.alive == 0:
-        return Decision(Act.DONE)
-    if scene.killed:
-        return Decision(Act.WAIT)
-    if scene.interrupts >= 2:
-        return Decision(Act.KILL)
-    if scene.told_at_s is not None:
-        return _after(scene.told_at_s + scene.grace_s, Act.KILL, scene.now_s)
-    failures = [one for one in scene.exits if one.failed]
+def decide(state: LaunchState) -> Decision:
+    if state.alive == 0:
+        return Decision(Action.DONE)
+    if state.killed:
+        return Decision(Action.WAIT)
+    if state.interrupts >= 2:
+        return Decision(Action.KILL)
+    if state.stop_sent_at_s is not None:
+        return _after(state.stop_sent_at_s + state.grace_s, Action.KILL, state.now_s)
+    failures = [one for one in state.exits if one.failed]
     if not failures:
-        return Decision(Act.WAIT)
+        return Decision(Action.WAIT)
     if all(one.lost_peer for one in failures):
-        return _after(failures[0].at_s + SETTLE_S, Act.STOP, scene.now_s)
-    return Decision(Act.STOP)
+        return _after(failures[0].at_s + SETTLE_S, Action.STOP, state.now_s)
+    return Decision(Action.STOP)
 
 
-def _after(then_s: float, act: Act, now_s: float) -> Decision:
-    return Decision(act) if now_s >= then_s else Decision(Act.WAIT, then_s)
+def _after(then_s: float, act: Action, now_s: float) -> Decision:
+    return Decision(act) if now_s >= then_s else Decision(Action.WAIT, then_s)
 
 
-def blame(exits: Sequence[Exit]) -> Exit | None:
-    """The first that failed; but if that one only lost a peer, the first soon after that has reasons of its own, or the
-    first that left its Run without the others."""
+def first_failure(exits: Sequence[Exit]) -> Exit | None:
+    """Returns the exit that explains the failure, or None if no worker failed.
+
+    That is the first failure. If it only lost a peer, it is the first failure within SETTLE_S that has a cause of its
+    own, or else the first worker that left its Run without the others.
+    """
     failures = [one for one in exits if one.failed]
     if not failures:
         return None
     first = failures[0]
     for one in failures:
-        obeyed = one.told and one.code < 0
-        if one.at_s - first.at_s <= SETTLE_S and not one.lost_peer and not obeyed:
+        ended_by_launcher = one.stop_sent and one.code < 0
+        if one.at_s - first.at_s <= SETTLE_S and not one.lost_peer and not ended_by_launcher:
             return one
     left = [one for one in exits if one.quit and one.at_s - first.at_s <= SETTLE_S]
     return replace(left[0], early=True) if left and first.lost_peer else first
 
 
 def finishing_file(logs: Path, pid: int) -> Path:
-    """The file by which a worker tells its launcher that it finishes its step and saves after a signal."""
+    """A worker creates this file while it finishes its step and saves after a signal: the launcher waits longer."""
     return logs / f"finishing-{pid}"
 
 
-def exit_status(exits: Sequence[Exit], asked: int | None) -> int:
-    """The launcher's own. `asked`: the signal that somebody sent us to end the run, if so."""
-    culprit = blame(exits)
-    if culprit is None:
+def exit_status(exits: Sequence[Exit], stop_signal: int | None) -> int:
+    """Returns the exit status of the launcher. `stop_signal` is the signal that asked it to end the run, if any."""
+    failed = first_failure(exits)
+    if failed is None:
         return 0
-    if culprit.code >= 0:
-        return culprit.code or 1  # ended with status 0, and too early
-    # Whoever was told to end and died of it, of our SIGKILL at last, counts as ended by the signal we were sent.
-    return 128 + (asked if asked is not None and culprit.told else -culprit.code)
+    if failed.code >= 0:
+        return failed.code or 1  # status 0, but too early
+    # A worker that was asked to stop counts as ended by the launcher's signal, even if it took a SIGKILL in the end.
+    return 128 + (stop_signal if stop_signal is not None and failed.stop_sent else -failed.code)
 
 
 def describe(code: int, *, early: bool = False) -> str:
-    """How a process ended. `early`: with status 0, in the middle of its Run."""
+    """Describes how a process ended. `early`: with status 0 in the middle of its Run."""
     if early:
         return EARLY
     if code >= 0:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = "; if nobody did that on purpose, the system may have run out of memory" if name == "SIGKILL" else ""
+    hint = "; unless that was on purpose, the system may have run out of memory" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
 
 
-def is_lost_peer(words: Sequence[str]) -> bool:
-    """Whether somebody's last words are about a peer that went away."""
-    return any(_LOST_PEER.search(line) for line in words[-15:])
+def is_lost_peer(lines: Sequence[str]) -> bool:
+    """Whether the last lines of a worker's output are about a lost peer."""
+    return any(_LOST_PEER.search(line) for line in lines[-15:])
 
 
-def last_words(errors: str, everything: str) -> list[str]:
-    """The last traceback on standard error with all its causes and what followed; without one, the last lines."""
+def last_output(errors: str, everything: str) -> list[str]:
+    """Returns the last traceback on standard error with its causes and what followed; without one, the last lines.
+
+    `errors` is the end of standard error, `everything` the end of both streams.
+    """
     # torch puts "[rank1]: " before each line of an uncaught exception.
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in errors.rstrip().splitlines()]
     starts = [i for i, line in enumerate(lines) if line.lstrip(" +|").endswith("Traceback (most recent call last):")]
@@ -156,13 +167,13 @@ def last_words(errors: str, everything: str) -> list[str]:
 
 
 def count_workers(env: Mapping[str, str], *, gpus: int, cores: int) -> int:
-    """How many workers when the user does not say: one per visible GPU, else one per core but at most four.
+    """Returns the default number of workers: one per visible GPU, else one per core but at most four.
 
-    Each worker on the CPU is a whole replica and a whole Python; more than a few is a choice to be made, not a default.
+    Each worker on the CPU is a full replica and a full Python process, so more than a few must be asked for.
     """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        # CUDA stops reading at the first name that is no device.
+        # CUDA stops at the first name that is no device.
         gpus = min(gpus, next((i for i, name in enumerate(names) if name in ("", "-1")), len(names)))
     return gpus or max(1, min(cores, 4))

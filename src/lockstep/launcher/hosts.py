@@ -1,7 +1,7 @@
-"""A run on several hosts: what each is called, where they meet, and which network leads there.
+"""A run on several hosts: host names, the connection to the control store, and the network interface to use.
 
-Every host has a supervisor. The one whose own address is the rendezvous keeps the store, the others connect to it; with
-an etcd all of them connect. What is decided there is the business of `membership` and `roster`.
+Every host has a supervisor. The supervisor whose own address is the rendezvous serves the control store, the others
+connect to it; with etcd all of them connect. What is decided there: see elastic/membership.py, elastic/host_workers.py.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, final
 
-from lockstep.control.remote_store import reach
+from lockstep.control.remote_store import connect_store
 from lockstep.control.server import Server
 from lockstep.control.sockets import Address, parse_addresses
-from lockstep.control.store import Store
-from lockstep.control.store_client import PREFIX, Arbiter, LocalClient, OnLost, Terms
+from lockstep.control.store import ControlStore
+from lockstep.control.store_client import PREFIX, ClientOptions, LocalStoreClient, OnLost, StoreClient
 from lockstep.errors import LockstepError
 
-HOST: Final = "h0"  # the name of one that is alone
+HOST: Final = "h0"  # the name of the host in a run on one host
 LEASE_S: Final = 5.0
-# A worker whose peer hung up waits for so long (train/elastic_calls.py) until it hears that the peer's host is lost.
+# A worker whose peer closed the connection waits this long (train/recovery.py) for word that the host is lost.
 LONGEST_LEASE_S: Final = 15.0
 SHORTEST_LEASE_S: Final = 0.5
-SAY_AFTER_S: Final = 1.0  # without the store
+SAY_AFTER_S: Final = 1.0  # without the store, before the first message
 SAY_EVERY_S: Final = 30.0
 _LONGEST_NAME = 40
 _SIOCGIFADDR: Final = 0x8915
@@ -44,103 +44,110 @@ _SIOCGIFADDR: Final = 0x8915
 
 @dataclass(frozen=True)
 class Hosts:
-    """The same on all hosts of a run, but for the name."""
+    """Options of a run on several hosts; equal on all of them except `name`."""
 
     count: int
-    where: str  # HOST:PORT of the one that keeps the store, or etcd://HOST:PORT,...
-    name: str  # of this one, and of this supervisor alone
+    where: str  # HOST:PORT of the host that serves the store, or etcd://HOST:PORT,...
+    name: str  # of this host; unique to this supervisor
     secret: bytes = field(repr=False)
     lease_s: float = LEASE_S
-    give_up_s: float = 600.0  # without the store
-    stuck_s: float = 300.0  # without progress, before hosts that do not reach each other count as cut off
+    give_up_s: float = 600.0  # the run ends after so long without the store
+    stuck_s: float = 300.0  # after so long without progress, a host that others cannot reach is left out
 
     @property
     def title(self) -> str:
-        return title_of(self.name)
+        return display_name(self.name)
 
 
-def name_host(env: Mapping[str, str]) -> str:
-    """LOCKSTEP_HOST or the host's own name, and something that no other supervisor has: ids are never used again."""
+def make_host_name(env: Mapping[str, str]) -> str:
+    """Returns LOCKSTEP_HOST or the host's own name, with a random suffix, so that ids are never reused."""
     wish = env.get("LOCKSTEP_HOST", "").strip() or socket.gethostname().partition(".")[0]
     plain = re.sub(r"[^A-Za-z0-9_-]+", "-", wish).strip("-")[:_LONGEST_NAME] or "host"
     return f"{plain}-{secrets.token_hex(3)}"
 
 
-def title_of(name: str) -> str:
-    """As people call it."""
+def display_name(name: str) -> str:
+    """The host's name without its random suffix."""
     return re.sub(r"-[0-9a-f]{6}$", "", name)
 
 
-def in_words(text: str) -> str:
-    """With "worker 3 on node1" in place of ids."""
+def name_workers(text: str) -> str:
+    """Replaces ids of workers in a text by "worker 3 on node1"."""
     return re.sub(r"\b([\w-]+)-[0-9a-f]{6}\.(\d+)\b", r"worker \2 on \1", text)
 
 
-def prefix_of(secret: bytes) -> str:
-    """Below which the records of a job are: two jobs may share an etcd."""
+def key_prefix(secret: bytes) -> str:
+    """Returns the prefix of all keys of a job, because two jobs may share an etcd."""
     return f"{PREFIX}{hmac.new(secret, b'the records of a job', hashlib.sha256).hexdigest()[:16]}/"
 
 
-def share_of(total: int, hosts: int, number: int) -> int:
-    """How many of `total` workers the host with this number has: the first ones have the remainder."""
+def workers_on_host(total: int, hosts: int, number: int) -> int:
+    """Returns how many of `total` workers the host with this number has; the first hosts get the remainder."""
     return total // hosts + (number < total % hosts) if number < hosts else 0
 
 
-def check_where(where: str) -> Sequence[Address]:
-    """ValueError unless hosts can meet there."""
+def check_rendezvous(where: str) -> Sequence[Address]:
+    """Returns the addresses in `where`. Raises ValueError unless it can be a rendezvous."""
     addresses = parse_addresses(where)
     if not where.startswith("etcd://") and len(addresses) != 1:
         raise ValueError(f"{where!r} names {len(addresses)} hosts, and only one can keep the store")
     return addresses
 
 
-# ---- where they meet -------------------------------------------------------------------------------------------------
+# ---- the control store -----------------------------------------------------------------------------------------------
 
 
 @final
-class Station:
-    """The arbiter of this host and, if the store is here, the door to it. Made after `selector`, closed before it."""
+class StoreConnection:
+    """The client of this host and, if the store is here, the door to it. Made after `selector`, closed before it."""
 
-    def __init__(self, arbiter: Arbiter, server: Server | None = None) -> None:
-        self.arbiter, self._server = arbiter, server
-
-    @staticmethod
-    def alone(on_lost: OnLost) -> Station:
-        """One host needs no door."""
-        return Station(LocalClient(Store(), terms=Terms(prefix=PREFIX, ttl_s=LEASE_S), on_lost=on_lost))
+    def __init__(self, client: StoreClient, server: Server | None = None) -> None:
+        self.client, self._server = client, server
 
     @staticmethod
-    def among(hosts: Hosts, selector: selectors.BaseSelector, on_lost: OnLost) -> Station:
-        """LockstepError if the address is ours, and we cannot listen there."""
-        # Half a lease, so that a connection that is lost alone can be made again before the lease is.
-        terms = Terms(prefix=prefix_of(hosts.secret), ttl_s=hosts.lease_s, patience_s=hosts.lease_s / 2)
+    def local(on_lost: OnLost) -> StoreConnection:
+        """The store of a run on one host, in memory and without a server."""
+        return StoreConnection(
+            LocalStoreClient(ControlStore(), options=ClientOptions(prefix=PREFIX, ttl_s=LEASE_S), on_lost=on_lost)
+        )
+
+    @staticmethod
+    def open(hosts: Hosts, selector: selectors.BaseSelector, on_lost: OnLost) -> StoreConnection:
+        """Serves the store if the rendezvous is an address of this host, else connects to it.
+
+        Raises LockstepError if the address is this host's and cannot be listened on.
+        """
+        # Half a lease, so that a lost connection can be made again before the lease ends.
+        options = ClientOptions(
+            prefix=key_prefix(hosts.secret), ttl_s=hosts.lease_s, answer_timeout_s=hosts.lease_s / 2
+        )
         if not hosts.where.startswith("etcd://"):
-            store = Store()
-            server = _open_door(store, hosts, selector)
+            store = ControlStore()
+            server = _serve(store, hosts, selector)
             if server is not None:
-                return Station(LocalClient(store, terms=terms, on_lost=on_lost), server)
-        return Station(reach(hosts.where, hosts.secret, selector, terms=terms, on_lost=on_lost))
+                return StoreConnection(LocalStoreClient(store, options=options, on_lost=on_lost), server)
+        return StoreConnection(connect_store(hosts.where, hosts.secret, selector, options=options, on_lost=on_lost))
 
     @property
     def keeps_store(self) -> bool:
         return self._server is not None
 
     def tick(self, now_s: float) -> float:
-        """When to come again at the latest."""
-        next_s = self.arbiter.tick(now_s)  # before the server, or our own lease might end
+        """Renews leases and serves requests. Returns the latest time for the next call."""
+        next_s = self.client.tick(now_s)  # before the server's, which might end this host's own lease
         return next_s if self._server is None else min(next_s, self._server.tick(now_s))
 
     def close(self) -> None:
-        self.arbiter.close()
+        self.client.close()
         if self._server is not None:
             self._server.close()
 
 
-def _open_door(store: Store, hosts: Hosts, selector: selectors.BaseSelector) -> Server | None:
-    """None if the address is another host's, or another supervisor of this host has it."""
+def _serve(store: ControlStore, hosts: Hosts, selector: selectors.BaseSelector) -> Server | None:
+    """Returns None if the address is another host's, or another supervisor of this host listens on it."""
     ((name, port),) = parse_addresses(hosts.where)
     for address in _addresses(name, port):
-        # Debian leads a host's own name to its loopback, where nobody else would find us.
+        # Debian resolves a host's own name to its loopback, where other hosts could not connect.
         everywhere = is_loopback(address) and not is_loopback(name)
         try:
             return Server(store, hosts.secret, selector, host="0.0.0.0" if everywhere else address, port=port)
@@ -150,13 +157,13 @@ def _open_door(store: Store, hosts: Hosts, selector: selectors.BaseSelector) -> 
     return None
 
 
-def await_address(hosts: Hosts, say: Callable[[str], None]) -> None:
-    """The rendezvous has a name that leads somewhere: in Kubernetes that takes a while. LockstepError if it never does.
+def wait_for_address(hosts: Hosts, print_message: Callable[[str], None]) -> None:
+    """Waits until the name of the rendezvous can be resolved: in Kubernetes that takes a while.
 
-    Blocks, so it is called before there are workers.
+    Raises LockstepError after `give_up_s`. Blocks, so it is called before there are workers.
     """
     end_s = time.monotonic() + hosts.give_up_s
-    said = False
+    has_printed = False
     while True:
         try:
             for name, port in parse_addresses(hosts.where):
@@ -165,9 +172,9 @@ def await_address(hosts: Hosts, say: Callable[[str], None]) -> None:
         except OSError as error:
             if time.monotonic() >= end_s:
                 raise LockstepError(f"{error}; gave up after {hosts.give_up_s:g} s") from None
-            if not said:
-                say(f"{error}; waiting until it has, at most {hosts.give_up_s:g} s")
-            said = True
+            if not has_printed:
+                print_message(f"{error}; waiting until it has, at most {hosts.give_up_s:g} s")
+            has_printed = True
         time.sleep(min(1.0, hosts.give_up_s / 4))
 
 
@@ -186,57 +193,57 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-# ---- whom we can see -------------------------------------------------------------------------------------------------
+# ---- contact with the store and other hosts --------------------------------------------------------------------------
 
 
-class Contact:
-    """With the store and the other hosts. What there is to say about it, and when to give up. Pure."""
+class HostContact:
+    """Tracks contact with the store and the other hosts: messages about changes, and when to give up. Pure."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._away_s: float | None = None  # since when; None: we are in contact
-        self._say_at_s = 0.0
-        self._was_there = self._has_said = False
-        self._known: set[str] = set()
-        self.met: set[str] = set()
+        self._lost_at_s: float | None = None  # since when there is no contact with the store; None: there is
+        self._message_at_s = 0.0
+        self._was_connected = self._has_printed = False
+        self._present: set[str] = set()
+        self.seen: set[str] = set()
 
-    def look(self, now_s: float, *, trouble: str) -> list[str]:
-        """`trouble`: why the store cannot be reached; "": it can."""
+    def update_store(self, now_s: float, *, trouble: str) -> list[str]:
+        """Returns messages to print. `trouble` is why the store cannot be reached, "" if it can."""
         hosts = self._hosts
         if not trouble:
-            said, self._has_said, self._away_s = self._has_said, False, None
-            self._was_there = True
-            return [f"the control store at {hosts.where} can be reached"] if said else []
-        if self._away_s is None:
-            self._away_s, self._say_at_s = now_s, now_s + SAY_AFTER_S
-        if now_s < self._say_at_s:
+            had_printed, self._has_printed, self._lost_at_s = self._has_printed, False, None
+            self._was_connected = True
+            return [f"the control store at {hosts.where} can be reached"] if had_printed else []
+        if self._lost_at_s is None:
+            self._lost_at_s, self._message_at_s = now_s, now_s + SAY_AFTER_S
+        if now_s < self._message_at_s:
             return []
-        self._say_at_s, self._has_said = now_s + SAY_EVERY_S, True
-        left_s = max(0.0, self._away_s + hosts.give_up_s - now_s)
-        what = "the control store cannot be reached" if self._was_there else "waiting for the control store"
+        self._message_at_s, self._has_printed = now_s + SAY_EVERY_S, True
+        left_s = max(0.0, self._lost_at_s + hosts.give_up_s - now_s)
+        what = "the control store cannot be reached" if self._was_connected else "waiting for the control store"
         return [f"{what}: {trouble}; giving up in {left_s:.0f} s"]
 
-    def meet(self, names: Collection[str], left: Collection[str]) -> list[str]:
-        """The other hosts that are there now, and those that have ended."""
-        here, many = set(names), self._hosts.count
-        came = [title_of(name) for name in sorted(here - self._known)]
-        lines = [f"{' and '.join(came)} can be seen: {len(here) + 1} of {many} hosts"] if came else []
-        for name in sorted(self._known - here - set(left)):
-            lines.append(f"host {title_of(name)} is lost: nothing was heard from it for {self._hosts.lease_s:g} s")
-        self._known = here
-        self.met |= here
+    def update_hosts(self, names: Collection[str], left: Collection[str]) -> list[str]:
+        """Returns messages to print. `names` are the other hosts that are present now, `left` those that have ended."""
+        present, count = set(names), self._hosts.count
+        new = [display_name(name) for name in sorted(present - self._present)]
+        lines = [f"{' and '.join(new)} can be seen: {len(present) + 1} of {count} hosts"] if new else []
+        for name in sorted(self._present - present - set(left)):
+            lines.append(f"host {display_name(name)} is lost: nothing was heard from it for {self._hosts.lease_s:g} s")
+        self._present = present
+        self.seen |= present
         return lines
 
-    def is_hopeless(self, now_s: float) -> bool:
-        return self._away_s is not None and now_s >= self._away_s + self._hosts.give_up_s
+    def should_give_up(self, now_s: float) -> bool:
+        return self._lost_at_s is not None and now_s >= self._lost_at_s + self._hosts.give_up_s
 
 
-# ---- which network leads there ---------------------------------------------------------------------------------------
+# ---- network interfaces ----------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def interface_to(where: str) -> str | None:
-    """The interface through which we reach the rendezvous, or on which we are it; None if that cannot be told."""
+    """Returns the interface with the route to the rendezvous, or with its address; None if it cannot be found."""
     for name, port in parse_addresses(where):
         with suppress(OSError):
             address = _own_address(name, port)
@@ -247,7 +254,7 @@ def interface_to(where: str) -> str | None:
 
 
 def address_towards(where: str, interface: str | None = None) -> str | None:
-    """The address at which the others find our workers: that of the interface, if one is chosen."""
+    """Returns the address at which other hosts reach workers of this host; that of `interface`, if given."""
     name = interface or interface_to(where)
     if name is not None and (found := _address_of(name)) is not None:
         return found
@@ -258,7 +265,7 @@ def address_towards(where: str, interface: str | None = None) -> str | None:
 
 
 def _own_address(name: str, port: int) -> str:
-    """That of ours from which packets to it would come. Nothing is sent."""
+    """Returns the source address of packets to that destination. Nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -279,15 +286,15 @@ def _interface_with(address: str) -> str | None:
 
 
 def _address_of(interface: str) -> str | None:
-    """Its first IPv4 address."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+    """Returns its first IPv4 address."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
         return socket.inet_ntoa(found[20:24])
     return None
 
 
 def _interface_by_route(address: str) -> str | None:
-    """An interface may have more addresses than the one that it tells."""
+    """Returns the interface of the most specific route. For addresses that SIOCGIFADDR does not list."""
     if ip_address(address).version == 6:
         return None
     target = struct.unpack("=I", ip_address(address).packed)[0]

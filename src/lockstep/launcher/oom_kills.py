@@ -1,4 +1,4 @@
-"""How many processes the kernel has killed because memory ran out: of this container, or of the whole machine."""
+"""Counts the processes that the kernel has killed because memory ran out, in this container and on the machine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _GROUPS: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Killed:
-    """Counters that only grow. None: not readable here."""
+class OomKills:
+    """The kernel's counters, which only grow. None: not readable here."""
 
     group: int | None = None
     machine: int | None = None
-    limit: str = ""  # of the group, in bytes, as the kernel has it
+    limit: str = ""  # memory limit of the group in bytes, as the kernel prints it
 
     @staticmethod
-    def count() -> Killed:
+    def count() -> OomKills:
         group = _our_group()
-        return Killed(
+        return OomKills(
             group=_find(group / "memory.events", "oom_kill"),
             machine=_find(Path("/proc/vmstat"), "oom_kill"),
             limit=_text(group / "memory.max"),
         )
 
 
-def compare(before: Killed, after: Killed) -> str:
-    """What the kernel says happened in between; "" if it says nothing."""
+def compare(before: OomKills, after: OomKills) -> str:
+    """Describes the kills between two counts; "" if there were none."""
     if before.group is not None and after.group is not None and after.group > before.group:
         limit = f", whose limit is {int(after.limit) / 2**30:.2f} GiB" if after.limit.isdigit() else ""
         return f"it has killed {after.group - before.group} in this container{limit}"

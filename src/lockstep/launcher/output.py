@@ -1,58 +1,78 @@
-"""What the launcher says, and what it passes on from its workers: on a terminal that may not read for a while.
+"""Writes messages of the launcher and output of its workers to a terminal that may block for a while.
 
-Note [A process that shows it]
-The launcher has leases to keep, and must never wait for a terminal. So where there is a picture to be drawn, it does
-not draw: it hands its output to a process that does (report/live_view.py). Nothing is lost with that one but the
-picture: if it dies, we write to the terminal ourselves again. What was on its way to it then is in the logs only.
+Note [Display process]
+The launcher must renew leases, so it must never wait for a terminal. It does not draw the live view itself: it pipes
+its output through a process that does (report/live_view.py). If that process dies, the launcher writes to the terminal
+itself again, without the live view; output that was in the pipe then is in the logs only.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, final
 
 _MISSING: Final = b"\nlockstep: the screen took nothing for a while; what is missing here is in the logs\n"
-_AT_ONCE: Final = 512  # bytes: a terminal that takes any takes so many
-_patience_s: float | None = None  # None: wait as long as it takes, as every program does
-_stuck: set[int] = set()
-_behind: dict[int, int] = {}  # screens that somebody shows for us, and copies of what they were
+_CHUNK_BYTES: Final = 512  # a terminal that is ready for writing accepts at least so many bytes
+_timeout_s: float | None = None  # None: writes block as long as necessary, as in other programs
+_stuck: set[int] = set()  # descriptors that did not become writable in time
+_piped: dict[int, int] = {}  # descriptors that lead to the display process, and copies of the originals
 _SHOW_CURSOR: Final = b"\x1b[?25h"
 SHOWN_WITHIN_S: Final = 10.0
 
 
-def lose_patience(after_s: float) -> None:
-    """From now on, what a screen does not take after so long is not shown: leases do not wait for it. Logs have it."""
-    global _patience_s
-    _patience_s = after_s
+def set_write_timeout(after_s: float) -> None:
+    """From now on, output that a terminal does not accept within `after_s` is dropped. The logs still get it."""
+    global _timeout_s
+    _timeout_s = after_s
 
 
-def regain_patience() -> None:
-    """Nothing is left to be late for."""
-    global _patience_s
-    _patience_s = None
+def clear_write_timeout() -> None:
+    """From now on, writes block as long as necessary. Reports on each descriptor that output was dropped."""
+    global _timeout_s
+    _timeout_s = None
     while _stuck:
         with suppress(OSError):
             write_all(_stuck.pop(), _MISSING)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     with suppress(OSError):
         write_all(2, f"lockstep: {text}\n".encode(errors="replace"))
 
 
+@final
+class LineBuffer:
+    """Splits a stream of bytes into lines. A carriage return ends a line, too: progress bars use it."""
+
+    def __init__(self) -> None:
+        self.rest = b""  # the beginning of a line whose end has not come yet
+
+    def add(self, chunk: bytes) -> list[bytes]:
+        """Returns the lines that are complete now, each with its end."""
+        text = self.rest + chunk
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        self.rest = text[end:]
+        return re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", text[:end])  # splitlines would also split at form feeds
+
+    def flush(self) -> list[bytes]:
+        """Returns the incomplete line, if there is one, with a newline."""
+        return self.add(b"\n") if self.rest else []
+
+
 def write_all(screen: int, data: bytes) -> None:
-    """To a descriptor that may be a slow terminal, a closed one (< 0), or one that somebody made non-blocking."""
+    """Writes to a descriptor that may be a slow terminal, closed (< 0), or non-blocking. Raises OSError."""
     view = memoryview(data)
     while view and screen >= 0:
-        if _patience_s is not None:
-            if not _takes(screen, _patience_s):
+        if _timeout_s is not None:
+            if not _is_writable(screen, _timeout_s):
                 return
-            size = _AT_ONCE
+            size = _CHUNK_BYTES
         else:
             size = len(view)
         try:
@@ -60,46 +80,46 @@ def write_all(screen: int, data: bytes) -> None:
         except BlockingIOError:
             time.sleep(0.005)
         except BrokenPipeError:
-            if screen not in _behind:
+            if screen not in _piped:
                 raise
-            _take_back()  # whoever showed it is gone: see Note [A process that shows it]
+            _restore()  # the display process has died: see Note [Display process]
             os.write(screen, _SHOW_CURSOR)
 
 
 @contextmanager
-def shown_by(command: Sequence[str]) -> Iterator[None]:
-    """Inside, what goes to our screens goes to this process. See Note [A process that shows it]."""
+def piped_through(command: Sequence[str]) -> Iterator[None]:
+    """Inside the block, standard output and error are piped through this process. See Note [Display process]."""
     reader, writer = os.pipe()
     process = subprocess.Popen(command, stdin=reader)
     os.close(reader)
-    _behind.update({screen: os.dup(screen) for screen in (1, 2)})
+    _piped.update({screen: os.dup(screen) for screen in (1, 2)})
     try:
-        for screen in _behind:
+        for screen in _piped:
             os.dup2(writer, screen)
         os.close(writer)
         yield
     finally:
-        _take_back()  # these were the last that had the pipe, so it ends
+        _restore()  # closes the last writing ends of the pipe, so the process ends
         with suppress(Exception):
             process.wait(SHOWN_WITHIN_S)
         if process.poll() is None:
             process.kill()
 
 
-def _take_back() -> None:
-    while _behind:
-        screen, copy = _behind.popitem()
+def _restore() -> None:
+    while _piped:
+        screen, copy = _piped.popitem()
         os.dup2(copy, screen)
         os.close(copy)
 
 
-def _takes(screen: int, within_s: float) -> bool:
-    """It is waited for once; then not before it takes something again."""
+def _is_writable(screen: int, within_s: float) -> bool:
+    """Waits up to `within_s`, but not again until the descriptor has become writable in the meantime."""
     is_ready = bool(select.select([], [screen], [], 0.0 if screen in _stuck else within_s)[1])
     if is_ready and screen in _stuck:
         _stuck.discard(screen)
         os.write(screen, _MISSING)
-        return _takes(screen, within_s)
+        return _is_writable(screen, within_s)
     if not is_ready:
         _stuck.add(screen)
     return is_ready

@@ -1,26 +1,27 @@
-"""Nobody outlives the launcher, not even one that is SIGKILLed.
+"""Kills all workers when the launcher ends, even if the launcher was killed by SIGKILL.
 
-Two nets, because each has a hole:
-- A guardian: a small fork of the launcher that blocks on a pipe. When the launcher is gone, whatever the reason, the
-  pipe ends, and the guardian kills the process group of every worker: DataLoader workers and other children included.
-  The hole: somebody kills the guardian as well (`pkill -9 lockstep` finds both).
-- PR_SET_PDEATHSIG on each worker (Linux): the kernel kills the worker itself when the launcher dies. The hole: it is
-  not inherited, so the worker's own children are not covered; DataLoader workers notice by themselves in seconds.
+Two mechanisms, because each has a gap:
+- A watch process: a small fork of the launcher that blocks on a pipe. When the launcher ends for any reason, the pipe
+  ends, and the watch process kills the process group of every worker, DataLoader workers and other children included.
+  The gap: the watch process may be killed as well (`pkill -9 lockstep` matches both).
+- PR_SET_PDEATHSIG on each worker (Linux): the kernel kills the worker when the launcher dies. The gap: it is not
+  inherited, so the worker's own children are not covered; DataLoader workers notice it themselves within seconds.
 
-For those that do end in time, the launcher adopts orphans (Linux): it can then see that they are gone, even where
-process 1 of a container does not collect the dead.
+The launcher also adopts orphans (Linux): it can then see that the children of a worker have ended, even where process 1
+of a container does not reap them.
 
-Not covered by any of it: a child that left its worker's process group on purpose (setsid, daemons).
+Not covered: a child that has left its worker's process group on purpose (setsid, daemons).
 
 Note [Semaphores]
-Processes that are spawned (not forked) share named semaphores, such as those of a DataLoader's queues. Python unlinks
-the ones of a process that was killed in a "resource tracker", a child of that process, which is killed with its group
-here. So a worker gives its semaphores a prefix, and whoever kills its group unlinks what has that prefix.
+Processes that are spawned (not forked) share named semaphores, such as those of a DataLoader's queues. If a process is
+killed, Python unlinks its semaphores in a "resource tracker", a child of that process, which is killed with the group
+here. So a worker gives its semaphores a prefix, and the process that kills the group unlinks what has that prefix.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import hashlib
 import os
@@ -37,51 +38,53 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def adopt_orphans() -> None:
-    """From now on, a process whose parent dies becomes our child, if it descends from us."""
+    """From now on, a descendant of this process whose parent dies becomes a child of this process."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-SEMAPHORES: Final = "/dev/shm/sem"  # where Linux has named semaphores
+SEMAPHORE_PATH: Final = "/dev/shm/sem"  # beginning of the file names of Linux's named semaphores
 
 
 def name_semaphores(env: Mapping[str, str]) -> None:
-    """In a worker: let its semaphores, and those of processes that it starts, have its prefix: Note [Semaphores]."""
+    """Called in a worker: its semaphores, and those of processes that it starts, get its prefix: Note [Semaphores]."""
     from multiprocessing import process
 
     config = getattr(process.current_process(), "_config", None)
     if isinstance(config, dict):
-        config["semprefix"] = prefix_of_semaphores(env.get("LOCKSTEP_RUN_ID", ""), os.getpid())
+        config["semprefix"] = semaphore_prefix(env.get("LOCKSTEP_RUN_ID", ""), os.getpid())
 
 
-def prefix_of_semaphores(run: str, worker: int) -> str:
-    """Containers may share a /dev/shm and have processes with the same number: so the run is in it."""
+def semaphore_prefix(run: str, worker: int) -> str:
+    """Contains the run's id, because containers may share a /dev/shm and have processes with equal pids."""
     return f"/mp-{hashlib.sha256(run.encode()).hexdigest()[:8]}-{worker}"
 
 
 def unlink_semaphores(run: str, worker: int) -> None:
-    """Of a worker whose whole group was killed."""
-    for path in glob.glob(f"{SEMAPHORES}.{prefix_of_semaphores(run, worker)[1:]}-*"):
+    """Removes the semaphores of a worker whose whole process group was killed."""
+    for path in glob.glob(f"{SEMAPHORE_PATH}.{semaphore_prefix(run, worker)[1:]}-*"):
         with suppress(OSError):
             os.unlink(path)
 
 
-class Guardian:
-    """Keeps the list of process groups that must not outlive us. Enter it before the first worker is started, and
-    while the launcher has one thread only: it forks."""
+class ParentWatch:
+    """The launcher's side of the watch process, which knows the process groups that must not outlive the launcher.
+
+    Enter it before the first worker is started, and while the launcher has a single thread: it forks.
+    """
 
     def __init__(self, run: str = "") -> None:
-        """`run`: the LOCKSTEP_RUN_ID of the workers."""
+        """`run` is the LOCKSTEP_RUN_ID of the workers."""
         self._pid, self._run = 0, run
         self._pipe = -1
 
-    def __enter__(self) -> Guardian:
+    def __enter__(self) -> ParentWatch:
         read_end, self._pipe = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 os.close(self._pipe)
-                _guard(read_end, self._run)
+                _watch(read_end, self._run)
             finally:
                 os._exit(0)
         os.close(read_end)
@@ -92,37 +95,38 @@ class Guardian:
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
-    def enrol(self) -> Callable[[], None]:
-        """To be called by a new worker between fork and exec, as leader of its own process group.
-
-        The worker enrols itself: until it has, it holds the pipe open, so the guardian cannot miss it.
-        """
-        launcher, pipe = os.getpid(), self._pipe
-
-        def between_fork_and_exec() -> None:
-            if _libc is not None:
-                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != launcher:  # it died before prctl; the kernel will not tell us any more
-                os._exit(1)
-            with suppress(BrokenPipeError):
-                os.write(pipe, b"+%d\n" % os.getpid())
-
-        return between_fork_and_exec
+    def child_setup(self) -> Callable[[], None]:
+        """Returns `register_child` for the children of this process: a `preexec_fn`."""
+        return functools.partial(register_child, os.getpid(), self._pipe)
 
     @property
     def pipe(self) -> int:
-        """For somebody who starts workers in our place."""
+        """The writing end, for workers that another process forks. ParentWatch owns it."""
         return self._pipe
 
     def release(self, group: int) -> None:
-        """The group is gone. Its number may soon belong to somebody else."""
+        """Forgets a group that has ended: its number may soon belong to other processes."""
         unlink_semaphores(self._run, group)
         with suppress(BrokenPipeError):
             os.write(self._pipe, b"-%d\n" % group)
 
 
-def _guard(read_end: int, run: str) -> None:
-    """The life of the guardian: out of reach of Ctrl-C and hang-ups, holding nothing of the launcher's open."""
+def register_child(launcher: int, pipe: int) -> None:
+    """Called by a new worker between fork and exec, as leader of its own process group.
+
+    `launcher` is the pid of its parent, `pipe` the one of ParentWatch. The worker registers itself: until it has, it
+    holds the pipe open, so the watch process cannot miss it.
+    """
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before prctl, so the kernel sends no signal
+        os._exit(1)
+    with suppress(BrokenPipeError):
+        os.write(pipe, b"+%d\n" % os.getpid())
+
+
+def _watch(read_end: int, run: str) -> None:
+    """Runs in the watch process. It ignores Ctrl-C and hang-ups, and closes all descriptors of the launcher."""
     os.setsid()
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)

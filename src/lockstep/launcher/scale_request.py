@@ -1,8 +1,8 @@
-"""`lockstep scale`: between somebody who wants another number of workers and the launcher of a run.
+"""How `lockstep scale` asks the launcher of a run for another number of workers.
 
-The launcher writes down, in the folder of its logs, which process it is and how many workers it can have. Who asks
-writes the number beside that and sends a signal. A launcher that was killed leaves its note behind, and its number may
-be another process's by now, which that signal would end: so when it was started is part of who it is.
+The launcher writes a file into the folder of its logs: its pid, its start time, and how many workers it can have.
+`lockstep scale` writes the number into a file beside that one, and sends a signal. A launcher that was killed leaves
+its file behind, and its pid may belong to another process, which the signal would end: hence the start time.
 """
 
 from __future__ import annotations
@@ -19,73 +19,73 @@ from typing import Final
 
 from lockstep.world.process_identity import read_stat, this_process
 
-NOTE: Final = "supervisor.json"
-WANTED: Final = "want"
-ASKS: Final = signal.SIGUSR2
+LAUNCHER_FILE: Final = "supervisor.json"
+REQUEST_FILE: Final = "want"
+REQUEST_SIGNAL: Final = signal.SIGUSR2
 
 
 class NotRunning(Exception):
-    """There is no launcher here that could be asked."""
+    """There is no launcher to send the request to."""
 
 
 class OutOfBounds(Exception):
-    """There cannot be so many workers."""
+    """The run cannot have that many workers."""
 
 
 @dataclass(frozen=True)
-class Launcher:
+class LauncherInfo:
     pid: int
-    started: str  # as in `Process`
+    started: str  # as in `read_stat`
     host: str
     least: int  # workers
     most: int
 
 
-def introduce(folder: Path, *, least: int, most: int) -> None:
-    """By the launcher. Raises OSError."""
-    us = this_process()
-    new = folder / f"{NOTE}.new"
-    new.write_text(json.dumps(asdict(Launcher(us.pid, us.started, socket.gethostname(), least, most))))
-    new.rename(folder / NOTE)
+def publish_launcher(folder: Path, *, least: int, most: int) -> None:
+    """Called by the launcher: writes the file that `request_workers` reads. Raises OSError."""
+    process = this_process()
+    new = folder / f"{LAUNCHER_FILE}.new"
+    new.write_text(json.dumps(asdict(LauncherInfo(process.pid, process.started, socket.gethostname(), least, most))))
+    new.rename(folder / LAUNCHER_FILE)
 
 
-def read_wanted(folder: Path) -> int:
-    """By the launcher, when it was asked. Raises OSError, ValueError."""
-    return int((folder / WANTED).read_text())
+def read_request(folder: Path) -> int:
+    """Called by the launcher after REQUEST_SIGNAL: the number of workers. Raises OSError, ValueError."""
+    return int((folder / REQUEST_FILE).read_text())
 
 
-def ask(run: Path, workers: int) -> None:
-    """The launcher of this run. Raises NotRunning, OutOfBounds."""
+def request_workers(run: Path, workers: int) -> None:
+    """Asks the launcher of this run for that many workers. Raises NotRunning, OutOfBounds."""
     try:
         folder = _logs_of(run)
-        launcher = Launcher(**json.loads((folder / NOTE).read_text()))
+        launcher = LauncherInfo(**json.loads((folder / LAUNCHER_FILE).read_text()))
         if launcher.host != socket.gethostname():
             raise NotRunning(f"its supervisor is on {launcher.host}; ask there, or the one of this host")
-        with _held(launcher.pid) as handle:
-            if not _is(launcher):
+        with _open_process(launcher.pid) as handle:
+            if not _is_running(launcher):
                 raise NotRunning(f"its launcher, process {launcher.pid}, has ended, or is in another container")
             if not launcher.least <= workers <= launcher.most:
                 raise OutOfBounds(
                     f"{workers} workers: this run can have {launcher.least} to {launcher.most} "
                     "(--min and --max, and the shards of its batches)"
                 )
-            (folder / WANTED).write_text(str(workers))
+            (folder / REQUEST_FILE).write_text(str(workers))
             if handle is None:
-                os.kill(launcher.pid, ASKS)
+                os.kill(launcher.pid, REQUEST_SIGNAL)
             else:
-                signal.pidfd_send_signal(handle, ASKS)
+                signal.pidfd_send_signal(handle, REQUEST_SIGNAL)
     except (OSError, OverflowError, KeyError, TypeError, ValueError) as error:
         raise NotRunning(f"{type(error).__name__}: {error}") from error
 
 
 def _logs_of(run: Path) -> Path:
-    pointer = run / "launch.json"  # a Run says where its launcher is
+    pointer = run / "launch.json"  # in the directory of a Run: where the logs of its launcher are
     return Path(json.loads(pointer.read_text())["logs"]) if pointer.exists() else run
 
 
 @contextmanager
-def _held(pid: int) -> Iterator[int | None]:
-    """Meanwhile its number does not become another's. None: this Python, or this system, cannot hold a process."""
+def _open_process(pid: int) -> Iterator[int | None]:
+    """Yields a pidfd, which refers to this process even if the pid is reused; None where that is not supported."""
     handle = None
     try:
         handle = os.pidfd_open(pid)
@@ -100,8 +100,8 @@ def _held(pid: int) -> Iterator[int | None]:
             os.close(handle)
 
 
-def _is(launcher: Launcher) -> bool:
-    """Whether the process with that number is the launcher. If nothing can be seen of it, we take it for that."""
+def _is_running(launcher: LauncherInfo) -> bool:
+    """Whether the process with that pid is the launcher; True if that cannot be found out."""
     try:
         stat = read_stat(launcher.pid)
     except FileNotFoundError:

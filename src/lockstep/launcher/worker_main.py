@@ -1,10 +1,10 @@
-"""Runs a program as `python` would, and writes down what ends it (failures/crash_record.py).
+"""Runs a program as `python` would, and records an exception that ends it (failures/crash_record.py).
 
     python -m lockstep.launcher.worker_main train.py args...
     python -m lockstep.launcher.worker_main -m package.train args...
-    python -m lockstep.launcher.worker_main --drop-in train.py args...   our DistributedDataParallel is in torch's place
+    python -m lockstep.launcher.worker_main --drop-in train.py args...   our DistributedDataParallel replaces torch's
 
-This is what `lockstep run` starts.
+`lockstep run` starts this module in every worker.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import zipfile
 from types import ModuleType
 
 from lockstep.failures.crash_record import CrashHook
+from lockstep.launcher.exit_policy import PREEMPTED
 from lockstep.launcher.parent_watch import name_semaphores
 
 
-def become(program: list[str]) -> None:
-    """Run it as `python` would; its traceback begins with it, and not with us."""
+def run_as_main(program: list[str]) -> None:
+    """Runs the program as `python` would. Its traceback begins with the program's own frames."""
     hook = CrashHook(os.environ)
     hook.install()
     if os.environ.get("LOCKSTEP_LAUNCHER") == str(os.getppid()):
@@ -30,7 +31,8 @@ def become(program: list[str]) -> None:
     try:
         run_program(program)
     except SystemExit as error:
-        hook.note_exit(error)
+        if error.code not in (None, 0, PREEMPTED):
+            hook.record_exit(error)
         raise
     except Exception as error:
         trace = error.__traceback__
@@ -42,12 +44,12 @@ def become(program: list[str]) -> None:
 
 
 def _is_start(file: str) -> bool:
-    """Of the code that starts a program."""
+    """Whether the file belongs to the code that starts the program."""
     return file in (__file__, "<frozen runpy>")
 
 
 def run_program(arguments: list[str]) -> None:
-    """`arguments`: what follows `python` on a command line, perhaps after --drop-in."""
+    """Runs the program. `arguments` is what follows `python` on a command line, perhaps after --drop-in."""
     if arguments[:1] == ["--drop-in"]:
         import lockstep
 
@@ -55,7 +57,7 @@ def run_program(arguments: list[str]) -> None:
         arguments = arguments[1:]
     if arguments[:1] == ["-m"]:
         sys.argv = arguments[1:]
-        # `python -m` has put the working folder in sys.path[0] for us already, as it would for the program.
+        # `python -m` has set sys.path[0] to the working folder for this module, as it would for the program.
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
@@ -63,9 +65,9 @@ def run_program(arguments: list[str]) -> None:
 
 
 def run_script(path: str) -> None:
-    """The script becomes the real `__main__`, for good: pickle, multiprocessing and atexit look for it there.
+    """Runs the script as the real `__main__`, where pickle, multiprocessing and atexit look for it.
 
-    `runpy.run_path` would take the module away again at the end, before atexit.
+    `runpy.run_path` would remove the module at the end, before atexit.
     """
     if os.path.isdir(path) or path.endswith(".pyc") or zipfile.is_zipfile(path):
         runpy.run_path(path, run_name="__main__")  # a folder or an archive with a __main__.py, or compiled code
@@ -84,4 +86,4 @@ def run_script(path: str) -> None:
 
 
 if __name__ == "__main__":
-    become(sys.argv[1:])
+    run_as_main(sys.argv[1:])

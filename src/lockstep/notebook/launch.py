@@ -1,4 +1,4 @@
-"""`lockstep.launch`."""
+"""`lockstep.launch`: runs a function on forked workers of this machine."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from typing import Any, TypeVar
 from lockstep.errors import LockstepError, WorldError
 from lockstep.launcher.exit_policy import count_workers
 from lockstep.launcher.job import Job, count_cores, count_gpus, reserve_port, worker_env
-from lockstep.launcher.parent_watch import Guardian
+from lockstep.launcher.parent_watch import ParentWatch
 from lockstep.world.environment import detect
 
 T = TypeVar("T")
 
 
 def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> T:
-    """Run `fn(*args)` on several workers of this machine, and return what it returns on rank 0.
+    """Runs `fn(*args)` on several workers of this machine, and returns what it returns on rank 0.
 
-    workers  how many; as `lockstep run` chooses if left out: one per GPU, without a GPU one per core, at most four
+    workers  how many; by default as `lockstep run` chooses: one per GPU, without a GPU one per core, at most four
 
-    For notebooks and scripts: the workers are forks of this process, so `fn` may be defined in a cell, and may use
-    all that is there. What it changes stays in the workers; only its result comes back. That is pickled: numbers,
-    text, tensors (on the CPU then), a state dict, lists and dicts of these, objects of classes that are known here.
+    For notebooks and scripts: the workers are forks of this process, so `fn` may be defined in a cell, and may use all
+    objects of this process. Its changes stay in the workers; only its result is returned. The result is pickled:
+    numbers, text, tensors (moved to the CPU), a state dict, lists and dicts of these, objects of classes known here.
 
-    The output of the workers is shown as it comes. If one fails, the others are stopped, and WorkerFailedError has the
-    traceback of the first. Ctrl-C, or the notebook's stop button, ends them all. They never outlive this process.
+    The output of the workers is shown while they run. If one fails, the others are stopped, and WorkerFailedError has
+    the traceback of the first. Ctrl-C, or the notebook's stop button, ends them all. They never outlive this process.
     """
     number = _check(fn, workers)
-    # Before the fork, so that it is imported once and not by every worker.
+    # Imported before the fork, so that the workers need not import it.
     import torch  # noqa: F401
 
     import lockstep.train.run  # noqa: F401
-    from lockstep.notebook.workers import Crew
+    from lockstep.notebook.workers import NotebookWorkers
 
     _refuse_state_that_cannot_be_forked()
     job, cores = Job((), number, Path(os.devnull)), count_cores()
     with ExitStack() as stack:
-        guardian = stack.enter_context(Guardian())
+        parent_watch = stack.enter_context(ParentWatch())
         port = stack.enter_context(reserve_port())
-        crew = stack.enter_context(Crew(guardian))
+        group = stack.enter_context(NotebookWorkers(parent_watch))
 
         environments = [worker_env(os.environ, rank=rank, job=job, port=port, cores=cores) for rank in range(number)]
         for env in environments:
-            del env["LOCKSTEP_RUN_DIR"]  # there are no logs
-        crew.start(partial(fn, *args), environments)
-        crew.watch()
-        result: T = crew.result()
+            del env["LOCKSTEP_RUN_DIR"]  # there is no folder of logs
+        group.start(partial(fn, *args), environments)
+        group.watch()
+        result: T = group.result()
         return result
 
 
@@ -75,13 +75,13 @@ def _check(fn: object, workers: object) -> int:
 
 
 def _already_a_worker() -> str | None:
-    """Who says so. A world of one (a notebook under srun, say) is no worker."""
+    """Returns what says that this process is a worker, or None. A world of one (a notebook under srun) is none."""
     if "LOCKSTEP_RUN_DIR" in os.environ:
         return "`lockstep run` has started it"
     try:
         place = detect(os.environ)
     except WorldError:
-        return None  # left over from something else; workers get their own
+        return None  # inconsistent variables of another program; the workers get their own
     if place is None or (place.size == 1 and place.source != "RANK/WORLD_SIZE"):
         return None
     return f"{place.source} says rank {place.rank} of {place.size}"

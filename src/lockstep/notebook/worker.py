@@ -1,7 +1,7 @@
-"""A worker of `lockstep.launch`: a fork of the process that called it. It runs the function and hands back the result.
+"""A worker of `lockstep.launch`: a fork of the calling process that runs the function and returns its result.
 
-What it inherits and must not use is put away first: handlers of signals, what the notebook's kernel wants to do when it
-ends, and streams that lead to the kernel's own threads, which are not here.
+It first resets what it inherits and must not use: signal handlers, the kernel's atexit functions, and streams that
+write through threads of the notebook's kernel, which a fork does not have.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from typing import Any, Final
 
 import torch
 
+from lockstep import _torch
 from lockstep.errors import LockstepError
 from lockstep.launcher.parent_watch import name_semaphores
 
-_PUT_AWAY: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_RESET_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How the function ended on one worker. At most one of them is not None."""
+class WorkerResult:
+    """How the function ended on one worker. At most one field is not None."""
 
-    result: bytes | None = None  # pickled; of rank 0
+    result: bytes | None = None  # pickled; on rank 0 only
     failure: str | None = None  # a traceback
 
 
 @dataclass(frozen=True)
 class Pipes:
-    """Writing ends."""
+    """The writing ends of a worker's pipes."""
 
     out: int
     err: int
@@ -50,29 +51,29 @@ class Task:
     pipes: Pipes
 
 
-def work(task: Task, enrol: Callable[[], None], guardian: int) -> None:
-    """The whole life of a worker. `enrol` with the guardian, at whose pipe we shall not stay."""
-    os.setsid()  # Ctrl-C in a terminal, or the notebook's, reaches the caller alone, which passes it on
-    enrol()
-    os.close(guardian)
-    _settle(task)
+def work(task: Task, register: Callable[[], None], watch_pipe: int) -> None:
+    """Main function of a worker. `register` writes to the pipe of ParentWatch, which is closed after that."""
+    os.setsid()  # Ctrl-C in a terminal or notebook reaches the caller only, which passes it on
+    register()
+    os.close(watch_pipe)
+    _set_up(task)
     try:
         try:
             _refuse_broken_cuda()
-            answer = _answer(task.call(), task.rank)
+            answer = _pack_result(task.call(), task.rank)
         except Exception as error:
-            sys.last_value = error  # whoever leaves a group at exit does not wait for peers then
-            _send(task.pipes.answer, Answer(failure=_describe(error)))
+            sys.last_value = error  # process groups that are left at exit then do not wait for peers
+            _send(task.pipes.answer, WorkerResult(failure=_describe(error)))
             raise SystemExit(1) from None
         _send(task.pipes.answer, answer)
     finally:
         atexit._run_exitfuncs()
 
 
-def _settle(task: Task) -> None:
-    signal.set_wakeup_fd(-1)  # an event loop of the kernel may have set it, and would hear our signals
+def _set_up(task: Task) -> None:
+    signal.set_wakeup_fd(-1)  # an event loop of the kernel may have set it, and would get this process's signals
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for one in _PUT_AWAY:
+    for one in _RESET_SIGNALS:
         signal.signal(one, signal.SIG_DFL)
     atexit._clear()
     null = os.open(os.devnull, os.O_RDONLY)
@@ -86,12 +87,12 @@ def _settle(task: Task) -> None:
     os.environ.clear()
     os.environ.update(task.env)
     name_semaphores({})
-    # The threads with which torch shares out an operation are the caller's, and not here: to wait for them is to hang.
+    # A fork does not have torch's intra-op threads: an operation that waits for them would hang.
     torch.set_num_threads(1)
 
 
 def _refuse_broken_cuda() -> None:
-    if torch.cuda._is_in_bad_fork():
+    if _torch.is_in_bad_fork():
         raise LockstepError(
             "this process has asked CUDA something before lockstep.launch (torch.cuda.is_available() is enough), and "
             "the driver does not work in a fork of it; restart the kernel and leave the GPU to the workers, or set "
@@ -99,9 +100,9 @@ def _refuse_broken_cuda() -> None:
         )
 
 
-def _answer(result: Any, rank: int) -> Answer:
+def _pack_result(result: Any, rank: int) -> WorkerResult:
     if rank != 0:
-        return Answer()
+        return WorkerResult()
     packed = io.BytesIO()
     try:
         _Packer(packed, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
@@ -110,11 +111,11 @@ def _answer(result: Any, rank: int) -> Answer:
             f"what the function returned, a {type(result).__name__}, cannot be handed back ({error}); return numbers, "
             "text, tensors, a state dict, or lists and dicts of these"
         ) from None
-    return Answer(result=packed.getvalue())
+    return WorkerResult(result=packed.getvalue())
 
 
 class _Packer(pickle.Pickler):
-    """Tensors go to the CPU: the caller shall not have to open a GPU for them."""
+    """Moves tensors to the CPU, so that the caller need not initialise CUDA."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.Tensor) and thing.device.type != "cpu":
@@ -124,13 +125,13 @@ class _Packer(pickle.Pickler):
 
 
 def _describe(error: BaseException) -> str:
-    """Its traceback, which begins with the function and not with us."""
+    """Returns its traceback without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _send(pipe: int, answer: Answer) -> None:
+def _send(pipe: int, answer: WorkerResult) -> None:
     with os.fdopen(pipe, "wb") as out:
         pickle.dump((answer.result, answer.failure), out)

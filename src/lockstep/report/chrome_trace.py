@@ -1,6 +1,7 @@
-"""The trace as Chrome's trace events, which Perfetto and chrome://tracing open. Pure.
+"""Converts a trace to Chrome trace events, for Perfetto and chrome://tracing. Pure.
 
-One process per worker, with the threads main and comm; process 0 holds what is the same for all of them. Microseconds.
+Each worker is a process with the threads main and comm; process 0 holds values that are equal on all workers. Times are
+in microseconds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from lockstep.report.generations import Era, Scene, tell_windows
+from lockstep.report.generations import TimelineExcerpt, TraceGeneration, merge_windows
 from lockstep.report.trace_reader import TRACKS, Trace
 
 _COLORS: Final = {
@@ -23,11 +24,16 @@ _COLORS: Final = {
 }
 
 
-def to_chrome(trace: Trace, eras: list[Era], scenes: Sequence[Scene]) -> dict[str, Any]:
-    """scenes: those to show, of all that there are."""
+def to_chrome(trace: Trace, generations: list[TraceGeneration], excerpts: Sequence[TimelineExcerpt]) -> dict[str, Any]:
+    """Returns the trace in Chrome's JSON format, with the spans of these excerpts only."""
     workers = list(dict.fromkeys(process.head.worker for process in trace.processes))
     pids = {worker: pid for pid, worker in enumerate(workers, start=1)}
-    events = [*_names(trace, pids), *_spans(trace, scenes, pids), *_instants(trace, pids), *_counters(trace, eras)]
+    events = [
+        *_names(trace, pids),
+        *_spans(trace, excerpts, pids),
+        *_instants(trace, pids),
+        *_counters(trace, generations),
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": trace.name}}
 
 
@@ -35,27 +41,27 @@ def _names(trace: Trace, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
     hosts = {process.head.worker: process.head.host for process in trace.processes}
     yield _meta("process_name", 0, {"name": f"run {trace.name}"})
     for worker, pid in pids.items():
-        is_told = not hosts[worker] or worker.endswith(f" on {hosts[worker]}")
-        yield _meta("process_name", pid, {"name": worker if is_told else f"{worker} on {hosts[worker]}"})
+        has_host = not hosts[worker] or worker.endswith(f" on {hosts[worker]}")
+        yield _meta("process_name", pid, {"name": worker if has_host else f"{worker} on {hosts[worker]}"})
         yield _meta("process_sort_index", pid, {"sort_index": pid})
         for tid, track in enumerate(TRACKS, start=1):
             yield _meta("thread_name", pid, {"name": track}, tid)
             yield _meta("thread_sort_index", pid, {"sort_index": tid}, tid)
 
 
-def _spans(trace: Trace, scenes: Sequence[Scene], pids: dict[str, int]) -> Iterator[dict[str, Any]]:
-    for scene in scenes:
-        for step, by_rank in scene.steps.items():
-            for rank, closeup in by_rank.items():
-                begin_us = 1e6 * (closeup.begin_s - trace.begin_s)
-                for span in closeup.spans:
+def _spans(trace: Trace, excerpts: Sequence[TimelineExcerpt], pids: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for excerpt in excerpts:
+        for step, by_rank in excerpt.steps.items():
+            for rank, detailed in by_rank.items():
+                begin_us = 1e6 * (detailed.begin_s - trace.begin_s)
+                for span in detailed.spans:
                     event = {
                         "name": span.name,
                         "cat": span.track,
                         "ph": "X",
                         "ts": round(begin_us + span.start_us, 1),
                         "dur": round(span.took_us, 1),
-                        "pid": pids[scene.era.name_of(rank)],
+                        "pid": pids[excerpt.generation.name_of(rank)],
                         "tid": TRACKS.index(span.track) + 1,
                         "args": {"step": step},
                     }
@@ -79,8 +85,8 @@ def _instants(trace: Trace, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _counters(trace: Trace, eras: list[Era]) -> Iterator[dict[str, Any]]:
-    for window in tell_windows(eras):
+def _counters(trace: Trace, generations: list[TraceGeneration]) -> Iterator[dict[str, Any]]:
+    for window in merge_windows(generations):
         ts = round(1e6 * (window.end_s - trace.begin_s), 1)
         speed = window.samples / window.took_s if window.took_s > 0 else None
         for name, value in (("loss", window.loss), ("samples/s", speed)):

@@ -1,4 +1,4 @@
-"""`lockstep report`: where the time of a run went, in the terminal and as a page."""
+"""`lockstep report`: shows where the time of a run went, in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from typing import Final
 from lockstep.errors import LockstepError
 from lockstep.report.chrome_trace import to_chrome
 from lockstep.report.curves import Curve
-from lockstep.report.generations import find_eras, find_scenes
-from lockstep.report.page import Shown, render, to_plain
+from lockstep.report.generations import find_excerpts, find_generations
+from lockstep.report.page import PageContent, render, to_json_value
 from lockstep.report.slowdown_causes import ms, percent
-from lockstep.report.summary import Happening, Story, tell
-from lockstep.report.time_shares import OTHER, Usage
+from lockstep.report.summary import RunEvent, RunSummary, summarize
+from lockstep.report.time_shares import OTHER, TimeUsage
 from lockstep.report.trace_reader import PHASES, Trace, read_trace
 
-MOST_ROWS: Final = 16  # of workers
+MOST_ROWS: Final = 16  # workers in the table
 MOST_METRICS: Final = 8
 MOST_EVENTS: Final = 10
 ROUTINE: Final = ("checkpoint", "evaluate")
 _ABOUT: Final = """\
-Say where the time of a run went, who was waited for and why, and what to change; from the trace that every lockstep.Run
-leaves. Writes a page to look at, which needs no network, and the timeline for Perfetto. A run that goes on is fine.
+Show where the time of a run went, which worker was waited for and why, and what to change; from the trace that every
+lockstep.Run writes. Writes an HTML page, which needs no network, and a timeline for Perfetto. The run may still be
+running.
 """
 _MORE: Final = """\
 examples:
@@ -64,16 +65,17 @@ def main(argv: Sequence[str]) -> int:
 def _report(chosen: argparse.Namespace) -> int:
     now_s = time.time()
     trace = read_trace(chosen.run, now_s=now_s)
-    story = tell(trace)
+    summary = summarize(trace)
     page: Path | None = chosen.out
     timeline: Path | None = chosen.trace
     if not chosen.json:
         page = page or chosen.run / "report.html"
         timeline = timeline or page.parent / "trace.json"
-    print(json.dumps(to_plain(story), allow_nan=False) if chosen.json else as_text(story))  # first: a disk may be full
+    # First, since writing the files may fail.
+    print(json.dumps(to_json_value(summary), allow_nan=False) if chosen.json else as_text(summary))
     written = []
     if page is not None:
-        written.append(_write(page, _page(trace, story, now_s)))
+        written.append(_write(page, _page(trace, summary, now_s)))
     if timeline is not None:
         written.append(_write(timeline, _timeline(trace)))
     if not chosen.json:
@@ -82,97 +84,99 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def write_report(run: Path) -> Path:
-    """The page and the timeline, in the directory of the run. Returns where the page is."""
+    """Writes the page and the timeline into the directory of the run. Returns the path of the page."""
     now_s, page = time.time(), run / "report.html"
     trace = read_trace(run, now_s=now_s)
-    _write(page, _page(trace, tell(trace), now_s))
+    _write(page, _page(trace, summarize(trace), now_s))
     _write(run / "trace.json", _timeline(trace))
     return page
 
 
-def _page(trace: Trace, story: Story, now_s: float) -> str:
-    return render(Shown(trace, story, as_text(story)), written_s=now_s)
+def _page(trace: Trace, summary: RunSummary, now_s: float) -> str:
+    return render(PageContent(trace, summary, as_text(summary)), written_s=now_s)
 
 
 def _timeline(trace: Trace) -> str:
-    eras = find_eras(trace)
-    return json.dumps(to_plain(to_chrome(trace, eras, find_scenes(eras))))
+    generations = find_generations(trace)
+    return json.dumps(to_json_value(to_chrome(trace, generations, find_excerpts(generations))))
 
 
-def as_text(story: Story) -> str:
-    steps = f"{story.steps_done}" if story.steps_in_all is None else f"{story.steps_done} of {story.steps_in_all}"
-    workers = f"{story.workers} worker{'s' * (story.workers != 1)}"
-    lines = [f"{story.name}: {steps} steps on {workers} in {ms(story.elapsed_s)}; {story.status.value}", ""]
-    worst, *others = story.causes
+def as_text(summary: RunSummary) -> str:
+    steps = (
+        f"{summary.steps_done}" if summary.steps_in_all is None else f"{summary.steps_done} of {summary.steps_in_all}"
+    )
+    workers = f"{summary.workers} worker{'s' * (summary.workers != 1)}"
+    lines = [f"{summary.name}: {steps} steps on {workers} in {ms(summary.elapsed_s)}; {summary.status.value}", ""]
+    worst, *others = summary.causes
     lines += [worst.sentence, f"-> {worst.advice}", *(f"Also: {cause.sentence}" for cause in others[:3]), ""]
-    if story.total.steps:
-        lines += [*_table(story), ""]
-    if story.compute_share is not None:
-        lines.append(f"efficiency  {percent(story.compute_share)} of a worker's time is forward, backward and update")
-    if story.scaling is not None:
-        scaling = story.scaling
+    if summary.total.steps:
+        lines += [*_table(summary), ""]
+    if summary.compute_share is not None:
+        lines.append(f"efficiency  {percent(summary.compute_share)} of a worker's time is forward, backward and update")
+    if summary.scaling is not None:
+        scaling = summary.scaling
         lines.append(
             f"scaling     {percent(scaling.efficiency)}: {scaling.samples_per_s:,.1f} samples/s on {scaling.workers} "
             f"workers, {scaling.alone_per_s:,.1f} on one, both in this run"
         )
-    if story.samples_per_s is not None:
-        lines.append(f"throughput  {story.samples_per_s:,.1f} samples/s")
-    if story.noise is not None:
-        lines.append(f"noise       {story.noise.advice}")
-    if story.metrics:
-        lines.append(f"metrics     {_metrics(story.metrics)}")
-    lines += [f"{'events' * (not n):12}{line}" for n, line in enumerate(_events(story.happenings))]
-    if story.left_out:
-        lines.append(f"{story.left_out} lines of the trace could not be read and are left out")
-    # Names come from the trace: what is no sign to be read could command the terminal.
+    if summary.samples_per_s is not None:
+        lines.append(f"throughput  {summary.samples_per_s:,.1f} samples/s")
+    if summary.noise is not None:
+        lines.append(f"noise       {summary.noise.advice}")
+    if summary.metrics:
+        lines.append(f"metrics     {_metrics(summary.metrics)}")
+    lines += [f"{'events' * (not n):12}{line}" for n, line in enumerate(_events(summary.happenings))]
+    if summary.left_out:
+        lines.append(f"{summary.left_out} lines of the trace could not be read and are left out")
+    # Names come from the trace: an unprintable character could be part of a terminal control sequence.
     text = "\n".join(lines).replace("`", "")
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text) + "\n"
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text) + "\n"
 
 
 def _metrics(curves: Sequence[Curve]) -> str:
-    """The last value of each, and the step at which it was noted."""
-    told = [f"{one.name} {_value(one.last)} at step {one.points[-1][0]}" for one in curves[:MOST_METRICS]]
-    left_out = len(curves) - len(told)
-    return ", ".join(told) + (f" ({left_out} more; --json has all)" if left_out else "")
+    """Returns the last value of each metric and the step at which it was logged."""
+    shown = [f"{one.name} {_value(one.last)} at step {one.points[-1][0]}" for one in curves[:MOST_METRICS]]
+    left_out = len(curves) - len(shown)
+    return ", ".join(shown) + (f" ({left_out} more; --json has all)" if left_out else "")
 
 
 def _value(last: float | None) -> str:
     return "never finite" if last is None else f"{last:.4g}"
 
 
-def _events(happenings: Sequence[Happening]) -> list[str]:
-    """Those that are not routine, with the time since the begin of the run."""
-    some = [one for one in happenings if one.what not in ROUTINE]
+def _events(events: Sequence[RunEvent]) -> list[str]:
+    """Returns lines for events that are not routine, with the time since the run began."""
+    some = [one for one in events if one.what not in ROUTINE]
     lines = [f"after {ms(max(0.0, one.at_s))}: {_event(one)}" for one in some[:MOST_EVENTS]]
     left_out = len(some) - len(lines)
     return [*lines, f"({left_out} more; --json has all)"] if left_out else lines
 
 
-def _event(one: Happening) -> str:
+def _event(one: RunEvent) -> str:
     what = f"{one.what} {one.text}" if one.what in ("training", "resumed") else one.text or one.what
     return what + (f" ({ms(one.took_s)})" if one.took_s is not None else "")
 
 
-def _table(story: Story) -> list[str]:
-    phases = [name for name in (*PHASES, OTHER) if name != OTHER or story.total.phases[OTHER] > 0]
-    late = {one.worker: one.seconds for one in story.late}
-    some = sorted(story.usages, key=lambda usage: -late.get(usage.worker, 0.0))[:MOST_ROWS]
-    shown = [usage for usage in story.usages if usage in some]
-    usages = [*shown, story.total] if len(story.usages) > 1 else shown
+def _table(summary: RunSummary) -> list[str]:
+    phases = [name for name in (*PHASES, OTHER) if name != OTHER or summary.total.phases[OTHER] > 0]
+    late = {one.worker: one.seconds for one in summary.late}
+    some = sorted(summary.usages, key=lambda usage: -late.get(usage.worker, 0.0))[:MOST_ROWS]
+    shown = [usage for usage in summary.usages if usage in some]
+    usages = [*shown, summary.total] if len(summary.usages) > 1 else shown
     rows = [["worker", "steps", "per step", *phases], *(_row(usage, phases) for usage in usages)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    left_out = len(story.usages) - len(shown)
+    left_out = len(summary.usages) - len(shown)
     return [*lines, f"({left_out} more workers, which were waited for less; --json has all)"] if left_out else lines
 
 
-def _row(usage: Usage, phases: list[str]) -> list[str]:
-    steps = "" if usage.rank is None else str(usage.steps)  # those of all workers together would only confuse
+def _row(usage: TimeUsage, phases: list[str]) -> list[str]:
+    steps = "" if usage.rank is None else str(usage.steps)  # the sum over all workers would be misleading
     return [usage.worker, steps, ms(usage.per_step_s()), *(percent(usage.share(name)) for name in phases)]
 
 
 def _write(path: Path, text: str) -> str:
-    """Whole or not at all: who looks meanwhile sees the old one. Returns a line that says what was written."""
+    """Writes the file atomically: readers see the old or the new one. Returns a line with its path and size."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

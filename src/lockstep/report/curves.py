@@ -1,4 +1,4 @@
-"""Figures over the steps of a run, thinned out so that spikes stay; gradient noise, and what it says of the batch."""
+"""Curves over the steps of a run, thinned out so that spikes stay; advice on the batch size from gradient noise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from lockstep.report.generations import Era
-from lockstep.report.trace_reader import Logged, Window
+from lockstep.report.generations import TraceGeneration
+from lockstep.report.trace_reader import LoggedMetrics, TraceWindow
 
 MOST_POINTS: Final = 400
-AROUND: Final = 2.0  # a noise scale that is off by no more than this factor is taken for the batch
+AROUND: Final = 2.0  # a noise scale within this factor of the batch size counts as equal to it
 
-Point = tuple[int, float | None]  # step, value; None: not a number, or infinite
+Point = tuple[int, float | None]  # step, value; None: NaN or infinite
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,22 @@ class Curve:
     name: str
     unit: str
     points: tuple[Point, ...]
-    last: float | None  # the last value that is a number
-    not_finite: int  # how many values were not, before thinning out
+    last: float | None  # the last finite value
+    not_finite: int  # number of values that are not finite, before thinning out
     first_not_finite: int | None  # step
 
 
 @dataclass(frozen=True)
-class NoiseStory:
+class NoiseSummary:
     curve: Curve
     batch: float
-    scale: float  # lately
+    scale: float  # median of the last third of its values
     advice: str
 
 
-def draw_curves(windows: Sequence[Window]) -> list[Curve]:
-    """Of a window its last step stands for it. Curves without any value are left out."""
-    figures: list[tuple[str, str, Callable[[Window], float | None]]] = [
+def draw_curves(windows: Sequence[TraceWindow]) -> list[Curve]:
+    """Returns one curve per metric, with a window's value at its last step. Curves without any value are left out."""
+    figures: list[tuple[str, str, Callable[[TraceWindow], float | None]]] = [
         ("loss", "", lambda window: window.loss),
         ("throughput", "samples/s", lambda window: window.samples / window.took_s if window.took_s > 0 else None),
         ("learning rate", "", lambda window: window.lr),
@@ -48,7 +48,7 @@ def draw_curves(windows: Sequence[Window]) -> list[Curve]:
 
 
 def draw(name: str, unit: str, found: Iterable[Point]) -> Curve:
-    """A value that is None was not measured; one that is not finite leaves a gap, and is counted."""
+    """Builds a curve. Values of None were not measured and are skipped; values that are not finite are counted gaps."""
     known = [(step, value) for step, value in found if value is not None]
     bad = [step for step, value in known if not math.isfinite(value)]
     points: list[Point] = [(step, value if math.isfinite(value) else None) for step, value in known]
@@ -57,7 +57,7 @@ def draw(name: str, unit: str, found: Iterable[Point]) -> Curve:
 
 
 def thin_out(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many: the first, the last, and of every stretch between them the least, the greatest, and a gap."""
+    """Returns at most `most` points: the first, the last, and a minimum, maximum and gap of each stretch in between."""
     if len(points) <= most:
         return list(points)
     inner, stretches = points[1:-1], (most - 2) // 3
@@ -71,8 +71,8 @@ def thin_out(points: Sequence[Point], most: int) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def draw_metrics(logged: Iterable[Logged]) -> list[Curve]:
-    """One curve for each name that `run.log` was given, in the order of their first steps; a step counts once."""
+def draw_metrics(logged: Iterable[LoggedMetrics]) -> list[Curve]:
+    """Returns one curve per metric of `run.log`, in the order of their first steps; the last value of a step counts."""
     points: dict[str, dict[int, float]] = {}
     for one in sorted(logged, key=lambda one: one.step):
         for name, value in one.metrics.items():
@@ -80,25 +80,25 @@ def draw_metrics(logged: Iterable[Logged]) -> list[Curve]:
     return [draw(name, "", list(found.items())) for name, found in points.items()]
 
 
-def judge_noise(eras: list[Era]) -> NoiseStory | None:
-    """None: it was never known."""
-    by_step: dict[int, tuple[float, float]] = {}  # scale, batch; a step that was done again counts as it was last
-    for era in eras:
-        for member in era.members.values():
-            for noise in member.stay.noises:
+def summarize_noise(generations: list[TraceGeneration]) -> NoiseSummary | None:
+    """Returns None if the noise scale was never measured."""
+    by_step: dict[int, tuple[float, float]] = {}  # scale, batch; for a repeated step the last value counts
+    for generation in generations:
+        for member in generation.members.values():
+            for noise in member.record.noises:
                 if noise.scale is not None and noise.scale > 0:
-                    by_step[noise.step] = (noise.scale, member.stay.world.global_batch_size or noise.batch)
+                    by_step[noise.step] = (noise.scale, member.record.world.global_batch_size or noise.batch)
     if not by_step:
         return None
     steps = sorted(by_step)
     lately = steps[-max(1, len(steps) // 3) :]
     scale, batch = median(by_step[step][0] for step in lately), by_step[steps[-1]][1]
     curve = draw("gradient noise scale", "samples", [(step, by_step[step][0]) for step in steps])
-    return NoiseStory(curve, batch, scale, advise_batch(scale, batch))
+    return NoiseSummary(curve, batch, scale, advise_batch(scale, batch))
 
 
 def advise_batch(scale: float, batch: float) -> str:
-    """Says whether a larger batch pays.
+    """Returns a sentence on whether a larger batch pays.
 
     The steps to a given loss are proportional to 1 + scale / batch, and the samples to 1 + batch / scale (McCandlish et
     al., 2018). The scale is a rough estimate: within a factor of two of the batch it counts as equal to it.

@@ -1,4 +1,4 @@
-"""Who worked together, and when: a run is a row of eras, each with the same workers from begin to end. Pure."""
+"""Splits a trace into generations, each with a fixed set of workers, and finds the steps to show in detail. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lockstep.report.trace_reader import Closeup, Process, Stay, Trace, Window
+from lockstep.report.trace_reader import DetailedStep, GenerationRecord, Trace, TraceProcess, TraceWindow
 
 
 @dataclass(frozen=True)
 class Member:
-    process: Process
-    stay: Stay
+    """A worker process and its record in one generation."""
+
+    process: TraceProcess
+    record: GenerationRecord
 
     @property
     def worker(self) -> str:
@@ -21,47 +23,51 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Era:
-    """One generation of workers of one launch. Its ranks mean somebody only here."""
+class TraceGeneration:
+    """One generation of workers of one launch. A rank denotes the same worker only within it."""
 
     launch: int
-    generation: int
+    number: int
     size: int
-    members: Mapping[int, Member]  # by rank; those that are known
+    members: Mapping[int, Member]  # by rank; ranks without a trace are missing
 
     @property
     def begin_s(self) -> float:
-        return min(member.stay.world.begin_s for member in self.members.values())
+        return min(member.record.world.begin_s for member in self.members.values())
 
     @property
-    def narrator(self) -> Member:
-        """What is the same for all workers (loss, samples, ...) is told by the one that saw most of it."""
+    def reference_member(self) -> Member:
+        """The member with the most recorded steps: values equal on all workers (loss, samples) are read from it."""
         return max(
             self.members.values(),
-            key=lambda member: (sum(one.count for one in member.stay.windows), -member.stay.world.rank),
+            key=lambda member: (sum(one.count for one in member.record.windows), -member.record.world.rank),
         )
 
     def name_of(self, rank: int) -> str:
         return self.members[rank].worker if rank in self.members else f"rank {rank}, which left no trace"
 
 
-def find_eras(trace: Trace) -> list[Era]:
-    """In the order of time. Eras in which nothing was measured are left out, unless there are no others."""
+def find_generations(trace: Trace) -> list[TraceGeneration]:
+    """Returns the generations in order of time, without those that measured nothing, unless there are no others."""
     found: dict[tuple[int, int, int], dict[int, Member]] = defaultdict(dict)
     for launch, processes in enumerate(find_launches(trace)):
         for process in processes:
-            for stay in process.stays:
-                world = stay.world
-                found[launch, world.generation, world.size][world.rank] = Member(process, stay)
-    eras = [Era(*key, members) for key, members in found.items()]
-    eras.sort(key=lambda era: (era.launch, era.begin_s))
-    measured = [era for era in eras if any(m.stay.windows or m.stay.closeups for m in era.members.values())]
-    return measured or eras
+            for record in process.records:
+                world = record.world
+                found[launch, world.generation, world.size][world.rank] = Member(process, record)
+    generations = [TraceGeneration(*key, members) for key, members in found.items()]
+    generations.sort(key=lambda generation: (generation.launch, generation.begin_s))
+    measured = [
+        generation
+        for generation in generations
+        if any(m.record.windows or m.record.detailed_steps for m in generation.members.values())
+    ]
+    return measured or generations
 
 
-def find_launches(trace: Trace) -> list[list[Process]]:
-    """Processes whose lives overlap, one after the other, are of one launch: generations are counted anew in each."""
-    launches: list[list[Process]] = []
+def find_launches(trace: Trace) -> list[list[TraceProcess]]:
+    """Groups processes by launch: those that overlap in time. Generation numbers start again in each launch."""
+    launches: list[list[TraceProcess]] = []
     end_s = float("-inf")
     for process in trace.processes:
         if process.head.begin_s > end_s:
@@ -71,23 +77,23 @@ def find_launches(trace: Trace) -> list[list[Process]]:
     return launches
 
 
-def tell_windows(eras: list[Era]) -> list[Window]:
-    """The windows of the run, each step once: what was computed again after a restart replaces what was there."""
-    told: list[Window] = []
-    for era in eras:
-        for window in era.narrator.stay.windows:
-            while told and told[-1].first >= window.first:
-                told.pop()
-            told.append(window)
-    return told
+def merge_windows(generations: list[TraceGeneration]) -> list[TraceWindow]:
+    """Returns the windows of the run with each step once: steps repeated after a restart replace the earlier ones."""
+    merged: list[TraceWindow] = []
+    for generation in generations:
+        for window in generation.reference_member.record.windows:
+            while merged and merged[-1].first >= window.first:
+                merged.pop()
+            merged.append(window)
+    return merged
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Steps in a row that were looked at closely, with everybody who took part."""
+class TimelineExcerpt:
+    """Consecutive detailed steps of one generation, with all workers that recorded them."""
 
-    era: Era
-    steps: Mapping[int, Mapping[int, Closeup]]  # step -> rank -> what it did
+    generation: TraceGeneration
+    steps: Mapping[int, Mapping[int, DetailedStep]]  # step -> rank -> spans
 
     @property
     def spans(self) -> int:
@@ -98,24 +104,33 @@ class Scene:
         return min(one.begin_s for step in self.steps.values() for one in step.values())
 
 
-def choose_scene(scenes: Sequence[Scene]) -> int:
-    """Returns the number of the scene to show first: the last one with as many workers as there ever were at a time."""
-    return max(range(len(scenes)), key=lambda number: (scenes[number].era.size, number), default=0)
+def choose_excerpt(excerpts: Sequence[TimelineExcerpt]) -> int:
+    """Returns the index of the excerpt to show first: the last one with the largest number of workers."""
+    return max(range(len(excerpts)), key=lambda number: (excerpts[number].generation.size, number), default=0)
 
 
-def find_scenes(eras: list[Era]) -> list[Scene]:
-    return [Scene(era, steps) for era in eras for steps in _runs_of_steps(align_hosts(era, _closeups(era)))]
+def find_excerpts(generations: list[TraceGeneration]) -> list[TimelineExcerpt]:
+    return [
+        TimelineExcerpt(generation, steps)
+        for generation in generations
+        for steps in _consecutive_steps(align_hosts(generation, _detailed_steps(generation)))
+    ]
 
 
-def align_hosts(era: Era, seen: Mapping[int, Mapping[int, Closeup]]) -> dict[int, dict[int, Closeup]]:
-    """Wall clocks of hosts may differ by more than a step takes. The waits of a step end at the same moment everywhere,
-    when all sums are there: every host is moved by the median of what it is off by then."""
+def align_hosts(
+    generation: TraceGeneration, seen: Mapping[int, Mapping[int, DetailedStep]]
+) -> dict[int, dict[int, DetailedStep]]:
+    """Corrects for wall clocks of hosts, which may differ by more than a step takes.
+
+    The waits of a step end at the same moment on all hosts, when all sums are complete: every host is shifted by the
+    median of its difference at these moments.
+    """
     ends: dict[tuple[int, str], float] = {}  # step, host
     for step, by_rank in seen.items():
-        for rank, closeup in by_rank.items():
-            waits = [span.start_us + span.took_us for span in closeup.spans if span.name == "wait"]
+        for rank, detailed in by_rank.items():
+            waits = [span.start_us + span.took_us for span in detailed.spans if span.name == "wait"]
             if waits:
-                ends.setdefault((step, era.members[rank].process.head.host), closeup.begin_s + max(waits) / 1e6)
+                ends.setdefault((step, generation.members[rank].process.head.host), detailed.begin_s + max(waits) / 1e6)
     hosts = list(dict.fromkeys(host for _, host in ends))
     first = hosts[0] if hosts else ""
     shifts = {}
@@ -123,23 +138,25 @@ def align_hosts(era: Era, seen: Mapping[int, Mapping[int, Closeup]]) -> dict[int
         off = [ends[step, first] - ends[step, host] for step in seen if (step, first) in ends and (step, host) in ends]
         shifts[host] = median(off) if off else 0.0
 
-    def moved(rank: int, closeup: Closeup) -> Closeup:
-        return replace(closeup, begin_s=closeup.begin_s + shifts.get(era.members[rank].process.head.host, 0.0))
+    def shifted(rank: int, detailed: DetailedStep) -> DetailedStep:
+        return replace(detailed, begin_s=detailed.begin_s + shifts.get(generation.members[rank].process.head.host, 0.0))
 
-    return {step: {rank: moved(rank, one) for rank, one in by_rank.items()} for step, by_rank in seen.items()}
+    return {step: {rank: shifted(rank, one) for rank, one in by_rank.items()} for step, by_rank in seen.items()}
 
 
-def _closeups(era: Era) -> dict[int, dict[int, Closeup]]:
-    seen: dict[int, dict[int, Closeup]] = defaultdict(dict)
-    for rank, member in sorted(era.members.items()):
-        for closeup in member.stay.closeups:
-            if closeup.spans:
-                seen[closeup.step][rank] = closeup
+def _detailed_steps(generation: TraceGeneration) -> dict[int, dict[int, DetailedStep]]:
+    seen: dict[int, dict[int, DetailedStep]] = defaultdict(dict)
+    for rank, member in sorted(generation.members.items()):
+        for detailed in member.record.detailed_steps:
+            if detailed.spans:
+                seen[detailed.step][rank] = detailed
     return seen
 
 
-def _runs_of_steps(seen: Mapping[int, Mapping[int, Closeup]]) -> Iterator[Mapping[int, Mapping[int, Closeup]]]:
-    row: dict[int, Mapping[int, Closeup]] = {}
+def _consecutive_steps(
+    seen: Mapping[int, Mapping[int, DetailedStep]],
+) -> Iterator[Mapping[int, Mapping[int, DetailedStep]]]:
+    row: dict[int, Mapping[int, DetailedStep]] = {}
     for step in sorted(seen):
         if row and step != max(row) + 1:
             yield row

@@ -1,4 +1,4 @@
-"""JSON that may be damaged: what is not of the kind that is asked for is taken for nothing, and never an error."""
+"""Reads JSON that may be damaged: a value of the wrong type counts as missing, and is never an error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-MOST: Final = 1e15  # of seconds, bytes or samples: beyond it, it is damage
+MOST: Final = 1e15  # seconds, bytes or samples; a larger number is damage
 
 
-def bytes_of(path: Path, most: int = -1) -> bytes:
+def read_bytes(path: Path, most: int = -1) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(most)
@@ -18,29 +18,29 @@ def bytes_of(path: Path, most: int = -1) -> bytes:
         return b""
 
 
-def load(raw: bytes) -> Any:
+def parse(raw: bytes) -> Any:
     try:
         return json.loads(raw.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
 
 
-def mapping_of(found: Any) -> Mapping[str, Any]:
+def as_mapping(found: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def list_of(found: Any) -> list[Any]:
+def as_list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
 def number(found: Any) -> float | None:
-    """Of what can be counted or timed. None for what is no number, or more than there can be."""
+    """Returns a count or a time; None for anything else, NaN, or a value beyond `MOST`."""
     value = any_number(found)
-    return value if value is not None and abs(value) <= MOST else None  # not for NaN either
+    return value if value is not None and abs(value) <= MOST else None  # the comparison is false for NaN
 
 
 def any_number(found: Any) -> float | None:
-    """A loss may be NaN, infinite or huge: that is worth showing. None also for what no float can hold."""
+    """Returns any number, also NaN, infinity or a huge one, as a loss may be; None if a float cannot hold it."""
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None
     try:
@@ -49,8 +49,8 @@ def any_number(found: Any) -> float | None:
         return None
 
 
-def whole(found: Any) -> int | None:
-    """Ranks are names in `waited_for`, and so are text there."""
+def integer(found: Any) -> int | None:
+    """Returns an integer, also from text: the ranks in `waited_for` are JSON keys."""
     if isinstance(found, str):
         return int(found) if found.isascii() and found.isdigit() and len(found) < 10 else None
     value = number(found)

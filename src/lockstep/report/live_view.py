@@ -1,9 +1,9 @@
-"""The view of a run in a terminal, and in plain lines where there is none. It only reads what the workers write.
+"""Shows the progress of a run in a terminal, or as plain lines without one. It only reads files that workers write.
 
-    lockstep watch runs/digits            from anywhere, while it runs
-    lockstep run -n 4 train.py            shows the same, below what the workers print
+    lockstep watch runs/digits            from another terminal, while the run is in progress
+    lockstep run -n 4 train.py            shows the same below the output of the workers
 
-The launcher itself does not draw: it hands its output to `accompany`, in a process of its own (launcher/output.py).
+The launcher does not draw: it pipes its output to a process of its own, `show_below_output` (launcher/output.py).
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import LockstepError
-from lockstep.report.live_status import COMPUTE, Place, Snapshot, Worker, find, look, require
+from lockstep.report.live_status import COMPUTE, RunPaths, Snapshot, WorkerStatus, find_run, read_status, require_run
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-LOOK_EVERY_S: Final = 0.5  # or as seldom as it takes to leave the machine to the run
-MOST_S: Final = 5.0
-SHARE: Final = 0.002  # of all its cores that a view may take
+REFRESH_S: Final = 0.5  # longer where a refresh would cost more than CPU_SHARE
+MAX_REFRESH_S: Final = 5.0
+CPU_SHARE: Final = 0.002  # of all cores, which the view may use
 PLAIN_EVERY_S: Final = 5.0
 EVENTS_SHOWN: Final = 4
-FIRST_WORKERS: Final = 16  # more do not fit on a screen
-OVER: Final = ("ended", "failed")
-VARIABLE: Final = "LOCKSTEP_VIEW"  # tells workers that somebody shows their progress
+FIRST_WORKERS: Final = 16  # more rows do not fit on a screen
+FINISHED: Final = ("ended", "failed")
+VARIABLE: Final = "LOCKSTEP_VIEW"  # set for workers whose progress is shown
 
 
-# ---- in words --------------------------------------------------------------------------------------------------------
+# ---- as text ---------------------------------------------------------------------------------------------------------
 
 
 def describe(now: Snapshot) -> str:
-    """One line."""
+    """Returns the state of a run as one line of text."""
     of = f"/{now.steps}" if now.steps is not None else ""
     parts = [f"step {now.step}{of}", f"epoch {now.epoch}"]
     if now.loss is not None:
@@ -67,7 +67,7 @@ def in_bytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-# ---- as a picture ----------------------------------------------------------------------------------------------------
+# ---- as a rich panel -------------------------------------------------------------------------------------------------
 
 
 def draw(now: Snapshot | None) -> RenderableType:
@@ -98,16 +98,16 @@ def draw(now: Snapshot | None) -> RenderableType:
         ("computing", f"{now.efficiency:.0%}" if now.efficiency is not None else ""),
         ("lost workers", str(now.lost) if now.lost else ""),
     ]
-    told = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value]
-    parts: list[Any] = [head, Row(told), _table(now.workers)]
+    shown = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value]
+    parts: list[Any] = [head, WrappedRow(shown), _table(now.workers)]
     for event in now.events[-EVENTS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
         parts.append(Text.assemble((f"{at}  ", "dim"), event.text))
     return Panel(Group(*parts), title="lockstep", title_align="left", border_style="cyan")
 
 
-class Row:
-    """Texts beside each other; one that does not fit begins the next line, whole."""
+class WrappedRow:
+    """Texts side by side; a text that does not fit starts the next line and is not broken."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts = texts
@@ -123,7 +123,7 @@ class Row:
         yield line
 
 
-def _table(workers: Sequence[Worker]) -> RenderableType:
+def _table(workers: Sequence[WorkerStatus]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -153,7 +153,7 @@ def _table(workers: Sequence[Worker]) -> RenderableType:
 
 
 def can_draw() -> bool:
-    """Whether there is a terminal that shows pictures, and rich to make them."""
+    """Returns whether the output is a terminal that can redraw lines, and rich is installed."""
     if not (os.isatty(1) and os.isatty(2)) or os.environ.get("TERM", "dumb") == "dumb":
         return False
     try:
@@ -163,120 +163,123 @@ def can_draw() -> bool:
     return True
 
 
-class Pace:
-    """When to look next: where all cores are busy, whoever watches takes their time from the run."""
+class RefreshTimer:
+    """Decides when to refresh next. Where all cores are busy, the view takes its time from the run."""
 
     def __init__(self) -> None:
         self._cores = os.cpu_count() or 1
         self._due_s = 0.0
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
+        """Measures what a refresh costs, and sets when the next one is due."""
         began_s = time.process_time()
         try:
             yield
         finally:
             cost_s = time.process_time() - began_s
-            self._due_s = time.monotonic() + min(MOST_S, max(LOOK_EVERY_S, cost_s / (SHARE * self._cores)))
+            self._due_s = time.monotonic() + min(MAX_REFRESH_S, max(REFRESH_S, cost_s / (CPU_SHARE * self._cores)))
 
     @property
     def left_s(self) -> float:
         return max(0.0, self._due_s - time.monotonic())
 
 
-def watch(place: Place, *, plain: bool) -> None:
-    """Until the run has ended."""
+def watch(paths: RunPaths, *, plain: bool) -> None:
+    """Shows the run until it has ended."""
     if plain:
-        _watch_plain(place)
+        _watch_plain(paths)
         return
     from rich.live import Live
 
-    pace = Pace()
-    with Live(draw(look(place)), auto_refresh=False) as live:
+    timer = RefreshTimer()
+    with Live(draw(read_status(paths)), auto_refresh=False) as live:
         while True:
-            with pace.looking():
-                now = look(place)
+            with timer.measure():
+                now = read_status(paths)
                 live.update(draw(now), refresh=True)
-            if now is not None and now.state in OVER:
+            if now is not None and now.state in FINISHED:
                 return
-            time.sleep(pace.left_s)
+            time.sleep(timer.left_s)
 
 
-def _watch_plain(place: Place) -> None:
-    said_s, last, pace = 0.0, "", Pace()
+def _watch_plain(paths: RunPaths) -> None:
+    printed_s, last, timer = 0.0, "", RefreshTimer()
     while True:
-        with pace.looking():
-            now = look(place)
-        if now is not None and (now.state in OVER or time.monotonic() - said_s >= PLAIN_EVERY_S):
+        with timer.measure():
+            now = read_status(paths)
+        if now is not None and (now.state in FINISHED or time.monotonic() - printed_s >= PLAIN_EVERY_S):
             if (line := describe(now)) != last:
                 print(line, flush=True)
-            said_s, last = time.monotonic(), line
-            if now.state in OVER:
+            printed_s, last = time.monotonic(), line
+            if now.state in FINISHED:
                 return
-        time.sleep(pace.left_s)
+        time.sleep(timer.left_s)
 
 
-def _last_of(line: bytes) -> bytes:
-    """Of a progress bar, which writes over itself, what was to be seen in the end."""
+def _last_overwrite(line: bytes) -> bytes:
+    """Returns the last state of a progress bar, which overwrites itself with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def _picture(place: Place, since_s: float) -> RenderableType | None:
-    """None: there is nothing to be seen yet, or nothing that can be drawn."""
-    with suppress(Exception):  # a picture is not worth an error
-        now = look(place, since_s=since_s)
+def _try_draw(paths: RunPaths, since_s: float) -> RenderableType | None:
+    """Returns None if there is nothing to show yet, or if it cannot be drawn."""
+    with suppress(Exception):  # a failed drawing must not end the view
+        now = read_status(paths, since_s=since_s)
         return None if now is None else draw(now)
     return None
 
 
-def accompany(logs: Path) -> None:
-    """The process beside a launcher: shows what comes from standard input, and below it how the run is doing."""
+def show_below_output(logs: Path) -> None:
+    """Main function of the view process of a launcher: copies standard input, and shows the run's progress below it."""
     from rich.console import Console
     from rich.live import Live
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; we end when it has said its last word
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C; this process ends with its input
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every sign
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not support every character
     console = Console(highlight=False, emoji=False)
-    rest, pace, since_s = b"", Pace(), time.time()
-    place = find(logs)
+    rest, timer, since_s = b"", RefreshTimer(), time.time()
+    paths = find_run(logs)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            ready = select.select([0], [], [], pace.left_s)[0]
+            ready = select.select([0], [], [], timer.left_s)[0]
             if ready:
                 chunk = os.read(0, 1 << 16)
                 *lines, rest = (rest + chunk).split(b"\n")
                 if lines:
-                    text = b"\n".join(map(_last_of, lines)).decode(errors="replace")
+                    text = b"\n".join(map(_last_overwrite, lines)).decode(errors="replace")
                     console.print(text, markup=False, soft_wrap=True)
                 if not chunk:
                     break
-            if pace.left_s == 0:
-                with pace.looking():
-                    place = place if place.trace.is_dir() else find(logs)
-                    live.update(_picture(place, since_s) or "", refresh=True)
-    now = look(place, since_s=since_s)
-    if now is not None and now.state == "ended":  # else the last words are those of who failed
+            if timer.left_s == 0:
+                with timer.measure():
+                    paths = paths if paths.trace.is_dir() else find_run(logs)
+                    live.update(_try_draw(paths, since_s) or "", refresh=True)
+    now = read_status(paths, since_s=since_s)
+    if now is not None and now.state == "ended":  # after a failure the output ends with its error
         console.print(draw(now))
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lockstep watch",
-        description="Show how a run is doing: its progress, its figures, and what each worker spends its time on.",
-        epilog="Ctrl-C ends the view, and not the run.",
+        description="Show the progress of a run, its metrics, and what each worker spends its time on.",
+        epilog="Ctrl-C ends the view, not the run.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run, or its launcher's logs")
-    parser.add_argument("--plain", action="store_true", help="lines instead of a picture (so it is without a terminal)")
-    parser.add_argument("--once", action="store_true", help="how it is now, and no more")
+    parser.add_argument(
+        "--plain", action="store_true", help="print lines instead of a live view (the default without a terminal)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
     chosen = parser.parse_args(arguments)
     try:
-        place = require(chosen.run)
+        paths = require_run(chosen.run)
         if chosen.once:
-            now = look(place)
+            now = read_status(paths)
             print(describe(now) if now is not None else "waiting for the first step")
             return 0
-        watch(place, plain=chosen.plain or not can_draw())
+        watch(paths, plain=chosen.plain or not can_draw())
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
@@ -286,4 +289,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    accompany(Path(sys.argv[1]))
+    show_below_output(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""The page of a run: one HTML file that needs nothing else. Pure.
+"""Renders the report of a run as one self-contained HTML page. Pure.
 
-What comes from the trace reaches the page as escaped text or as JSON in which no `<` is left, and its script puts it in
-as text only. Besides, the page's own policy lets nothing run but that script, and nothing be fetched.
+Content of the trace is embedded as escaped text, or as JSON without any `<`, which the script inserts as text only. In
+addition, the page's content security policy allows only that script, and no network access.
 """
 
 from __future__ import annotations
@@ -23,88 +23,94 @@ from typing import Any, Final
 from lockstep import __version__
 from lockstep.report.bucket_overlap import waited_us
 from lockstep.report.chrome_trace import to_chrome
-from lockstep.report.generations import Era, Scene, choose_scene, find_eras, find_scenes
-from lockstep.report.summary import Status, Story
-from lockstep.report.trace_reader import TRACKS, Closeup, Span, Trace
+from lockstep.report.generations import (
+    TimelineExcerpt,
+    TraceGeneration,
+    choose_excerpt,
+    find_excerpts,
+    find_generations,
+)
+from lockstep.report.summary import RunSummary, Status
+from lockstep.report.trace_reader import TRACKS, DetailedStep, Trace, TraceSpan
 
 MOST_SPANS: Final = 12_000  # in the page; trace.json has all
-MOST_TRACE_BYTES: Final = 300_000  # packed
-MOST_HAPPENINGS: Final = 200
+MOST_TRACE_BYTES: Final = 300_000  # compressed
+MOST_EVENTS: Final = 200
 MOST_WAITS: Final = 400
 _UNIT: Final = re.compile(r"(?<=\d) (?=%|ms|s|µs)")  # a figure and its unit stay on one line
 _CODE: Final = re.compile(r"`([^`]+)`")
-_CLASSES: Final = {Status.ENDED: "ended", Status.GOING_ON: "going-on", Status.BROKEN_OFF: "broken-off"}
+_CLASSES: Final = {Status.ENDED: "ended", Status.RUNNING: "going-on", Status.INTERRUPTED: "broken-off"}
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a page shows, ready to be drawn."""
+class PageContent:
+    """What a page shows."""
 
     trace: Trace
-    story: Story
+    summary: RunSummary
     text: str  # for a browser that runs no script
 
 
-def render(shown: Shown, *, written_s: float) -> str:
-    trace, story = shown.trace, shown.story
-    eras = find_eras(trace)
-    scenes = find_scenes(eras)
-    kept = choose_scenes(scenes)
-    packed = gzip.compress(json.dumps(to_plain(to_chrome(trace, eras, kept))).encode(), mtime=0)
-    few = replace(story, waits=story.waits[:MOST_WAITS], happenings=_few(story))
+def render(shown: PageContent, *, written_s: float) -> str:
+    trace, summary = shown.trace, shown.summary
+    generations = find_generations(trace)
+    excerpts = find_excerpts(generations)
+    kept = thin_out_excerpts(excerpts)
+    packed = gzip.compress(json.dumps(to_json_value(to_chrome(trace, generations, kept))).encode(), mtime=0)
+    few = replace(summary, waits=summary.waits[:MOST_WAITS], happenings=_select_events(summary))
     data = {
-        "story": to_plain(few),
-        "scenes": [compact(scene, eras) for scene in kept],
-        "best": choose_scene(kept),
-        "scenes_left_out": len(scenes) - len(kept),
-        "happenings_left_out": len(story.happenings) - len(few.happenings),
-        "begun": _clock(story.begin_s),
-        "written": _clock(written_s),
+        "story": to_json_value(few),
+        "scenes": [compact(excerpt, generations) for excerpt in kept],
+        "best": choose_excerpt(kept),
+        "scenes_left_out": len(excerpts) - len(kept),
+        "happenings_left_out": len(summary.happenings) - len(few.happenings),
+        "begun": _format_time(summary.begin_s),
+        "written": _format_time(written_s),
         "version": __version__,
     }
-    script = _part("report.js")
-    worst = story.causes[0]
+    script = _read_part("report.js")
+    worst = summary.causes[0]
     values = {
-        "TITLE": html.escape(f"{story.name}: Lockstep report"),
-        "NAME": html.escape(story.name),
-        "STATUS": html.escape(story.status.value),
-        "STATUS_CLASS": _CLASSES[story.status],
+        "TITLE": html.escape(f"{summary.name}: Lockstep report"),
+        "NAME": html.escape(summary.name),
+        "STATUS": html.escape(summary.status.value),
+        "STATUS_CLASS": _CLASSES[summary.status],
         "HEADLINE": mark_code(_UNIT.sub("\u00a0", worst.sentence)),
         "ADVICE": mark_code(worst.advice),
         "TEXT": html.escape(shown.text),
-        "CSS": _part("report.css"),
+        "CSS": _read_part("report.css"),
         "JS": script,
         "HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "DATA": embed(data),
         "TRACE": base64.b64encode(packed).decode() if len(packed) <= MOST_TRACE_BYTES else "",
     }
-    return _fill(_part("report.html"), values)
+    return _fill(_read_part("report.html"), values)
 
 
 def mark_code(text: str) -> str:
-    """Escaped text in which what stood between backticks is marked as code. One that has no partner stays."""
+    """Escapes text, and marks what is between backticks as code. An unpaired backtick stays."""
     return _CODE.sub(r"<code>\1</code>", html.escape(text))
 
 
 def embed(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can end that, or begin a comment."""
+    """Returns JSON that is safe inside a script element: it cannot end the element or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
     return text
 
 
-def to_plain(value: Any) -> Any:
-    """What JSON can hold, with six digits: they are measured times, not more exact than that. No NaN: None instead."""
+def to_json_value(value: Any) -> Any:
+    """Converts to JSON types. Floats, which are measured times, keep six digits; NaN and infinity become None."""
     if is_dataclass(value) and not isinstance(value, type):
         more = {"efficiency": value.efficiency} if hasattr(value, "efficiency") else {}
-        return to_plain({name: getattr(value, name) for name in value.__dataclass_fields__} | more)
+        return to_json_value({name: getattr(value, name) for name in value.__dataclass_fields__} | more)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(name): to_plain(one) for name, one in value.items()}
+        return {str(name): to_json_value(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(one) for one in value]
+        return [to_json_value(one) for one in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
@@ -112,38 +118,38 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def choose_scenes(scenes: list[Scene]) -> list[Scene]:
-    """As many as fit into a page: the first, the last, and what lies between them thinned out evenly."""
-    kept = list(scenes)
-    while len(kept) > 1 and sum(scene.spans for scene in kept) > MOST_SPANS:
-        kept = [scene for i, scene in enumerate(kept[:-1]) if i % 2 == 0 and len(kept) > 2] + kept[-1:]
-    if kept and kept[0].spans > MOST_SPANS:  # a single one, with very many workers: the first of them
-        most = max(1, len(kept[0].era.members) * MOST_SPANS // kept[0].spans)
+def thin_out_excerpts(excerpts: list[TimelineExcerpt]) -> list[TimelineExcerpt]:
+    """Returns as many as fit into a page: the first, the last, and those in between thinned out evenly."""
+    kept = list(excerpts)
+    while len(kept) > 1 and sum(excerpt.spans for excerpt in kept) > MOST_SPANS:
+        kept = [excerpt for i, excerpt in enumerate(kept[:-1]) if i % 2 == 0 and len(kept) > 2] + kept[-1:]
+    if kept and kept[0].spans > MOST_SPANS:  # a single excerpt with very many workers: keep the first workers
+        most = max(1, len(kept[0].generation.members) * MOST_SPANS // kept[0].spans)
         few = {step: dict(sorted(by_rank.items())[:most]) for step, by_rank in kept[0].steps.items()}
-        kept = [Scene(kept[0].era, few)]
+        kept = [TimelineExcerpt(kept[0].generation, few)]
     return kept
 
 
-def compact(scene: Scene, eras: list[Era]) -> dict[str, Any]:
-    """Spans as [name, start, duration, step], in microseconds from the begin of the scene; names by number."""
+def compact(excerpt: TimelineExcerpt, generations: list[TraceGeneration]) -> dict[str, Any]:
+    """Returns spans as [name index, start, duration, step], in microseconds since the excerpt began."""
     names: dict[str, int] = {}
-    begin_s = scene.begin_s
-    everybody = {step: by_rank for step, by_rank in scene.steps.items() if len(by_rank) == scene.era.size}
-    least_us = {step: min(map(waited_us, by_rank.values())) for step, by_rank in everybody.items()}
+    begin_s = excerpt.begin_s
+    complete = {step: by_rank for step, by_rank in excerpt.steps.items() if len(by_rank) == excerpt.generation.size}
+    least_us = {step: min(map(waited_us, by_rank.values())) for step, by_rank in complete.items()}
     rows: dict[int, dict[str, Any]] = {}
-    for step, by_rank in scene.steps.items():
-        for rank, closeup in by_rank.items():
-            row = rows.setdefault(rank, {"worker": scene.era.name_of(rank), **{track: [] for track in TRACKS}})
-            shift_us = 1e6 * (closeup.begin_s - begin_s)
-            for span in split_wait(closeup, least_us.get(step, 0.0)):
+    for step, by_rank in excerpt.steps.items():
+        for rank, detailed in by_rank.items():
+            row = rows.setdefault(rank, {"worker": excerpt.generation.name_of(rank), **{track: [] for track in TRACKS}})
+            shift_us = 1e6 * (detailed.begin_s - begin_s)
+            for span in split_wait(detailed, least_us.get(step, 0.0)):
                 name = names.setdefault(span.name, len(names))
                 row[span.track].append([name, round(shift_us + span.start_us), round(span.took_us), step])
-    starts = {step: min(one.begin_s for one in by_rank.values()) for step, by_rank in scene.steps.items()}
-    ends = [_end_s(closeup) for by_rank in scene.steps.values() for closeup in by_rank.values()]
-    first, last = min(scene.steps), max(scene.steps)
+    starts = {step: min(one.begin_s for one in by_rank.values()) for step, by_rank in excerpt.steps.items()}
+    ends = [_end_s(detailed) for by_rank in excerpt.steps.values() for detailed in by_rank.values()]
+    first, last = min(excerpt.steps), max(excerpt.steps)
     label = f"step {first}" if first == last else f"steps {first} to {last}"
-    if len(eras) > 1:
-        label += f" on {scene.era.size} worker{'s' * (scene.era.size != 1)}"
+    if len(generations) > 1:
+        label += f" on {excerpt.generation.size} worker{'s' * (excerpt.generation.size != 1)}"
     return {
         "label": label,
         "names": list(names),
@@ -153,45 +159,45 @@ def compact(scene: Scene, eras: list[Era]) -> dict[str, Any]:
     }
 
 
-def split_wait(closeup: Closeup, least_us: float) -> list[Span]:
-    """Who came last waited least, and that much was communication: what others waited longer was for that worker."""
+def split_wait(detailed: DetailedStep, least_us: float) -> list[TraceSpan]:
+    """Splits a wait: the last worker to arrive waited least, for communication; longer waits were for that worker."""
     spans = []
-    for span in closeup.spans:
+    for span in detailed.spans:
         for_others_us = span.took_us - least_us
-        if span.name != "wait" or least_us <= 0 or for_others_us < 0 or waited_us(closeup) != span.took_us:
+        if span.name != "wait" or least_us <= 0 or for_others_us < 0 or waited_us(detailed) != span.took_us:
             spans.append(span)
             continue
         if for_others_us > 0:
-            spans.append(Span("wait for others", span.track, span.start_us, for_others_us))
-        spans.append(Span("communication", span.track, span.start_us + for_others_us, least_us))
+            spans.append(TraceSpan("wait for others", span.track, span.start_us, for_others_us))
+        spans.append(TraceSpan("communication", span.track, span.start_us + for_others_us, least_us))
     return spans
 
 
-def _end_s(closeup: Closeup) -> float:
-    return closeup.begin_s + max(span.start_us + span.took_us for span in closeup.spans) / 1e6
+def _end_s(detailed: DetailedStep) -> float:
+    return detailed.begin_s + max(span.start_us + span.took_us for span in detailed.spans) / 1e6
 
 
-def _few(story: Story) -> list[Any]:
-    """What is not a checkpoint or an evaluation comes first; of those the latest."""
-    found = story.happenings
-    if len(found) <= MOST_HAPPENINGS:
+def _select_events(summary: RunSummary) -> list[Any]:
+    """Returns at most MOST_EVENTS events: the latest, and checkpoints and evaluations only if there is space left."""
+    found = summary.happenings
+    if len(found) <= MOST_EVENTS:
         return found
     order = sorted(found, key=lambda one: (one.what in ("checkpoint", "evaluate"), -one.at_s))
-    return sorted(order[:MOST_HAPPENINGS], key=lambda one: one.at_s)
+    return sorted(order[:MOST_EVENTS], key=lambda one: one.at_s)
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    """In one pass: what a value holds is never taken for a place to fill."""
+    """Replaces each @@NAME@@ in one pass, so placeholders inside a value are not replaced."""
     pieces = template.split("@@")
     return "".join(values[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def _part(name: str) -> str:
+def _read_part(name: str) -> str:
     return (files("lockstep.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return "at a time that no clock knows"
+        return "unknown time"

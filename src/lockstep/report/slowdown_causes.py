@@ -1,6 +1,6 @@
-"""What cost the most time, in one sentence, and what to do about it. Pure.
+"""Finds what cost the most time, describes it in one sentence, and says what to do about it. Pure.
 
-Every cause has a cost: the share of a step's time that would be saved without it. The largest is the headline.
+The cost of a cause is the share of a step's time that would be saved without it. The costliest is the headline.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from lockstep.report.time_shares import COMPUTE, Late, Usage
-from lockstep.report.trace_reader import Event
+from lockstep.report.time_shares import COMPUTE, LateWorker, TimeUsage
+from lockstep.report.trace_reader import TraceEvent
 
-WORTH_SAYING: Final = 0.05  # of the time
+MIN_COST: Final = 0.05  # causes that cost less are not reported
 _SLOWER: Final = {
     "compute": "which computes slower than the others",
     "data": "which gets its data later than the others",
@@ -32,65 +32,75 @@ _LATE_ADVICE: Final = {
 
 
 @dataclass(frozen=True)
-class Cause:
-    kind: str  # worker, turns, data, communication, between, recovery; none: nothing is worth saying
+class SlowdownCause:
+    kind: str  # worker, turns, data, communication, between, recovery, or none
     cost: float
     sentence: str
     advice: str
 
 
 @dataclass(frozen=True)
-class Facts:
-    usages: list[Usage]
-    total: Usage
-    late: list[Late]
-    events: Mapping[str, list[Event]]  # by worker
+class RunMeasurements:
+    usages: list[TimeUsage]
+    total: TimeUsage
+    late: list[LateWorker]
+    events: Mapping[str, list[TraceEvent]]  # by worker
     elapsed_s: float
-    size: int  # the most workers that there were at a time
+    size: int  # largest number of workers at a time
     hosts: int = 1
 
 
-def find_causes(facts: Facts) -> list[Cause]:
-    """The worst first. One that says that all is well, if none is worth saying."""
-    if not facts.total.steps:
+def find_causes(measured: RunMeasurements) -> list[SlowdownCause]:
+    """Returns the causes, costliest first; a single one of kind `none` if none is worth reporting."""
+    if not measured.total.steps:
         sentence = "No step was measured yet."
-        return [Cause("none", 0.0, sentence, "Workers write what they measured after half a second of training.")]
-    found = [*_waiting(facts), *_data(facts), *_communication(facts), *_between(facts), *_recovery(facts)]
-    worth = sorted((one for one in found if one.cost >= WORTH_SAYING), key=lambda cause: -cause.cost)
-    return worth or [_well(facts)]
+        return [
+            SlowdownCause("none", 0.0, sentence, "Workers write what they measured after half a second of training.")
+        ]
+    found = [
+        *_waiting(measured),
+        *_data(measured),
+        *_communication(measured),
+        *_between(measured),
+        *_recovery(measured),
+    ]
+    worth = sorted((one for one in found if one.cost >= MIN_COST), key=lambda cause: -cause.cost)
+    return worth or [_no_cause(measured)]
 
 
-def _waiting(facts: Facts) -> Iterator[Cause]:
-    if not facts.late:
+def _waiting(measured: RunMeasurements) -> Iterator[SlowdownCause]:
+    if not measured.late:
         return
-    worst = facts.late[0]
-    # Chance alone makes each of the workers the last one now and then: 1 / size of all that is waited.
-    if worst.part >= min(0.75, max(0.3, 1.5 / facts.size)):
+    worst = measured.late[0]
+    # By chance alone each worker is last in 1 / size of all waiting time.
+    if worst.part >= min(0.75, max(0.3, 1.5 / measured.size)):
         own, typical = worst.own_s, worst.typical_s
         detail = ""
         if worst.reason:
             detail = f": {ms(own[worst.reason])} per step against {ms(typical[worst.reason])}"
-        others = "The other worker" if facts.size == 2 else "The other workers"
+        others = "The other worker" if measured.size == 2 else "The other workers"
         sentence = (
             f"{others} waited {percent(worst.share)} of the time for {worst.worker}, {_SLOWER[worst.reason]}{detail}."
         )
         advice = _LATE_ADVICE[worst.reason].format(host=worst.host or "its host")
-        own_s = sum(one.seconds for one in facts.usages if one.worker == worst.worker)
-        # It may have been there for a part of the run only; the others were there without it, too.
-        yield Cause("worker", worst.seconds / max(facts.total.seconds - own_s, worst.seconds), sentence, advice)
+        own_s = sum(one.seconds for one in measured.usages if one.worker == worst.worker)
+        # The worker may have been present for a part of the run only; the others also trained without it.
+        yield SlowdownCause(
+            "worker", worst.seconds / max(measured.total.seconds - own_s, worst.seconds), sentence, advice
+        )
         return
-    share = facts.total.share("waiting")
+    share = measured.total.share("waiting")
     sentence = (
         f"Workers waited {percent(share)} of the time for each other, in turns: no single one is slower, but the time "
         "of a step varies on all of them."
     )
     advice = "Samples of similar cost in every shard help, and so do cores that are not shared with other programs."
-    yield Cause("turns", share, sentence, advice)
+    yield SlowdownCause("turns", share, sentence, advice)
 
 
-def _data(facts: Facts) -> Iterator[Cause]:
-    # What only one of them waits for is told as that worker being late.
-    share, step_s = median(one.share("data") for one in facts.usages), _step_s(facts)
+def _data(measured: RunMeasurements) -> Iterator[SlowdownCause]:
+    # If only one worker waits for its data, it is reported as late instead: hence the median.
+    share, step_s = median(one.share("data") for one in measured.usages), _step_s(measured)
     sentence = (
         f"Workers waited {percent(share)} of the time for the loader: {ms(share * step_s)} of a step of {ms(step_s)}."
     )
@@ -98,49 +108,49 @@ def _data(facts: Facts) -> Iterator[Cause]:
         "Give it more processes (`num_workers=`) or more batches ahead (`prefetch_factor=`), or make a sample cheaper "
         "to load."
     )
-    yield Cause("data", share, sentence, advice)
+    yield SlowdownCause("data", share, sentence, advice)
 
 
-def _communication(facts: Facts) -> Iterator[Cause]:
-    share, step_s = facts.total.share("exposed"), _step_s(facts)
+def _communication(measured: RunMeasurements) -> Iterator[SlowdownCause]:
+    share, step_s = measured.total.share("exposed"), _step_s(measured)
     sentence = (
         f"Communication that is not hidden behind the backward pass took {percent(share)} of the time: "
         f"{ms(share * step_s)} of a step of {ms(step_s)}."
     )
     advice = "A larger batch per worker hides more of it, and fewer workers have less of it."
-    if facts.hosts > 1:
+    if measured.hosts > 1:
         advice += " So does a faster network between the hosts, or more of the workers on one host."
-    yield Cause("communication", share, sentence, advice)
+    yield SlowdownCause("communication", share, sentence, advice)
 
 
-def _between(facts: Facts) -> Iterator[Cause]:
-    share = median(one.share("between") for one in facts.usages)
-    busy = [one for one in facts.usages if one.phases["between"]]
-    of_it = max((_took_s(facts, one.worker, "evaluate") / one.phases["between"] for one in busy), default=0.0)
+def _between(measured: RunMeasurements) -> Iterator[SlowdownCause]:
+    share = median(one.share("between") for one in measured.usages)
+    busy = [one for one in measured.usages if one.phases["between"]]
+    of_it = max((_took_s(measured, one.worker, "evaluate") / one.phases["between"] for one in busy), default=0.0)
     detail = f", {percent(min(1.0, of_it))} of that in evaluation" if of_it > 0.1 else ""
     sentence = f"The program itself took {percent(share)} of the time between two steps{detail}."
     advice = "Do less there, or less often: logging, evaluating, saving, moving figures from the device (`.item()`)."
-    yield Cause("between", share, sentence, advice)
+    yield SlowdownCause("between", share, sentence, advice)
 
 
-def _recovery(facts: Facts) -> Iterator[Cause]:
-    took_s = max(_took_s(facts, one.worker, "recovery") for one in facts.usages)
-    if not took_s or not facts.elapsed_s:
+def _recovery(measured: RunMeasurements) -> Iterator[SlowdownCause]:
+    took_s = max(_took_s(measured, one.worker, "recovery") for one in measured.usages)
+    if not took_s or not measured.elapsed_s:
         return
-    share = min(1.0, took_s / facts.elapsed_s)
+    share = min(1.0, took_s / measured.elapsed_s)
     sentence = f"Recoveries took {percent(share)} of the time: {took_s:.1f} s in all."
     advice = "The events of the report say when; the logs of the workers that were lost say why."
-    yield Cause("recovery", share, sentence, advice)
+    yield SlowdownCause("recovery", share, sentence, advice)
 
 
-def _took_s(facts: Facts, worker: str, what: str) -> float:
-    return sum(event.took_s or 0.0 for event in facts.events.get(worker, ()) if event.what == what)
+def _took_s(measured: RunMeasurements, worker: str, what: str) -> float:
+    return sum(event.took_s or 0.0 for event in measured.events.get(worker, ()) if event.what == what)
 
 
-def _well(facts: Facts) -> Cause:
-    computing = facts.total.share(*COMPUTE)
+def _no_cause(measured: RunMeasurements) -> SlowdownCause:
+    computing = measured.total.share(*COMPUTE)
     sentence = f"Nothing holds this run up: its workers compute {percent(computing)} of the time."
-    return Cause(
+    return SlowdownCause(
         "none",
         0.0,
         sentence,
@@ -148,8 +158,8 @@ def _well(facts: Facts) -> Cause:
     )
 
 
-def _step_s(facts: Facts) -> float:
-    return facts.total.per_step_s()
+def _step_s(measured: RunMeasurements) -> float:
+    return measured.total.per_step_s()
 
 
 def percent(share: float) -> str:
@@ -157,7 +167,7 @@ def percent(share: float) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Three digits that mean something, in the unit that fits."""
+    """Formats a time with three significant digits in a suitable unit."""
     if seconds >= 1:
         return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
     if seconds >= 1e-3:

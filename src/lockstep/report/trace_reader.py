@@ -1,7 +1,7 @@
-"""The trace of a run (docs/trace.md), read into values. What was cut off is left out and counted.
+"""Reads the trace of a run (docs/trace.md) into dataclasses. Lines that were cut off are skipped and counted.
 
-All times are seconds since 1970. A host's workers share one clock, which cannot be set; what it stands for in seconds
-since 1970 is taken from the first of them, so that a wall clock that is set later moves nothing.
+All times are seconds since 1970. The workers of a host share one monotonic clock. Its offset to seconds since 1970 is
+taken from the first worker of the host, so a wall clock that is set later changes nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
-from lockstep.report.launcher_events import Told, find_told, worker_name
-from lockstep.report.lenient_json import any_number, bytes_of, list_of, load, mapping_of, number, whole
+from lockstep.report.launcher_events import LauncherEvent, find_launcher_events, worker_name
+from lockstep.report.lenient_json import any_number, as_list, as_mapping, integer, number, parse, read_bytes
 
 PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
 TRACKS: Final = ("main", "comm")
-FRESH_S: Final = 15.0  # who wrote a sign of life since then is still at work; clocks of hosts differ a little
-_ANOTHER_BOOT_S: Final = 2.0  # a host whose clock stands for something else by more than that was started again
+FRESH_S: Final = 15.0  # a worker whose status file is newer is still running; clocks of hosts differ a little
+_ANOTHER_BOOT_S: Final = 2.0  # a host whose clock offset differs by more than this was rebooted
 
 
 @dataclass(frozen=True)
-class Head:
+class TraceHead:
+    """The first line of a trace file: which process wrote it."""
+
     worker: str
     pid: int
     host: str
@@ -32,8 +34,8 @@ class Head:
 
 
 @dataclass(frozen=True)
-class World:
-    """How the work is shared out from `begin_s` on. Zero and empty: not known."""
+class TraceWorld:
+    """How the work is divided from `begin_s` on. Zero or empty values are not known."""
 
     begin_s: float
     generation: int
@@ -49,15 +51,15 @@ class World:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Some steps in a row, as one worker spent them. `samples` are those of all workers."""
+class TraceWindow:
+    """Consecutive steps as one worker measured them. `samples` counts the samples of all workers."""
 
     begin_s: float
     end_s: float
     first: int
     count: int
     samples: float
-    phases: Mapping[str, float]  # all of PHASES
+    phases: Mapping[str, float]  # phase -> seconds, for every phase in PHASES
     waited_for: Mapping[int, float]  # rank -> seconds
     loss: float | None
     lr: float | None
@@ -75,39 +77,39 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     name: str
     track: str
-    start_us: float  # after the begin of its step
+    start_us: float  # since its step began
     took_us: float
 
 
 @dataclass(frozen=True)
-class Closeup:
-    """A step that was looked at closely."""
+class DetailedStep:
+    """A step that was recorded with all its spans."""
 
     step: int
     begin_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[TraceSpan, ...]
 
 
 @dataclass(frozen=True)
-class Noise:
+class GradientNoise:
     step: int
-    batch: float  # samples in the mean, which is less than the global batch where the last one of an epoch is
+    batch: float  # samples in the gradient's mean; the last batch of an epoch may be below the global batch size
     scale: float | None
 
 
 @dataclass(frozen=True)
-class Logged:
-    """What `run.log` was given, over all workers."""
+class LoggedMetrics:
+    """The metrics passed to `run.log`, reduced over all workers."""
 
     step: int
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     at_s: float
     step: int | None
     what: str
@@ -117,35 +119,35 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Stay:
-    """What one worker did as one member of one generation."""
+class GenerationRecord:
+    """What one worker recorded as a member of one generation."""
 
-    world: World
-    windows: tuple[Window, ...]
-    closeups: tuple[Closeup, ...]
-    noises: tuple[Noise, ...]
+    world: TraceWorld
+    windows: tuple[TraceWindow, ...]
+    detailed_steps: tuple[DetailedStep, ...]
+    noises: tuple[GradientNoise, ...]
 
 
 @dataclass(frozen=True)
-class Process:
-    """One file: one worker process, from its begin to its end."""
+class TraceProcess:
+    """One trace file: one worker process, from start to end."""
 
-    head: Head
-    stays: tuple[Stay, ...]
-    events: tuple[Event, ...]
-    last_s: float  # its last sign of life
-    ended: bool  # it said so itself
+    head: TraceHead
+    records: tuple[GenerationRecord, ...]
+    events: tuple[TraceEvent, ...]
+    last_s: float  # time of its last line
+    ended: bool  # it wrote a line of kind `end`
     left_out: int  # lines that could not be read
-    logged: tuple[Logged, ...] = ()
+    logged: tuple[LoggedMetrics, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trace:
-    name: str  # of the run
+    name: str  # name of the run
     folder: Path
-    processes: tuple[Process, ...]  # the first to begin comes first
-    is_going_on: bool
-    launches: tuple[tuple[Told, ...], ...] = ()  # what the launcher told, in each of them
+    processes: tuple[TraceProcess, ...]  # in order of their start
+    is_running: bool
+    launches: tuple[tuple[LauncherEvent, ...], ...] = ()  # launches[i]: events that the launcher wrote in launch i
 
     @property
     def begin_s(self) -> float:
@@ -157,7 +159,10 @@ class Trace:
 
 
 def read_trace(run: Path, *, now_s: float) -> Trace:
-    """run: the directory of a Run, a launcher's folder of logs, or the trace's own folder."""
+    """Reads the trace of `run`: the directory of a Run, a launcher's log folder, or the trace folder itself.
+
+    Raises LockstepError if there is no trace, or if it is empty or cannot be read.
+    """
     folders = find_folders(run)
     files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
     offsets: dict[str, list[float]] = {}
@@ -171,25 +176,28 @@ def read_trace(run: Path, *, now_s: float) -> Trace:
             found.append(process)
     if not found:
         raise LockstepError(
-            f"the trace in {folders[0]} is empty: {len(files)} files, and none of them says who wrote it; workers "
+            f"the trace in {folders[0]} is empty: {len(files)} files, and none of them has a head line; workers "
             "write when they begin to train, so wait for the first step, or look into their logs for why there was none"
         )
-    found = [_named(process, several_hosts=len({one.head.host for one in found}) > 1) for process in found]
+    found = [_rename_worker(process, several_hosts=len({one.head.host for one in found}) > 1) for process in found]
     found.sort(key=lambda process: (process.head.begin_s, process.head.worker, process.head.pid))
     home = folders[0].parent if folders[0].name == "trace" else folders[0]
     alive = any(_is_alive(path, now_s) for folder in folders for path in folder.glob("*.now"))
-    told = tuple(tuple(launch) for launch in find_told(run))
-    return Trace(home.resolve().name or str(home), folders[0], tuple(found), alive, told)
+    launches = tuple(tuple(launch) for launch in find_launcher_events(run))
+    return Trace(home.resolve().name or str(home), folders[0], tuple(found), alive, launches)
 
 
-def _named(process: Process, *, several_hosts: bool) -> Process:
-    """With the worker's name as people know it, in place of the one in the file."""
+def _rename_worker(process: TraceProcess, *, several_hosts: bool) -> TraceProcess:
+    """Replaces the worker's name in the trace file by the name that the launcher shows."""
     head = process.head
     return replace(process, head=replace(head, worker=worker_name(head.worker, head.host if several_hosts else "")))
 
 
 def find_folders(run: Path) -> list[Path]:
-    """Those with the files of the trace. Several hosts may each have one, in a folder of logs that they share."""
+    """Returns the folders with trace files. Several hosts may each have one in a shared log folder.
+
+    Raises LockstepError if there is none.
+    """
     if not run.is_dir():
         what = "is a file" if run.exists() else "does not exist"
         raise LockstepError(
@@ -197,7 +205,7 @@ def find_folders(run: Path) -> list[Path]:
             "`lockstep run` prints"
         )
     tried = [run / "trace", run]
-    directory = mapping_of(load(bytes_of(run / "run.json"))).get("directory")
+    directory = as_mapping(parse(read_bytes(run / "run.json"))).get("directory")
     if isinstance(directory, str) and directory:
         tried.append(run / directory / "trace")  # an absolute one stays as it is
     for folder in tried:
@@ -212,16 +220,19 @@ def find_folders(run: Path) -> list[Path]:
     )
 
 
-def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Process | None:
-    """One file. None without a head. offsets: host -> what its clock stands for, which this file may add to."""
-    head: Head | None = None
+def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> TraceProcess | None:
+    """Reads one trace file. Returns None if it has no head.
+
+    `offsets[host]` lists the known clock offsets of a host, one per boot; this function may append to it.
+    """
+    head: TraceHead | None = None
     offset = last_s = 0.0
     ended, left_out = False, 0
-    stays: list[_Stay] = []
-    events: list[Event] = []
-    logged: list[Logged] = []
+    records: list[_GenerationRecordBuilder] = []
+    events: list[TraceEvent] = []
+    logged: list[LoggedMetrics] = []
     for raw in lines:
-        line = mapping_of(load(raw))
+        line = as_mapping(parse(raw))
         kind, t = line.get("kind"), number(line.get("t"))
         if head is None:
             head, offset = _head(line, offsets) if kind == "head" else (None, 0.0)
@@ -229,66 +240,68 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Pro
             last_s = head.begin_s if head is not None else 0.0
             continue
         at_s = None if t is None else t + offset
-        known: object = line  # a kind that is not known here is no damage
+        known: object = line  # an unknown kind is not damage
         if kind == "world":
             known = world = _world(line, at_s)
-            stays += [_Stay(world)] if world is not None else []
+            records += [_GenerationRecordBuilder(world)] if world is not None else []
         elif kind == "event":
             known = event = _event(line, at_s)
             events += [event] if event is not None else []
         elif kind == "metrics":
-            known = noted = _logged(line)
-            logged += [noted] if noted is not None else []
+            known = metrics = _logged(line)
+            logged += [metrics] if metrics is not None else []
         elif kind == "end":
             ended = True
         elif kind in ("steps", "spans", "noise"):
-            if not stays:  # the line that said so is lost
-                stays.append(_Stay(World(head.begin_s, 0, _rank_of(head.worker), 1)))
-            known, at_s = stays[-1].take(kind, line, offset), at_s or stays[-1].last_s
+            if not records:  # the `world` line is missing
+                records.append(_GenerationRecordBuilder(TraceWorld(head.begin_s, 0, _rank_of(head.worker), 1)))
+            known, at_s = records[-1].add(kind, line, offset), at_s or records[-1].last_s
         elif not line:
             known = None
         left_out += known is None
         last_s = max(last_s, at_s or 0.0)
     if head is None:
         return None
-    return Process(head, tuple(stay.done() for stay in stays), tuple(events), last_s, ended, left_out, tuple(logged))
+    return TraceProcess(
+        head, tuple(record.build() for record in records), tuple(events), last_s, ended, left_out, tuple(logged)
+    )
 
 
-class _Stay:
-    """A Stay that is being read."""
+class _GenerationRecordBuilder:
+    """Collects the lines of one GenerationRecord."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: TraceWorld) -> None:
         self._world = world
-        self._windows: list[Window] = []
-        self._closeups: list[Closeup] = []
-        self._noises: list[Noise] = []
+        self._windows: list[TraceWindow] = []
+        self._detailed_steps: list[DetailedStep] = []
+        self._noises: list[GradientNoise] = []
 
     @property
     def last_s(self) -> float:
         return self._windows[-1].end_s if self._windows else self._world.begin_s
 
-    def take(self, kind: str, line: Mapping[str, Any], offset: float) -> object:
-        """None: it makes no sense."""
+    def add(self, kind: str, line: Mapping[str, Any], offset: float) -> object:
+        """Adds a line of this kind. Returns what was added, or None if the line is damaged."""
         if kind == "steps":
             window = _window(line, offset)
             self._windows += [window] if window is not None else []
             return window
         if kind == "spans":
-            closeup = _closeup(line, offset)
-            self._closeups += [closeup] if closeup is not None else []
-            return closeup
-        step, batch = whole(line.get("step")), number(line.get("batch"))
+            detailed = _detailed_step(line, offset)
+            self._detailed_steps += [detailed] if detailed is not None else []
+            return detailed
+        step, batch = integer(line.get("step")), number(line.get("batch"))
         if step is None:
             return None
-        noise = Noise(step + 1, batch or 0.0, number(line.get("scale")))
+        noise = GradientNoise(step + 1, batch or 0.0, number(line.get("scale")))
         self._noises.append(noise)
         return noise
 
-    def done(self) -> Stay:
-        return Stay(self._world, tuple(self._windows), tuple(self._closeups), tuple(self._noises))
+    def build(self) -> GenerationRecord:
+        return GenerationRecord(self._world, tuple(self._windows), tuple(self._detailed_steps), tuple(self._noises))
 
 
-def _head(line: Mapping[str, Any], offsets: dict[str, list[float]]) -> tuple[Head | None, float]:
+def _head(line: Mapping[str, Any], offsets: dict[str, list[float]]) -> tuple[TraceHead | None, float]:
     t, unix_s = number(line.get("t")), number(line.get("unix_s"))
     if t is None or unix_s is None:
         return None, 0.0
@@ -297,38 +310,38 @@ def _head(line: Mapping[str, Any], offsets: dict[str, list[float]]) -> tuple[Hea
     offset = same_boot[0] if same_boot else unix_s - t
     if not same_boot:
         offsets.setdefault(host, []).append(offset)
-    environment = {str(name): str(value) for name, value in mapping_of(line.get("environment")).items()}
-    worker, pid = str(line.get("worker", "worker")), whole(line.get("pid")) or 0
-    return Head(worker, pid, host, str(line.get("device", "")), t + offset, environment), offset
+    environment = {str(name): str(value) for name, value in as_mapping(line.get("environment")).items()}
+    worker, pid = str(line.get("worker", "worker")), integer(line.get("pid")) or 0
+    return TraceHead(worker, pid, host, str(line.get("device", "")), t + offset, environment), offset
 
 
-def _world(line: Mapping[str, Any], at_s: float | None) -> World | None:
-    rank, size, generation = (whole(line.get(name)) for name in ("rank", "size", "generation"))
+def _world(line: Mapping[str, Any], at_s: float | None) -> TraceWorld | None:
+    rank, size, generation = (integer(line.get(name)) for name in ("rank", "size", "generation"))
     if at_s is None or rank is None or size is None or size < 1:
         return None
-    names = [_bucket_name(one) for one in list_of(line.get("bucket_names"))]
-    memory = {str(name): number(value) or 0.0 for name, value in mapping_of(line.get("memory")).items()}
-    bare = World(at_s, generation or 0, rank, size, str(line.get("backend") or ""), memory_bytes=memory)
+    names = [_bucket_name(one) for one in as_list(line.get("bucket_names"))]
+    memory = {str(name): number(value) or 0.0 for name, value in as_mapping(line.get("memory")).items()}
+    bare = TraceWorld(at_s, generation or 0, rank, size, str(line.get("backend") or ""), memory_bytes=memory)
     return replace(
         bare,
-        shards=whole(line.get("shards")) or 0,
-        global_batch_size=whole(line.get("global_batch_size")) or 0,
-        steps=whole(line.get("steps")),
-        bucket_bytes=tuple(whole(one) or 0 for one in list_of(line.get("buckets"))),
+        shards=integer(line.get("shards")) or 0,
+        global_batch_size=integer(line.get("global_batch_size")) or 0,
+        steps=integer(line.get("steps")),
+        bucket_bytes=tuple(integer(one) or 0 for one in as_list(line.get("buckets"))),
         bucket_names=tuple(names),
     )
 
 
-def _window(line: Mapping[str, Any], offset: float) -> Window | None:
+def _window(line: Mapping[str, Any], offset: float) -> TraceWindow | None:
     begin, end, first, count = (number(line.get(name)) for name in ("t0", "t1", "first", "count"))
     if begin is None or end is None or first is None or count is None or count < 1 or end < begin:
         return None
-    phases = mapping_of(line.get("phases"))
-    waited = {whole(rank): number(s) for rank, s in mapping_of(line.get("waited_for")).items()}
-    return Window(
+    phases = as_mapping(line.get("phases"))
+    waited = {integer(rank): number(s) for rank, s in as_mapping(line.get("waited_for")).items()}
+    return TraceWindow(
         begin_s=begin + offset,
         end_s=end + offset,
-        first=int(first) + 1,  # people count from 1
+        first=int(first) + 1,  # reports count steps from 1
         count=int(count),
         samples=number(line.get("samples")) or 0.0,
         phases={name: max(0.0, number(phases.get(name)) or 0.0) for name in PHASES},
@@ -341,35 +354,35 @@ def _window(line: Mapping[str, Any], offset: float) -> Window | None:
     )
 
 
-def _closeup(line: Mapping[str, Any], offset: float) -> Closeup | None:
-    step, t = whole(line.get("step")), number(line.get("t"))
+def _detailed_step(line: Mapping[str, Any], offset: float) -> DetailedStep | None:
+    step, t = integer(line.get("step")), number(line.get("t"))
     if step is None or t is None:
         return None
-    return Closeup(step + 1, t + offset, tuple(_spans(list_of(line.get("spans")))))
+    return DetailedStep(step + 1, t + offset, tuple(_spans(as_list(line.get("spans")))))
 
 
-def _spans(found: Iterable[Any]) -> Iterator[Span]:
+def _spans(found: Iterable[Any]) -> Iterator[TraceSpan]:
     for one in found:
         if not isinstance(one, list) or len(one) < 4:
             continue
         start, took = number(one[2]), number(one[3])
         if start is not None and took is not None and took >= 0 and one[1] in TRACKS:
-            yield Span(str(one[0]), one[1], start, took)
+            yield TraceSpan(str(one[0]), one[1], start, took)
 
 
-def _event(line: Mapping[str, Any], at_s: float | None) -> Event | None:
+def _event(line: Mapping[str, Any], at_s: float | None) -> TraceEvent | None:
     if at_s is None or not line.get("what"):
         return None
     took_s, size = number(line.get("took_s")), number(line.get("bytes"))
-    return Event(at_s, whole(line.get("step")), str(line["what"]), took_s, size, str(line.get("text") or ""))
+    return TraceEvent(at_s, integer(line.get("step")), str(line["what"]), took_s, size, str(line.get("text") or ""))
 
 
-def _logged(line: Mapping[str, Any]) -> Logged | None:
-    step, found = whole(line.get("step")), line.get("metrics")
+def _logged(line: Mapping[str, Any]) -> LoggedMetrics | None:
+    step, found = integer(line.get("step")), line.get("metrics")
     if step is None or not isinstance(found, dict):
         return None
     metrics = {str(name): value for name, one in found.items() if (value := any_number(one)) is not None}
-    return Logged(step, metrics)
+    return LoggedMetrics(step, metrics)
 
 
 def _bucket_name(found: Any) -> str:
@@ -380,16 +393,16 @@ def _bucket_name(found: Any) -> str:
 
 
 def _has_trace(folder: Path) -> bool:
-    """The directory of a Run holds other *.jsonl files, too; ours begin with a head, unless even that was cut off."""
-    return any(folder.name == "trace" or b'"head"' in bytes_of(path, 4096) for path in folder.glob("*.jsonl"))
+    """The directory of a Run also holds other *.jsonl files; trace files begin with a head, unless it was cut off."""
+    return any(folder.name == "trace" or b'"head"' in read_bytes(path, 4096) for path in folder.glob("*.jsonl"))
 
 
 def _is_alive(path: Path, now_s: float) -> bool:
-    now = mapping_of(load(bytes_of(path)))
+    now = as_mapping(parse(read_bytes(path)))
     unix_s = number(now.get("unix_s"))
     return unix_s is not None and abs(now_s - unix_s) < FRESH_S and now.get("state") != "ended"
 
 
 def _rank_of(worker: str) -> int:
     digits = worker[len(worker.rstrip("0123456789")) :]
-    return whole(digits) or 0
+    return integer(digits) or 0

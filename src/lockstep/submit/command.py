@@ -1,4 +1,4 @@
-"""`lockstep submit`."""
+"""`lockstep submit`: writes the file with which a cluster starts a training program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.submit import k8s, ray_train, slurm
-from lockstep.submit.job import Cluster, Elastic, Order, check, name_after, read_time
+from lockstep.submit.job import Cluster, ClusterJob, WorkerLimits, check, name_after, read_time
 
 _ABOUT = """\
 Write what a cluster needs to start a training program: a batch script for SLURM, a manifest for Kubernetes, a program
@@ -29,13 +29,13 @@ _ENDS = "Exit status: 0 when it was written; that of sbatch, kubectl or ray with
 
 
 @dataclass(frozen=True)
-class Written:
-    """A file for a cluster, and what to do with it."""
+class ClusterFile:
+    """A file for a cluster, and the commands that use it."""
 
     text: str
     file_name: str
-    before: tuple[str, ...]  # commands that somebody has to call first, once
-    submit: tuple[str, ...]  # the file's name comes last
+    before: tuple[str, ...]  # shell commands that have to be called once before
+    submit: tuple[str, ...]  # the command, to which the file's name is appended
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,44 +43,44 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.parse_args(argv)
     cluster: Cluster = chosen.cluster
     try:
-        order = _read(chosen)
-        check(order, cluster)
-        written = write(order, cluster, k8s.Kind(chosen.kind))
+        job = _read(chosen)
+        check(job, cluster)
+        file = write(job, cluster, k8s.JobKind(chosen.kind))
     except ValueError as error:
         parser.error(str(error))
     if chosen.print:
-        print(written.text, end="")
+        print(file.text, end="")
         return 0
-    file = chosen.out or Path(written.file_name)
+    path = chosen.out or Path(file.file_name)
     try:
-        file.write_text(written.text)
+        path.write_text(file.text)
     except OSError as error:
-        parser.error(f"cannot write {file}: {error.strerror}; choose another place with --out")
-    command = [*written.submit, str(file)]
+        parser.error(f"cannot write {path}: {error.strerror}; choose another place with --out")
+    command = [*file.submit, str(path)]
     if not chosen.now:
-        steps = " && ".join((*written.before, shlex.join(command)))
-        print(f"wrote {file}; start it with: {steps}")
+        steps = " && ".join((*file.before, shlex.join(command)))
+        print(f"wrote {path}; start it with: {steps}")
         return 0
-    for line in written.before:
-        print(f"it waits until somebody has called: {line}", flush=True)
+    for line in file.before:
+        print(f"it waits until this command has been called: {line}", flush=True)
     try:
         return subprocess.run(command, check=False).returncode
     except FileNotFoundError:
         print(
-            f"lockstep: wrote {file}, but there is no `{command[0]}` here; call `{shlex.join(command)}` where it is",
+            f"lockstep: wrote {path}, but there is no `{command[0]}` here; call `{shlex.join(command)}` where it is",
             file=sys.stderr,
         )
         return 1
 
 
-def write(order: Order, cluster: Cluster, kind: k8s.Kind = k8s.Kind.TRAIN_JOB) -> Written:
+def write(job: ClusterJob, cluster: Cluster, kind: k8s.JobKind = k8s.JobKind.TRAIN_JOB) -> ClusterFile:
     if cluster is Cluster.SLURM:
-        return Written(slurm.write_batch(order), f"{order.name}.sbatch", (), ("sbatch",))
+        return ClusterFile(slurm.write_batch(job), f"{job.name}.sbatch", (), ("sbatch",))
     if cluster is Cluster.RAY:
         submit = ("ray", "job", "submit", "--no-wait", "--", "python")
-        return Written(ray_train.write_program(order), f"{order.name}_ray.py", (), submit)
-    before = (k8s.make_secret(order),) if k8s.needs_secret(order) else ()
-    return Written(k8s.write_manifest(order, kind), f"{order.name}.yaml", before, ("kubectl", "create", "-f"))
+        return ClusterFile(ray_train.write_program(job), f"{job.name}_ray.py", (), submit)
+    before = (k8s.make_secret(job),) if k8s.needs_secret(job) else ()
+    return ClusterFile(k8s.write_manifest(job, kind), f"{job.name}.yaml", before, ("kubectl", "create", "-f"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,14 +121,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     only.add_argument("--image", help="Kubernetes: the container image")
     only.add_argument(
-        "--kind", choices=[kind.value for kind in k8s.Kind], default=k8s.Kind.TRAIN_JOB.value, help="Kubernetes"
+        "--kind", choices=[kind.value for kind in k8s.JobKind], default=k8s.JobKind.TRAIN_JOB.value, help="Kubernetes"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for `python -m`")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def _read(chosen: argparse.Namespace) -> Order:
+def _read(chosen: argparse.Namespace) -> ClusterJob:
     program = chosen.program[1:] if chosen.program[:1] == ["--"] else chosen.program
     if chosen.print and chosen.now:
         raise ValueError("--print and --now: shall it be shown or started? Leave one of them out")
@@ -136,11 +136,11 @@ def _read(chosen: argparse.Namespace) -> Order:
         raise ValueError("what shall the workers run? Give a script, or a module with -m")
     if not chosen.module and program[0].startswith("-"):
         raise ValueError(f"unknown option {program[0]!r}; options of the script come after the script")
-    # An image may have it where this machine has not.
+    # With --k8s the script may exist only in the image.
     if not chosen.module and chosen.cluster is not Cluster.K8S and not os.path.isfile(program[0]):
         raise ValueError(f"there is no script {program[0]!r}, seen from {os.getcwd()}")
     is_elastic = chosen.least is not None or chosen.most is not None
-    return Order(
+    return ClusterJob(
         program=(*(["-m"] if chosen.module else []), *program),
         name=chosen.name or name_after(program[0].rpartition(".")[2] if chosen.module else program[0]),
         folder=os.getcwd(),
@@ -153,7 +153,7 @@ def _read(chosen: argparse.Namespace) -> Order:
         save_s=chosen.save_s,
         partition=chosen.partition,
         image=chosen.image,
-        elastic=Elastic(chosen.least, chosen.most) if is_elastic else None,
+        elastic=WorkerLimits(chosen.least, chosen.most) if is_elastic else None,
     )
 
 

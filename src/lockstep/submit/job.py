@@ -1,4 +1,4 @@
-"""What is to be started, and on what. Pure. Whoever writes for a cluster (slurm, k8s, ray_train) starts from here."""
+"""A training program and the machines that it needs: the input of slurm.py, k8s.py and ray_train.py. Pure."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class Cluster(Enum):
 
 
 @dataclass(frozen=True)
-class Elastic:
-    """How many workers there may be, on all nodes together; None: what `lockstep run` takes."""
+class WorkerLimits:
+    """Allowed number of workers on all nodes together; None: the default of `lockstep run`."""
 
     least: int | None
     most: int | None
 
 
 @dataclass(frozen=True)
-class Order:
-    """A training program, and the machines that it shall have."""
+class ClusterJob:
+    """A training program, and the machines that it needs."""
 
     program: tuple[str, ...]  # what follows `python` on a command line
     name: str
-    folder: str  # in which the program is started
+    folder: str  # working directory of the program
     python: str
     nodes: int = 1
     workers: int = 1  # on each node
     gpus: int = 0  # on each node
-    cpus: int = 1  # of each worker
+    cpus: int = 1  # per worker
     limit_s: int | None = None
-    save_s: int = 120  # before the limit, when the program is asked to save
+    save_s: int = 120  # the program is asked to save so long before the limit
     partition: str | None = None
     image: str | None = None
-    elastic: Elastic | None = None
+    elastic: WorkerLimits | None = None
 
     @property
     def all_workers(self) -> int:
@@ -48,7 +48,7 @@ class Order:
 
     @property
     def run_options(self) -> list[str]:
-        """For `lockstep run`, on each node."""
+        """Options of `lockstep run` on each node."""
         options = ["-n", str(self.workers)]
         if self.elastic is not None:
             options += [] if self.elastic.least is None else ["--min", str(self.elastic.least)]
@@ -56,8 +56,8 @@ class Order:
         return options
 
 
-# option -> the clusters that know it. `check` refuses it for the others: nobody shall believe that it was heeded.
-_KNOWN_TO: Final = {
+# option -> the clusters that support it. `check` refuses it for the others, so that it is not ignored silently.
+_SUPPORTED_BY: Final = {
     "--time": {Cluster.SLURM, Cluster.K8S},
     "--partition": {Cluster.SLURM},
     "--image": {Cluster.K8S},
@@ -65,45 +65,45 @@ _KNOWN_TO: Final = {
 }
 
 
-def check(order: Order, cluster: Cluster) -> None:
-    """ValueError says what does not go together."""
+def check(job: ClusterJob, cluster: Cluster) -> None:
+    """Raises ValueError for options that do not go together."""
     given = {
-        "--time": order.limit_s,
-        "--partition": order.partition,
-        "--image": order.image,
-        "--min, --max": order.elastic,
+        "--time": job.limit_s,
+        "--partition": job.partition,
+        "--image": job.image,
+        "--min, --max": job.elastic,
     }
     for option, value in given.items():
-        if value is not None and cluster not in _KNOWN_TO[option]:
-            others = " and ".join(f"--{one.value}" for one in Cluster if one in _KNOWN_TO[option])
+        if value is not None and cluster not in _SUPPORTED_BY[option]:
+            others = " and ".join(f"--{one.value}" for one in Cluster if one in _SUPPORTED_BY[option])
             raise ValueError(f"--{cluster.value} knows no {option}: that is for {others}; leave it out")
-    if cluster is Cluster.K8S and order.image is None:
+    if cluster is Cluster.K8S and job.image is None:
         raise ValueError("--k8s needs --image: a container image that has the program, torch and lockstep in it")
-    if order.elastic is not None:
-        least, most = order.elastic.least or 1, order.elastic.most or order.all_workers
-        if not least <= order.all_workers <= most:
+    if job.elastic is not None:
+        least, most = job.elastic.least or 1, job.elastic.most or job.all_workers
+        if not least <= job.all_workers <= most:
             raise ValueError(
-                f"--nodes {order.nodes} times -n {order.workers} is {order.all_workers} workers, which must be at "
+                f"--nodes {job.nodes} times -n {job.workers} is {job.all_workers} workers, which must be at "
                 f"least --min ({least}) and at most --max ({most})"
             )
-    if cluster is Cluster.SLURM and order.limit_s is not None and order.limit_s <= order.save_s:
+    if cluster is Cluster.SLURM and job.limit_s is not None and job.limit_s <= job.save_s:
         raise ValueError(
-            f"--time is {order.limit_s} s, and the program is asked to save {order.save_s} s before it ends; "
+            f"--time is {job.limit_s} s, and the program is asked to save {job.save_s} s before it ends; "
             "give it more time, or choose a smaller --save-s"
         )
-    if order.gpus and order.workers % order.gpus and order.workers > order.gpus:
-        raise ValueError(f"-n {order.workers} workers do not share --gpus {order.gpus} evenly; choose a multiple of it")
+    if job.gpus and job.workers % job.gpus and job.workers > job.gpus:
+        raise ValueError(f"-n {job.workers} workers do not share --gpus {job.gpus} evenly; choose a multiple of it")
     longest = 63 if cluster is Cluster.K8S else 200
     pattern = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?" if cluster is Cluster.K8S else r"[\w.+@-]+"
-    if not re.fullmatch(pattern, order.name) or len(order.name) > longest:
+    if not re.fullmatch(pattern, job.name) or len(job.name) > longest:
         letters = "small letters, digits and -" if cluster is Cluster.K8S else "letters, digits and . _ + @ -"
-        raise ValueError(f"--name {order.name!r} must be made of {letters}, {longest} at most")
-    if any("\n" in word or "\0" in word for word in (*order.program, order.folder, order.python)):
+        raise ValueError(f"--name {job.name!r} must be made of {letters}, {longest} at most")
+    if any("\n" in word or "\0" in word for word in (*job.program, job.folder, job.python)):
         raise ValueError("a program, an argument or a folder with a line break in it cannot be written into a job")
 
 
 def read_time(text: str) -> int:
-    """Seconds, from 90s, 30m, 12h, 2d, and SLURM's [D-]HH:MM:SS."""
+    """Parses 90s, 30m, 12h, 2d, and SLURM's [D-]HH:MM:SS; returns seconds."""
     if short := re.fullmatch(r"(\d+)([smhd])", text):
         seconds = int(short[1]) * _UNITS_S[short[2]]
     elif clock := re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text):
@@ -117,7 +117,7 @@ def read_time(text: str) -> int:
 
 
 def name_after(program: str) -> str:
-    """A name that every cluster takes: `src/train_big.py` -> `train-big`."""
+    """Returns a name that every cluster accepts: `src/train_big.py` -> `train-big`."""
     stem = re.sub(r"\.pyw?$", "", program.replace("\\", "/").rstrip("/").rpartition("/")[2])
     plain = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
     return plain or "train"

@@ -1,11 +1,11 @@
-"""A program for Ray: Ray Train's TorchTrainer starts the workers, and each of them runs the training program unchanged.
+"""Writes a program for Ray: Ray Train's TorchTrainer starts workers that run the training program unchanged.
 
-Ray has formed a process group before the program begins, and `lockstep.init()` uses that one.
+Ray creates a process group before the program begins, and `lockstep.init()` uses that one.
 """
 
 from __future__ import annotations
 
-from lockstep.submit.job import Order
+from lockstep.submit.job import ClusterJob
 
 _PROGRAM = '''\
 """Written by `lockstep submit --ray`. Every node must see FOLDER."""
@@ -47,16 +47,16 @@ if __name__ == "__main__":
 STARTS = 3
 
 
-def write_program(order: Order) -> str:
-    resources: dict[str, float] = {"CPU": order.cpus}
-    if order.gpus:
-        resources["GPU"] = order.gpus / order.workers
+def write_program(job: ClusterJob) -> str:
+    resources: dict[str, float] = {"CPU": job.cpus}
+    if job.gpus:
+        resources["GPU"] = job.gpus / job.workers
     return _PROGRAM.format(
-        folder=repr(order.folder),
-        program=repr(list(order.program)),
+        folder=repr(job.folder),
+        program=repr(list(job.program)),
         starts=STARTS,
-        workers=order.all_workers,
-        use_gpu=order.gpus > 0,
+        workers=job.all_workers,
+        use_gpu=job.gpus > 0,
         resources=repr(resources),
-        name=repr(order.name),
+        name=repr(job.name),
     )

@@ -1,21 +1,21 @@
-"""A batch script for SLURM.
+"""Writes a batch script for SLURM.
 
-Note [Saved and started again]
-SLURM tells the batch script, with SIGUSR1, some time before the limit. The script passes it on to srun, and srun to the
-tasks: the program saves after its step and ends with status 75. Then, and only then, the script puts the job back into
-the queue, and the next start goes on from there. A job that is cancelled (SIGTERM) saves, too, and stays away. One that
-is preempted is queued again by SLURM itself.
+Note [Save and requeue]
+SLURM sends SIGUSR1 to the batch script some time before the limit. The script passes it on to srun, and srun to the
+tasks: the program saves after its step and ends with status 75. Only then the script requeues the job, and the next
+start resumes from the checkpoint. A job that is cancelled (SIGTERM) saves, too, and is not requeued. A preempted job is
+requeued by SLURM itself.
 
-srun must not end the other tasks when one ends with a status that is not 0 (--kill-on-bad-exit): that of a program that
-has saved is 75 on all of them, and a killed task would hide it. A worker whose peer fails finds that out itself.
+srun must not end the other tasks when one ends with a status that is not 0 (--kill-on-bad-exit): after a save all tasks
+end with status 75, and a killed task would hide that. A worker whose peer fails notices that itself.
 """
 
 from __future__ import annotations
 
 import shlex
 
-from lockstep.launcher.job import PREEMPTED
-from lockstep.submit.job import Order
+from lockstep.launcher.exit_policy import PREEMPTED
+from lockstep.submit.job import ClusterJob
 
 _HEAD = """\
 #!/bin/bash
@@ -68,39 +68,40 @@ exit "$status"
 """
 
 
-def write_batch(order: Order) -> str:
-    """A task per worker; with --min or --max a supervisor per node, which replaces lost workers."""
-    tasks, cpus = (order.workers, order.cpus) if order.elastic is None else (1, order.workers * order.cpus)
-    more = [f"--gpus-per-node={order.gpus}"] if order.gpus else []
-    more += [] if order.limit_s is None else [f"--time={_clock(order.limit_s)}"]
-    more += [] if order.partition is None else [f"--partition={shlex.quote(order.partition)}"]
-    more += [] if order.elastic is None else ["--no-kill"]  # a lost node is no reason to end
+def write_batch(job: ClusterJob) -> str:
+    """Returns the script. It starts a task per worker; with --min or --max a supervisor per node, which replaces lost
+    workers."""
+    tasks, cpus = (job.workers, job.cpus) if job.elastic is None else (1, job.workers * job.cpus)
+    more = [f"--gpus-per-node={job.gpus}"] if job.gpus else []
+    more += [] if job.limit_s is None else [f"--time={_clock(job.limit_s)}"]
+    more += [] if job.partition is None else [f"--partition={shlex.quote(job.partition)}"]
+    more += [] if job.elastic is None else ["--no-kill"]  # the run continues without a lost node
     head = _HEAD.format(
-        name=order.name,
-        nodes=order.nodes,
+        name=job.name,
+        nodes=job.nodes,
         tasks=tasks,
         cpus=cpus,
         more="".join(f"#SBATCH {option}\n" for option in more),
-        folder=shlex.quote(order.folder),
-        save_s=order.save_s,
-        about="srun starts every worker." if order.elastic is None else "srun starts a supervisor on every node.",
+        folder=shlex.quote(job.folder),
+        save_s=job.save_s,
+        about="srun starts every worker." if job.elastic is None else "srun starts a supervisor on every node.",
         preempted=PREEMPTED,
     )
     srun = ["srun", "--kill-on-bad-exit=0", f"--cpus-per-task={cpus}"]
-    if order.elastic is None:
-        head += f'\nexport OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{order.cpus}}}" PYTHONUNBUFFERED=1\n'
-        command = shlex.join([*srun, order.python, *order.program])
+    if job.elastic is None:
+        head += f'\nexport OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus}}}" PYTHONUNBUFFERED=1\n'
+        command = shlex.join([*srun, job.python, *job.program])
     else:
-        launcher = shlex.join([*srun, "--no-kill", order.python, "-m", "lockstep", "run", *order.run_options])
+        launcher = shlex.join([*srun, "--no-kill", job.python, "-m", "lockstep", "run", *job.run_options])
         launcher += ' --log-dir "lockstep-logs/$SLURM_JOB_ID"'
-        if order.nodes > 1:
-            head += _ELASTIC.format(python=shlex.quote(order.python))
-            launcher += f' --hosts {order.nodes} --rendezvous "$meet" --secret-file "$secret"'
-        command = f"{launcher} {shlex.join(order.program)}"
+        if job.nodes > 1:
+            head += _ELASTIC.format(python=shlex.quote(job.python))
+            launcher += f' --hosts {job.nodes} --rendezvous "$meet" --secret-file "$secret"'
+        command = f"{launcher} {shlex.join(job.program)}"
     return head + _TAIL.format(command=command, preempted=PREEMPTED)
 
 
 def _clock(seconds: int) -> str:
-    """SLURM counts minutes; what is left over gets one more."""
+    """Formats a duration for --time, rounded up to minutes, which is what SLURM counts in."""
     minutes = -(-seconds // 60)
     return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"

@@ -1,4 +1,4 @@
-"""YAML, as much of it as a manifest needs. Strings that YAML might take for something else are written as JSON."""
+"""Writes the subset of YAML that a manifest needs. Strings that YAML could read as other types are written as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _lines(value: Any) -> list[str]:
 
 
 def _beside(key: str, value: Any, *, indent: str) -> list[str]:
-    """Behind the key if it fits on a line, else below it."""
+    """Writes scalars and empty values on the line of the key, others below it."""
     lines = _lines(value)
     is_short = isinstance(value, str | int) or not value
     return [f"{key} {lines[0]}"] if is_short else [key, *(f"{indent}{line}" for line in lines)]

@@ -1,19 +1,20 @@
-"""Buffers that a forward pass changes, such as the running averages of batch norm, made independent of the workers.
+"""Exchange of the buffers that a forward pass changes, with a result that does not depend on the number of workers.
 
-Every shard sees the buffers as they were before the step. What its forward pass makes of them is put aside. When all
-shards are through, the running averages of batch norm become the mean of what the shards made of them, weighted by
-their samples: one update per step, with the statistics of all shards. Any other buffer becomes what the first shard
-that changed it made of it. So does one that has got another shape, or was registered in the forward pass.
+Every shard starts from the buffers as they were before the step, and the values that its forward pass writes are saved.
+After the last shard the running averages of batch norm become the mean of the values of all shards, weighted by their
+samples: one update per step, with the statistics of all shards. Any other buffer gets the value of the first shard that
+changed it. The same holds for a buffer that has another shape now, or was registered in the forward pass.
 
 Note [One table]
-Averages travel as float64, which holds float32 as it is: those of every shard, since all count. Of any other buffer one
-shard's value travels, as it is: four of its bytes are a whole number that float64 holds. So one sum of tables does it
-for all dtypes. What has another shape than before is described in words first; that costs two more messages, in
-steps in which it happens.
+All values are sent in one all-reduce of a float64 table. The running averages of every shard have their own rows, since
+all of them count; float64 represents float32 exactly. Any other buffer is sent by one shard only, as bytes: four bytes
+are a whole number that float64 represents exactly. So one sum serves all dtypes. A buffer with another shape than
+before is described in JSON first, which costs two more messages in the steps in which it happens.
 
-Note [Healed buffers]
-A buffer that differs on one worker before a step is equal everywhere after it, because all get what the shards made of
-it: wrong everywhere, and no difference shows. So what every buffer was before it was overwritten goes into a digest.
+Note [Overwritten differences]
+A buffer that differs on one worker before a step is equal on all workers after it, because all get the same new value:
+wrong on all of them, and comparing the replicas shows no difference. So the value of each buffer before it is
+overwritten goes into a digest, which is compared as well.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm import agreement
-from lockstep.comm.exact_sum import ShardSum
+from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.state_digest import cheap_digests, sum_of_bits
 from lockstep.errors import LockstepError
 from lockstep.train.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
 
-SEEN, FOUND_BY_VALUE = 1, 2  # how a change of a buffer was noticed: see Note [Silent writes] in buffers.py
+# How a change of a buffer was noticed: see Note [Silent writes] in buffer_snapshot.py.
+COUNTED, FOUND_BY_VALUE = 1, 2
 WORD_BYTES: Final = 4
 
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What a buffer is without its values, in words that travel."""
+    """Description of a buffer without its values, which can be sent as JSON."""
 
     dtype: str | None  # None: it has no tensor
     shape: tuple[int, ...] = ()
@@ -48,6 +50,7 @@ class BufferKind:
 
     @property
     def words(self) -> int:
+        """Number of table cells for the bytes of the buffer. See Note [One table]."""
         if self.dtype is None:
             return 0
         return -(-math.prod(self.shape) * self.torch_dtype.itemsize // WORD_BYTES)
@@ -74,7 +77,7 @@ class BufferChange:
     key: str
     kind: BufferKind
     shards: tuple[int, ...]
-    place: BufferPlace | None  # whose tensor gets the value; None: the value comes as a tensor of its own
+    place: BufferPlace | None  # its tensor is written in place; None: the buffer becomes a new tensor
     averages: bool = False
 
     @property
@@ -83,7 +86,7 @@ class BufferChange:
 
     @property
     def width(self) -> int:
-        """In the table. See Note [One table]."""
+        """Number of cells in the table. See Note [One table]."""
         return len(self.shards) * math.prod(self.kind.shape) if self.averages else self.kind.words
 
 
@@ -105,59 +108,63 @@ class NewNumber:
 
 
 @final
-class RunningState:
-    """The buffers of one model, from shard to shard."""
+class BufferExchange:
+    """The buffers of one model during a step.
+
+    In each step: `begin`; for each shard of this worker `collect` after its forward and `rewind` after its backward
+    pass; `gather`, by all workers; `apply`. `abort` undoes a step that was not finished.
+    """
 
     def __init__(self, module: nn.Module, shards: int, *, checks_weights: bool = True) -> None:
-        """`checks_weights`: whether the first forward pass must not write to weights."""
+        """`shards`: of the global batch. `checks_weights`: raise if the first forward pass writes to weights."""
         self._module, self._snapshot = module, BufferSnapshot(module)
-        self._weights: list[int] | None = None  # digests of the weights before the first step, until it was looked at
+        self._weights: list[int] | None = None  # digests of the weights before the first step, until they are checked
         self._checks_weights = checks_weights
         self._shards = shards
-        self._made: dict[tuple[int, str], Tensor] = {}  # (shard, buffer) -> what the shard made of it
-        self._odd: dict[int, list[list[Any]]] = {}  # shard -> what has no column in the table, in words
-        self._past: dict[str, Tensor] = {}  # digests of what was overwritten: Note [Healed buffers]
+        self._new_values: dict[tuple[int, str], Tensor] = {}  # (shard, name) -> what its forward pass wrote
+        self._incompatible: dict[int, list[list[Any]]] = {}  # shard -> changes without a column, as JSON
+        self._overwritten: dict[str, Tensor] = {}  # digests: Note [Overwritten differences]
         self._in_step = False
 
     def __len__(self) -> int:
-        """How many columns the table of a step has: one for each buffer, and one for what has none."""
-        self._snapshot.find()
+        """Number of values that `collect` returns: one for each buffer, and one for all other changes."""
+        self._snapshot.refresh()
         return len(self._snapshot.places) + 1
 
     def begin(self) -> None:
-        """A new step starts from the buffers as they are."""
-        self._made, self._odd, self._in_step = {}, {}, True
-        self._snapshot.look()
+        """Begin a step from the buffers as they are."""
+        self._new_values, self._incompatible, self._in_step = {}, {}, True
+        self._snapshot.capture()
         if self._checks_weights:
             self._weights, self._checks_weights = cheap_digests(self._module.parameters()), False
 
     @torch.no_grad()
-    def take(self, shard: int) -> list[int]:
-        """After the forward pass of a shard: put aside what it made of the buffers.
+    def collect(self, shard: int) -> list[int]:
+        """Save what the forward pass of a shard has written to the buffers.
 
-        Returns for each buffer whether it was changed: 0, SEEN or FOUND_BY_VALUE; and last, whether there is more.
-        Raises ValueError if the first forward pass has written to weights.
+        Returns for each buffer whether it was changed: 0, COUNTED or FOUND_BY_VALUE; and last, 1 if buffers were
+        registered, deleted or changed their shape. Raises ValueError if the first forward pass has written to weights.
         """
         self._refuse_written_weights()
         changed = []
         for place in self._snapshot.places:
             if place.is_counted():
                 is_written = place.is_written()
-                if is_written and place.held is not None:
-                    self._made[shard, place.name] = place.held.clone()
-                changed.append(SEEN if is_written else 0)
+                if is_written and place.tensor is not None:
+                    self._new_values[shard, place.name] = place.tensor.clone()
+                changed.append(COUNTED if is_written else 0)
                 continue
-            is_regular = place.has_changed() and not place.is_odd()
-            if is_regular:
-                self._keep(shard, place.name, place.now())
-            changed.append((SEEN if place.is_written() else FOUND_BY_VALUE) if is_regular else 0)
-        odd = [entry for owner in self._snapshot.odd_owners() for entry in self._describe(shard, owner)]
-        if odd:
-            self._odd[shard] = odd
-        return [*changed, int(bool(odd))]
+            is_compatible = place.has_changed() and not place.is_incompatible()
+            if is_compatible:
+                self._save(shard, place.name, place.current())
+            changed.append((COUNTED if place.is_written() else FOUND_BY_VALUE) if is_compatible else 0)
+        entries = [entry for owner in self._snapshot.incompatible_owners() for entry in self._describe(shard, owner)]
+        if entries:
+            self._incompatible[shard] = entries
+        return [*changed, int(bool(entries))]
 
     def _refuse_written_weights(self) -> None:
-        """Looked at once: a program that does so does it always."""
+        """Checked once: a program that writes to weights in a forward pass does so in every one."""
         before, self._weights = self._weights, None
         if before is None:
             return
@@ -171,52 +178,53 @@ class RunningState:
                 "run.step(loss, batch), where all workers do the same (an embedding's max_norm= writes, too)"
             )
 
-    def _keep(self, shard: int, name: str, value: BufferValue) -> None:
+    def _save(self, shard: int, name: str, value: BufferValue) -> None:
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.layout != torch.strided or value.is_meta:
                 raise ValueError(
                     f"a forward pass made the buffer {name} a {type(value).__name__} ({value.layout}, on "
                     f"{value.device}); a buffer that a forward pass changes must be a plain dense tensor"
                 )
-            self._made[shard, name] = value.detach().clone()
+            self._new_values[shard, name] = value.detach().clone()
 
     def _describe(self, shard: int, owner: Owner) -> list[list[Any]]:
-        """[module, name, what it is now] of each buffer without a column; and of the numbers beside them."""
-        places = [place for place in self._snapshot.places if place.owner is owner and place.is_odd()]
+        """[module, key, kind] for each buffer without a column, [module, key, {"number": value}] for each number."""
+        places = [place for place in self._snapshot.places if place.owner is owner and place.is_incompatible()]
         found = []
-        for key in [*(place.key for place in places), *owner.born()]:
+        for key in [*(place.key for place in places), *owner.new_keys()]:
             value = owner.module._buffers.get(key, Gone.GONE)
-            self._keep(shard, owner.name_of(key), value)
+            self._save(shard, owner.name_of(key), value)
             kept = key not in owner.module._non_persistent_buffers_set
             kind = BufferKind.of(value, is_persistent=kept)
             found.append([owner.prefix, key, list(astuple(kind))])
         return [*found, *([owner.prefix, key, {"number": n}] for key, n in owner.changed_numbers().items())]
 
     def rewind(self) -> None:
-        """After the backward pass, which may still need them: the buffers are as they were before the step."""
-        self._snapshot.go_back()
+        """Restore the buffers to what they were before the step. Call after the backward pass, which may need them."""
+        self._snapshot.restore()
 
-    def abandon(self) -> None:
-        """If we are in the middle of a step: it has not been."""
+    def abort(self) -> None:
+        """Restore the buffers if a step has begun and was not applied."""
         if self._in_step:
             self.rewind()
         self._in_step = False
 
     @torch.no_grad()
     def gather(self, changed: Tensor, counts: Sequence[int], sum_: ShardSum) -> list[NewBuffer | NewNumber]:
-        """All workers: which buffers get which values. Nothing is changed yet.
+        """Exchange the new values with all workers. Returns what `apply` is to write, equal on all; writes nothing yet.
 
-        `changed[shard, buffer]` of all shards, on the host; `counts`: samples of each shard.
+        `changed[shard, buffer]`: what `collect` returned for all shards, on the host. `counts`: samples of each shard.
         """
         columns = changed[:, :-1].bool().tolist()
         by_shard = [[shard for shard in range(self._shards) if columns[shard][n]] for n in range(changed.shape[1] - 1)]
         places = zip(self._snapshot.places, by_shard, strict=True)
-        changes = [_regular(place, shards) for place, shards in places if shards]
+        changes = [_compatible_change(place, shards) for place, shards in places if shards]
         numbers: list[NewNumber] = []
         if bool(changed[:, -1].any()):
-            told = agreement.tell_all(sum_.group, [[s, odd] for s, odd in self._odd.items()], device=sum_.device)
-            odd = sorted((entry for one in told for entry in one), key=lambda entry: int(entry[0]))
-            changes, numbers = self._merge(changes, odd)
+            mine = [[shard, entries] for shard, entries in self._incompatible.items()]
+            gathered = agreement.gather_values(sum_.group, mine, device=sum_.device)
+            incompatible = sorted((entry for one in gathered for entry in one), key=lambda entry: int(entry[0]))
+            changes, numbers = self._merge(changes, incompatible)
         self._compare_less(changed)
         if not changes:
             return [*numbers]
@@ -225,17 +233,17 @@ class RunningState:
         parts = torch.split(table, widths)
         for change, part in zip(changes, parts, strict=True):
             self._fill(change, part)
-        sum_.wait(sum_.add_up(table), "the exchange of buffers")
+        sum_.wait(sum_.start_small_sum(table), "the exchange of buffers")
         return [*(NewBuffer(c, _read(c, part, counts)) for c, part in zip(changes, parts, strict=True)), *numbers]
 
     def _merge(
-        self, regular: Sequence[BufferChange], odd: Sequence[tuple[int, list[list[Any]]]]
+        self, compatible: Sequence[BufferChange], incompatible: Sequence[tuple[int, list[list[Any]]]]
     ) -> tuple[list[BufferChange], list[NewNumber]]:
-        """Of each buffer the change by the first shard. `odd`: in the order of shards, what has no column."""
+        """For each buffer, choose the change by the first shard. `incompatible`: (shard, entries), sorted by shard."""
         owners = {owner.prefix: owner for owner in self._snapshot.owners}
-        changes, numbers = {change.name: change for change in regular}, {}
+        changes, numbers = {change.name: change for change in compatible}, {}
         seen: set[str] = set()
-        for shard, entries in odd:
+        for shard, entries in incompatible:
             for prefix, key, what in entries:
                 if prefix not in owners:
                     raise LockstepError(
@@ -262,19 +270,19 @@ class RunningState:
     def _fill(self, change: BufferChange, part: Tensor) -> None:
         rows = part.view(len(change.shards), -1) if change.averages else part.view(1, -1)
         for row, shard in zip(rows, change.shards, strict=True):
-            value = self._made.get((shard, change.name))
+            value = self._new_values.get((shard, change.name))
             if value is not None and value.numel():
                 row += (value.reshape(-1) if change.averages else _to_words(value)).to(row.device)
 
     def _compare_less(self, changed: Tensor) -> None:
-        """After the first step, equally on all workers: see Note [Silent writes] in buffers.py."""
+        """After the first step, equally on all workers: see Note [Silent writes] in buffer_snapshot.py."""
         found = (changed[:, :-1] == FOUND_BY_VALUE).any(dim=0).tolist()
         for place, is_found in zip(self._snapshot.places, found, strict=True):
             place.compare_less(is_found=bool(is_found))
 
     @torch.no_grad()
-    def finish(self, new: Sequence[NewBuffer | NewNumber]) -> None:
-        """The step is over: take over what `gather` gave."""
+    def apply(self, new: Sequence[NewBuffer | NewNumber]) -> None:
+        """Write what `gather` returned, and end the step."""
         self._in_step = False
         for one in new:
             if isinstance(one, NewNumber):
@@ -283,15 +291,15 @@ class RunningState:
             change, place = one.change, one.change.place
             before = change.owner.module._buffers.get(change.key)
             if before is not None:
-                past, digest = self._past.get(change.name), sum_of_bits(before)
-                self._past[change.name] = digest if past is None else past * 3 + digest
+                past, digest = self._overwritten.get(change.name), sum_of_bits(before)
+                self._overwritten[change.name] = digest if past is None else past * 3 + digest
             if place is None:
                 put_buffer(change.owner.module, change.key, one.value, is_persistent=change.kind.is_persistent)
-            elif place.held is not None and isinstance(one.value, Tensor):
-                place.held.copy_(one.value.view(place.held.shape))
+            elif place.tensor is not None and isinstance(one.value, Tensor):
+                place.tensor.copy_(one.value.view(place.tensor.shape))
 
     def encode(self, new: Sequence[NewBuffer | NewNumber]) -> list[dict[str, Any]]:
-        """What `gather` gave, for a worker that has missed it: dicts of plain values and tensors."""
+        """Convert what `gather` returned to dicts of plain values and tensors, for a worker that has missed it."""
         found: list[dict[str, Any]] = []
         for one in new:
             if isinstance(one, NewNumber):
@@ -326,13 +334,13 @@ class RunningState:
             found.append(NewBuffer(BufferChange(owner, key, kind, (), place), value))
         return found
 
-    def past(self) -> dict[str, Tensor]:
-        """For comparing the replicas. See Note [Healed buffers]."""
-        return {f"{name} before a step": digest for name, digest in sorted(self._past.items())}
+    def overwritten_digests(self) -> dict[str, Tensor]:
+        """Digests for comparing the replicas. See Note [Overwritten differences]."""
+        return {f"{name} before a step": digest for name, digest in sorted(self._overwritten.items())}
 
 
 def put_buffer(module: nn.Module, key: str, value: BufferValue, *, is_persistent: bool) -> None:
-    """Give a module a buffer, in place of one of the same name if there is one; or take it away."""
+    """Set a buffer of a module, replacing one of the same name; or delete it if `value` is Gone."""
     if isinstance(value, Gone):
         if key in module._buffers:
             delattr(module, key)
@@ -344,16 +352,16 @@ def put_buffer(module: nn.Module, key: str, value: BufferValue, *, is_persistent
     (set.discard if is_persistent else set.add)(module._non_persistent_buffers_set, key)
 
 
-def _regular(place: BufferPlace, shards: Sequence[int]) -> BufferChange:
-    held = place.start
-    assert held is not None
-    kind = BufferKind.of(held, is_persistent=True)
-    which = tuple(shards) if place.averages else (shards[0],)
-    return BufferChange(place.owner, place.key, kind, which, place, averages=place.averages)
+def _compatible_change(place: BufferPlace, shards: Sequence[int]) -> BufferChange:
+    saved = place.saved
+    assert saved is not None
+    kind = BufferKind.of(saved, is_persistent=True)
+    which = tuple(shards) if place.is_norm_average else (shards[0],)
+    return BufferChange(place.owner, place.key, kind, which, place, averages=place.is_norm_average)
 
 
 def _read(change: BufferChange, part: Tensor, counts: Sequence[int]) -> BufferValue:
-    """The value of a buffer after the step, from the table of all workers."""
+    """Read the value of a buffer after the step from its part of the summed table."""
     if change.averages:
         values = part.view(len(change.shards), -1)
         weight = sum(counts[s] for s in change.shards)
@@ -365,7 +373,7 @@ def _read(change: BufferChange, part: Tensor, counts: Sequence[int]) -> BufferVa
 
 
 def _to_words(value: Tensor) -> Tensor:
-    """The bytes of a tensor, four to a number."""
+    """The bytes of a tensor, four in each float64."""
     flat = bytes_of(value)
     missing = -flat.numel() % WORD_BYTES
     padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat.clone()

@@ -1,21 +1,22 @@
-"""The buffers of a model at one moment, and the way back to it.
+"""A snapshot of the buffers of a model that can be restored.
 
-A forward pass may write to a buffer, put another tensor in its place, of another shape even, or register a new one: the
-averages of batch norm, a counter, the table of a rotary embedding that grows with the sequences, a mask that is made
-when the first batch comes.
+A forward pass may write to a buffer, replace it by another tensor, even of another shape, or register a new one: the
+running averages of batch norm, a counter, the table of a rotary embedding that grows with the sequences, a mask that is
+made for the first batch.
 
 Note [Silent writes]
-Torch counts the changes of a tensor. But the kernels of batch norm write running averages without counting, and so does
-everything that is written through `buffer.data`. The module of a batch norm counts its batches, in the ordinary way: so
-there we look at that counter. Of all other buffers the values themselves are compared until one step is through, and
-later only those of buffers that were found to be written silently, and of small ones on a CPU: to compare the mask of a
-transformer with itself after each shard costs more than many a step, and on a GPU one would wait for the forward pass.
+Torch counts the writes to a tensor (`_version`). But the kernels of batch norm write the running averages without
+counting, and so does every write through `buffer.data`. A batch norm module counts its batches in the ordinary way, so
+its averages are checked through that counter. The values of all other buffers are compared until the first step is
+done. Later only these are compared: buffers that were found to be written silently, and small ones on a CPU. Comparing
+the mask of a transformer with itself after each shard can cost more than a step, and on a GPU it would wait for the
+forward pass.
 
 Note [Numbers beside a buffer]
-A module whose buffer grows often keeps a number beside it, such as the length up to which its table is made. If the
-table went back and the number did not, the next forward pass would look for rows that are not there. So where a forward
-pass gives a buffer another shape, or registers one, the numbers and texts that are attributes of the same module go the
-same way as its buffers.
+A module whose buffer grows often keeps a number beside it, such as the length for which its table was made. If only the
+table were restored, the next forward pass would look up rows that do not exist. So where a forward pass gives a buffer
+another shape, or registers one, the attributes of the same module that are numbers or strings are restored, and
+exchanged, together with its buffers.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-ALWAYS_COMPARED_BYTES: Final = 65536  # on a CPU, where that takes some 10 microseconds
+from lockstep import _torch
+from lockstep._torch import BatchNormBase, NormBase
+
+ALWAYS_COMPARED_BYTES: Final = 65536  # on a CPU, where comparing that much takes some 10 microseconds
 _SCALARS: Final = (bool, int, float, str, type(None))
-_OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
+_ATTRIBUTES_OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
 
 
 class Gone(Enum):
-    """In the place of a buffer: the module does not have one of this name."""
+    """Stands for the value of a buffer that the module does not have (any more)."""
 
     GONE = "gone"
 
@@ -43,165 +46,202 @@ class Gone(Enum):
 BufferValue = Tensor | None | Gone  # None: it is registered, and has no tensor
 
 
+class WriteDetection(Enum):
+    """How a write to a buffer is detected. See Note [Silent writes]."""
+
+    NORM_AVERAGE = "norm average"  # running average of batch norm: by the batch counter of the module
+    NORM_COUNTER = "norm counter"  # batch counter of batch norm: by torch's version counter
+    VERSION = "version"  # any other buffer: by torch's version counter
+    COMPARE = "compare"  # any other buffer: its values are compared, in the first step or because that is cheap
+    COMPARE_ALWAYS = "compare always"  # comparing has shown a silent write
+
+    def __init__(self, label: str) -> None:
+        # Attributes and not properties: they are read for every buffer, several times per shard.
+        self.is_norm = label.startswith("norm")  # a buffer of a normalisation layer: writes are always counted
+        self.compares = label.startswith("compare")
+
+
 @dataclass
 class BufferPlace:
-    """Where a buffer is kept, so that another tensor put in its place is found too; and what was there."""
+    """One entry of `module._buffers`, and what it was when `capture` was called last.
+
+    It refers to the entry and not to the tensor, so that a tensor that was replaced is noticed, too.
+    """
 
     owner: Owner
     key: str
-    averages: bool  # running averages of batch norm
-    is_silent: bool  # it may be written without a count: see Note [Silent writes]
-    compares: bool  # its values, to see whether it was written
-    was_found: bool = False  # by comparing: it is written silently
-    held: Tensor | None = None  # the tensor that was there when we looked
-    start: Tensor | None = None  # a copy of its value then
-    versions: tuple[int, int] | None = None  # how often it, and the counter of its module, had been written then
+    detection: WriteDetection
+    tensor: Tensor | None = None  # the tensor that was captured
+    saved: Tensor | None = None  # a copy of its value
+    versions: tuple[int, int] | None = None  # its version counter, and that of the batch counter of its module
 
     def __post_init__(self) -> None:
         self.name = self.owner.name_of(self.key)
+        self.is_norm_average = self.detection is WriteDetection.NORM_AVERAGE  # which never changes
 
     def is_counted(self) -> bool:
-        """A buffer of batch norm that is still the tensor that was held: counts tell whether it was written."""
-        held = self.held
-        return not self.is_silent and held is not None and self.owner.module._buffers.get(self.key) is held
+        """Whether it is a buffer of batch norm and still the captured tensor: counters tell whether it was written."""
+        tensor = self.tensor
+        return self.detection.is_norm and tensor is not None and self.owner.module._buffers.get(self.key) is tensor
 
-    def now(self) -> BufferValue:
+    def current(self) -> BufferValue:
         return self.owner.module._buffers.get(self.key, Gone.GONE)
 
-    def hold(self) -> None:
-        """Keep what is there now."""
-        now = self.now()
-        assert not isinstance(now, Gone)
-        fits = now is not None and self.start is not None and self._fits(now)
-        if now is None:
-            self.start = None
-        elif fits and self.start is not None and self.start.device == now.device:
-            self.start.copy_(now.detach())
+    def capture(self) -> None:
+        """Keep the current tensor and a copy of its value."""
+        current = self.current()
+        assert not isinstance(current, Gone)
+        fits = current is not None and self.saved is not None and self._fits(current)
+        if current is None:
+            self.saved = None
+        elif fits and self.saved is not None and self.saved.device == current.device:
+            self.saved.copy_(current.detach())
         else:
-            self.start = now.detach().clone()
-        self.held, self.versions = now, self._count(now)
+            self.saved = current.detach().clone()
+        self.tensor, self.versions = current, self._versions_of(current)
 
     def is_up_to_date(self) -> bool:
-        """Nothing has to be held anew: never true where values are compared, which finds silent writes."""
-        return self.versions is not None and not self.compares and not self.has_changed()
+        """Whether it need not be captured again; never true where values are compared to find silent writes."""
+        return self.versions is not None and not self.detection.compares and not self.has_changed()
 
     def _is_untouched(self) -> bool:
-        """Most buffers, most of the time: a quick look at the tensor, without its values."""
-        held, start, versions = self.held, self.start, self.versions
-        if self.compares or self.averages or held is None or start is None or versions is None:
+        """A fast check that does not read values; it is true for most buffers most of the time."""
+        tensor, saved, versions = self.tensor, self.saved, self.versions
+        if self.detection.compares or self.is_norm_average or tensor is None or saved is None or versions is None:
             return False
-        is_there = self.owner.module._buffers.get(self.key) is held
-        return is_there and held._version == versions[0] and held.shape == start.shape and held.dtype == start.dtype
+        is_there = self.owner.module._buffers.get(self.key) is tensor
+        return (
+            is_there and tensor._version == versions[0] and tensor.shape == saved.shape and tensor.dtype == saved.dtype
+        )
 
     def has_changed(self) -> bool:
-        """Whether it has another value than when it was held."""
+        """Whether its value differs from the captured one."""
         if self._is_untouched():
             return False
-        if not self.is_silent and self.now() is self.held:
+        if self.detection.is_norm and self.current() is self.tensor:
             return self.is_written()
-        return self.is_odd() or (self._has_other_bits() if self.compares else self.is_written())
+        return self.is_incompatible() or (self._has_other_bits() if self.detection.compares else self.is_written())
 
     def is_written(self) -> bool:
-        """Whether there is another tensor, or torch has counted a write to it."""
-        now, held = self.now(), self.held
-        if held is None or now is not held:
-            return now is not held
-        # Instance norm does not even count.
-        is_uncounted = self.averages and self.owner.module.training and not _counts(self.owner.module)
-        return self._count(held) != self.versions or is_uncounted
+        """Whether the tensor was replaced, or torch has counted a write to it."""
+        current, tensor = self.current(), self.tensor
+        if tensor is None or current is not tensor:
+            return current is not tensor
+        # Instance norm does not even count its batches.
+        is_uncounted = self.is_norm_average and self.owner.module.training and not _counts(self.owner.module)
+        return self._versions_of(tensor) != self.versions or is_uncounted
 
     def compare_less(self, *, is_found: bool) -> None:
-        """From the second step on. `is_found`: comparing has shown a silent write, on some worker."""
-        self.was_found = self.was_found or is_found
-        is_cheap = self.held is None or (not self.held.is_cuda and self.held.nbytes <= ALWAYS_COMPARED_BYTES)
-        self.compares = self.is_silent and (self.was_found or is_cheap)
+        """Compare values only where that is needed, from the second step on.
+
+        `is_found`: on some worker, comparing has shown a silent write.
+        """
+        if self.detection.is_norm or self.detection is WriteDetection.COMPARE_ALWAYS:
+            return
+        is_cheap = self.tensor is None or (not self.tensor.is_cuda and self.tensor.nbytes <= ALWAYS_COMPARED_BYTES)
+        if is_found:
+            self.detection = WriteDetection.COMPARE_ALWAYS
+        else:
+            self.detection = WriteDetection.COMPARE if is_cheap else WriteDetection.VERSION
 
     def is_gone(self) -> bool:
-        return self.now() is Gone.GONE
+        return self.current() is Gone.GONE
 
-    def is_odd(self) -> bool:
-        """Whether its value cannot be put into the tensor that was held: it has another shape or dtype, or is gone."""
+    def is_incompatible(self) -> bool:
+        """Whether its value does not fit into the captured tensor: another shape or dtype, or the buffer is gone."""
         if self._is_untouched():
             return False
-        now = self.now()
-        if isinstance(now, Tensor):
-            return not self._fits(now)
-        return isinstance(now, Gone) or self.held is not None
+        current = self.current()
+        if isinstance(current, Tensor):
+            return not self._fits(current)
+        return isinstance(current, Gone) or self.tensor is not None
 
     def _has_other_bits(self) -> bool:
-        now = self.now()
-        return isinstance(now, Tensor) and self.start is not None and not has_same_bits(now, self.start)
+        current = self.current()
+        return isinstance(current, Tensor) and self.saved is not None and not has_same_bits(current, self.saved)
 
-    def go_back(self, *, always: bool, waits: bool) -> None:
-        """Put back the tensor that was held, with its value. See `BufferSnapshot.go_back`."""
-        held, start = self.held, self.start
-        is_suspect = always or self.compares or self.is_written()
-        if self.now() is not held:
-            self.owner.module._buffers[self.key] = held
-        if held is None or start is None:
+    def restore(self, *, always: bool, waits: bool) -> None:
+        """Put back the captured tensor, with its value. See `BufferSnapshot.restore`."""
+        tensor, saved = self.tensor, self.saved
+        is_suspect = always or self.detection.compares or self.is_written()
+        if self.current() is not tensor:
+            self.owner.module._buffers[self.key] = tensor
+        if tensor is None or saved is None:
             return
-        if not self._fits(held):  # resized, or given other memory
-            held.data = start.clone()
-        elif is_suspect and not is_expanded(held) and ((held.is_cuda and not waits) or not has_same_bits(held, start)):
-            held.copy_(start)
+        if not self._fits(tensor):  # resized, or given other memory
+            tensor.data = saved.clone()
+        elif (
+            is_suspect
+            and not is_expanded(tensor)
+            and ((tensor.is_cuda and not waits) or not has_same_bits(tensor, saved))
+        ):
+            tensor.copy_(saved)
 
-    def note_versions(self) -> None:
-        if self.held is not None:
-            self.versions = self._count(self.held)
+    def update_versions(self) -> None:
+        if self.tensor is not None:
+            self.versions = self._versions_of(self.tensor)
 
-    def _fits(self, now: Tensor) -> bool:
-        start = self.start
-        return start is not None and (now.shape, now.dtype, now.layout) == (start.shape, start.dtype, start.layout)
+    def _fits(self, current: Tensor) -> bool:
+        saved = self.saved
+        return saved is not None and (current.shape, current.dtype, current.layout) == (
+            saved.shape,
+            saved.dtype,
+            saved.layout,
+        )
 
-    def _count(self, now: Tensor | None) -> tuple[int, int]:
-        counter = self.owner.module._buffers.get("num_batches_tracked") if self.averages else None
-        return -1 if now is None else now._version, 0 if counter is None else counter._version
+    def _versions_of(self, current: Tensor | None) -> tuple[int, int]:
+        counter = self.owner.module._buffers.get("num_batches_tracked") if self.is_norm_average else None
+        return -1 if current is None else current._version, 0 if counter is None else counter._version
 
 
 @final
 class Owner:
-    """A module that has buffers, or may get some."""
+    """A module that has buffers, or may register some."""
 
     def __init__(self, prefix: str, module: nn.Module) -> None:
         self.prefix, self.module = prefix, module
         self.keys = tuple(module._buffers)
-        self._of_norm = ("running_mean", "running_var", "num_batches_tracked") if isinstance(module, _NormBase) else ()
+        self._norm_keys = ("running_mean", "running_var", "num_batches_tracked") if isinstance(module, NormBase) else ()
         self._numbers: dict[str, Any] | None = None
 
     def name_of(self, key: str) -> str:
         return f"{self.prefix}.{key}" if self.prefix else key
 
-    def born(self) -> list[str]:
+    def new_keys(self) -> list[str]:
         """Names of buffers that were registered since."""
         return [key for key in self.module._buffers if key not in self.keys]
 
     def places(self) -> Iterator[BufferPlace]:
         for key in self.keys:
-            is_silent = key not in self._of_norm
-            averages = not is_silent and key != "num_batches_tracked"
-            yield BufferPlace(self, key, averages, is_silent, compares=is_silent)
+            if key not in self._norm_keys:
+                detection = WriteDetection.COMPARE
+            elif key == "num_batches_tracked":
+                detection = WriteDetection.NORM_COUNTER
+            else:
+                detection = WriteDetection.NORM_AVERAGE
+            yield BufferPlace(self, key, detection)
 
-    def hold_numbers(self) -> None:
+    def capture_numbers(self) -> None:
         """See Note [Numbers beside a buffer]."""
         self._numbers = numbers_of(self.module)
 
     def changed_numbers(self) -> dict[str, Any]:
-        held = self._numbers or {}
-        return {key: value for key, value in numbers_of(self.module).items() if key not in held or held[key] != value}
+        saved = self._numbers or {}
+        return {key: value for key, value in numbers_of(self.module).items() if key not in saved or saved[key] != value}
 
-    def go_back(self) -> None:
-        """Drop what was registered since, and put back the numbers."""
-        module, held = self.module, self._numbers or {}
-        for key in self.born():
+    def restore(self) -> None:
+        """Delete the buffers that were registered since, and restore the numbers."""
+        module, saved = self.module, self._numbers or {}
+        for key in self.new_keys():
             delattr(module, key)
-        for key in numbers_of(module).keys() - held.keys():
+        for key in numbers_of(module).keys() - saved.keys():
             delattr(module, key)
-        for key, value in held.items():
+        for key, value in saved.items():
             if key not in module._buffers and module.__dict__.get(key, Gone.GONE) is not value:
                 module.__dict__[key] = value
 
-    def put_in_order(self) -> None:
-        """A buffer that was deleted and put back has come to the end; all workers have them in one order."""
+    def restore_order(self) -> None:
+        """Put the buffers back in order: one that was deleted and restored is last, and all workers need one order."""
         if tuple(self.module._buffers) != self.keys:
             ordered = {key: self.module._buffers[key] for key in self.keys}
             self.module._buffers.clear()
@@ -210,7 +250,7 @@ class Owner:
 
 @final
 class BufferSnapshot:
-    """All buffers of a model as they were when `look` was called last."""
+    """All buffers of a model as they were when `capture` was called last."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -218,76 +258,75 @@ class BufferSnapshot:
         self._numbered: list[Owner] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []
         self.places: list[BufferPlace] = []  # by name: their order does not depend on when each was registered
-        self.find()
+        self.refresh()
 
-    def find(self) -> None:
-        """Look for buffers that have been registered since the last time, or dropped."""
+    def refresh(self) -> None:
+        """Find the buffers that have been registered, or deleted, since the last call."""
         if self.owners and not self._has_other_number() and not any(place.is_gone() for place in self.places):
             return
         known = {(id(place.owner.module), place.key): place for place in self.places}
         self.owners = [Owner(prefix, module) for prefix, module in self._module.named_modules()]
         self.places = sorted((place for owner in self.owners for place in owner.places()), key=lambda place: place.name)
         for place in self.places:
-            before = known.get((id(place.owner.module), place.key), place)
-            place.compares, place.was_found = before.compares, before.was_found
+            place.detection = known.get((id(place.owner.module), place.key), place).detection
         self._numbered = list(self.owners)
         self._sizes = [(owner.module._buffers, len(owner.keys)) for owner in self.owners]
-        self._of_norm = [place for place in self.places if not place.is_silent]
-        self._silent = [place for place in self.places if place.is_silent]
+        self._norm_places = [place for place in self.places if place.detection.is_norm]
+        self._other_places = [place for place in self.places if not place.detection.is_norm]
 
     def _has_other_number(self) -> bool:
-        """Whether some module has more buffers than before, or fewer. Asked after every shard, of all modules."""
+        """Whether any module has more buffers than before, or fewer. Called after every shard, for all modules."""
         return any(len(buffers) != size for buffers, size in self._sizes)
 
     @torch.no_grad()
-    def look(self) -> None:
+    def capture(self) -> None:
         """Keep the buffers as they are now."""
-        self.find()
+        self.refresh()
         for place in self.places:
             if not place.is_up_to_date():
-                place.hold()
+                place.capture()
         for owner in self._numbered:
-            owner.hold_numbers()
-        # From now on only of modules that have such buffers: of those that have none yet, the first time has to do.
-        self._numbered = list({id(place.owner): place.owner for place in self.places if place.is_silent}.values())
+            owner.capture_numbers()
+        # From now on only for modules that have such buffers; for the others the first capture has to suffice.
+        self._numbered = list({id(place.owner): place.owner for place in self._other_places}.values())
 
     def compare_less(self) -> None:
-        """After the first forward pass: see Note [Silent writes]."""
-        for place in self._silent:
+        """Call it after the first forward pass: see Note [Silent writes]."""
+        for place in self._other_places:
             place.compare_less(is_found=place.has_changed() and not place.is_written())
 
-    def odd_owners(self) -> list[Owner]:
-        """Modules in which a buffer was registered, dropped, or has another shape than it had."""
-        replaced = [place for place in self._of_norm if not place.is_counted()]
-        odd = {id(place.owner) for place in (*self._silent, *replaced) if place.is_odd()}
-        if not odd and not self._has_other_number():
+    def incompatible_owners(self) -> list[Owner]:
+        """Modules in which a buffer was registered or deleted, or has another shape or dtype than before."""
+        replaced = [place for place in self._norm_places if not place.is_counted()]
+        found = {id(place.owner) for place in (*self._other_places, *replaced) if place.is_incompatible()}
+        if not found and not self._has_other_number():
             return []
-        return [owner for owner in self.owners if id(owner) in odd or owner.born()]
+        return [owner for owner in self.owners if id(owner) in found or owner.new_keys()]
 
     @torch.no_grad()
-    def go_back(self, *, always: bool = False, waits: bool = False) -> None:
-        """The buffers are as they were when `look` was called.
+    def restore(self, *, always: bool = False, waits: bool = False) -> None:
+        """Make the buffers what they were when `capture` was called.
 
-        always  also where torch has counted no write, and values are not compared
-        waits   for a GPU: nothing is written where the value is as it was
+        always  also buffers to which torch has counted no write and whose values are not compared
+        waits   compare values on a GPU as well, and write nothing where the value is unchanged
         """
-        odd = self.odd_owners()
-        counted = [place for place in self._of_norm if place.is_counted() and (always or place.is_written())]
-        if counted:  # most of what there is, in few calls
-            torch._foreach_copy_([place.held for place in counted], [place.start for place in counted])  # type: ignore[misc]
+        incompatible = self.incompatible_owners()
+        counted = [place for place in self._norm_places if place.is_counted() and (always or place.is_written())]
+        if counted:  # most of the buffers, in few calls
+            _torch.foreach_copy_([place.tensor for place in counted], [place.saved for place in counted])  # type: ignore[misc]
         others = [place for place in self.places if not place.is_counted()]
-        touched = [place for place in others if always or place.compares or place.has_changed()]
+        touched = [place for place in others if always or place.detection.compares or place.has_changed()]
         for place in touched:
-            place.go_back(always=always, waits=waits)
-        for owner in odd:
-            owner.go_back()
-            owner.put_in_order()
-        for place in (*counted, *touched):  # when all are back: the counter of a batch norm is a buffer too
-            place.note_versions()
+            place.restore(always=always, waits=waits)
+        for owner in incompatible:
+            owner.restore()
+            owner.restore_order()
+        for place in (*counted, *touched):  # after all are restored: the counter of a batch norm is a buffer, too
+            place.update_versions()
 
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the same shape and dtype are the same; a NaN is the same as itself."""
+    """Whether two tensors of the same shape and dtype are equal bit by bit; a NaN equals itself."""
     both = [bytes_of(one), bytes_of(other)]
     if all(flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 for flat in both):
         both = [flat.view(torch.int64) for flat in both]  # eight times as fast
@@ -295,7 +334,7 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in a row; they are its own memory where it is contiguous."""
+    """The bytes of a tensor as a flat tensor, which shares its memory where it is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not view(-1): a single element may have any stride, and then has no view as bytes.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
@@ -307,8 +346,12 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers, texts, None, or tuples of them."""
-    return {key: value for key, value in module.__dict__.items() if key not in _OF_EVERY_MODULE and _is_plain(value)}
+    """The attributes of a module that are numbers, strings, None, or tuples of these."""
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if key not in _ATTRIBUTES_OF_EVERY_MODULE and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -316,4 +359,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _counts(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
+    """Whether a normalisation layer counts its batches."""
+    return isinstance(module, BatchNormBase) and module.num_batches_tracked is not None

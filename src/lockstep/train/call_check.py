@@ -1,10 +1,10 @@
 """Checks that all workers make the same call of the Run, with the same arguments.
 
 Note [Calls that are not steps]
-Gloo and NCCL do not look at what they are sent: two workers in different calls get each other's bytes, hang, or abort.
-So a worker that comes to a call that is not a step writes that to the store, and continues when all workers have. A
-step does not do so, since it would cost time; but its call is in the reports (comm/peer_watch.py), so that the error
-names both calls. Our own backends compare calls by themselves.
+Gloo and NCCL do not compare what they are sent: two workers in different calls get each other's bytes, hang, or abort.
+So a worker that reaches a call that is not a step writes that to the store, and continues when all workers have. A step
+does not do so, since it would cost time; but its call is in the reports (comm/peer_watch.py), so that the error names
+both calls. The backends of Lockstep compare calls themselves.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Final, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lockstep._torch import PrefixStore, Store
 from lockstep.comm import agreement
-from lockstep.comm.peer_watch import Reporter, Watch, other_call
+from lockstep.comm.peer_watch import PeerWatch, Reporter, desync_error
 from lockstep.comm.register_backends import backend_name
 from lockstep.errors import DesyncError, PeerLostError, ReplicaMismatchError
-from lockstep.train.collective_calls import Calls
+from lockstep.train.collective_calls import CollectiveCalls
 
-TOLD_WITHIN_S: Final = 2.0
-LOOK_EVERY_S: Final = 0.01
+ANSWER_WITHIN_S: Final = 2.0
+POLL_EVERY_S: Final = 0.01
 FIRST_PAUSE_S: Final = 0.0005
 LONGEST_PAUSE_S: Final = 0.05
 COMPARE_NOTHING: Final = ("gloo", "nccl")  # the other backends compare calls themselves
@@ -38,16 +38,18 @@ Position = tuple[int, int]
 class CallBarrier:
     """Waits at the store until all workers are in the same call (Note [Calls that are not steps])."""
 
-    def __init__(self, store: Store, group: dist.ProcessGroup, watch: Watch, place: Callable[[], Position]) -> None:
-        """`store`: of this generation of workers only. `place`: the position of the call that we are in."""
-        self._store, self._watch, self._place = PrefixStore("call", store), watch, place
+    def __init__(
+        self, store: Store, group: dist.ProcessGroup, watch: PeerWatch, position: Callable[[], Position]
+    ) -> None:
+        """`store`: used by this generation of workers only. `position`: returns the position of the current call."""
+        self._store, self._watch, self._position = PrefixStore("call", store), watch, position
         self._rank, self._size = group.rank(), group.size()
         self._reporter = Reporter.of(group)
-        self._last = ""  # of which we know that all have passed it, once they are at the next
+        self._last = ""  # key of the last call; all workers have passed it once they are at the next one
 
-    def come_to(self, what: str) -> None:
-        """Returns when all are there. Raises DesyncError if one is elsewhere."""
-        number = self._place()
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all workers are at this call. Raises DesyncError if one is at another."""
+        number = self._position()
         key = f"{number[0]}.{number[1]} {what}"
         if self._store.add(key, 1) == self._size:
             self._store.set(f"{key} all", "")
@@ -67,7 +69,7 @@ class CallBarrier:
             self._compare(number, what)
             return False
 
-        with self._watch.explains(what):
+        with self._watch.explain_errors(what):
             self._watch.wait_for(opened_within, what)
 
     def _is_open(self, key: str, within_s: float) -> bool:
@@ -80,71 +82,71 @@ class CallBarrier:
         return True
 
     def _compare(self, number: Position, what: str) -> None:
-        """With those who wait at a gate, too, and with those who are in a step."""
+        """Compare with the workers that wait at a call, and with those that are in a step."""
         for rank in range(self._size):
             if rank != self._rank and self._store.check([f"at {rank}"]):
                 place, theirs = json.loads(self._store.get(f"at {rank}"))
                 if tuple(place) > number or (tuple(place) == number and theirs != what):
-                    raise other_call(self._rank, what, rank, theirs)
-        if self._reporter is not None and isinstance(gone := self._reporter.blame(what), PeerLostError):
+                    raise desync_error(self._rank, what, rank, theirs)
+        if self._reporter is not None and isinstance(gone := self._reporter.diagnose(what), PeerLostError):
             raise gone
-        for peer in self._reporter.hear() if self._reporter is not None else ():
+        for peer in self._reporter.read_reports() if self._reporter is not None else ():
             if peer.position == number and peer.doing not in ("", what):
-                raise other_call(self._rank, what, peer.rank, peer.doing)
+                raise desync_error(self._rank, what, peer.rank, peer.doing)
 
 
-def explain_desync(store: Store, group: dist.ProcessGroup, calls: Calls, error: DesyncError) -> DesyncError:
-    """The same in terms of calls of the Run, if the workers are in different ones.
+def explain_desync(store: Store, group: dist.ProcessGroup, calls: CollectiveCalls, error: DesyncError) -> DesyncError:
+    """Return an error that names the calls of the Run if the workers are in different calls, else `error`.
 
-    Our backends compare collectives, and see a mismatch on all workers at once; so all of them tell here what they
-    were doing. A worker that does not is waited for only for a moment.
+    The backends of Lockstep compare collectives, and find a mismatch on all workers at once; so all of them write here
+    which call they are in. A worker that does not is waited for only TOLD_WITHIN_S.
     """
-    rank, end_s = group.rank(), time.monotonic() + TOLD_WITHIN_S
-    store.set(str(rank), calls.doing)
+    rank, end_s = group.rank(), time.monotonic() + ANSWER_WITHIN_S
+    store.set(str(rank), calls.current_call)
     for peer in range(group.size()):
         while not store.check([str(peer)]):
             if time.monotonic() > end_s:
                 return error
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
         theirs = store.get(str(peer)).decode()
-        if theirs != calls.doing:
-            return other_call(rank, calls.doing, peer, theirs)
+        if theirs != calls.current_call:
+            return desync_error(rank, calls.current_call, peer, theirs)
     return error
 
 
 @final
 class CallCheck:
-    """Compares the calls of the workers of one generation."""
+    """Compares the calls of all workers of one generation."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Store, calls: Calls) -> None:
-        """`store`: of this generation only. `calls`: where we are in the program."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Store, calls: CollectiveCalls) -> None:
+        """`store`: used by this generation only. `calls`: knows the current call of this worker."""
         self._group, self._device = group, device
-        self._watch = Watch(group, polls=device.type == "cpu")
+        self._watch = PeerWatch(group, polls=device.type == "cpu")
         self._barrier: CallBarrier | None = None
         reporter = Reporter.of(group)
         if reporter is None:
             return
-        reporter.tell_call = lambda: (calls.position, calls.doing)
+        reporter.current_call = lambda: (calls.position, calls.current_call)
         if backend_name(group, device) in COMPARE_NOTHING:
             self._barrier = CallBarrier(store, group, self._watch, lambda: calls.position)
         else:
             calls.explain_desync = partial(explain_desync, PrefixStore("desync", store), group)
 
-    def explains(self, what: str) -> AbstractContextManager[None]:
-        """Around a collective: an error in it says who was lost, and in what."""
-        return self._watch.explains(what)
+    def explain_errors(self, what: str) -> AbstractContextManager[None]:
+        """Use around a collective: an error in it names the worker that was lost, and the call."""
+        return self._watch.explain_errors(what)
 
-    def come_to(self, what: str) -> None:
-        """Returns when all workers are at this call. Raises DesyncError if one is at another."""
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all workers are at this call. Raises DesyncError if one is at another."""
         if self._barrier is not None:
-            self._barrier.come_to(what)
+            self._barrier.wait_for_all(what)
 
     def compare(self, what: str, facts: dict[str, str]) -> None:
-        """Raises ReplicaMismatchError, on all workers, where they are not the same."""
-        with self.explains(what):
-            if agreement.is_same(self._group, agreement.fingerprint(facts), device=self._device):
+        """Raise ReplicaMismatchError, on all workers, if the facts are not equal on all of them."""
+        with self.explain_errors(what):
+            if agreement.all_equal(self._group, agreement.fingerprint(facts), device=self._device):
                 return
-            told = agreement.tell_all(self._group, facts, device=self._device)
+            told = agreement.gather_values(self._group, facts, device=self._device)
         for rank, theirs in enumerate(told):
             for name, value in theirs.items():
                 if value != told[0].get(name):

@@ -1,4 +1,4 @@
-"""When a run saves, and from where it goes on."""
+"""When a run saves a checkpoint, and from which one it resumes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.differences import as_it_began, compare_named, differences
+from lockstep.checkpoint.differences import before_training, compare_named, differences
 from lockstep.checkpoint.manifest import MANIFEST
-from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.writer import Writer, Written
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.errors import CheckpointError
-from lockstep.train.module_state import ModuleOrigin, load_module, load_optimizer
+from lockstep.train.module_state import InitialModuleState, load_module, load_optimizer
 
 State = dict[str, Any]
 MODEL: Final = ""  # the name of the model among the modules that have a state; the others are registered by name
-DRAIN_S, SAY_EVERY_S = 0.2, 30.0
+POLL_S, WARN_EVERY_S = 0.2, 30.0
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def read_interval(text: str | int | None) -> int | float | None:
-    """200: steps. "200": steps as well. "30s", "5m", "2h": seconds, a float. None: after every epoch."""
+    """Parse how often to save: 200 or "200" are steps, an int; "30s", "5m", "2h" are seconds, a float; None: per epoch.
+
+    Raises ValueError for anything else.
+    """
     if text is None:
         return None
     if isinstance(text, int) and not isinstance(text, bool) and text >= 1:
@@ -41,35 +44,35 @@ def read_interval(text: str | int | None) -> int | float | None:
     raise ValueError(f"{text!r} is not how often to save: a number of steps such as 200, or a time such as 30s, 5m, 2h")
 
 
-class Saving:
-    """The checkpoints of one run. One worker writes them, in the background; each finds the newest by itself."""
+class CheckpointSaver:
+    """Saves and finds the checkpoints of a run. One worker writes, in the background; every worker finds the newest."""
 
     def __init__(
         self,
         directory: Path | None,
         every: str | int | None,
         fence: Callable[[], bool] = lambda: True,
-        on_written: Callable[[Written], None] = lambda _: None,
+        on_written: Callable[[SavedCheckpoint], None] = lambda _: None,
     ) -> None:
-        self._store = Store(directory) if directory is not None else None
+        self._store = CheckpointStore(directory) if directory is not None else None
         self._every, self._fence, self._on_written = read_interval(every), fence, on_written
-        self._writer: Writer | None = None
+        self._writer: CheckpointWriter | None = None
         self._saved_at = -1
         self._saved_s = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Nothing is new at this step."""
+        """Note that nothing has to be saved at this step: it is the saved or the restored state."""
         self._saved_at, self._saved_s = step, time.monotonic()
 
     def is_due(self, number: int, *, ends_epoch: bool) -> bool:
-        """After the step with this number. By time each worker has its own answer; that of the writer counts."""
+        """Whether to save after step `number`. By time, workers may differ; the answer of the writer counts."""
         if self._every is None:
             return ends_epoch
         if isinstance(self._every, float):
             return time.monotonic() - self._saved_s >= self._every
         return (number + 1) % self._every == 0
 
-    def has(self, step: int) -> bool:
+    def is_saved(self, step: int) -> bool:
         return self._saved_at == step
 
     def save(self, step: int, state: Callable[[], State], *, writes: bool) -> None:
@@ -77,25 +80,25 @@ class Saving:
         if self._store is None or not writes:
             return
         if self._writer is None:
-            self._writer = Writer(self._store, _warn, fence=self._fence, on_written=self._on_written)
+            self._writer = CheckpointWriter(self._store, _warn, fence=self._fence, on_written=self._on_written)
         self._writer.submit(step, state())
 
     def has_written(self, step: int) -> bool:
-        """We have, and it was there when we read it back."""
+        """Whether this worker has written the checkpoint of this step and read it back; True without a directory."""
         return self._store is None or (self._writer is not None and self._writer.written == step)
 
-    def drain(self, go_on: Callable[[], None] = lambda: None) -> None:
-        """Wait for what is being written. `go_on` is asked again and again, and raises if we are wanted elsewhere."""
+    def drain(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until everything is written. `check` is called repeatedly, and raises to end the wait."""
         began_s = said_s = time.monotonic()
-        while self._writer is not None and not self._writer.drain(DRAIN_S):
-            go_on()
-            if time.monotonic() - said_s > SAY_EVERY_S:
+        while self._writer is not None and not self._writer.drain(POLL_S):
+            check()
+            if time.monotonic() - said_s > WARN_EVERY_S:
                 said_s = time.monotonic()
                 _warn(f"waiting for the last checkpoint to be written, for {said_s - began_s:.0f} s")
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is being written."""
+        """Whether nothing is being written."""
         return self._writer is None or self._writer.drain(0.0)
 
     def close(self) -> None:
@@ -103,12 +106,12 @@ class Saving:
             self._writer.close()
             self._writer = None
 
-    def find(self, now: State, *, tells: bool) -> State | None:
-        """The newest checkpoint that is whole, if it fits what the program has `now`."""
+    def find(self, now: State, *, announce: bool) -> State | None:
+        """Return the newest intact checkpoint, or None. Raises CheckpointError if it does not fit the state `now`."""
         found = self._store.newest() if self._store is not None else None
         if found is None:
             return None
-        if tells:
+        if announce:
             for bad in found.skipped:
                 _warn(f"skipped {bad.path}: {bad.reason}")
         differ = differences(found.state, now)
@@ -127,7 +130,7 @@ class BestMetric:
         self._value: float | None = None
 
     def improves(self, value: float, mode: str) -> bool:
-        """Whether `value` is better than all before it; it counts from now on. Not a number is never better."""
+        """Whether `value` is better than all before it, which makes it the best so far. NaN is never better."""
         known = self._value
         is_better = not math.isnan(value) and (known is None or (value > known if mode == "max" else value < known))
         if is_better:
@@ -142,18 +145,18 @@ class BestMetric:
 
 
 def read_weights(path: str | Path, part: str) -> State:
-    """The state dict of a model in `part` of a checkpoint, as "weights", and what it lacks, as "raw" (module_state.py).
+    """Read the state dict of a model from a checkpoint, as "weights", and what it lacks, as "raw" (module_state.py).
 
-    path  a run directory, whose newest checkpoint counts, or one checkpoint
+    path  a run directory, of which the newest checkpoint is read, or one checkpoint
     part  "model", or a name that was given to `run.register_state`
 
-    torch's AveragedModel keeps the state dict behind a prefix. Raises CheckpointError if there is none.
+    The prefix that torch's AveragedModel gives to names is removed. Raises CheckpointError if there is no such part.
     """
     path = Path(path).absolute()
     if (path / MANIFEST).exists():
         state = layout.read(path)
     else:
-        found = Store(path).newest() if path.is_dir() else None
+        found = CheckpointStore(path).newest() if path.is_dir() else None
         if found is None:
             raise CheckpointError(
                 f"{path} is neither a run directory with checkpoints nor a checkpoint; `lockstep checkpoint ls DIR` "
@@ -171,7 +174,7 @@ def read_weights(path: str | Path, part: str) -> State:
 
 
 def _without_prefix(found: State) -> State:
-    """What AveragedModel has averaged, under its own names; anything else as it is."""
+    """Remove the prefix from the state of an AveragedModel, and drop its counter; any other state is unchanged."""
     weights: State = found["weights"]
     prefixed = [name for name in weights if str(name).startswith("module.")]
     if not prefixed or len(prefixed) != len(weights) - ("n_averaged" in weights):
@@ -184,13 +187,13 @@ def _without_prefix(found: State) -> State:
 
 
 def describe_misfit(found: State, model: nn.Module) -> list[str]:
-    """What forbids to load what `read_weights` found into the model, in words; nothing: it fits."""
+    """Describe why what `read_weights` found cannot be loaded into the model; an empty list if it fits."""
     now = dict(model.state_dict())
-    return list(compare_named(as_it_began(found["weights"], now, found["raw"].get("grown") or {}), now))
+    return list(compare_named(before_training(found["weights"], now, found["raw"].get("grown") or {}), now))
 
 
-def named(things: Mapping[str, Any]) -> State:
-    """The states of what a run has (see `Checkpoints._things`)."""
+def collect_state(things: Mapping[str, Any]) -> State:
+    """Collect the states of all parts of a run (see `Checkpoints._things`)."""
     schedule, model = things["schedule"], dict(things["model"].state_dict())
     kept = {name: thing.state_dict() for name, thing in things["kept"].items()}
     return {
@@ -205,8 +208,8 @@ def named(things: Mapping[str, Any]) -> State:
 
 
 def _raw(things: Mapping[str, Any], model: State, kept: Mapping[str, State]) -> State:
-    """What the state dicts of modules lack (module_state.py)."""
-    origins: Mapping[str, ModuleOrigin] = things["origins"]
+    """Collect what the state dicts of modules lack (module_state.py)."""
+    origins: Mapping[str, InitialModuleState] = things["origins"]
     registered = {name: origins[name].raw(things["kept"][name], kept[name]) for name in kept if name in origins}
     parts = {
         "model": origins[MODEL].raw(things["model"], model),
@@ -216,8 +219,8 @@ def _raw(things: Mapping[str, Any], model: State, kept: Mapping[str, State]) -> 
     return {"raw": found} if found else {}
 
 
-def restore(things: Mapping[str, Any], state: State) -> None:
-    """Where it does not fit, the batches say so before anything else is changed."""
+def restore_state(things: Mapping[str, Any], state: State) -> None:
+    """Restore all parts of a run. If the state does not fit, the batches raise before anything is changed."""
     things["batches"].restore(state["batches"])
     raw = state.get("raw") or {}
     load_module(things["model"], state["model"], raw.get("model"))

@@ -1,6 +1,6 @@
-"""The calls that all workers of a run make together, in the same order: one step after the other, and what is between.
+"""The calls that all workers of a run make together, in the same order: the steps, and what is called between them.
 
-In a world of fixed workers they are simply made. In an elastic run see elastic_calls.py.
+With a fixed number of workers they are simply executed. For elastic runs see recovery.py.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-class Calls:
-    """Made one after the other."""
+class CollectiveCalls:
+    """Executes the collective calls of a run with a fixed number of workers."""
 
-    is_elastic = False  # workers may come and go
+    is_elastic = False  # whether workers may join and leave
 
     def __init__(self) -> None:
-        self.doing = ""  # the call that we are in, or that failed
-        # Of an error about collectives: one about the calls that made them, where those differ (train/call_check.py).
-        self.explain_desync: Callable[[Calls, DesyncError], DesyncError] = lambda calls, error: error
-        self._begun = 0
-        self.failed: Exception | None = None  # in a step that the other workers cannot take without this one
+        self.current_call = ""  # the call that is running, or that failed
+        # Turns an error about collectives into one about the calls that made them, if those differ (call_check.py).
+        self.explain_desync: Callable[[CollectiveCalls, DesyncError], DesyncError] = lambda calls, error: error
+        self._count = 0
+        self.failed: Exception | None = None  # the error of a step that the other workers cannot take without this one
 
     @property
     def position(self) -> tuple[int, int]:
-        """Of the call that we are in: workers at the same one make the same call."""
-        return 0, self._begun
+        """Position of the current call; workers at the same position make the same call."""
+        return 0, self._count
 
     @property
     def is_member(self) -> bool:
-        """We make calls, and do not only go through those that others have made."""
+        """Whether this worker executes calls. A new worker only reads the results of calls that others have made."""
         return True
 
     def make(
@@ -50,26 +50,26 @@ class Calls:
         begins_loop: bool = False,
         may_repeat: bool = False,
     ) -> T:
-        """The result of `call`, or that of somebody who has made it before us.
+        """Execute `call` and return its result; or return the result that another worker got for the same call.
 
-        encode, decode  its result as JSON, and back
-        begins_loop     the last call before the loop: what it finds depends on when it is made
-        may_repeat      one worker may fail alone, before anything is exchanged, and make the call again
+        encode, decode  convert the result to JSON and back
+        begins_loop     this is the last call before the loop: its result depends on when it is made
+        may_repeat      a worker may fail alone, before anything is exchanged, and make the call again
         """
-        self._refuse_to_go_on(what)
-        self._begun += 1
-        self.doing = what
+        self._refuse_after_failure(what)
+        self._count += 1
+        self.current_call = what
         try:
-            result = self._carry_out(call)
+            result = self._execute(call)
         except BaseException:
             if may_repeat:
-                self._begun -= 1
+                self._count -= 1
             raise
-        self.doing = ""
+        self.current_call = ""
         return result
 
-    def _refuse_to_go_on(self, what: str) -> None:
-        """Raise LockstepError if the program has caught an exception after which calls do not fit together."""
+    def _refuse_after_failure(self, what: str) -> None:
+        """Raise LockstepError if the program caught an exception after which the calls of the workers do not match."""
         if self.failed is not None:
             raise LockstepError(
                 f"{what}: run.step failed on this worker before, in the middle of the exchange of gradients, and the "
@@ -77,7 +77,7 @@ class Calls:
                 "cannot take the step without this one, so it must end the program: let it through"
             ) from self.failed
 
-    def _carry_out(self, call: Callable[[], T]) -> T:
+    def _execute(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except DesyncError as error:
@@ -92,37 +92,39 @@ class Calls:
         return 1
 
     def begin_step(self, number: int) -> None:
-        """The top of the loop."""
+        """Called at the top of the loop, before the batch is fetched."""
 
     def hand_out(self) -> None:
-        """The program gets its batch: from here on it may change the state."""
+        """Called before the program gets its batch, from where on it may change the state."""
 
     @property
     def wants_to_move(self) -> int:
-        """The generation that is to end at the next top of the loop; 0: none is."""
+        """Number of the generation that is to end at the next top of the loop; 0 if none is."""
         return 0
 
     def move_at_next_step(self, generation: int) -> None:
-        """All workers have agreed to."""
+        """Called when all workers have agreed to end this generation at the next top of the loop."""
 
     def check_commit(self) -> None:
-        """Before a step is applied. Raises if we must not."""
+        """Called before a step is applied. Raises if it must not be applied."""
 
     def may_commit(self) -> bool:
+        """Whether this worker may still write for the run."""
         return True
 
     def check_left(self) -> None:
-        """In the middle of something long. Raises if it is of no use any more, because a worker was lost."""
+        """Called during long operations. Raises if the operation has become useless, because a worker was lost."""
 
     def limit(self, workers: int) -> None:
-        """More cannot be used."""
+        """Announce that the run cannot use more workers than this."""
 
     def end(self) -> None:
-        """All were made, by everybody."""
+        """Called when all workers have made all calls."""
 
     def leave(self) -> None:
-        """The program leaves its Run without its end, by an exception; the other workers may not."""
+        """Called when the program leaves its Run by an exception, before its end; other workers may continue."""
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
+    """Print a line of Lockstep to stderr."""
     print(f"lockstep: {text}", file=sys.stderr, flush=True)

@@ -11,9 +11,9 @@ from lockstep.train import step
 
 
 @final
-class Farewell:
-    """From `begin` to `end`, an exception that nobody catches is written down with what the Run knows. After an error
-    it is not ended: the exception is yet to come to the top."""
+class CrashContext:
+    """From `begin` to `end`, an uncaught exception is recorded with what the Run knows. After an error `end` is not
+    called: the exception has yet to reach the top of the program."""
 
     def __init__(self, env: Mapping[str, str], where: Callable[[], dict[str, Any]]) -> None:
         self._where = where
@@ -24,7 +24,7 @@ class Farewell:
         self._hook.mark_run(RunMark())
 
     def leave(self, error: BaseException | None) -> None:
-        """The Run is left without its end: by this exception, or None at the end of the interpreter."""
+        """Record that the Run was left before its end: by this exception, or None at the exit of the interpreter."""
         facts = None
         if isinstance(error, SystemExit):
             facts = self._hook.describe_exit(error)
@@ -40,9 +40,10 @@ class Farewell:
 
 
 def _shard_of(trace: TracebackType | None) -> int | None:
-    """Which shard was being computed. Read off the frame of the step, so that a step need not note it."""
+    """Number of the shard that was being computed. Read from the local variables `shard` and `outcome` of the step, so
+    that a step need not note it."""
     while trace is not None:
-        if trace.tb_frame.f_code is step.take_step.__code__:
+        if trace.tb_frame.f_code in (step.compute_gradients.__code__, step.finish_exchange.__code__):
             shard = trace.tb_frame.f_locals.get("shard")
             return shard.number if "outcome" not in trace.tb_frame.f_locals and shard is not None else None
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""What has to be so around a run: a process group of its own, one kind of arithmetic, and the right batch norm."""
+"""What reproducible results require: a private process group, deterministic arithmetic, and checks of SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep import _torch
 from lockstep.comm.register_backends import backend_name
 from lockstep.data.batches import Batch
 from lockstep.errors import LockstepError
 from lockstep.world.world import World
 
-COMPILED_SHAPES: Final = 32  # of one model, in exact runs: shards of two sizes, those of a last batch, evaluation, ...
+COMPILED_SHAPES: Final = 32  # per model, in exact runs: two sizes of shards, those of the last batch, evaluation, ...
 
 
 def private_group(world: World) -> dist.ProcessGroup:
-    """For gradients, so that what the program itself sends (SyncBatchNorm, say) never comes between.
+    """Return a group for gradients, so that collectives of the program (SyncBatchNorm, say) never interfere.
 
-    With NCCL it is the program's group: its streams keep the order, and two communicators could wait for each other.
+    With NCCL it is the default group: its streams keep the order, and two communicators could deadlock.
     """
     whole = dist.group.WORLD
     assert whole is not None
@@ -36,19 +37,19 @@ def private_group(world: World) -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long its collectives wait; None if it does not tell. Torch would not hand it on to another group."""
+    """The timeout of the collectives of a group; None if unknown. Torch would not apply it to a new group."""
     backend: Any = group._get_backend(device)
     if hasattr(backend, "options"):
         return getattr(backend.options, "_timeout", None)
-    team = getattr(backend, "_team", None)  # shm
-    return None if team is None else timedelta(seconds=team.timeout_s)
+    sync = getattr(backend, "_sync", None)  # an ShmGroup's GroupSync
+    return None if sync is None else timedelta(seconds=sync.timeout_s)
 
 
 @contextmanager
 def arithmetic(device: torch.device, *, exact: bool, threads: int) -> Iterator[None]:
-    """The same operations in the same order, on any number of workers.
+    """Within the context, compute the same operations in the same order on any number of workers, if `exact`.
 
-    On a CPU the number of threads decides how sums are cut up, so it must not follow from the number of workers.
+    On a CPU the number of threads decides how sums are split, so it must not depend on the number of workers.
     """
     if not exact:
         yield
@@ -65,7 +66,7 @@ def arithmetic(device: torch.device, *, exact: bool, threads: int) -> Iterator[N
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
             deterministic.fill_uninitialized_memory = False
-        with _compiling_by_shape():
+        with _compile_per_shape():
             yield
     finally:
         torch.set_num_threads(before[0])
@@ -75,17 +76,15 @@ def arithmetic(device: torch.device, *, exact: bool, threads: int) -> Iterator[N
 
 
 @contextmanager
-def _compiling_by_shape() -> Iterator[None]:
-    """Let what torch.compile makes of a call follow from the shapes of this call alone.
+def _compile_per_shape() -> Iterator[None]:
+    """Within the context, let the code that torch.compile generates depend only on the shapes of the call.
 
-    By itself it compiles for any size as soon as it has seen a second one, and gives up after eight compilations. Which
-    sizes a process sees, and in which order, depends on its shards, so on the number of workers; and code for any size
-    rounds differently. Here it compiles once for each size, and raises an error where it would give up. What the
-    program asks for with `dynamic=True` stays as it is.
+    By default it compiles for dynamic shapes as soon as it has seen a second size, and falls back to eager after eight
+    compilations. Which sizes a process sees, and in which order, depends on its shards, so on the number of workers;
+    and code for dynamic shapes rounds differently. Here it compiles once for each size, and raises an error instead of
+    falling back. Functions compiled with `dynamic=True` are not affected.
     """
-    import torch._dynamo  # which the first optimiser imports anyway
-
-    config: Any = torch._dynamo.config
+    config: Any = _torch.dynamo().config
     with config.patch(
         automatic_dynamic_shapes=False,
         recompile_limit=max(COMPILED_SHAPES, config.recompile_limit),
@@ -99,7 +98,7 @@ def synced_layers(model: nn.Module) -> list[str]:
 
 
 def refuse_empty_shards(layer: str, batch: Batch, shares: Sequence[range], *, exact: bool) -> None:
-    """A worker without samples runs no forward pass, and `layer`, a SyncBatchNorm, waits for all."""
+    """Raise ValueError if a worker has no samples: it would run no forward pass, and a SyncBatchNorm waits for all."""
     runs = [range(n, n + 1) for n in range(batch.of_shards)] if exact else shares
     if any(sum(batch.counts[n] for n in run) == 0 for run in runs):
         raise ValueError(
@@ -117,7 +116,7 @@ def describe_synced(layer: str) -> str:
 
 
 def check_split(split: str | None, *, exact: bool, is_elastic: bool, is_main: bool) -> None:
-    """Of `run.batches(split=)`: raise where the workers may change; say what it costs."""
+    """Check `run.batches(split=)`: raise LockstepError if the workers may change, and warn of what it costs."""
     if split is None:
         return
     if is_elastic:
@@ -134,7 +133,7 @@ def check_split(split: str | None, *, exact: bool, is_elastic: bool, is_main: bo
 
 
 def check_sync_batch_norm(model: nn.Module, shares: Sequence[range], *, exact: bool, is_main: bool) -> None:
-    """SyncBatchNorm sees the shards that run at the same time. Only if all do, that is the global batch."""
+    """Raise or warn if SyncBatchNorm does not see the global batch, but only the shards that run at the same time."""
     layers = synced_layers(model)
     most, fewest = max(map(len, shares)), min(map(len, shares))
     if not layers or not exact or most == 1:

@@ -20,16 +20,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-MEMORY: Final = 1000  # steps: older ones fade
-SHARE_OF_TIME: Final = 0.001  # what looking at shards may cost
-KEPT: Final = 1 - 1 / MEMORY  # of what was, from one step to the next
-RECENT: Final = 8  # steps, until nobody tells of their shards any more
-TALK_S: Final = 0.0001  # what it takes to tell the others of a look, and to make something of it
-MOST: Final = 1000  # steps from one look to the next
+from lockstep import _torch
+
+AVERAGED_STEPS: Final = 1000  # steps over which means are taken, with exponential decay
+SHARE_OF_TIME: Final = 0.001  # that sampling the norms of shards may take
+DECAY: Final = 1 - 1 / AVERAGED_STEPS  # of older values, per step
+RECENT_STEPS: Final = 8  # the norms of the shards of a step arrive at most this many steps later
+EXCHANGE_S: Final = 0.0001  # cost of sending the norms of one step to the others and of processing theirs
+MAX_STEPS_APART: Final = 1000  # at most, between two sampled steps
 
 
 class FadingMean:
-    """Of values of some steps."""
+    """An exponentially decaying mean of values of some steps."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -37,7 +39,7 @@ class FadingMean:
 
     def add(self, step: int, value: float) -> None:
         steps = max(0, step - self._step) if self._step is not None else 0
-        faded = KEPT if steps == 1 else KEPT**steps
+        faded = DECAY if steps == 1 else DECAY**steps
         self._sum, self._weight, self._step = faded * self._sum + value, faded * self._weight + 1.0, step
 
     @property
@@ -46,9 +48,10 @@ class FadingMean:
 
 
 class NoiseScale:
-    """From squared norms of mean gradients: over a whole batch, which every step has, and over shards, which some have.
+    """Estimates the noise scale from squared norms of mean gradients: of batches, in all steps, and of shards, in some.
 
-    The noise comes from steps that have both, where chance moves both the same way; then the signal from all steps.
+    The noise is estimated from steps that have both norms, whose random errors go the same way; then the signal from
+    all steps.
     """
 
     def __init__(self) -> None:
@@ -56,15 +59,15 @@ class NoiseScale:
         self._recent: dict[int, tuple[float, int]] = {}  # step -> squared norm, samples
         self.population: int | None = None  # samples of the dataset; None: a stream
 
-    def see_batch(self, step: int, norm: float, samples: int) -> None:
+    def add_batch(self, step: int, norm: float, samples: int) -> None:
         if math.isfinite(norm):
             self._big_sq.add(step, norm**2)
             self._big.add(step, samples)
             self._recent[step] = (norm**2, samples)
-        while self._recent and (oldest := next(iter(self._recent))) < step - RECENT:
+        while self._recent and (oldest := next(iter(self._recent))) < step - RECENT_STEPS:
             del self._recent[oldest]
 
-    def see_shards(self, norms: ShardNorms) -> None:
+    def add_shards(self, norms: ShardNorms) -> None:
         if norms.step not in self._recent or not math.isfinite(norms.mean_sq):
             return
         (big_sq, big), small = self._recent[norms.step], norms.samples / norms.shards
@@ -76,7 +79,7 @@ class NoiseScale:
         noise, big_sq, big = self._noise.value, self._big_sq.value, self._big.value
         if noise is None or big_sq is None or big is None:
             return None
-        # A batch is drawn without putting back: when it is the whole dataset there is no noise left.
+        # Batches are drawn without replacement: if the batch is the whole dataset there is no noise.
         signal = big_sq - noise * (1 / big - (1 / self.population if self.population else 0.0))
         scale = noise / signal if noise > 0 and signal > 0 else None
         return {"batch": big, "noise": noise, "signal": signal, "scale": scale}
@@ -84,21 +87,21 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class ShardNorms:
-    """Of this worker's shards in one step."""
+    """The norms of the gradients of this worker's shards in one step."""
 
     step: int
-    mean_sq: float  # of the shards' mean gradients
+    mean_sq: float  # mean over the shards of the squared norm of the mean gradient of a shard
     shards: int
-    samples: int  # of all of them
-    next: int = 0  # the step in which it would look again
+    samples: int  # of all these shards
+    next: int = 0  # the step in which this worker would sample again
 
 
 @dataclass(frozen=True)
-class Unread:
-    """The same, where a GPU may still compute it."""
+class PendingShardNorms:
+    """Shard norms that a GPU may still be computing."""
 
     step: int
-    norms: list[tuple[list[Tensor], float | Tensor, int]]  # of each shard: of all parameters; weight; samples
+    norms: list[tuple[list[Tensor], float | Tensor, int]]  # for each shard: norms of the parameters, weight, samples
     loss_scale: float
 
     def read(self) -> ShardNorms:
@@ -113,34 +116,34 @@ class Unread:
         return ShardNorms(self.step, mean_sq, len(found), sum(samples for _, samples in found))
 
 
-class ShardLook:
-    """Takes the norms of single shards' gradients in steps that are so far apart that it costs little.
+class ShardNormSampler:
+    """Computes the norms of the gradients of single shards, in steps that are so far apart that it costs little.
 
-    In the same ones on all workers, or else everybody would wait for everybody's looks.
+    All workers sample in the same steps; otherwise each would wait for the others in turn.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self.next = 1  # step in which we look; not 0, which is like no other
-        self._cost_s = self._took_s = 0.0
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self.next = 1  # the next step to sample; not 0, which is not typical
+        self._cost_s = self._step_s = 0.0
         self._norms: list[tuple[list[Tensor], float | Tensor, int]] = []
         self._values: list[Tensor] = []
-        self.looks = False
+        self.is_sampling = False
 
     def is_due(self, step: int) -> bool:
-        return self._wanted and step >= self.next
+        return self._enabled and step >= self.next
 
     def begin(self, step: int) -> None:
-        self.looks = self.is_due(step)
-        if self.looks:
+        self.is_sampling = self.is_due(step)
+        if self.is_sampling:
             self._norms, self._values, self._cost_s = [], [], 0.0
 
-    def see(self, gradients: Sequence[Tensor | None]) -> None:
-        """Some more of the shard that is under way."""
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add more gradients of the current shard."""
         began_s = time.monotonic()
         there = [gradient for gradient in gradients if gradient is not None and gradient.is_floating_point()]
         if there:
-            self._values += torch._foreach_norm(there)
+            self._values += _torch.foreach_norm(there)
         self._cost_s += time.monotonic() - began_s
 
     def end_shard(self, weight: float | Tensor, samples: int) -> None:
@@ -148,15 +151,15 @@ class ShardLook:
             self._norms.append((self._values, weight, samples))
         self._values = []
 
-    def end(self, step: int, loss_scale: float, *, took_s: float) -> Unread:
-        """The step in which we looked is over. Whoever has not heard anything by then looks again after MOST steps."""
-        self._took_s, self.next = took_s, step + MOST
-        return Unread(step, self._norms, loss_scale)
+    def end(self, step: int, loss_scale: float, *, took_s: float) -> PendingShardNorms:
+        """End a sampled step. Unless the workers agree on an earlier one, the next follows MAX_STEPS_APART later."""
+        self._step_s, self.next = took_s, step + MAX_STEPS_APART
+        return PendingShardNorms(step, self._norms, loss_scale)
 
-    def read(self, unread: Unread) -> ShardNorms:
-        """A step later, which lets a GPU go on. The next look is to come when it is affordable."""
+    def read(self, pending: PendingShardNorms) -> ShardNorms:
+        """Read the norms, one step later, so as not to wait for a GPU. `next` is set so that the cost is affordable."""
         began_s = time.monotonic()
-        found = unread.read()
-        cost_s = TALK_S + self._cost_s + time.monotonic() - began_s
-        steps = math.ceil(cost_s / (SHARE_OF_TIME * self._took_s)) if self._took_s > 0 else MOST
-        return replace(found, next=unread.step + min(MOST, steps))
+        found = pending.read()
+        cost_s = EXCHANGE_S + self._cost_s + time.monotonic() - began_s
+        steps = math.ceil(cost_s / (SHARE_OF_TIME * self._step_s)) if self._step_s > 0 else MAX_STEPS_APART
+        return replace(found, next=pending.step + min(MAX_STEPS_APART, steps))

@@ -1,53 +1,48 @@
-"""The training loop of a run: batches are handed out, steps taken, and the work shared out when workers change."""
+"""The training loop of a run: yields the batches, takes the steps, and saves at the end."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from enum import Enum
 from functools import partial
 from typing import Any, Final, final
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lockstep import faults
+from lockstep._torch import tree_leaves
 from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
 from lockstep.ddp.state_digest import named_state
 from lockstep.errors import DivergenceError, LockstepError
-from lockstep.seed import mix, sow
+from lockstep.seed import derive_seed, seed_all
 from lockstep.train import determinism, step_check
-from lockstep.train.collective_calls import say
-from lockstep.train.evaluation import evaluate_for_witness
+from lockstep.train.collective_calls import print_message
+from lockstep.train.evaluation import evaluate_for_state_log
 from lockstep.train.loop_check import LoopCheck, describe_untrained
+from lockstep.train.loop_state import WorkerState
 from lockstep.train.progress import Progress
-from lockstep.train.replica_check import ReplicaCheck
 from lockstep.train.run_directory import pending_stops, write_stop
 from lockstep.train.session import Session
-from lockstep.train.state_transfer import apply_sent_step, encode_update, hand_over, refuse_other_state
-from lockstep.train.step import Loss, Plan, Result, Stop, Training, Wishes, take_step
-from lockstep.train.step_table import Tally, agree_on_metrics
+from lockstep.train.step import take_step
+from lockstep.train.step_table import StepTable, agree_on_metrics
+from lockstep.train.step_types import Loss, Result, StepRequests, Stop, TrainingPlan
 from lockstep.train.trained_parameters import (
-    Basis,
-    describe,
+    RunConfig,
     describe_nothing_to_train,
-    facts_of,
-    follow_trainable,
-    introduce,
-    share_out,
-    sight_of,
+    describe_start,
+    lr_and_grad_norm,
+    update_trainable,
 )
-from lockstep.world.world import World
 
 SAVE_AFTER_ERROR_S: Final = 120.0
 
 
 class LoopStage(Enum):
-    """Where the program is: before, in or behind the loop over `run.train`."""
+    """Where the program is: before, in or after the loop over `run.train`."""
 
     BEFORE = "before"
     RUNNING = "running"
@@ -56,29 +51,28 @@ class LoopStage(Enum):
 
 @final
 class TrainLoop:
-    """One loop over the batches of a plan, and what it does when the workers change (elastic_calls.py)."""
+    """One loop over the batches of a plan. Its workers may change (worker_state.py)."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.plan: Plan | None = None
-        self.training: Training | None = None
+        self.state = WorkerState(session, is_stepping=lambda: self._check is not None and self._check.is_stepping)
         self.progress = Progress()
         self._check: LoopCheck | None = None
         self._stage = LoopStage.BEFORE
-        self._steps: int | None = None  # after which to end
-        self._generation = 0  # how often the work was shared out
-        self._parted_s: float | None = None  # since when there is no generation
-        self._applied = -1  # steps in our state
-        self._resumed_at = 0  # steps in it when the loop began
-        self._is_applying = False  # a step that is half done cannot be saved
-        self._here = Position()  # of the batch that was handed out last
-        self._in_hand = False  # the program has that batch, and may yet take it
-        self._fetched_again: Batch | None = None  # the same batch, as the workers that there are now share it
-        self._batch_versions: list[int] = []  # how often its tensors had been written when it was handed out
-        self._is_batch_changed = False  # by the program, before it took the step
-        self._handed_out = 0  # the generation in which it was
-        self._coming: Generator[Batch, None, None]
-        self._loss: Loss | None = None  # of the last step, for `lockstep certify`
+        self._resumed_at = 0  # number of applied steps when the loop began
+        self._here = Position()  # of the batch that was yielded last
+        self._in_hand = False  # the program has that batch, and may still take the step
+        self._fetched_again: Batch | None = None  # the same batch with the shards of the current workers
+        self._batch_versions: list[int] = []  # of its tensors when it was yielded: see `versions_of`
+        self._is_batch_changed = False  # the program wrote to it before it took the step
+        self._assignment = 0  # `WorkerState.assignments` when it was fetched
+        self._batches: Generator[Batch, None, None]
+        self._loss: Loss | None = None  # the loss function of the last step, for `lockstep certify`
+
+    @property
+    def plan(self) -> TrainingPlan | None:
+        """What is trained; None before the loop."""
+        return self.state.plan
 
     @property
     def is_running(self) -> bool:
@@ -94,78 +88,80 @@ class TrainLoop:
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
-    def run(self, plan: Plan, steps: int | None) -> Iterator[Batch]:
-        """Hand out the batches of the plan, from where the last run ended."""
-        session, self.plan, self._steps = self._session, plan, steps
+    def run(self, plan: TrainingPlan, steps: int | None) -> Iterator[Batch]:
+        """Yield the batches of the plan, from where the last run ended."""
+        session, self.state.plan, self.state.step_limit = self._session, plan, steps
         session.calls.limit(plan.batches.settings.shards)
         if plan.synced and session.exact and session.calls.is_elastic:
             raise LockstepError(determinism.describe_synced(plan.synced[0]))
         self._refuse_unsavable(plan)
         self._resume(plan)
-        if self.training is None:
-            self._share_out(plan)
+        if self.state.context is None:
+            self.state.assign_shards(plan)
         check = self._check = LoopCheck(plan.model, plan.optimizer, plan.leaves)
-        self._introduce(plan)
+        self._print_start(plan)
         if session.checkpoints.was_stopped:
             self._stage = LoopStage.ENDED
             return
-        yield from self._hand_out(plan, check)
-        if session.witness is not None:
+        yield from self._yield_batches(plan, check)
+        if session.state_log is not None:
             if session.directory is not None:
                 self.end()
-            if self._loss is not None and not session.witness.is_part:
-                evaluate_for_witness(session, session.witness, plan.model, self._loss, plan.batches)
-            raise SystemExit(0)  # the rest of the program is not asked for
+            if self._loss is not None and not session.state_log.is_part:
+                evaluate_for_state_log(session, session.state_log, plan.model, self._loss, plan.batches)
+            raise SystemExit(0)  # the rest of the program is not needed
         self.end()
         if session.stops.agreed is Stop.SIGNAL and session.options.exit_on_interrupt:
             raise session.stops.exit()
 
-    def _refuse_unsavable(self, plan: Plan) -> None:
-        """Not at the first checkpoint, nor when the first worker is lost, but now."""
+    def _refuse_unsavable(self, plan: TrainingPlan) -> None:
+        """Raise now, not at the first checkpoint or the first lost worker, if the state cannot be saved."""
         if self._session.directory is not None or self._session.calls.is_elastic:
             self._session.checkpoints.refuse_unsavable(plan)
 
-    def _resume(self, plan: Plan) -> None:
-        """From where the last run in this directory ended; or where the others are, if they are in the loop."""
+    def _resume(self, plan: TrainingPlan) -> None:
+        """Restore the state where the last run in this directory ended, or where the other workers are in the loop."""
         session = self._session
 
         def resume() -> None:
             compare = partial(session.call_check.compare, "resuming")
-            tells = session.options.progress
-            step = session.checkpoints.resume(plan, compare, writes=session.is_main, tells=tells)
+            announce = session.options.progress
+            step = session.checkpoints.resume(plan, compare, writes=session.is_main, announce=announce)
             if step is not None:
-                session.chronicle.event("resumed", text=f"from the checkpoint of step {step}")
-            self._applied = plan.batches.position.number
+                session.trace_writer.event("resumed", text=f"from the checkpoint of step {step}")
+            self.state.applied_steps = plan.batches.position.number
 
         session.calls.make("resuming", resume, begins_loop=True)
         self._resumed_at = plan.batches.position.number
-        session.checkpoints.saving.begin(self._resumed_at)
+        session.checkpoints.saver.begin(self._resumed_at)
 
-    def _introduce(self, plan: Plan) -> None:
-        """Say what is trained, from where on; or why nothing is."""
+    def _print_start(self, plan: TrainingPlan) -> None:
+        """Print what is trained, and from which step on; or why nothing is."""
         session, options = self._session, self._session.options
-        is_shown = "LOCKSTEP_VIEW" in os.environ and options.trace  # in the launcher's picture (report/live_view.py)
-        speaks = lambda: session.is_main and options.progress  # noqa: E731  (another worker may become rank 0)
-        steps = self._steps or plan.batches.steps_in_all
-        self.progress = Progress(steps=steps, speaks=speaks, is_shown=is_shown)
+        is_shown = "LOCKSTEP_VIEW" in os.environ and options.trace  # in the live view (report/live_view.py)
+        is_printing = lambda: session.is_main and options.progress  # noqa: E731  (another worker may become rank 0)
+        steps = self.state.step_limit or plan.batches.steps_in_all
+        self.progress = Progress(steps=steps, is_printing=is_printing, is_shown=is_shown)
         if session.is_main:
-            nothing = describe_nothing_to_train(plan, self._steps, was_stopped=session.checkpoints.was_stopped)
+            nothing = describe_nothing_to_train(
+                plan, self.state.step_limit, was_stopped=session.checkpoints.was_stopped
+            )
             if nothing is not None:
-                say(nothing)
+                print_message(nothing)
             elif options.progress:
-                say(introduce(plan, Basis(options, session.seed, session.exact), session.world))
-        self._tell_untrained(plan)
+                print_message(describe_start(plan, RunConfig(options, session.seed, session.exact), session.world))
+        self._warn_untrained(plan)
 
-    def _hand_out(self, plan: Plan, check: LoopCheck) -> Iterator[Batch]:
-        batches, session, steps = plan.batches, self._session, self._steps
+    def _yield_batches(self, plan: TrainingPlan, check: LoopCheck) -> Iterator[Batch]:
+        batches, session, steps = plan.batches, self._session, self.state.step_limit
         self._stage = LoopStage.RUNNING
-        with closing(iter(batches)) as self._coming:  # or its loaders would end whenever it is collected
+        with closing(iter(batches)) as self._batches:  # or its loaders would run until it is garbage-collected
             while not self._should_stop and (steps is None or batches.position.number < steps):
                 session.calls.begin_step(batches.position.number)
-                self._handed_out, self._here = self._generation, batches.position
-                session.observer.top(batches.position.number)
-                batch = next(self._coming, None)
-                session.observer.data_came()
+                self._assignment, self._here = self.state.assignments, batches.position
+                session.observer.begin_iteration(batches.position.number)
+                batch = next(self._batches, None)
+                session.observer.end_data_wait()
                 if batch is None:
                     session.calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
@@ -173,11 +169,11 @@ class TrainLoop:
                 self._batch_versions = versions_of(batch) if session.calls.is_elastic else []
                 session.calls.hand_out()
                 check.hand_out(batch.number)
-                sow(mix(session.seed, "loop", batch.number), session.device)
+                seed_all(derive_seed(session.seed, "loop", batch.number), session.device)
                 yield batch
                 check.end_iteration()
                 self._in_hand = False
-                is_due = session.checkpoints.saving.is_due(batch.number, ends_epoch=batch.ends_epoch)
+                is_due = session.checkpoints.saver.is_due(batch.number, ends_epoch=batch.ends_epoch)
                 if is_due and not self._should_stop:
                     self.save(plan)
 
@@ -188,86 +184,90 @@ class TrainLoop:
         self._stage, here = LoopStage.ENDED, self.position(plan)
         session.observer.end_loop()
         self.progress.end(here.number)
-        if not session.checkpoints.saving.has(here.number):
+        if not session.checkpoints.saver.is_saved(here.number):
             self.save(plan)
-        directory, tells = session.directory, self._should_stop and session.is_main
+        directory, prints = session.directory, self._should_stop and session.is_main
         if directory is None:
-            if tells:
-                say(f"interrupted at step {here.number}; nothing is saved, since this Run has no directory")
+            if prints:
+                print_message(f"interrupted at step {here.number}; nothing is saved, since this Run has no directory")
             return
 
         def keep() -> None:
-            session.checkpoints.keep_last(plan, here, session.calls.check_left)
+            session.checkpoints.save_last(plan, here, session.calls.check_left)
             if is_stopped:
                 write_stop(directory, here.number)
 
-        session.calls.make("the last checkpoint", lambda: session.once.run(keep))
-        if tells and not is_stopped:
-            say(f"saved at step {here.number}; the same command continues")
+        session.calls.make("the last checkpoint", lambda: session.on_one.run(keep))
+        if prints and not is_stopped:
+            print_message(f"saved at step {here.number}; the same command continues")
 
     def save_after(self, error: BaseException) -> None:
-        """Keep what was trained when an exception leaves the loop: rank 0 writes a checkpoint, without the others.
+        """Save what was trained when an exception leaves the loop: rank 0 writes a checkpoint, without the others.
 
-        Not after errors of ours, which may mean that the state is wrong or that others are ahead; nor in the middle of
-        the optimiser's step.
+        Not after errors of Lockstep, which may mean that the state is wrong or that other workers are ahead; and not in
+        the middle of the optimiser's step.
         """
         plan, session, directory = self.plan, self._session, self._session.directory
         is_ours = isinstance(error, LockstepError) and not isinstance(error, DataError)
-        if plan is None or directory is None or not self.is_running or is_ours or self._is_applying:
+        if plan is None or directory is None or not self.is_running or is_ours or self.state.is_applying:
             return
-        if not session.is_main or self._applied <= self._resumed_at or not session.calls.may_commit():
+        if not session.is_main or self.state.applied_steps <= self._resumed_at or not session.calls.may_commit():
             return
         end_s, here = time.monotonic() + SAVE_AFTER_ERROR_S, self.position(plan)
 
-        def go_on() -> None:
+        def check_deadline() -> None:
             if time.monotonic() > end_s:
                 raise TimeoutError(f"it was not written within {SAVE_AFTER_ERROR_S:.0f} s")
 
         try:
-            session.checkpoints.keep_last(plan, here, go_on)
+            session.checkpoints.save_last(plan, here, check_deadline)
             if isinstance(error, SystemExit) and not error.code:
-                if session.once.do_all_leave():  # else the others go on, and this worker is missed
+                if session.on_one.do_all_leave():  # if not, the others continue, and this worker counts as lost
                     write_stop(directory, here.number)
             elif isinstance(error, Exception):
                 pending_stops.add(directory, here.number, error)
-            say(f"saved at step {here.number}, where the program left the loop ({type(error).__name__})")
+            print_message(f"saved at step {here.number}, where the program left the loop ({type(error).__name__})")
         except Exception as problem:
-            say(f"what was trained up to step {here.number} could not be saved: {type(problem).__name__}: {problem}")
+            print_message(
+                f"what was trained up to step {here.number} could not be saved: {type(problem).__name__}: {problem}"
+            )
 
     def close(self) -> None:
         """Release what belongs to this worker alone."""
         if self._check is not None:
             self._check.close()
-        if self.training is not None:
-            self.training.sum.close()
+        if self.state.context is not None:
+            self.state.context.sum.close()
 
     # -- positions and checkpoints -----------------------------------------------------------------------------------
 
-    def position(self, plan: Plan) -> Position:
-        """Of the next step that is to be taken: that of the batch in hand, unless it has been."""
-        return self._here if self._in_hand and self._applied <= self._here.number else plan.batches.position
+    def position(self, plan: TrainingPlan) -> Position:
+        """Position of the next step: that of the current batch, unless its step was taken."""
+        return self._here if self._in_hand and self.state.applied_steps <= self._here.number else plan.batches.position
 
-    def save(self, plan: Plan) -> None:
+    def save(self, plan: TrainingPlan) -> None:
         self._session.checkpoints.save(plan, self.position(plan), writes=self._session.is_main)
 
     def whereabouts(self) -> dict[str, Any]:
-        """For the card of a run that failed."""
+        """Position of the loop, for the failure report."""
         return {} if self.plan is None else {"step": self._here.number, "epoch": self._here.epoch}
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self, plan: Plan, loss: Loss, batch: Batch) -> Result:
+    def step(self, plan: TrainingPlan, loss: Loss, batch: Batch) -> Result:
         """See `Run.step`."""
         session, check = self._session, self._check
         assert check is not None
-        check.begin_step(batch, tells=session.is_main)
+        check.begin_step(batch, warns=session.is_main)
         self._is_batch_changed = session.calls.is_elastic and versions_of(batch) != self._batch_versions
         if check.has_other_parameters:
-            self._follow_trainable(plan, check)
+            self._update_trainable(plan, check)
         check.is_stepping = True
         try:
-            take = partial(self._take, plan, loss, batch)
-            result = session.calls.make("run.step", take, encode=Result.plain, decode=Result.of, may_repeat=True)
+            take = partial(self._take_step, plan, loss, batch)
+            result = session.calls.make(
+                "run.step", take, encode=Result.to_json, decode=Result.from_json, may_repeat=True
+            )
         except BaseException as error:
             check.note_failure(error)
             self._end_failed_step(error)
@@ -275,13 +275,13 @@ class TrainLoop:
         finally:
             check.is_stepping = False
         check.end_step()
-        self._start_receipt()
-        if self._applied == self._resumed_at + 1:  # the optimiser has a state now
+        self.state.start_receipt()
+        if self.state.applied_steps == self._resumed_at + 1:  # the optimiser has a state now
             self._refuse_unsavable(plan)
         session.stops.agreed = max(session.stops.agreed, result.stop)
         if result.move:
             session.calls.move_at_next_step(result.move)
-        session.checkpoints.ledger.note(
+        session.checkpoints.ledger.record(
             batch.number,
             epoch=batch.epoch,
             samples=batch.count,
@@ -289,31 +289,31 @@ class TrainLoop:
             seen=batch.seen,
             writes=session.is_main,
         )
-        session.calls.make("the comparison of replicas", lambda: self._compare_replicas(batch.number))
-        if session.witness is not None:
+        session.calls.make("the comparison of replicas", lambda: self.state.compare_replicas(batch.number))
+        if session.state_log is not None:
             self._loss = loss
             state = partial(named_state, plan.model, plan.optimizer)
-            session.witness.note_step(batch.number, result.loss, state, writes=session.is_main)
+            session.state_log.log_step(batch.number, result.loss, state, writes=session.is_main)
         if result.metrics:
-            session.chronicle.log(batch.number + 1, result.metrics, writes=session.is_main)
+            session.trace_writer.log(batch.number + 1, result.metrics, writes=session.is_main)
         self.progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
-        facts = partial(facts_of, plan, result)
-        session.observer.stepped(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
+        facts = partial(lr_and_grad_norm, plan, result)
+        session.observer.end_step(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
         return result
 
     def _end_failed_step(self, error: BaseException) -> None:
-        """A step that failed has not changed the buffers; and if gradients were being exchanged, no call can follow."""
-        training = self.training
-        if training is not None:
-            training.running.abandon()
-            # Errors of ours are raised by all workers at the same place, so that their calls still fit together.
-            if training.is_exchanging and isinstance(error, Exception) and not isinstance(error, LockstepError):
+        """Restore the buffers after a failed step. If it failed in the exchange of gradients, no call can follow."""
+        context = self.state.context
+        if context is not None:
+            context.buffers.abort()
+            # Errors of Lockstep are raised by all workers at the same place, so that their calls still match.
+            if context.is_exchanging and isinstance(error, Exception) and not isinstance(error, LockstepError):
                 self._session.calls.failed = error
 
-    def _take(self, plan: Plan, loss: Loss, batch: Batch) -> Result:
-        session, training = self._session, self.training
-        assert training is not None
-        if self._handed_out != self._generation:  # the workers are others by now, and so are our shards
+    def _take_step(self, plan: TrainingPlan, loss: Loss, batch: Batch) -> Result:
+        session, context = self._session, self.state.context
+        assert context is not None
+        if self._assignment != self.state.assignments:  # the workers have changed, and with them the shards of this one
             if self._is_batch_changed:
                 raise LockstepError(
                     f"the program has changed the samples of batch {batch.number} in its loop, and a worker "
@@ -321,169 +321,51 @@ class TrainLoop:
                     "in the loss function"
                 )
             plan.batches.seek(Position(batch.epoch, batch.step, batch.number))
-            self._handed_out, self._fetched_again = self._generation, next(self._coming, None)
+            self._assignment, self._fetched_again = self.state.assignments, next(self._batches, None)
             assert self._fetched_again is not None
         if self._fetched_again is not None:
             batch = self._fetched_again
         if plan.synced and session.world.size > 1:
-            determinism.refuse_empty_shards(plan.synced[0], batch, training.sum.shares, exact=session.exact)
-        if batch.number < self._applied and session.calls.is_elastic:
+            determinism.refuse_empty_shards(plan.synced[0], batch, context.sum.shares, exact=session.exact)
+        if batch.number < self.state.applied_steps and session.calls.is_elastic:
             raise DivergenceError(
-                f"step {batch.number} would be applied twice, after step {self._applied - 1}; report this"
+                f"step {batch.number} would be applied twice, after step {self.state.applied_steps - 1}; report this"
             )
         calls = session.calls
-        wishes = Wishes(session.stops.asked, calls.wants_to_move, self._commit, calls.check_left)
-        result = take_step(training, loss, batch, wishes)
-        self._end_applying(plan, batch.number, ends_epoch=batch.ends_epoch, skipped=result.skipped)
+        requests = StepRequests(session.stops.asked, calls.wants_to_move, self.state.commit, calls.check_left)
+        result = take_step(context, loss, batch, requests)
+        self.state.end_step(plan, batch.number, ends_epoch=batch.ends_epoch, skipped=result.skipped)
         faults.at("applied")
         return result
 
-    def _end_applying(self, plan: Plan, number: int, *, ends_epoch: bool, skipped: bool) -> None:
-        if plan.schedule is not None and (ends_epoch if plan.interval == "epoch" else not skipped):
-            plan.schedule.step()
-        self._applied, self._is_applying = number + 1, False
-
-    def _start_receipt(self) -> None:
-        """Learn, by the time of the next backward pass, that all workers have applied this step (`Update`)."""
-        training = self.training
-        assert training is not None
-        if training.newest is not None and training.newest.receipt is None:
-            with suppress(Exception):  # the group has failed; so will the next call, which is made again then
-                training.newest.receipt = training.sum.start_receipt()
-
-    def _commit(self) -> None:
-        self._session.calls.check_commit()
-        self._is_applying = True
-
-    def _follow_trainable(self, plan: Plan, check: LoopCheck) -> None:
-        """The program has frozen or unfrozen parameters, or given some to the optimiser: this step trains what is
-        trainable now."""
-        self._session.agree("run.step: what is trained", follow_trainable(plan))
-        is_current = self._handed_out == self._generation  # no worker was lost meanwhile
-        self._drop_training(clears_gradients=True)
-        self._share_out(plan)
+    def _update_trainable(self, plan: TrainingPlan, check: LoopCheck) -> None:
+        """Train what is trainable now: the program froze or unfroze parameters, or added some to the optimiser."""
+        self._session.agree("run.step: what is trained", update_trainable(plan))
+        is_current = self._assignment == self.state.assignments  # no worker was lost meanwhile
+        self.state.drop_context(clears_gradients=True)
+        self.state.assign_shards(plan)
         if is_current:
-            self._handed_out = self._generation
+            self._assignment = self.state.assignments
         check.follow(plan.leaves)
-        self._tell_untrained(plan)
+        self._warn_untrained(plan)
 
-    def _tell_untrained(self, plan: Plan) -> None:
+    def _warn_untrained(self, plan: TrainingPlan) -> None:
         untrained = describe_untrained(plan.leaves, plan.optimizer)
         if untrained is not None and self._session.is_main:
-            say(untrained)
-
-    def _compare_replicas(self, number: int) -> None:
-        training = self.training
-        assert training is not None
-        faults.at("compared")
-        with self._session.call_check.explains("the comparison of replicas"):
-            self._replica_check.after_step(
-                number, lambda: named_state(training.model, training.optimizer) | training.running.past()
-            )
+            print_message(untrained)
 
     def _agree_on_end(self, batches: Batches) -> None:
-        """A stream may end at any time, but for all workers at the same."""
-        training = self.training
-        if batches.steps_in_all is not None or training is None:
+        """Check that a stream has ended on all workers; raises UnevenDataError if not. It may end at any step."""
+        context = self.state.context
+        if batches.steps_in_all is not None or context is None:
             return
-        if training.metric_names is None:
-            training.metric_names = agree_on_metrics(training.sum, None)
-        tally = Tally(training.sum, buffers=len(training.running))
-        tally.send(None, names=training.metric_names)
-        step_check.refuse_bad_data(tally.outcome(), batches.position.number)
-
-    # -- another generation of workers (elastic_calls.py) --------------------------------------------------------------
-
-    def gather(self, world: World) -> dist.ProcessGroup:
-        return self._session.gather(world)
-
-    def part(self) -> None:
-        self._parted_s, self._session.chronicle.state = time.monotonic(), "recovering"
-        self._drop_training(clears_gradients=self._check is not None and self._check.is_stepping)
-
-    def _drop_training(self, *, clears_gradients: bool) -> None:
-        """What depends on the workers and on the parameters that are trained is built anew after this.
-
-        clears_gradients  not between two steps, where the program may look at those of the last one. A parameter that
-                          is frozen must not keep its gradient, which the optimiser would use in every step.
-        """
-        if self.training is not None:
-            self.training.running.abandon()
-            if clears_gradients:
-                self.training.gradients.begin()
-            self.training.gradients.stop()  # should a traceback still hold it
-            self.training.sum.close()
-
-    def settle(self) -> None:
-        chronicle = self._session.chronicle
-        if self.plan is not None:
-            self._share_out(self.plan)
-        if self._parted_s is not None:
-            chronicle.event("recovery", took_s=time.monotonic() - self._parted_s)
-            self._parted_s, chronicle.state = None, "training"
-
-    @property
-    def applied(self) -> int:
-        return self._applied
-
-    def send_step(self, source: int, then: Callable[[], None]) -> None:
-        plan, session, training = self.plan, self._session, self.training
-        assert plan is not None
-        mine = None
-        if session.world.rank == source:
-            assert training is not None
-            mine = encode_update(self._applied - 1, training)
-        sent = hand_over(session.group, session.device, source, mine)
-        if self._applied < 0 or self._applied == sent["number"] + 1:
-            return  # a newcomer, or it has applied the step
-        if self._applied != sent["number"]:
-            raise DivergenceError(f"this worker has applied {self._applied} steps, and gets step {sent['number']}")
-        assert training is not None
-        update = apply_sent_step(training, sent)
-        self._end_applying(plan, update.number, ends_epoch=update.ends_epoch, skipped=not update.finite)
-        then()
-        faults.at("restored")
-
-    def send_state(self, source: int, then: Callable[[], None]) -> None:
-        plan, session = self.plan, self._session
-        assert plan is not None
-        is_source, is_new, mine = session.world.rank == source, self._applied < 0, None
-        if is_source:
-            session.checkpoints.ledger.write()  # a worker that gets our state does not know what came before it
-            mine = session.checkpoints.state(plan)
-        state = hand_over(session.group, session.device, source, mine)
-        if is_new:
-            session.checkpoints.restore(plan, state)
-            self._applied = state["batches"]["number"]
-            then()
-            faults.at("restored")
-        # Other survivors are not compared: they may be before the end of their loop body.
-        compared = named_state(plan.model, plan.optimizer) if is_source or is_new else None
-        refuse_other_state(session.group, session.device, source, compared, self._applied)
-
-    def _share_out(self, plan: Plan) -> None:
-        """The work of a step, among the workers that there are now."""
-        session, world, settings = self._session, self._session.world, plan.batches.settings
-        basis = Basis(session.options, session.seed, session.exact)
-        training = self.training = share_out(plan, basis, world, session.group, session.observer)
-        training.keeps_update = session.calls.is_elastic and world.size > 1
-        session.observer.share_out(
-            lambda: describe(plan, training),
-            sees=sight_of(plan, world),
-            generation=session.calls.generation,
-            first=plan.batches.position.number,
-            rank=world.rank,
-            size=world.size,
-            backend=world.backend,
-            shards=settings.shards,
-            global_batch_size=settings.global_batch_size,
-            steps=self._steps or plan.batches.steps_in_all,
-        )
-        self._replica_check = ReplicaCheck(session.group, session.device, every=session.options.check_every)
-        session.checkpoints.ledger.share_out(world.size)
-        self._generation += 1
+        if context.metric_names is None:
+            context.metric_names = agree_on_metrics(context.sum, None)
+        table = StepTable(context.sum, buffers=len(context.buffers))
+        table.send(None, names=context.metric_names)
+        step_check.refuse_bad_data(table.outcome(), batches.position.number)
 
 
 def versions_of(batch: Batch) -> list[int]:
-    """How often the tensors of a batch have been written, in its order."""
+    """Return the version counters of the tensors of a batch, in order: how often each was written."""
     return [leaf._version for shard in batch.shards for leaf in tree_leaves(shard.data) if isinstance(leaf, Tensor)]

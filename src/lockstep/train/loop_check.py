@@ -1,4 +1,4 @@
-"""Does the program use the training loop as it is meant? What would train wrongly without a word is refused or told."""
+"""Checks that the program uses the training loop as intended: what would silently train wrongly is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.ddp.replica import Leaf
 from lockstep.errors import LockstepError
 from lockstep.train.buffer_snapshot import is_expanded
 
-LOOKED_AT: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
+WATCHED: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
 NAMED: Final = 4  # parameters in a message
 ONE_STEP: Final = "`for batch in run.train(batches, optimizer): run.step(loss, batch)` takes one step for each batch"
 
@@ -86,26 +86,26 @@ class LoopCheck:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
         self._parameters, self._optimizer = list(model.parameters()), optimizer
-        self._number: int | None = None  # of the batch that was handed out
+        self._number: int | None = None  # of the batch that the program got last
         self._is_stepped = False
-        self._failure = ""  # how the step with that batch has failed
-        self.is_stepping = False  # run.step is under way, and so may be optimizer.step
-        self._is_told = False
+        self._failure = ""  # the error of the step with that batch
+        self.is_stepping = False  # run.step is running, and may call optimizer.step
+        self._has_warned = False
         self._grads: list[tuple[Leaf, weakref.ref[Tensor] | None, int]] = []
         self.follow(leaves)
         register = getattr(optimizer, "register_step_pre_hook", None)
         self._hook = register(self._refuse_own_step) if register is not None else None
 
     def follow(self, leaves: Sequence[Leaf]) -> None:
-        """These parameters are trained from now on."""
-        self._leaves = [leaves[n] for n in sorted({0, len(leaves) // 2, len(leaves) - 1})][:LOOKED_AT]
+        """Set the parameters that are trained from now on."""
+        self._leaves = [leaves[n] for n in sorted({0, len(leaves) // 2, len(leaves) - 1})][:WATCHED]
         self._kinds = [_kind(p) for p in self._parameters]
         self._groups = self._count_groups()
-        self._look()
+        self._note_gradients()
 
     @property
     def has_other_parameters(self) -> bool:
-        """The program has frozen or unfrozen a parameter, given it other strides, or changed the optimiser's groups."""
+        """Whether the program froze or unfroze a parameter, changed its strides, or changed the optimiser's groups."""
         if self._groups != self._count_groups():
             return True
         return any(_kind(p) != was for p, was in zip(self._parameters, self._kinds, strict=True))
@@ -118,11 +118,11 @@ class LoopCheck:
             self._hook.remove()
 
     def hand_out(self, number: int) -> None:
-        """Batch `number` goes to the program."""
+        """Note that the program gets batch `number`."""
         self._number, self._is_stepped, self._failure = number, False, ""
 
     def end_iteration(self) -> None:
-        """Raise LockstepError if the program did not step with the batch that it got."""
+        """Raise LockstepError if the program took no step with the batch that it got."""
         if self._failure and not self._is_stepped:
             raise LockstepError(
                 f"run.step failed for batch {self._number} on this worker ({self._failure}), and the program caught "
@@ -136,8 +136,8 @@ class LoopCheck:
                 "dataset; to end early, `break`"
             )
 
-    def begin_step(self, batch: Batch, *, tells: bool) -> None:
-        """Raise LockstepError if this batch has had its step. Tell once of gradients that the program itself made."""
+    def begin_step(self, batch: Batch, *, warns: bool) -> None:
+        """Raise LockstepError if this batch has had its step. Warn once of gradients that the program computed."""
         if batch.number != self._number or self._is_stepped:
             why = "has had its step" if batch.number == self._number else f"is not the current one, {self._number}"
             raise LockstepError(
@@ -146,8 +146,8 @@ class LoopCheck:
                 "several losses, return their sum from one loss function"
             )
         changed = self._find_own_gradient()
-        if changed is not None and tells and not self._is_told:
-            self._is_told = True
+        if changed is not None and warns and not self._has_warned:
+            self._has_warned = True
             print(
                 f"lockstep: the gradient of {changed} was made or changed by the program before step {batch.number}, "
                 "and is dropped: run.step(loss, batch) runs forward, backward and optimizer.step itself; leave out "
@@ -157,14 +157,14 @@ class LoopCheck:
             )
 
     def note_failure(self, error: BaseException) -> None:
-        """The step with this batch has failed."""
+        """Note that the step with this batch has failed."""
         self._failure = f"{type(error).__name__}: {error}"[:200]
 
     def end_step(self) -> None:
         self._is_stepped = True
-        self._look()
+        self._note_gradients()
 
-    def _look(self) -> None:
+    def _note_gradients(self) -> None:
         grads = [(leaf, leaf.parameter.grad) for leaf in self._leaves]
         self._grads = [(leaf, weakref.ref(g), g._version) if g is not None else (leaf, None, 0) for leaf, g in grads]
 

@@ -1,11 +1,10 @@
 """What a loss function returns: (sum, weight), or with metrics (sum, weight, {name: (sum, weight)}).
 
 Note [A mean passed off as a sum]
-`(mean, number of samples)` is the likeliest mistake in a loss function. It trains, with gradients that are smaller by
-the size of a shard. A sum over a shard is the sum over its two halves; a mean is their mean. So where the last
-operations of a loss divide or average, the first shard of a run is evaluated three times more, in eval mode and without
-gradients. Where that cannot be (samples that cannot be cut in two, a model that has no loss in eval mode), nothing is
-said.
+`(mean, number of samples)` is the most likely mistake in a loss function. It trains, with gradients that are smaller by
+the size of a shard. A sum over a shard is the sum over its two halves; a mean is their mean. So if the last operations
+of a loss divide or average, the first shard of a run is evaluated three more times, in eval mode and without gradients.
+Where that is impossible (samples that cannot be cut in two, a model without a loss in eval mode), nothing is checked.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from torch import Tensor, nn
 
 from lockstep.train.buffer_snapshot import BufferSnapshot
 
-TOLERANCE: Final = 1e-3  # relative: the halves are computed by other kernels
+TOLERANCE: Final = 1e-3  # relative; the halves are computed by other kernels
 LAST_OPERATIONS: Final = 32
 MEAN: Final = 1  # torch's number for reduction="mean"
 ELEMENTWISE: Final = (
     *("Add", "Sub", "Mul", "Neg", "Clone", "Alias", "ToCopy", "View", "Reshape", "Unsafe", "Squeeze", "Unsqueeze"),
     *("Select", "Where", "Expand", "Cat", "Stack", "SumBackward"),
 )
-APART: Final = 0.2  # relative: so far a sum of the halves is from their mean, or nothing can be told
+APART: Final = 0.2  # relative distance of the sum of the halves from the whole; below it, no decision is possible
 ADVICE: Final = (
     'return the sum: `F.cross_entropy(model(x), y, reduction="sum"), len(y)`; or, of a mean that a model gives you, '
     "`mean * len(y), len(y)`"
@@ -45,8 +44,8 @@ class ShardLoss:
     metrics: Mapping[str, tuple[float | Tensor, float | Tensor]]  # (sum, weight) by name
 
 
-def checked(returned: Any) -> ShardLoss:
-    """Return what a loss function gave back. Raises TypeError unless it is (sum, weight) or (sum, weight, metrics)."""
+def parse_loss(returned: Any) -> ShardLoss:
+    """Check and convert the return value of a loss function. Raises TypeError unless it is (sum, weight[, metrics])."""
     advice = 'a loss function returns (sum, weight), such as `F.cross_entropy(model(x), y, reduction="sum"), len(y)`'
     if isinstance(returned, (tuple, list)) and len(returned) not in (2, 3):
         raise TypeError(f"{advice}; this one returned {_values(returned)}")
@@ -94,7 +93,7 @@ def _values(returned: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A loss function's value and weight for some samples, and how many those were."""
+    """Loss and weight of some samples, and the number of samples."""
 
     loss: float
     weight: float
@@ -102,7 +101,7 @@ class Evaluated:
 
 
 def may_be_mean(total: Tensor) -> bool:
-    """Whether the operations that a loss ends with, as autograd has them, divide or average."""
+    """Whether the last operations of a loss, as recorded by autograd, divide or average."""
     nodes, seen = [total.grad_fn], 0
     while nodes and seen < LAST_OPERATIONS:
         node, seen = nodes.pop(0), seen + 1
@@ -117,7 +116,7 @@ def may_be_mean(total: Tensor) -> bool:
 
 
 def is_mean(whole: Evaluated, first: Evaluated, second: Evaluated) -> bool:
-    """Whether the loss is the mean of those of its halves, while its weight is the sum of theirs."""
+    """Whether the loss is the mean of the losses of the two halves, while its weight is the sum of their weights."""
     values = (whole.loss, first.loss, second.loss)
     if not all(map(math.isfinite, values)) or whole.weight <= 0 or first.weight <= 0 or second.weight <= 0:
         return False
@@ -131,7 +130,7 @@ def is_mean(whole: Evaluated, first: Evaluated, second: Evaluated) -> bool:
 
 
 def cut_in_two(data: Any, count: int) -> tuple[Any, Any] | None:
-    """The first and the second half of the samples in nested data; None if some part of it has no row per sample."""
+    """Return the first and the second half of nested data; None if some part of it does not have a row per sample."""
     middle = count // 2
     if isinstance(data, Tensor):
         return (data[:middle], data[middle:]) if data.dim() and len(data) == count else None
@@ -156,9 +155,9 @@ def refuse_mean(evaluate: Callable[[Any], ShardLoss], model: nn.Module, data: An
         return
     parts = ((data, count), (halves[0], count // 2), (halves[1], count - count // 2))
     try:
-        with _undisturbed(model):
+        with _eval_mode(model):
             whole, first, second = (_evaluate(evaluate, part, samples) for part, samples in parts)
-    except Exception:  # whatever is wrong with it is told by the step itself
+    except Exception:  # the step itself raises the error
         return
     if is_mean(whole, first, second):
         raise ValueError(
@@ -173,26 +172,26 @@ def _evaluate(evaluate: Callable[[Any], ShardLoss], data: Any, samples: int) -> 
     return Evaluated(float(returned.total), float(returned.weight), samples)
 
 
-def _undisturbed(model: nn.Module) -> ExitStack:
-    """Eval mode without gradients; the buffers and the modes of all modules are put back at the end."""
+def _eval_mode(model: nn.Module) -> ExitStack:
+    """Eval mode without gradients. At the end the buffers and the modes of all modules are restored."""
     stack = ExitStack()
     was_training = [module for module in model.modules() if module.training]
     buffers = BufferSnapshot(model)
-    buffers.look()
+    buffers.capture()
 
-    def put_back() -> None:
+    def restore() -> None:
         for module in was_training:
             module.training = True
-        buffers.go_back(waits=True)
+        buffers.restore(waits=True)
 
     stack.enter_context(torch.no_grad())
-    stack.callback(put_back)
+    stack.callback(restore)
     model.eval()
     return stack
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Other shapes would be compiled, and could change what later steps run."""
+    """Whether a part is compiled: other shapes would be compiled too, and could change what later steps run."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 

@@ -1,4 +1,4 @@
-"""Figures over all workers: (sum, weight) pairs, added up without rounding, so that all workers have the same."""
+"""Metrics over all workers: (sum, weight) pairs, added without rounding, so that all workers get equal results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.comm import abortable_wait, agreement
 from lockstep.errors import DesyncError
 from lockstep.run_files import Appender
 
-TAIL = 8  # lines that another worker may have written since we last knew
+TAIL = 8  # lines that another worker may have written since this one last wrote
 
 Pairs = dict[str, tuple[float, float]]
 
 
 class Mean(float):
-    """A mean, as a float; `.sum` and `.weight` are what it was made of."""
+    """A mean, as a float; `.sum` divided by `.weight`."""
 
     sum: float
     weight: float
@@ -36,32 +36,35 @@ class Mean(float):
 
 
 class MetricsFile:
-    """metrics.jsonl: a line for each call of `run.log`. All workers know them, and one writes.
+    """The file metrics.jsonl, with a line for each call of `run.log`. All workers have the lines, and one writes them.
 
-    Whoever writes may be lost before it has, or right after. So the next one looks whether the last line is there.
+    The writer may be lost before or right after it has written a line. So the next writer checks whether the last line
+    is in the file.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = Appender(directory / "metrics.jsonl", "the file of figures")
-        self._waiting: list[Line] = []  # not written, or perhaps not: of others only the last
+        self._file = Appender(directory / "metrics.jsonl", "the file of metrics")
+        self._pending: list[
+            MetricsLine
+        ] = []  # possibly not in the file; on a worker that does not write, only the last
         self._writes = False
 
-    def note(self, step: int, figures: Mapping[str, float], *, writes: bool) -> None:
-        line = Line(json.dumps({"step": step, **figures}), time.time())
+    def add(self, step: int, metrics: Mapping[str, float], *, writes: bool) -> None:
+        line = MetricsLine(json.dumps({"step": step, **metrics}), time.time())
         if writes:
-            self._waiting.append(line)
+            self._pending.append(line)
             self.write()
         else:
-            self._waiting, self._writes = [line], False
+            self._pending, self._writes = [line], False
 
     def write(self) -> None:
-        """What waits. From now on that is for us to do."""
+        """Write the pending lines. From now on this worker is the writer."""
         if not self._writes:
             there = self._tail()
-            self._waiting = [line for line in self._waiting if line.text not in there]
+            self._pending = [line for line in self._pending if line.text not in there]
         self._writes = True
-        if self._waiting and self._file.add(map(str, self._waiting)) is not None:
-            self._waiting.clear()
+        if self._pending and self._file.add(map(str, self._pending)) is not None:
+            self._pending.clear()
 
     def _tail(self) -> list[str]:
         """The last lines, without their times."""
@@ -73,7 +76,9 @@ class MetricsFile:
 
 
 @dataclass(frozen=True)
-class Line:
+class MetricsLine:
+    """A line of the file; `text` is without the time, in which two workers differ."""
+
     text: str
     time: float
 
@@ -83,7 +88,10 @@ class Line:
 
 
 def as_pairs(returned: Any, what: str) -> Pairs:
-    """(sum, weight), or several of them by name."""
+    """Convert what the function `what` returned, (sum, weight) or a dict of such pairs, to pairs of floats.
+
+    Raises TypeError if it is neither.
+    """
     named = returned if isinstance(returned, Mapping) else {"": returned}
     pairs: Pairs = {}
     for name, pair in named.items():
@@ -104,12 +112,17 @@ def as_pairs(returned: Any, what: str) -> Pairs:
 def gather_pieces(
     group: dist.ProcessGroup, device: torch.device, mine: Mapping[int, Pairs], *, what: str
 ) -> dict[str, list[tuple[float, float]]]:
-    """All workers together: every figure of every piece, by name. `mine`: our pieces by number; each has one owner."""
+    """Gather the metrics of all pieces from all workers, by name. `mine`: the pieces of this worker, by number.
+
+    Raises DesyncError if the workers have different metrics.
+    """
     keys = next((list(pairs) for pairs in mine.values()), None)
     mixed = next((list(pairs) for pairs in mine.values() if list(pairs) != keys), None)
-    told = agreement.tell_all(group, {"keys": keys, "mixed": mixed, "stop": max(mine, default=-1) + 1}, device=device)
-    names = _agreed_keys(told, what)
-    pieces = max(one["stop"] for one in told)
+    gathered = agreement.gather_values(
+        group, {"keys": keys, "mixed": mixed, "stop": max(mine, default=-1) + 1}, device=device
+    )
+    names = _agreed_keys(gathered, what)
+    pieces = max(one["stop"] for one in gathered)
     table = torch.zeros(pieces, len(names), 2, dtype=torch.float64, device=device)
     for number, pairs in mine.items():
         table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
@@ -119,7 +132,7 @@ def gather_pieces(
 
 
 def mean_of(pairs: Sequence[tuple[float, float]]) -> Mean:
-    """The sums are exact, so neither the order of pieces matters nor who had which."""
+    """The mean of all pieces. Sums are exact, so the order of the pieces, and which worker has them, is irrelevant."""
     return Mean(_sum([total for total, _ in pairs]), _sum([weight for _, weight in pairs]))
 
 
@@ -130,17 +143,17 @@ def _sum(values: Sequence[float]) -> float:
         return math.nan
 
 
-def _agreed_keys(told: list[dict[str, Any]], what: str) -> list[str]:
-    first = next(((rank, one["keys"]) for rank, one in enumerate(told) if one["keys"] is not None), None)
+def _agreed_keys(gathered: list[dict[str, Any]], what: str) -> list[str]:
+    first = next(((rank, one["keys"]) for rank, one in enumerate(gathered) if one["keys"] is not None), None)
     if first is None:
         return []
     owner, keys = first
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(gathered):
         for theirs in (one["keys"], one["mixed"]):
             if theirs is not None and sorted(theirs) != sorted(keys):
                 odd = sorted(set(theirs) ^ set(keys))
                 raise DesyncError(
-                    f"{what}: rank {owner} has the figures {', '.join(keys)}, and rank {rank} has {', '.join(theirs)}; "
+                    f"{what}: rank {owner} has the metrics {', '.join(keys)}, and rank {rank} has {', '.join(theirs)}; "
                     f"{', '.join(odd)} must be there always or never"
                 )
     return sorted(keys)

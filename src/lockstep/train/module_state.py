@@ -1,16 +1,16 @@
-"""The state of modules and optimisers as it is, beyond what a state dict gives back.
+"""The complete state of modules and optimisers, which `state_dict` and `load_state_dict` alone do not restore.
 
-The state dict of a module lacks buffers that are not persistent, and is only taken by a module that has buffers of the
-same names and shapes. A module whose buffers are made or grow in a forward pass has not, in a new process. So beside
-the state dict a state has a part `raw`, for the model and for each registered module:
+The state dict of a module lacks non-persistent buffers, and can be loaded only by a module that has buffers of the same
+names and shapes. In a new process that is not so for a module whose buffers are made or grow in a forward pass. So the
+state of the model, and of each registered module, has a part `raw` besides the state dict:
 
     tensors  buffers that are not in the state dict, by name
-    grown    what a buffer was when training began, [dtype, shape] or None, if it is something else by now
-    gone     names of buffers that were there when training began, and are not any more
+    grown    buffers that have changed since training began: their kind at that time, [dtype, shape] or None
+    gone     names of buffers that existed when training began, and do not any more
     numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in train/buffer_snapshot.py
 
-It is left out where there is nothing in it. The state dict of an optimiser has everything, but `load_state_dict` casts
-what an optimiser remembers of a parameter to the dtype of the parameter.
+Empty parts are left out. The state dict of an optimiser is complete, but its `load_state_dict` casts the state of a
+parameter to the dtype of that parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.train.buffer_snapshot import Gone, numbers_of
 
 
 @final
-class ModuleOrigin:
+class InitialModuleState:
     """The buffers of a module and the numbers beside them, when training began."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,7 +35,7 @@ class ModuleOrigin:
         self._numbers = {prefix: numbers_of(child) for prefix, child in module.named_modules()}
 
     def raw(self, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What the state dict `state` of the module lacks; empty if nothing."""
+        """What the state dict `state` of the module lacks; empty if it lacks nothing."""
         places = list(_places(module))
         kinds = {name: _kind(owner._buffers[key]) for name, owner, key in places}
         values = {name: owner._buffers[key] for name, owner, key in places}
@@ -60,11 +60,11 @@ class ModuleOrigin:
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], raw: Mapping[str, Any] | None) -> None:
-    """Give a module the state that a state dict and its `raw` part describe."""
+    """Load a state dict and its `raw` part into a module."""
     raw = raw or {}
     tensors, owners = raw.get("tensors") or {}, dict(module.named_modules())
     device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-    for name in raw.get("grown") or {}:  # before the state dict, which needs them to be there
+    for name in raw.get("grown") or {}:  # before the state dict, which can be loaded only if they exist
         prefix, _, key = name.rpartition(".")
         saved = state.get(name, tensors.get(name))
         like = None if saved is None else torch.empty(saved.shape, dtype=saved.dtype, device=device)
@@ -88,14 +88,14 @@ def load_module(module: nn.Module, state: Mapping[str, Any], raw: Mapping[str, A
 
 @final
 class GeneratorState:
-    """A generator of random numbers of the program's own, as something with a state dict."""
+    """Gives a random number generator of the program a `state_dict` and a `load_state_dict`."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
     @staticmethod
     def fits(thing: Any) -> bool:
-        """Whether it is a generator of torch, of Python's `random` or of numpy."""
+        """Whether `thing` is a generator of torch, of Python's `random` or of numpy."""
         is_numpy = type(thing).__module__.startswith("numpy.random") and hasattr(thing, "bit_generator")
         return isinstance(thing, (torch.Generator, random.Random)) or is_numpy
 
@@ -118,14 +118,14 @@ class GeneratorState:
 
 
 def _without_arrays(value: Any) -> Any:
-    """The state of a bit generator of numpy, whose arrays no checkpoint holds, as lists."""
+    """Convert the arrays in the state of a numpy bit generator to lists: a checkpoint cannot contain arrays."""
     if isinstance(value, Mapping):
         return {key: _without_arrays(inside) for key, inside in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give an optimiser a state, in the dtypes that it has there."""
+    """Load the state of an optimiser, and keep the dtypes that it was saved with."""
     optimizer.load_state_dict(dict(state))
     for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for parameter, number in zip(group["params"], saved_group["params"], strict=False):
@@ -136,7 +136,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _in_dtype_of(saved: Any, loaded: Any) -> Any:
-    """What was loaded, or what was saved where loading has changed its dtype."""
+    """Return what was loaded, or what was saved where loading has changed the dtype."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
     if isinstance(saved, Mapping) and isinstance(loaded, MutableMapping):
@@ -148,7 +148,7 @@ def _in_dtype_of(saved: Any, loaded: Any) -> Any:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, owner, key) of every buffer, also of those that have no tensor."""
+    """(name, module, key) of every buffer, including those without a tensor."""
     for prefix, child in module.named_modules():
         for key in child._buffers:
             yield (f"{prefix}.{key}" if prefix else key), child, key

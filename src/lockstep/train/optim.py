@@ -1,16 +1,16 @@
-"""LARS and LAMB: optimisers for very large batches, in which every layer has a step length of its own.
+"""LARS and LAMB: optimisers for very large batches, with a learning rate for each layer.
 
 Note [Trust ratio]
-A layer's update is made as long as its weights: multiplied by |weights| / |update|. Norms and ratios stay on the device
-as tensors, so a step never waits for a GPU. Where either norm is zero the ratio is 1. On a CPU norms are formed in
-blocks, whose sums do not depend on the number of threads.
+The update of a layer is scaled to the norm of its weights: multiplied by |weights| / |update|. Norms and ratios stay on
+the device as tensors, so a step never waits for a GPU. Where either norm is zero the ratio is 1. On a CPU norms are
+computed in blocks, whose sums do not depend on the number of threads.
 
-Which parameters are adapted in this way is the group option `adapt`. None: those with more than one dimension; biases
-and the weights of normalisation layers, which have one, are neither adapted nor decayed. True or False: all or none of
-the group are adapted, and all of them are decayed by the group's `weight_decay`.
+The group option `adapt` selects the parameters that are adapted in this way. None: those with more than one dimension;
+biases and the weights of normalisation layers, which have one, are neither adapted nor decayed. True or False: all or
+none of the group are adapted, and all of them are decayed by the group's `weight_decay`.
 
 Note [Wide]
-Weights of float16 and bfloat16 are stepped in float32 and rounded at the end, and their state is kept in float32:
+Weights of float16 and bfloat16 are updated in float32 and rounded at the end, and their state is kept in float32:
 squared gradients would vanish in float16, and a bfloat16 cannot change by a thousandth.
 """
 
@@ -26,14 +26,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep import _torch
+
 BLOCK_NUMEL: Final = 4096
 
 
 @dataclass(frozen=True)
-class _Lot:
-    """Parameters that are stepped together: one group, one device, one dtype; all are adapted and decayed or none."""
+class _ParameterList:
+    """Parameters that are updated together: one group, one device, one dtype; all are adapted and decayed or none."""
 
-    weights: list[Tensor]  # wide, as are gradients and state
+    weights: list[Tensor]  # at least float32, like gradients and state: see Note [Wide]
     grads: list[Tensor]
     states: list[dict[str, Any]]
     adapt: bool
@@ -48,7 +50,7 @@ class _Lot:
 
 
 class _LayerWise(Optimizer):
-    """What both have in common: checks, lots of parameters, the closure."""
+    """What both optimisers have in common: checks, lists of parameters, the closure."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check(self.defaults | param_group)
@@ -56,7 +58,7 @@ class _LayerWise(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # Torch has made the state as narrow as its parameters: take it again as it was saved.
+        # Torch has cast the state to the dtype of its parameters: replace it by what was saved.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for key, weight in zip(keys, weights, strict=True):
@@ -72,21 +74,21 @@ class _LayerWise(Optimizer):
                 loss = closure()
         self._check_gradients()
         for group in self.param_groups:
-            for weights in self._alike(group):
-                lot = self._lot(weights, group)
-                self._step_lot(lot, group)
-                if lot.weights is not weights:
-                    torch._foreach_copy_(weights, lot.weights)
+            for weights in self._group_by_kind(group):
+                params = self._prepare(weights, group)
+                self._step_parameters(params, group)
+                if params.weights is not weights:
+                    _torch.foreach_copy_(weights, params.weights)
         return loss
 
     @abstractmethod
     def _check(self, options: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def _step_lot(self, lot: _Lot, group: dict[str, Any]) -> None: ...
+    def _step_parameters(self, params: _ParameterList, group: dict[str, Any]) -> None: ...
 
     def _check_gradients(self) -> None:
-        """All of them, before any weight is changed."""
+        """Raise RuntimeError for gradients that are not supported, before any weight is changed."""
         for index, group in enumerate(self.param_groups):
             for place, weight in enumerate(group["params"]):
                 if weight.grad is None:
@@ -100,18 +102,18 @@ class _LayerWise(Optimizer):
                 if not weight.is_floating_point():
                     raise RuntimeError(f"{type(self).__name__} steps real numbers only: {where}, is {weight.dtype}")
 
-    def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Parameters with a gradient, by what a lot has in common; in the order in which they are met."""
+    def _group_by_kind(self, group: dict[str, Any]) -> list[list[Tensor]]:
+        """Parameters with a gradient, grouped by device, dtype and whether they are adapted; in their first order."""
         together: dict[Any, list[Tensor]] = {}
         for weight in group["params"]:
             if weight.grad is not None:
                 together.setdefault((weight.device, weight.dtype, _is_adapted(weight, group)), []).append(weight)
         return list(together.values())
 
-    def _lot(self, weights: list[Tensor], group: dict[str, Any]) -> _Lot:
+    def _prepare(self, weights: list[Tensor], group: dict[str, Any]) -> _ParameterList:
         grads = [weight.grad for weight in weights if weight.grad is not None]
         adapt, dtype = _is_adapted(weights[0], group), _wide(weights[0].dtype)
-        return _Lot(
+        return _ParameterList(
             weights=weights if weights[0].dtype == dtype else [weight.to(dtype) for weight in weights],
             grads=[(-grad if group["maximize"] else grad).to(dtype) for grad in grads],
             states=[self.state[weight] for weight in weights],
@@ -126,10 +128,10 @@ class LARS(_LayerWise):
     velocity = momentum velocity + lr ratio (grad + decay weight)
     weight  -= velocity, with ratio = trust |weight| / (|grad| + decay |weight|)
 
-    As in the paper, and other than in torch's SGD, the learning rate is inside the velocity.
+    As in the paper, and unlike torch's SGD, the velocity includes the learning rate.
     """
 
-    # More than six arguments, as torch's optimisers have: each is an option that a parameter group may set as well.
+    # More than six arguments, like torch's optimisers: each is an option that a parameter group may set as well.
     def __init__(
         self,
         params: Any,
@@ -154,25 +156,25 @@ class LARS(_LayerWise):
         if options["nesterov"] and options["momentum"] == 0:
             _refuse("nesterov", True, "needs a momentum above 0")
 
-    def _step_lot(self, lot: _Lot, group: dict[str, Any]) -> None:
-        momentum, changes = group["momentum"], lot.grads
-        if lot.decay:
-            changes = _foreach(torch._foreach_add, changes, lot.weights, alpha=lot.decay)
+    def _step_parameters(self, params: _ParameterList, group: dict[str, Any]) -> None:
+        momentum, changes = group["momentum"], params.grads
+        if params.decay:
+            changes = _foreach(_torch.foreach_add, changes, params.weights, alpha=params.decay)
         rates = _rate(group["lr"])
-        if lot.adapt:
-            lengths, slopes = _norms(lot.weights), _norms(lot.grads)
-            ratios = group["trust"] * lengths / (slopes + lot.decay * lengths)
-            rates = _one_unless((lengths > 0) & (slopes > 0), ratios) * rates
+        if params.adapt:
+            weight_norms, grad_norms = _norms(params.weights), _norms(params.grads)
+            ratios = group["trust"] * weight_norms / (grad_norms + params.decay * weight_norms)
+            rates = _one_where_undefined((weight_norms > 0) & (grad_norms > 0), ratios) * rates
         changes = _scale(changes, rates)
         if momentum:
-            velocities = lot.state("momentum_buffer")
-            torch._foreach_mul_(velocities, momentum)
-            torch._foreach_add_(velocities, changes)
+            velocities = params.state("momentum_buffer")
+            _torch.foreach_mul_(velocities, momentum)
+            _torch.foreach_add_(velocities, changes)
             if group["nesterov"]:
-                torch._foreach_add_(changes, velocities, alpha=momentum)
+                _torch.foreach_add_(changes, velocities, alpha=momentum)
             else:
                 changes = velocities
-        torch._foreach_sub_(lot.weights, changes)
+        _torch.foreach_sub_(params.weights, changes)
 
 
 class LAMB(_LayerWise):
@@ -209,29 +211,29 @@ class LAMB(_LayerWise):
         if norm_range is not None and not (len(norm_range) == 2 and 0 <= norm_range[0] < norm_range[1]):
             _refuse("norm_range", norm_range, "must be two numbers, 0 <= low < high, or None")
 
-    def _step_lot(self, lot: _Lot, group: dict[str, Any]) -> None:
+    def _step_parameters(self, params: _ParameterList, group: dict[str, Any]) -> None:
         beta_first, beta_second = group["betas"]
-        steps = [_next_step(state) for state in lot.states]
-        first, second = lot.state("exp_avg"), lot.state("exp_avg_sq")
-        torch._foreach_lerp_(first, lot.grads, 1 - beta_first)
-        torch._foreach_mul_(second, beta_second)
-        torch._foreach_addcmul_(second, lot.grads, lot.grads, 1 - beta_second)
+        steps = [_next_step(state) for state in params.states]
+        first, second = params.state("exp_avg"), params.state("exp_avg_sq")
+        _torch.foreach_lerp_(first, params.grads, 1 - beta_first)
+        _torch.foreach_mul_(second, beta_second)
+        _torch.foreach_addcmul_(second, params.grads, params.grads, 1 - beta_second)
 
-        roots = _foreach(torch._foreach_sqrt, second)
-        torch._foreach_div_(roots, [math.sqrt(1 - beta_second**step) for step in steps])
-        torch._foreach_add_(roots, group["eps"])
-        updates = _foreach(torch._foreach_div, first, [1 - beta_first**step for step in steps])
-        torch._foreach_div_(updates, roots)
-        if lot.decay:
-            torch._foreach_add_(updates, lot.weights, alpha=lot.decay)
+        roots = _foreach(_torch.foreach_sqrt, second)
+        _torch.foreach_div_(roots, [math.sqrt(1 - beta_second**step) for step in steps])
+        _torch.foreach_add_(roots, group["eps"])
+        updates = _foreach(_torch.foreach_div, first, [1 - beta_first**step for step in steps])
+        _torch.foreach_div_(updates, roots)
+        if params.decay:
+            _torch.foreach_add_(updates, params.weights, alpha=params.decay)
 
         rates = _rate(group["lr"])
-        if lot.adapt:
-            lengths, slopes = _norms(lot.weights), _norms(updates)
+        if params.adapt:
+            weight_norms, update_norms = _norms(params.weights), _norms(updates)
             if group["norm_range"] is not None:
-                lengths = lengths.clamp(*group["norm_range"])
-            rates = _one_unless((lengths > 0) & (slopes > 0), lengths / slopes) * rates
-        torch._foreach_sub_(lot.weights, _scale(updates, rates))
+                weight_norms = weight_norms.clamp(*group["norm_range"])
+            rates = _one_where_undefined((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms) * rates
+        _torch.foreach_sub_(params.weights, _scale(updates, rates))
 
 
 def _is_adapted(weight: Tensor, group: dict[str, Any]) -> bool:
@@ -243,42 +245,45 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _next_step(state: dict[str, Any]) -> float:
-    """Counts the steps of one parameter. On the host, where it can be read without waiting for a GPU."""
+    """Count the steps of one parameter, on the host, where the count can be read without waiting for a GPU."""
     step: Tensor = state.setdefault("step", torch.zeros((), dtype=torch.float32))
     step += 1
     return float(step.item())
 
 
 def _rate(lr: float | Tensor) -> float | Tensor:
-    """A tensor only if it is on a GPU, where it must stay."""
+    """The learning rate as a float, or as a tensor if it is on a GPU: reading it would wait."""
     return float(lr.item()) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
 
 
 def _scale(tensors: list[Tensor], rates: float | Tensor) -> list[Tensor]:
-    """New tensors: all times one rate, or each times its own if `rates` has a dimension."""
+    """Return new tensors: all multiplied by one rate, or each by its own if `rates` has a dimension."""
     if isinstance(rates, Tensor) and rates.ndim == 1:
-        return _foreach(torch._foreach_mul, tensors, list(rates.unbind()))
-    return _foreach(torch._foreach_mul, tensors, rates)
+        return _foreach(_torch.foreach_mul, tensors, list(rates.unbind()))
+    return _foreach(_torch.foreach_mul, tensors, rates)
 
 
 def _foreach(operation: Any, *args: Any, **options: Any) -> list[Tensor]:
-    """A list, where torch gives now a list and now a tuple."""
+    """Return the result as a list: torch returns either a list or a tuple."""
     return list(operation(*args, **options))
 
 
-def _one_unless(meaningful: Tensor, ratios: Tensor) -> Tensor:
-    return torch.where(meaningful, ratios, torch.ones_like(ratios))
+def _one_where_undefined(is_defined: Tensor, ratios: Tensor) -> Tensor:
+    return torch.where(is_defined, ratios, torch.ones_like(ratios))
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """[len(tensors)]"""
+    """The norm of each tensor: [len(tensors)]."""
     if tensors[0].device.type != "cpu":
-        return torch.stack(_foreach(torch._foreach_norm, tensors))
+        return torch.stack(_foreach(_torch.foreach_norm, tensors))
     return torch.stack([_norm_in_blocks(tensor.reshape(-1)) for tensor in tensors])
 
 
 def _norm_in_blocks(flat: Tensor) -> Tensor:
-    """Torch cuts one long sum up among its threads, so that its bits depend on their number; and blocks are exacter."""
+    """The norm, computed in blocks, which is also more accurate.
+
+    Torch splits one long sum among its threads, so that its bits depend on their number.
+    """
     while flat.numel() > BLOCK_NUMEL:
         even = flat.numel() // BLOCK_NUMEL * BLOCK_NUMEL
         norms = torch.linalg.vector_norm(flat[:even].view(-1, BLOCK_NUMEL), dim=1)

@@ -1,4 +1,4 @@
-"""What a user may choose about a run, checked in one place."""
+"""The options of a `Run`, checked in one place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.train.precision import Precision
 
 Choice = TypeVar("Choice", bound=Enum)
 
-RUN_ARGUMENTS: Final = ("directory", "seed", "exact", "resume")  # which are not options of Options
+RUN_ARGUMENTS: Final = ("directory", "seed", "exact", "resume")  # arguments of Run that are not fields of RunOptions
 _TO_BATCHES: Final = "it belongs to run.batches(dataset, global_batch_size=..., epochs=..., num_workers=...)"
 RENAMED: Final = {
     "clip_norm": "max_grad_norm",
@@ -41,15 +41,15 @@ RENAMED: Final = {
 
 
 class OnNonFinite(Enum):
-    """What all workers do together when a loss or a gradient is not a finite number."""
+    """What all workers do when a loss or a gradient is not a finite number."""
 
     STOP = "stop"  # raise NonFiniteError, with the weights as they were before the step
-    SKIP = "skip"  # leave the weights as they are and go on with the next batch
-    IGNORE = "ignore"  # do not look
+    SKIP = "skip"  # leave the weights unchanged and continue with the next batch
+    IGNORE = "ignore"  # do not check
 
 
 class OptionNames(TypedDict, total=False):
-    """The keywords of `Run`, for type checkers."""
+    """The keyword arguments of `Run`, for type checkers."""
 
     precision: str
     grad_comm_dtype: str | None
@@ -68,24 +68,24 @@ class OptionNames(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """
-    precision     "fp32", "bf16" or "fp16": what forward passes compute in (autocast)
-    grad_comm_dtype  "bf16" or "fp16": gradients travel in half precision; sums are formed in float32 all the same.
-                  Complex and sparse ones travel as they are
-    max_grad_norm     the largest norm that the gradient of the global batch may have
-    on_nonfinite  "stop", "skip" or "ignore": when a loss or gradient is not finite
-    check_every   steps from one comparison of the replicas to the next; None: so that it costs under 0.5 %
-    audit_every   steps from one shard that is computed again on another worker to the next; 0: never
-    save_every    steps from one checkpoint to the next, or a time such as "5m"; None: after every epoch and at the end
-    exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program ends behind the step, saved; False: only the loop
-                  does, and the program asks `run.interrupted`
-    threads       of each worker on a CPU. Bits depend on it, so it does not follow from the number of workers
-    progress      show how far we are
-    trace         keep times and figures of all steps, for `lockstep report` and `lockstep watch`
-    tensorboard   write loss, learning rate, speed and the figures of `run.log` for TensorBoard too; needs its package
-    backend       "shm", "gloo", "nccl" or "hierarchy"; None: what fits, as for `lockstep.init`
-    device        None: a GPU of this worker's own where there is one, else the CPU
+    precision     dtype of forward passes (autocast): "fp32", "bf16" or "fp16"
+    grad_comm_dtype  "bf16" or "fp16": gradients are sent in half precision, and still summed in float32. Complex and
+                  sparse gradients are sent unchanged
+    max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
+    on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
+    check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
+    audit_every   steps between two shards that another worker computes again and compares; 0: never
+    save_every    steps between two checkpoints, or a time such as "5m"; None: after every epoch and at the end
+    exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
+                  the loop ends, and the program checks `run.interrupted`
+    threads       CPU threads of each worker. The bits depend on it, so it is not derived from the number of workers
+    progress      print the progress
+    trace         record times and metrics of all steps, for `lockstep report` and `lockstep watch`
+    tensorboard   also write loss, learning rate, speed and the metrics of `run.log` for TensorBoard; needs its package
+    backend       "shm", "gloo", "nccl" or "hierarchy"; None: chosen as in `lockstep.init`
+    device        None: a GPU for each worker if there are GPUs, else the CPU
     """
 
     precision: Precision = Precision.FP32
@@ -104,8 +104,9 @@ class Options:
     device: str | torch.device | None = None
 
     @staticmethod
-    def of(named: OptionNames) -> Options:
-        known = [*RUN_ARGUMENTS, *(f.name for f in fields(Options))]
+    def from_keywords(named: OptionNames) -> RunOptions:
+        """Check the keyword arguments of `Run`. Raises TypeError or ValueError."""
+        known = [*RUN_ARGUMENTS, *(f.name for f in fields(RunOptions))]
         refuse_unknown_options("Run", named, known, RENAMED)
         values: dict[str, Any] = dict(named)
         values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
@@ -122,7 +123,7 @@ class Options:
             read_interval(values.get("save_every"))
         except ValueError as error:
             raise ValueError(f"save_every: {error}") from None
-        return Options(**values)
+        return RunOptions(**values)
 
 
 def one_of(kind: type[Choice], name: str, value: object) -> Choice:

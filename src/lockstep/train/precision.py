@@ -1,4 +1,4 @@
-"""Half precision: autocast, and the scale of the loss that keeps float16 gradients from vanishing."""
+"""Half precision: autocast, and the loss scale that keeps float16 gradients from underflowing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Precision(Enum):
-    """What the forward pass computes in. Parameters, and the sums of their gradients, stay as they are."""
+    """The dtype of the forward pass. Parameters, and the sums of their gradients, keep their own."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -30,13 +30,13 @@ class Precision(Enum):
 
 @dataclass
 class LossScale:
-    """Grows while gradients are finite, halves when they are not. All its values are powers of two.
+    """A loss scale that grows while gradients are finite and halves when they are not; always a power of two.
 
-    The gradients that decide are the sums over all workers, so all workers decide the same.
+    It depends on the sums of the gradients over all workers, so it is equal on all of them.
     """
 
     value: float = 1.0
-    grows_after: int | None = None  # steps without overflow; None: it stays as it is
+    grows_after: int | None = None  # steps without overflow; None: it does not change
     good_steps: int = 0
 
     @staticmethod
@@ -49,7 +49,7 @@ class LossScale:
 
     @property
     def may_be_too_large(self) -> bool:
-        """Gradients that are not finite may be the fault of the scale, so the next step tries a smaller one."""
+        """Whether gradients may be non-finite because of the scale, so that the next step tries a smaller one."""
         return self.is_dynamic and self.value > 1.0
 
     def scaled(self, loss: Tensor) -> Tensor:

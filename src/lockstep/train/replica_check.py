@@ -1,7 +1,7 @@
-"""Are the replicas still equal? Compared every so many steps, by 64 bits each.
+"""Checks every so many steps that the replicas are equal, by a 64-bit digest of each tensor.
 
-They take the same steps from the same weights, so a difference means that a machine computes wrongly, that memory has
-changed by itself, or that a program does something on one worker only.
+They take the same steps from the same weights, so a difference means that a machine computes wrongly, that memory is
+corrupted, or that the program does something on one worker only.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from lockstep.comm import abortable_wait, agreement
 from lockstep.ddp.state_digest import cheap_digests, differences
 from lockstep.errors import DivergenceError
 
-SHARE_OF_TIME = 0.004  # what comparing may cost, if nobody says how often; 0.005 is promised
+SHARE_OF_TIME = 0.004  # that comparing may take if `every` is not given; 0.005 is promised
 FIRST_CHECKS = (1, 10)  # steps: early, because most mistakes of a program show at once
-LEAST, MOST = 10, 1000
-NAMED = 4  # tensors in a message: a wrong gradient shows in the weight and in what the optimiser remembers of it
+MIN_EVERY, MAX_EVERY = 10, 1000
+MAX_NAMED = 4  # tensors in a message: a wrong gradient shows in the weight and in the optimiser state
 
 
 class ReplicaCheck:
-    """Called after every step by all workers."""
+    """Compares the replicas every `every` steps; None: as often as it costs little. Used by all workers alike."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, every: int | None) -> None:
         self._group, self._device = group, device
-        self.every, self._asked = every, every
+        self.every, self._fixed_every = every, every
         self._steps = 0
         self._cost_s = 0.0
-        self._started: float | None = None
+        self._first_check_s: float | None = None
 
     def after_step(self, number: int, state: Callable[[], Mapping[str, Tensor]]) -> None:
-        """`state`: everything that must be equal, by name."""
+        """Call it after every step. `state` returns everything that must be equal, by name.
+
+        Raises DivergenceError on all workers if something differs.
+        """
         self._steps += 1
         if self._is_due():
             at = time.perf_counter()
             self.compare(number, state())
             self._cost_s = time.perf_counter() - at
-        if self._asked is None and self._steps == FIRST_CHECKS[0]:
-            self._started = time.perf_counter()
-        if self._asked is None and self._steps == FIRST_CHECKS[1]:
+        if self._fixed_every is None and self._steps == FIRST_CHECKS[0]:
+            self._first_check_s = time.perf_counter()
+        if self._fixed_every is None and self._steps == FIRST_CHECKS[1]:
             self.every = self._choose()
 
     def _is_due(self) -> bool:
@@ -55,38 +58,39 @@ class ReplicaCheck:
         return self._steps % self.every == 0
 
     def _choose(self) -> int:
-        """So that it costs little. All workers choose the largest that one of them wants."""
-        assert self._started is not None
-        took_s = time.perf_counter() - self._started - self._cost_s
+        """Choose how often to compare, so that it costs little: the largest interval that any worker needs."""
+        assert self._first_check_s is not None
+        took_s = time.perf_counter() - self._first_check_s - self._cost_s
         step_s = max(took_s / (FIRST_CHECKS[1] - FIRST_CHECKS[0]), 1e-6)
         wanted = math.ceil(self._cost_s / (SHARE_OF_TIME * step_s))
-        choice = torch.tensor([min(max(wanted, LEAST), MOST)], dtype=torch.int64, device=self._device)
+        choice = torch.tensor([min(max(wanted, MIN_EVERY), MAX_EVERY)], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         abortable_wait.wait(self._group, self._group.allreduce([choice], options), self._device, "run.step")
         return int(choice)
 
     def compare(self, number: int, state: Mapping[str, Tensor]) -> None:
-        """Raise on all workers if not all are equal, and name what and who."""
+        """Raise DivergenceError on all workers if the replicas differ, and name the tensors and ranks."""
         digests = cheap_digests(state.values())
-        if agreement.is_same(self._group, agreement.fingerprint([list(state), digests]), device=self._device):
+        if agreement.all_equal(self._group, agreement.fingerprint([list(state), digests]), device=self._device):
             return
-        everybody = agreement.tell_all(self._group, digests, device=self._device)
-        names = agreement.tell_all(self._group, list(state), device=self._device)
+        all_digests = agreement.gather_values(self._group, digests, device=self._device)
+        names = agreement.gather_values(self._group, list(state), device=self._device)
         if any(other != names[0] for other in names):
             raise DivergenceError(f"after step {number} the workers do not have the same tensors: {_odd_names(names)}")
-        where = differences(everybody)
-        named, more = ", ".join(names[0][n] for n in where[:NAMED]), len(where) - NAMED
+        where = differences(all_digests)
+        named, more = ", ".join(names[0][n] for n in where[:MAX_NAMED]), len(where) - MAX_NAMED
+        majority = describe_majority([mine[where[0]] for mine in all_digests])
         raise DivergenceError(
             f"after step {number} the replicas are not equal in {named}"
-            f"{f' and {more} more tensors' if more > 0 else ''}. {blame([mine[where[0]] for mine in everybody])} "
+            f"{f' and {more} more tensors' if more > 0 else ''}. {majority} "
             "A computation that is not the same on every worker, a write to a tensor on one worker only, or a "
             "faulty machine. Go back to the last checkpoint; Run(audit_every=...) finds operations that do not repeat."
         )
 
 
-def blame(digests: Sequence[int]) -> str:
-    """Who is wrong, if most agree. Pure."""
+def describe_majority(digests: Sequence[int]) -> str:
+    """Describe which ranks differ from the majority, if there is one."""
     value, votes = Counter(digests).most_common(1)[0]
     if 2 * votes <= len(digests):
         return f"Ranks {', '.join(map(str, range(len(digests))))} do not agree, and no majority tells who is right."

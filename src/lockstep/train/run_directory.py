@@ -1,12 +1,12 @@
-"""What a run directory says to a later start, beside its checkpoints: that the program ended the training itself
+"""What a run directory holds for a later start, beside its checkpoints: that the program ended the training itself
 (stopped.json), and which job has started over there (fresh.json).
 
-A start that resumes at the very step in stopped.json does not train on. Deleting the file, or starting over, lifts it.
+A start that resumes at exactly the step in stopped.json does not train. To train on, delete the file, or start over.
 
 Note [Exceptions that the program catches]
 An exception that leaves the `with` block may be the program's way to end the training, or a failure after which the
-next start is to resume. Only what becomes of the exception tells: if it ends the process, it was a failure. So the mark
-is written when the process exits in another way, or when the program begins another Run.
+next start is to resume. It was a failure if the exception ends the process. So stopped.json is written when the process
+exits in another way, or when the program begins another Run.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FRESH: Final = "fresh.json"
 
 
 def starts_over(resume: bool, env: Mapping[str, str]) -> bool:
-    """Whether a run begins anew: the program says `resume=False`, or the command `--fresh`; not when torchrun restarts
+    """Whether a run starts over: the program sets `resume=False`, or the command `--fresh`. Not when torchrun restarts
     workers that failed."""
     is_restart = env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
     return (not resume or bool(env.get("LOCKSTEP_FRESH"))) and not is_restart
 
 
 def start_over(directory: Path, env: Mapping[str, str], *, lock: str) -> Path | None:
-    """Move what an earlier run has left into `previous-N`, and return that folder; None: there was nothing to move.
+    """Move what an earlier run has left into `previous-N`, and return that folder; None if there was nothing to move.
 
-    This happens once in a job: what a worker that is replaced or requeued finds there is of its own run.
-    lock  the name of the file that is locked, and stays
+    Done once in a job: what a replaced or requeued worker finds in the directory belongs to its own run.
+    lock  name of the lock file, which is not moved
     """
     job = env.get("LOCKSTEP_RUN_ID") or env.get("SLURM_JOB_ID") or ""
     if job and _read(directory / FRESH, "job") == job:
@@ -59,7 +59,7 @@ def read_stop(directory: Path | None) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Whole, or not at all: a full disk must not end the training."""
+    """Write a file atomically. Errors are ignored: a full disk must not end the training."""
     with suppress(OSError):
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(content))
@@ -74,7 +74,7 @@ def _read(path: Path, name: str) -> Any:
 
 
 class PendingStops:
-    """Marks that wait until it is known whether the program caught the exception: see the Note."""
+    """Stops that are written once it is known whether the program caught the exception: see the Note."""
 
     def __init__(self) -> None:
         self._waiting: dict[Path, tuple[int, int]] = {}  # directory -> step, id of the exception
@@ -87,7 +87,7 @@ class PendingStops:
         self._waiting[directory] = (step, id(error))  # not the exception itself, which would keep tensors alive
 
     def write(self) -> None:
-        """Write the marks of exceptions that did not end the process."""
+        """Write stopped.json for exceptions that did not end the process."""
         fatal = _chain(getattr(sys, "last_value", None))
         for directory, (step, error) in self._waiting.items():
             if error not in fatal and directory.is_dir():
@@ -96,7 +96,7 @@ class PendingStops:
 
 
 def _chain(error: BaseException | None) -> set[int]:
-    """The exception that Python printed last, and those that it was raised over."""
+    """Ids of an exception and of those that it was raised from."""
     found: set[int] = set()
     while error is not None and id(error) not in found:
         found.add(id(error))

@@ -1,15 +1,14 @@
-"""One run directory, one run: a lock that all its workers share, and that ends with their processes.
+"""The lock of a run directory: all workers of a run share it, and it ends with their processes.
 
-Note [Whose lock]
-A run locks one byte of `run.lock`, and its identity says which: all workers of a run share that byte, and another run
-has another one. So a worker sees from the locks alone whether another run is in the directory, whatever the file
-contains and in whichever order the workers of a run come; what is written in the file is for error messages. Rank 0
-looks whether any other byte is locked, and takes its own, while it has byte 0, so that of two runs that start together
-one gets the directory.
+Note [One byte per run]
+A run locks one byte of `run.lock`, chosen by its id: all workers of a run share that byte, and another run has another
+one. So the locks alone show whether another run uses the directory, whatever the file contains and in whichever order
+the workers of a run start; the content of the file is only for error messages. Rank 0 checks whether any other byte is
+locked, and locks its own, while it holds byte 0, so that of two runs that start together only one gets the directory.
 
-The lock is of the kind that belongs to a process (fcntl), not to a descriptor: loader processes do not inherit it, and
-a run that is killed leaves none behind. Network disks know it as far as they know locks at all; where there are none,
-we go without. Commands that only read a directory do not ask.
+The lock belongs to a process (fcntl), not to a descriptor: loader processes do not inherit it, and a run that is killed
+leaves none behind. Network file systems support it as far as they support locks at all; without locks, nothing is
+locked. Commands that only read a directory do not check it.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from lockstep import run_files
 from lockstep.errors import DirectoryInUseError
 
 FILE: Final = "run.lock"
-WAIT_S: Final = 2.0  # for locks that are held for a moment only
-LOOK_EVERY_S: Final = 0.02
-_TURN: Final = 0  # the byte that rank 0 has while it looks and takes its own
-_FIRST, _LAST = 2, 2**30  # bytes of runs
+WAIT_S: Final = 2.0  # for locks that are held only briefly
+POLL_EVERY_S: Final = 0.02
+_TURN: Final = 0  # the byte that rank 0 holds while it checks the others and locks its own
+_FIRST, _LAST = 2, 2**30  # range of the bytes of runs
 _HELD: Final = (errno.EACCES, errno.EAGAIN)
 
 
-_reserved: Final[dict[str, Claim]] = {}  # by Runs of this process, which the locks do not tell apart
+_reserved: Final[dict[str, RunLock]] = {}  # by path; for Runs of the same process, which the locks do not distinguish
 
 
 @final
-class Claim:
-    """`take` and `release` may be called at any time, in any order."""
+class RunLock:
+    """The lock of one run directory. `acquire` and `release` may be called at any time, in any order."""
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         self.directory = directory
-        self._run = env.get("LOCKSTEP_RUN_ID", "")  # of all workers of a launcher; "": there is none
+        self._run = env.get("LOCKSTEP_RUN_ID", "")  # equal on all workers of a launcher; "" without a launcher
         self._byte = byte_of(self._run or f"{socket.gethostname()} {os.getpid()}")
         self._file: int | None = None
 
     def reserve(self) -> None:
-        """Take the directory in this process, on every worker, before any of them waits for another.
+        """Reserve the directory in this process, on every worker, before any of them waits for another.
 
-        Raises DirectoryInUseError if a Run that has not ended has it.
+        Raises DirectoryInUseError if a Run of this process that has not ended uses it.
         """
         if _reserved.setdefault(os.path.realpath(self.directory), self) is not self:
             raise DirectoryInUseError(
@@ -63,16 +62,16 @@ class Claim:
                 "give each Run a directory of its own"
             )
 
-    def free(self) -> None:
-        """Let another Run of this process have the directory."""
+    def unreserve(self) -> None:
+        """Undo `reserve`: another Run of this process may use the directory."""
         if _reserved.get(os.path.realpath(self.directory)) is self:
             del _reserved[os.path.realpath(self.directory)]
 
-    def take(self, *, leads: bool) -> None:
-        """Take the directory for this run; any worker may come first.
+    def acquire(self, *, leads: bool) -> None:
+        """Lock the directory for this run; the workers may call it in any order.
 
-        `leads` is for rank 0: raises DirectoryInUseError if another run that lives has the directory. The other
-        workers keep it for the run if rank 0 is lost. Without a launcher they take nothing: nobody replaces rank 0.
+        leads  on rank 0: raises DirectoryInUseError if another live run has the directory. The other workers keep the
+               lock for the run if rank 0 is lost. Without a launcher, which would replace rank 0, they lock nothing.
         """
         if not leads and not self._run:
             return
@@ -82,7 +81,7 @@ class Claim:
             try:
                 self._file = os.open(self.directory / FILE, os.O_RDWR | os.O_CREAT, 0o666)
             except OSError:
-                return  # whether the directory is good is asked elsewhere; that we cannot lock must not end the run
+                return  # the directory is checked elsewhere; a lock that is impossible must not end the run
         if leads:
             self._lead(self._file)
         else:
@@ -106,9 +105,11 @@ class Claim:
 
     def _write(self, file: int, before: dict[str, Any]) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        since = before["since"] if self._run and before.get("run") == self._run else now  # the run began before we led
+        since = (
+            before["since"] if self._run and before.get("run") == self._run else now
+        )  # the run began before this worker was rank 0
         mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "run": self._run}
-        with suppress(OSError):  # a full disk: the lock itself holds
+        with suppress(OSError):  # a full disk; the lock itself is held
             text = json.dumps(mine).encode()
             os.pwrite(file, text, 0)
             os.ftruncate(file, len(text))
@@ -120,58 +121,59 @@ class Claim:
 
 
 def byte_of(run: str) -> int:
-    """The byte of the lock file that belongs to this run. See Note [Whose lock]."""
+    """Return the byte of the lock file that belongs to this run: see Note [One byte per run]."""
     digest = hashlib.sha256(run.encode()).digest()
     return _FIRST + int.from_bytes(digest[:8], "big") % (_LAST - _FIRST)
 
 
-class Got(Enum):
-    IT = "it"
-    NOT = "not"  # another process has it
-    NONE = "none"  # there are no locks here
+class LockResult(Enum):
+    LOCKED = "locked"
+    HELD = "held"  # by another process
+    UNSUPPORTED = "unsupported"  # the file system has no locks
 
 
-def _lock(file: int, kind: int, start: int, length: int = 1) -> Got:
-    """`length` 0: to the end of all files."""
+def _lock(file: int, kind: int, start: int, length: int = 1) -> LockResult:
+    """Try to lock a range of bytes. `length` 0: up to any end of the file."""
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB, length, start)
     except OSError as error:
-        return Got.NOT if error.errno in _HELD else Got.NONE
-    return Got.IT
+        return LockResult.HELD if error.errno in _HELD else LockResult.UNSUPPORTED
+    return LockResult.LOCKED
 
 
-def _lock_soon(file: int, kind: int, start: int) -> Got:
-    """A byte that another process may have for a moment."""
+def _lock_soon(file: int, kind: int, start: int) -> LockResult:
+    """Lock a byte that another process may hold briefly."""
     end_s = time.monotonic() + WAIT_S
-    while (got := _lock(file, kind, start)) is Got.NOT and time.monotonic() < end_s:
-        time.sleep(LOOK_EVERY_S)
+    while (got := _lock(file, kind, start)) is LockResult.HELD and time.monotonic() < end_s:
+        time.sleep(POLL_EVERY_S)
     return got
 
 
 @contextmanager
 def _turn(file: int) -> Iterator[None]:
-    """While no other rank 0 looks. One that is stopped in there is not waited for: it has its byte, or will look."""
+    """Hold the byte that only one rank 0 holds at a time. Waits at most WAIT_S: a process that is suspended in this
+    block has locked its own byte, or has yet to check the others."""
     _lock_soon(file, fcntl.LOCK_EX, _TURN)
     try:
         yield
     finally:
-        with suppress(OSError):  # there are no locks here
+        with suppress(OSError):  # the file system has no locks
             fcntl.lockf(file, fcntl.LOCK_UN, 1, _TURN)
 
 
 def _is_locked_by_others(file: int, byte: int) -> bool:
-    """Whether a run other than that of `byte` has its own: those bytes cannot be locked then."""
+    """Whether a run other than that of `byte` has locked its byte: then the other bytes cannot be locked."""
     for start, length in ((_FIRST - 1, byte - _FIRST + 1), (byte + 1, 0)):
         got = _lock(file, fcntl.LOCK_EX, start, length)
-        if got is Got.NOT:
+        if got is LockResult.HELD:
             return True
-        if got is Got.IT:
+        if got is LockResult.LOCKED:
             fcntl.lockf(file, fcntl.LOCK_UN, length, start)
     return False
 
 
 def _read(file: int) -> dict[str, Any]:
-    """Who wrote last that it leads; {} if nothing of that kind is there."""
+    """Return what the last rank 0 wrote about itself; {} if there is nothing readable."""
     with suppress(OSError, ValueError, TypeError):
         holder = json.loads(os.pread(file, 10_000, 0))
         if {"host", "pid", "since"} <= set(holder):

@@ -10,29 +10,29 @@ from typing import Any, final
 from torch import nn
 
 from lockstep import run_files
-from lockstep.checkpoint.differences import changes
+from lockstep.checkpoint.differences import setting_changes
 from lockstep.checkpoint.format import flatten
-from lockstep.checkpoint.writer import Written
+from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.ledger import Ledger
 from lockstep.data.sample_order import Position
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.train.checkpointing import MODEL, BestMetric, Saving, State, named, restore
-from lockstep.train.collective_calls import say
-from lockstep.train.module_state import ModuleOrigin
+from lockstep.train.checkpointing import MODEL, BestMetric, CheckpointSaver, State, collect_state, restore_state
+from lockstep.train.collective_calls import print_message
+from lockstep.train.module_state import InitialModuleState
 from lockstep.train.run_directory import read_stop
-from lockstep.train.step import Plan
+from lockstep.train.step_types import TrainingPlan
 from lockstep.train.trained_parameters import (
+    add_missing_groups,
     group_names,
-    match_groups,
     modules_in_eval_mode,
-    take_over_modes,
-    take_over_trainable,
+    restore_eval_mode,
+    restore_trainable,
 )
 
 
 @final
 class Checkpoints:
-    """One worker, that of rank 0, writes them; `writes` says whether this is it."""
+    """The checkpoints of a run. One worker, rank 0, writes them: `writes` says whether this is it."""
 
     def __init__(
         self,
@@ -41,31 +41,31 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
         every: str | int | None = None,
         fence: Callable[[], bool] = lambda: True,
-        on_written: Callable[[Written], None] = lambda _: None,
+        on_written: Callable[[SavedCheckpoint], None] = lambda _: None,
     ) -> None:
         """
-        directory   of the run; None: nothing is saved
-        identity    what must not change between the parts of a run, beside what a plan has
+        directory   run directory; None: nothing is saved
+        identity    what must not change between the starts of a run, besides what the plan has
         every       steps or a time between two checkpoints; None: after every epoch
-        fence       asked right before a checkpoint would be seen; False: it is dropped
-        on_written  told of each that is written, from another thread
+        fence       called right before a checkpoint becomes visible; if it returns False the checkpoint is dropped
+        on_written  called for each checkpoint that was written, from another thread
         """
         self.directory, self._identity, self._fence = directory, dict(identity or {}), fence
         self.ledger = Ledger(directory)
-        self.saving = Saving(directory, every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY"), fence, on_written)
+        self.saver = CheckpointSaver(directory, every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY"), fence, on_written)
         self.registered: dict[str, Any] = {}  # by run.register_state
-        self._origins: dict[str, ModuleOrigin] = {}  # the modules among them, and the model, when training began
+        self._origins: dict[str, InitialModuleState] = {}  # of the model and registered modules
         self._best = BestMetric()
-        self._best_saving: Saving | None = None
+        self._best_saver: CheckpointSaver | None = None
         self.was_stopped = False  # by the program, in an earlier start
         self._resumed_from: int | None = None  # the step of the checkpoint
 
     # -- what a state is ---------------------------------------------------------------------------------------------
 
-    def state(self, plan: Plan, here: Position | None = None) -> State:
-        """Everything that a worker must have to take the step at `here`; None: the next one of the batches.
+    def state(self, plan: TrainingPlan, here: Position | None = None) -> State:
+        """Everything that a worker needs to take the step at `here`; None: the next step of the batches.
 
-        `run`: what must not change between the parts of a run, or it would be another run.
+        The entry `run` is what must not change between the starts of a run.
         """
         run = {"shards": plan.batches.settings.shards, "optimizer": type(plan.optimizer).__name__}
         more = {
@@ -75,22 +75,24 @@ class Checkpoints:
             "settings": plan.settings,
             "best": self._best.state(),
         }
-        found = named(self._things(plan)) | {"run": self._identity | run} | more
+        found = collect_state(self._things(plan)) | {"run": self._identity | run} | more
         return found if here is None else found | {"batches": plan.batches.state(here)}
 
-    def restore(self, plan: Plan, state: State) -> None:
-        """Take over a state."""
-        match_groups(plan, state)
-        restore(self._things(plan), state)
-        take_over_trainable(plan, state)
-        take_over_modes(plan.model, state.get("in_eval_mode"))
+    def restore(self, plan: TrainingPlan, state: State) -> None:
+        """Restore a state that `state` returned."""
+        add_missing_groups(plan, state)
+        restore_state(self._things(plan), state)
+        restore_trainable(plan, state)
+        restore_eval_mode(plan.model, state.get("in_eval_mode"))
         self._best.restore(state.get("best"))
 
-    def _things(self, plan: Plan) -> dict[str, Any]:
-        """All that has a state, by name."""
-        if not self._origins:  # asked for before anything is restored
+    def _things(self, plan: TrainingPlan) -> dict[str, Any]:
+        """Everything that has a state, by name."""
+        if not self._origins:  # the first call comes before anything is restored
             modules = {name: thing for name, thing in self.registered.items() if isinstance(thing, nn.Module)}
-            self._origins = {name: ModuleOrigin(module) for name, module in {MODEL: plan.model, **modules}.items()}
+            self._origins = {
+                name: InitialModuleState(module) for name, module in {MODEL: plan.model, **modules}.items()
+            }
         return {
             "model": plan.model,
             "optimizer": plan.optimizer,
@@ -101,8 +103,8 @@ class Checkpoints:
             "origins": self._origins,
         }
 
-    def refuse_unsavable(self, plan: Plan) -> None:
-        """Raise CheckpointError, with its name, for a part of the state that no checkpoint can hold."""
+    def refuse_unsavable(self, plan: TrainingPlan) -> None:
+        """Raise CheckpointError, with its name, for a part of the state that cannot be saved in a checkpoint."""
         try:
             flatten(self.state(plan))
         except CheckpointError as error:
@@ -111,82 +113,84 @@ class Checkpoints:
                 f"{plan.batches.position.number}: {error}"
             ) from None
 
-    # -- saving ------------------------------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, plan: Plan, here: Position, *, writes: bool) -> None:
-        """Have a checkpoint written in the background; this waits only for a copy of the tensors."""
-        plan.last_norm.check(plan.leaves)
+    def save(self, plan: TrainingPlan, here: Position, *, writes: bool) -> None:
+        """Write a checkpoint in the background. Waits only until the tensors are copied."""
+        plan.norm_check.check(plan.leaves)
         if writes:
             self.ledger.write()
-        self.saving.save(here.number, lambda: self.state(plan, here), writes=writes)
+        self.saver.save(here.number, lambda: self.state(plan, here), writes=writes)
 
-    def save_best(self, plan: Plan, here: Position, metric: float, *, mode: str, writes: bool) -> bool:
+    def save_best(self, plan: TrainingPlan, here: Position, metric: float, *, mode: str, writes: bool) -> bool:
         """Save to the folder `best` if `metric` is better than all before it. Returns whether it was."""
         is_better = self._best.improves(metric, mode)
         if is_better and self.directory is not None:
-            if self._best_saving is None:
-                self._best_saving = Saving(self.directory / "best", None, self._fence)
-            self._best_saving.save(here.number, lambda: self.state(plan, here), writes=writes)
+            if self._best_saver is None:
+                self._best_saver = CheckpointSaver(self.directory / "best", None, self._fence)
+            self._best_saver.save(here.number, lambda: self.state(plan, here), writes=writes)
         return is_better
 
-    def keep_last(self, plan: Plan, here: Position, go_on: Callable[[], None]) -> None:
-        """By rank 0, at the end: an earlier rank 0 may have been lost with what it had not written yet.
+    def save_last(self, plan: TrainingPlan, here: Position, check: Callable[[], None]) -> None:
+        """Write the last checkpoint if it is missing: an earlier rank 0 may have been lost before it was written.
 
-        go_on  called again and again while it is written; raises if we are wanted elsewhere, or it takes too long
+        Called by rank 0 at the end. `check` is called repeatedly while it is written, and raises to end the wait.
         """
         self.ledger.write()
-        self.saving.drain(go_on)
+        self.saver.drain(check)
         # A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
-        if here.number != self._resumed_from and not self.saving.has_written(here.number):
-            plan.last_norm.check(plan.leaves)
-            self.saving.save(here.number, lambda: self.state(plan, here), writes=True)
-            self.saving.drain(go_on)
+        if here.number != self._resumed_from and not self.saver.has_written(here.number):
+            plan.norm_check.check(plan.leaves)
+            self.saver.save(here.number, lambda: self.state(plan, here), writes=True)
+            self.saver.drain(check)
 
     def close(self) -> None:
-        """Wait for what is being written."""
-        for one in (self.saving, self._best_saving):
+        """Wait until everything is written."""
+        for one in (self.saver, self._best_saver):
             if one is not None:
                 one.close()
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def resume(self, plan: Plan, compare: Callable[[dict[str, str]], None], *, writes: bool, tells: bool) -> int | None:
-        """From where the last run in this directory ended. Returns the step; None: there is no checkpoint.
+    def resume(
+        self, plan: TrainingPlan, compare: Callable[[dict[str, str]], None], *, writes: bool, announce: bool
+    ) -> int | None:
+        """Resume from the newest checkpoint in the directory. Returns its step; None: there is no checkpoint.
 
-        compare  all workers: raises if they have not found the same
-        tells    whether to say from where the run resumes, also if no setting has changed
+        compare   called by all workers; raises if they have not found the same
+        announce  whether to print from which step the run resumes, even if no setting has changed
         """
         if self.directory is not None and writes:
             run_files.prepare(self.directory)
-        found = self.saving.find(self.state(plan), tells=writes)
+        found = self.saver.find(self.state(plan), announce=writes)
         step = found["batches"]["number"] if found is not None else None
         stopped = read_stop(self.directory)
         compare({"step": str(step), "stopped": str(stopped)})
         if found is not None:
-            plan.batches.check(found["batches"])  # a start that is refused has not said that it resumes
-            self._compare_settings(plan, found, writes=writes, tells=tells)
+            plan.batches.check(found["batches"])  # raises before it is printed that the run resumes
+            self._compare_settings(plan, found, writes=writes, announce=announce)
             self.restore(plan, found)
             self.was_stopped, self._resumed_from = stopped == step, step
         self.ledger.begin(plan.batches.position.number, plan.batches.facts(), writes=writes)
         return step
 
-    def _compare_settings(self, plan: Plan, found: State, *, writes: bool, tells: bool) -> None:
-        """Say which settings have changed since the checkpoint was saved, and which value of each counts."""
+    def _compare_settings(self, plan: TrainingPlan, found: State, *, writes: bool, announce: bool) -> None:
+        """Print which settings have changed since the checkpoint was saved, and which value of each is used."""
         saved, now = found.get("settings") or {}, plan.settings
-        changed = changes(saved, now)
-        if writes and (changed or tells):
+        changed = setting_changes(saved, now)
+        if writes and (changed or announce):
             what = ", with other settings than it was saved with:" if changed else ""
-            say(f"resumed from step {found['batches']['number']} in {self.directory}{what}")
+            print_message(f"resumed from step {found['batches']['number']} in {self.directory}{what}")
             for change in changed:
-                say(f"  {change}")
+                print_message(f"  {change}")
         if saved.get("options", {}).get("scheduler") != now["options"]["scheduler"]:
-            found["schedule"] = None  # the state of a scheduler of another class means nothing to this one
-        # What is restored with its state stays what it was, and so do the words about it in later checkpoints.
+            found["schedule"] = None  # a scheduler of another class cannot load this state
+        # The optimiser and the scheduler keep the settings they are restored with, and later checkpoints record those.
         plan.settings = now | {name: saved[name] for name in ("optimizer", "scheduler") if saved.get(name)}
 
 
-def plan_of(plan: Plan | None, who: str) -> Plan:
-    """The plan, or LockstepError if there is none yet."""
+def plan_of(plan: TrainingPlan | None, who: str) -> TrainingPlan:
+    """Return the plan; raise LockstepError if there is none yet."""
     if plan is None:
         raise LockstepError(f"{who} has nothing to save before `run.train(batches, optimizer)`")
     return plan

@@ -1,10 +1,10 @@
-"""The learning rate for a large batch: how much larger it may be, and how it gets there.
+"""The learning rate for a large batch: the factor by which it grows, and the warm-up.
 
 Note [A factor that no scheduler sees]
-Torch's schedulers read the learning rate of a group and work on with it: chainable ones multiply it, ReduceLROnPlateau
-compares it. So the factor is there during the optimiser's step only, and afterwards the value that was there before is
-put back. What is written for a small batch keeps its meaning, and there is nothing to save: the factor is a function of
-the number of the step.
+Torch's schedulers read the learning rate of a group and compute the next one from it: chainable ones multiply it,
+ReduceLROnPlateau compares it. So the factor is applied during the step of the optimiser only, and then the previous
+value is restored. A scheduler written for a small batch works unchanged, and there is nothing to save: the factor is a
+function of the step number.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lockstep.train.options import one_of
 
 
 class Rule(Enum):
-    """What the learning rate is multiplied by when the batch is k times as large."""
+    """The factor of the learning rate when the batch is k times as large."""
 
     LINEAR = "linear"  # k: for SGD (Goyal et al. 2017)
-    SQRT = "sqrt"  # the square root of k: for Adam, LAMB and their like
+    SQRT = "sqrt"  # the square root of k: for Adam, LAMB and similar optimisers
 
 
 class Warmup(Enum):
-    """How the learning rate gets from the base one to the scaled one."""
+    """How the learning rate changes from the base one to the scaled one."""
 
-    GRADUAL = "gradual"  # along a straight line
-    CONSTANT = "constant"  # at once, when the warm-up is over
+    GRADUAL = "gradual"  # linearly
+    CONSTANT = "constant"  # in one step, at the end of the warm-up
 
 
 @dataclass(frozen=True)
 class LRScaling:
     """
-    base_batch    the global batch for which the learning rate of the optimiser was found
+    base_batch    the global batch for which the learning rate of the optimiser was tuned
     rule          "linear" or "sqrt"
     warmup_steps  steps before the scaled learning rate is reached
     warmup        "gradual" or "constant"
@@ -58,7 +58,7 @@ class LRScaling:
 
 
 def factor(rule: Rule | str, global_batch_size: int, base_batch: int) -> float:
-    """What the learning rate is multiplied by when the warm-up is over."""
+    """The factor of the learning rate after the warm-up."""
     _check_whole("global_batch_size", global_batch_size, least=1)
     _check_whole("base_batch", base_batch, least=1)
     ratio = global_batch_size / base_batch
@@ -66,7 +66,7 @@ def factor(rule: Rule | str, global_batch_size: int, base_batch: int) -> float:
 
 
 def warmup_factor(scaling: LRScaling, global_batch_size: int, step: int) -> float:
-    """What it is multiplied by in this step, counted from 0. Step 0 of a warm-up has the base learning rate."""
+    """The factor of the learning rate in this step, counted from 0. Step 0 of a warm-up has the base learning rate."""
     _check_whole("step", step, least=0)
     full = factor(scaling.rule, global_batch_size, scaling.base_batch)
     if step >= scaling.warmup_steps:
@@ -77,7 +77,7 @@ def warmup_factor(scaling: LRScaling, global_batch_size: int, step: int) -> floa
 
 
 class LargeBatch:
-    """Steps of an optimiser with the learning rate for this global batch. It has no state of its own."""
+    """Scales the learning rate of an optimiser to this global batch during each step. It has no state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaling: LRScaling, global_batch_size: int) -> None:
         _check_whole("global_batch_size", global_batch_size, least=1)
@@ -88,9 +88,12 @@ class LargeBatch:
 
     @contextmanager
     def applied(self, step: int) -> Iterator[float]:
-        """`with large_batch.applied(step_number): optimizer.step()`. The learning rate is the old one afterwards."""
+        """`with large_batch.applied(step_number): optimizer.step()`. The learning rate is restored afterwards.
+
+        Raises RuntimeError if it was changed within the context.
+        """
         times = self.factor(step)
-        rates = [_Rate(group) for group in _groups_with_own_rate(self._optimizer)]
+        rates = [_GroupRate(group) for group in _groups_with_own_rate(self._optimizer)]
         try:
             for rate in rates:
                 rate.multiply(times)
@@ -99,12 +102,12 @@ class LargeBatch:
                 rate.check_unchanged()
         finally:
             for rate in rates:
-                rate.put_back()
+                rate.restore()
 
     def describe(self) -> str:
         """One line for the start of a run."""
         scaling, times = self._scaling, factor(self._scaling.rule, self._global_batch, self._scaling.base_batch)
-        # What a scheduler starts from, if there is one: it may have set the first step's rate to 0 already.
+        # `initial_lr` is what a scheduler, if there is one, starts from: it may already have set the first rate to 0.
         found = [float(group.get("initial_lr", group["lr"])) for group in self._optimizer.param_groups]
         bases = list(dict.fromkeys(found))
         scaled = [rate * times for rate in bases]
@@ -117,8 +120,8 @@ class LargeBatch:
         return text + f", warm-up {scaling.warmup_steps} steps ({Warmup(scaling.warmup).value})"
 
 
-class _Rate:
-    """The learning rate of one group. A tensor is changed in place: captured graphs know it by its address."""
+class _GroupRate:
+    """The learning rate of one group. A tensor is changed in place: captured graphs refer to its address."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._group = group
@@ -135,7 +138,10 @@ class _Rate:
         self._during = self._copy()
 
     def check_unchanged(self) -> None:
-        """A scheduler that is stepped inside would be undone in silence. On a GPU nobody looks: that would wait."""
+        """Raise RuntimeError if a scheduler was stepped meanwhile, which `restore` would undo silently.
+
+        Not checked on a GPU, because that would wait for it.
+        """
         now = self._group["lr"]
         on_gpu = isinstance(now, Tensor) and now.device.type != "cpu"
         if not on_gpu and now != self._during:
@@ -144,7 +150,7 @@ class _Rate:
                 "after `with large_batch.applied(...)`, not inside"
             )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad():
             if isinstance(self._lr, Tensor):
                 self._lr.copy_(self._before)  # type: ignore[arg-type]
@@ -155,11 +161,11 @@ class _Rate:
 
 
 def cover_groups(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Let the scheduler know the groups that the program has added to the optimiser since the scheduler was made.
+    """Add the groups that the program has added to the optimiser since the scheduler was made to the scheduler.
 
-    A scheduler keeps the base learning rate of each group: that of a new group is the learning rate it came with.
-    Raises ValueError, and changes nothing, if the scheduler cannot set the learning rates of all groups all the same:
-    it would fail after the next step of the optimiser.
+    A scheduler keeps the base learning rate of each group: for a new group that is its current learning rate. Raises
+    ValueError, and changes nothing, if the scheduler cannot set the learning rates of all groups even then: it would
+    fail after the next step of the optimiser.
     """
     groups, known = optimizer.param_groups, dict[int, tuple[Any, list[Any]]]()
     for one in _parts(scheduler):
@@ -180,7 +186,7 @@ def cover_groups(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
 
 
 def _why_not_covered(scheduler: Any, groups: list[dict[str, Any]]) -> str:
-    """Why it cannot set the learning rate of each of these groups; "" if it can. Nothing is changed."""
+    """Why the scheduler cannot set the learning rate of each of these groups; "" if it can. Changes nothing."""
     before = [dict(group) for group in groups]  # some also set a momentum
     try:
         for name in ("get_lr", "_get_closed_form_lr"):
@@ -198,7 +204,7 @@ def _why_not_covered(scheduler: Any, groups: list[dict[str, Any]]) -> str:
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """The scheduler; or those that it consists of, as SequentialLR and ChainedScheduler do."""
+    """The scheduler; or those that it is composed of, like SequentialLR and ChainedScheduler."""
     inner = getattr(scheduler, "_schedulers", None)
     if inner is None:
         return [] if scheduler is None else [scheduler]
@@ -210,7 +216,7 @@ def _copy_of(rate: float | Tensor) -> float | Tensor:
 
 
 def _groups_with_own_rate(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Groups may share one tensor, which must be multiplied once."""
+    """One group for each learning rate: groups may share one tensor, which must be multiplied once."""
     groups: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         groups.setdefault(id(group["lr"]) if isinstance(group["lr"], Tensor) else -1 - index, group)

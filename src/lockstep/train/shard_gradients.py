@@ -1,25 +1,25 @@
-"""The gradients of all shards of a global batch become one.
+"""Sums the gradients of all shards of a global batch, in an order that does not depend on the number of workers.
 
-A worker runs its shards one after the other. The gradients of each are put aside and added up along the tree as far
-as the worker can (comm/tree_order.py); those of its last shard are taken as they arrive, added to what they meet in the
-tree, and sent in buckets behind the rest of the backward pass.
+A worker runs its shards one after the other. The gradients of each shard are kept and added along the tree as far as
+this worker has the summands (comm/tree_order.py). The gradients of its last shard are added to their partial sums as
+they arrive, and sent in buckets while the rest of the backward pass runs.
 
-The reducer of the drop-in has to cope with whatever backward passes a program makes. Here there is one backward pass
-per shard, and it is ours: so this is short.
+The reducer of the DDP drop-in has to handle any backward pass of a program. Here there is exactly one backward pass per
+shard, started by this library, which makes this file short.
 
 Note [Zeros]
 A parameter that a shard does not use has no gradient there, which counts as zeros: x + 0. That is not always x (-0 +
-0 is 0), so it is added wherever a zero would have been, on any number of workers. A parameter that no shard at all
-has used keeps no gradient, as with one process; a mark that travels with each row tells.
+0 is 0), so 0 is added wherever a zero gradient would have been, on any number of workers. A parameter that no shard
+used keeps no gradient, as with one process; a mark behind the gradients of each row says which were used.
 
 Note [First step]
-In the first step nothing is sent before the backward pass ends. It shows in which order gradients arrive, and buckets
-are packed anew in the order that rank 0 saw. A gradient that arrives more than once (reentrant checkpoints) is
-complete only at the end, so it is always taken there. None of this changes a bit of the result.
+In the first step nothing is sent before the backward pass ends. That step shows in which order gradients arrive, and
+the buckets are packed again in the order that rank 0 saw. A gradient that arrives more than once (reentrant
+checkpoints) is complete only at the end, so it is always read there. None of this changes a bit of the result.
 
 Note [Alignment]
-A kernel that sums up a tensor takes its first elements one by one if they are not aligned, so the norm of a gradient
-depends on where it lies. In a bucket every gradient begins where memory of its own would begin: at a multiple of 64.
+A kernel that sums a tensor handles its first elements one by one if they are not aligned, so the norm of a gradient
+depends on its address. In a bucket every gradient begins at a multiple of 64 bytes, as memory of its own would.
 """
 
 from __future__ import annotations
@@ -31,35 +31,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import faults
-from lockstep.comm.exact_sum import NARROW, Scale, ShardSum, add_coalesced, coalesced
-from lockstep.comm.tree_order import Gathering, Subtree
+from lockstep import _torch, faults
+from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum, add_coalesced, coalesced
+from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack, piece_of
-from lockstep.ddp.grad_hooks import Ears
+from lockstep.ddp.grad_hooks import GradHooks
 from lockstep.ddp.replica import Leaf
 
 ALIGN_BYTES = 64  # Note [Alignment]
-USED = 32768.0  # the mark: it survives division by any weight times loss scale up to 5e11, also in float16
+USED = 32768.0  # the mark: nonzero after division by any weight times loss scale up to 5e11, also in float16
 
 
 @dataclass
-class Kept:
-    """The gradients of one subtree of shards, None where there is none. `ours`: no one else has them."""
+class SubtreeGradients:
+    """The summed gradients of one subtree of shards, None where there is none.
+
+    `is_owned`: nothing else refers to these tensors, so they may be written to.
+    """
 
     values: list[Tensor | None]
-    ours: bool = False
+    is_owned: bool = False
 
 
-def dtype_on_the_way(own: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the precision to which gradients of dtype `own` are rounded before they are added; None: they are not.
+def comm_dtype_of(own: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype to which gradients of dtype `own` are rounded before they are added; None: they are not rounded.
 
-    Complex gradients travel as they are: torch has no complex numbers as narrow as bfloat16.
+    Complex gradients are sent as they are: torch has no complex dtype as narrow as bfloat16.
     """
     return comm_dtype if own.is_floating_point else None
 
 
-class Bucket:
-    """Some parameters whose gradients travel together, and behind them the marks of those that were used."""
+class ShardBucket:
+    """Parameters whose gradients are sent together, followed by the marks of those that were used."""
 
     def __init__(
         self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
@@ -72,8 +75,8 @@ class Bucket:
             self.offsets.append(self.numel)
             self.numel += -(-parameter.numel() // step) * step
         own = self.parameters[0].dtype
-        self.parcel = sum_.parcel(self.numel + len(self.indices), dtype_on_the_way(own, comm_dtype) or own)
-        self.rows = list(self.parcel.rows)
+        self.buffers = sum_.allocate(self.numel + len(self.indices), comm_dtype_of(own, comm_dtype) or own)
+        self.rows = list(self.buffers.rows)
         self.views = [self.cut(row) for row in self.rows]
         self.marks = [row[self.numel : self.numel + len(self.indices)] for row in self.rows]
         self.all_used = torch.full_like(self.marks[0], USED)
@@ -84,84 +87,88 @@ class Bucket:
         return [piece.data for piece in pieces]
 
 
-class Gradients:
-    """Of one model. In each step: `keep` after every shard but the last, `listen` before its backward, `finish`."""
+class ShardGradients:
+    """The gradients of one model during a step.
+
+    In each step: `begin`; `add_shard` after the backward pass of every shard but the last; `begin_last_shard` before
+    the last backward pass; `send_rest` after it; `finish`.
+    """
 
     def __init__(self, leaves: Sequence[Leaf], sum_: ShardSum, *, comm_dtype: torch.dtype | None = None) -> None:
-        """`comm_dtype`: the precision that gradients have on their way, if not their own."""
+        """`comm_dtype`: the dtype in which gradients are sent, if not their own."""
         self._leaves, self._sum, self._comm_dtype = list(leaves), sum_, comm_dtype
         self._parameters = [leaf.parameter for leaf in leaves]
         self._device = self._parameters[0].device
         self._on_cpu = self._device.type == "cpu"
         self._dense = [i for i, leaf in enumerate(leaves) if not leaf.sparse]
         self._sparse = [i for i, leaf in enumerate(leaves) if leaf.sparse]
-        self._ears = Ears(self._parameters)
-        self.seen_by: Callable[[Sequence[Tensor | None]], None] | None = None  # who wants to see those of a shard
+        self._grad_hooks = GradHooks(self._parameters)
+        self.on_gradients: Callable[[Sequence[Tensor | None]], None] | None = None  # gets those of each shard
         self._armed = False
         self._has_order = False  # Note [First step]
         self._arrivals: list[int] = []
         self._late: set[int] = set()
-        self._buckets: list[Bucket] = []
+        self._buckets: list[ShardBucket] = []
         if sum_.size > 1:
             self._pack(order=None)
-            self._ears.listen(self._dense, self._arrived)
-        self._forget()
+            self._grad_hooks.register(self._dense, self._on_gradient)
+        self._reset()
 
     def _pack(self, order: Sequence[int] | None) -> None:
         sparse = [leaf.sparse for leaf in self._leaves]
         plan = pack(self._parameters, (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), sparse=sparse, order=order)
-        self._buckets = []  # so that their memory is free before the new ones take some
+        self._buckets = []  # frees their memory before the new ones are allocated
         dense = [p.indices for p in plan if not sparse[p.indices[0]]]
-        self._buckets = [Bucket(indices, self._leaves, self._sum, self._comm_dtype) for indices in dense]
-        self._home = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
+        self._buckets = [ShardBucket(indices, self._leaves, self._sum, self._comm_dtype) for indices in dense]
+        self._bucket_of = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
 
     @property
     def bucket_bytes(self) -> tuple[int, ...]:
-        """What each bucket sends, in the order in which they leave; nothing in a world of one."""
-        return tuple(bucket.parcel.rows.nbytes for bucket in self._buckets)
+        """Bytes that each bucket sends, in the order of sending; empty with one worker."""
+        return tuple(bucket.buffers.rows.nbytes for bucket in self._buckets)
 
     @property
     def bucket_names(self) -> list[tuple[str, str, int]]:
-        """The first and the last parameter of each bucket, and how many it has."""
+        """(first parameter, last parameter, number of parameters) of each bucket."""
         named = [[self._leaves[i].name for i in bucket.indices] for bucket in self._buckets]
         return [(names[0], names[-1], len(names)) for names in named]
 
-    def travels(self) -> list[tuple[float, float]]:
-        """Of every bucket of the step that was finished last: when it was sent, and when the sum was there."""
-        return [(bucket.parcel.left_s, self._sum.came_s(bucket.parcel)) for bucket in self._buckets]
+    def bucket_times(self) -> list[tuple[float, float]]:
+        """For each bucket of the last finished step: when it was sent, and when its sum arrived, in seconds."""
+        return [(bucket.buffers.started_s, self._sum.finished_s(bucket.buffers)) for bucket in self._buckets]
 
     # -- the shards before the last ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new step: the gradients of the last one have served."""
+        """Begin a step: drop the gradients of the previous one."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._forget()
+        self._reset()
 
     def stop(self) -> None:
-        """Do not take gradients any more."""
-        self._forget()
+        """Ignore gradients that arrive from now on, and drop those of the unfinished step."""
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._armed = False
-        self._kept: Gathering[Kept] = Gathering(self._sum.shards, self._add)
-        self._chain: list[Kept] = []
-        self._rows: list[Kept] = []
+        self._sums: TreeAccumulator[SubtreeGradients] = TreeAccumulator(self._sum.shards, self._add)
+        self._chain: list[SubtreeGradients] = []
+        self._rows: list[SubtreeGradients] = []
 
-    def keep(self, shard: int) -> None:
-        """Put the gradients of this shard aside, added to those before it as far as the tree allows."""
-        self._kept.push(Subtree(shard, 1), self._take())
+    def add_shard(self, shard: int) -> None:
+        """Keep the gradients of this shard, added to those before it as far as the tree allows."""
+        self._sums.push(Subtree(shard, 1), self._collect())
 
-    def _take(self) -> Kept:
-        if self.seen_by is not None:
-            self.seen_by([parameter.grad for parameter in self._parameters])
+    def _collect(self) -> SubtreeGradients:
+        if self.on_gradients is not None:
+            self.on_gradients([parameter.grad for parameter in self._parameters])
         values = [self._rounded(i, parameter.grad) for i, parameter in enumerate(self._parameters)]
         for parameter in self._parameters:
             parameter.grad = None
-        return Kept(values)
+        return SubtreeGradients(values)
 
     def _rounded(self, index: int, gradient: Tensor | None) -> Tensor | None:
-        """To what it would be on its way; and wide again, because sums are formed in float32."""
+        """Round a gradient to the dtype in which it would be sent; and widen it, because sums are formed in float32."""
         if gradient is None:
             return None
         leaf = self._leaves[index]
@@ -172,77 +179,80 @@ class Gradients:
             )
         if leaf.sparse:
             return gradient.coalesce()
-        narrow = dtype_on_the_way(gradient.dtype, self._comm_dtype)
+        narrow = comm_dtype_of(gradient.dtype, self._comm_dtype)
         if narrow is not None:
             return gradient.to(narrow).to(torch.float32)
-        return gradient.float() if gradient.dtype in NARROW else gradient
+        return gradient.float() if gradient.dtype in HALF_DTYPES else gradient
 
-    def _add(self, left: Kept, right: Kept) -> Kept:
-        """Gradients may share memory with each other, so only sums of our own are written into."""
+    def _add(self, left: SubtreeGradients, right: SubtreeGradients) -> SubtreeGradients:
+        """Add two subtrees. Gradients may share memory with each other, so only owned sums are written to."""
         total = list(left.values)
         both = [i for i in self._dense if left.values[i] is not None and right.values[i] is not None]
         a, b = [left.values[i] for i in both], [right.values[i] for i in both]
-        if left.ours and both:
-            torch._foreach_add_(a, b)  # type: ignore[arg-type]
+        if left.is_owned and both:
+            _torch.foreach_add_(a, b)  # type: ignore[arg-type]
         elif both:
-            for i, value in zip(both, torch._foreach_add(a, b), strict=True):  # type: ignore[arg-type]
+            for i, value in zip(both, _torch.foreach_add(a, b), strict=True):  # type: ignore[arg-type]
                 total[i] = value
         for i in set(self._dense) - set(both):
             one = right.values[i] if left.values[i] is None else left.values[i]
             total[i] = None if one is None else one + 0.0  # Note [Zeros]
         for i in self._sparse:
             total[i] = _add_sparse(left.values[i], right.values[i])
-        return Kept(total, ours=True)
+        return SubtreeGradients(total, is_owned=True)
 
     # -- the last shard ----------------------------------------------------------------------------------------------
 
-    def listen(self, shard: int, scale: Scale) -> None:
-        """The next backward pass is that of our last shard. `scale`: what the sum of all shards is multiplied by."""
+    def begin_last_shard(self, shard: int, scale: Scale) -> None:
+        """Prepare for the backward pass of this worker's last shard.
+
+        `scale` returns the factor by which the sum of all shards is multiplied.
+        """
         self._scale, self._last = scale, Subtree(shard, 1)
-        held = [kept for _, kept in self._kept.left]
-        meets = self._kept.awaiting(self._last)
-        self._rows = held[: len(held) - meets]
-        self._chain = held[len(held) - meets :][::-1]  # what the last shard is added to, the nearest first
+        sums = [kept for _, kept in self._sums.pending]
+        waiting = self._sums.count_merges(self._last)
+        self._rows = sums[: len(sums) - waiting]
+        self._chain = sums[len(sums) - waiting :][::-1]  # what the last shard is added to, the nearest first
         self._armed = True
         self._next = 0
         self._arrivals = []
         self._is_used = [any(kept.values[i] is not None for kept in self._chain) for i in range(len(self._leaves))]
-        self._is_placed = [False] * len(self._leaves)
+        self._is_ready = [False] * len(self._leaves)
         for bucket in self._buckets:
             bucket.pending = len(bucket.indices)
 
-    def _arrived(self, index: int) -> None:
-        """Called by autograd, for every parameter."""
+    def _on_gradient(self, index: int) -> None:
+        """Called by autograd when a gradient of a parameter has arrived."""
         if not self._armed:
             return
         self._arrivals.append(index)
         if not self._has_order or index in self._late:
             return
-        if self._is_placed[index]:
+        if self._is_ready[index]:
             raise RuntimeError(
                 f"the gradient of {self._leaves[index].name} arrived twice in one backward pass, and not in the first "
                 "step. Reentrant checkpoints must be the same in every step; or use checkpoint(use_reentrant=False)"
             )
         with torch.no_grad():
-            self._ready(index)
+            self._mark_ready(index)
 
-    def _ready(self, index: int) -> None:
-        bucket, slot = self._home[index]
-        self._is_placed[index] = True
-        if self._on_cpu:  # while it is in the cache; a GPU likes all at once
-            self._place(bucket, slot)
+    def _mark_ready(self, index: int) -> None:
+        bucket, slot = self._bucket_of[index]
+        self._is_ready[index] = True
+        if self._on_cpu:  # while it is in the cache; on a GPU, few large kernels are faster (`_write_bucket`)
+            self._write_gradient(bucket, slot)
         bucket.pending -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._send(self._buckets[self._next])
             self._next += 1
 
-    def _place(self, bucket: Bucket, slot: int) -> None:
-        """Write one gradient, added to what it meets, into the last row of its bucket."""
+    def _write_gradient(self, bucket: ShardBucket, slot: int) -> None:
+        """Write one gradient, added to its partial sums, into the last row of its bucket."""
         index, view = bucket.indices[slot], bucket.views[-1][slot]
         gradient = self._parameters[index].grad
         self._parameters[index].grad = None
-        if self.seen_by is not None:
-            self.seen_by([gradient])
+        if self.on_gradients is not None:
+            self.on_gradients([gradient])
         if gradient is not None:
             self._is_used[index] = True
         if not self._chain:
@@ -262,66 +272,66 @@ class Gradients:
         if gradient is None:
             view.zero_()
             return
-        narrow = dtype_on_the_way(gradient.dtype, self._comm_dtype)
+        narrow = comm_dtype_of(gradient.dtype, self._comm_dtype)
         view.copy_(gradient if narrow is None or narrow == view.dtype else gradient.to(narrow))
 
-    def _place_all(self, bucket: Bucket) -> None:
-        """Few large kernels instead of many small ones, where nothing is missing."""
+    def _write_bucket(self, bucket: ShardBucket) -> None:
+        """Write all gradients of a bucket: with few large kernels instead of many small ones, if none is missing."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         chain = [[kept.values[i] for i in bucket.indices] for kept in self._chain]
         if self._comm_dtype is not None or any(value is None for values in (gradients, *chain) for value in values):
             for slot in range(len(bucket.indices)):
-                self._place(bucket, slot)
+                self._write_gradient(bucket, slot)
             return
-        if self.seen_by is not None:
-            self.seen_by(gradients)
+        if self.on_gradients is not None:
+            self.on_gradients(gradients)
         total = [self._rounded(i, gradient) for i, gradient in zip(bucket.indices, gradients, strict=True)]
         for values in chain:
-            total = list(torch._foreach_add(values, total))  # type: ignore[arg-type]
-        torch._foreach_copy_(bucket.views[-1], total)  # type: ignore[arg-type]
+            total = list(_torch.foreach_add(values, total))  # type: ignore[arg-type]
+        _torch.foreach_copy_(bucket.views[-1], total)  # type: ignore[arg-type]
         for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
             self._is_used[index], parameter.grad = True, None
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: ShardBucket) -> None:
         if not self._on_cpu:
-            self._place_all(bucket)
+            self._write_bucket(bucket)
         for kept, views, marks in zip(self._rows, bucket.views, bucket.marks, strict=False):
             values = [kept.values[i] for i in bucket.indices]
             for view, value in zip(views, values, strict=True):
                 view.zero_() if value is None else view.copy_(value)
-            marks.copy_(self._marked(bucket, [value is not None for value in values]))
-        bucket.marks[-1].copy_(self._marked(bucket, [self._is_used[i] for i in bucket.indices]))
+            marks.copy_(self._marks_for(bucket, [value is not None for value in values]))
+        bucket.marks[-1].copy_(self._marks_for(bucket, [self._is_used[i] for i in bucket.indices]))
         faults.at("backward")
-        self._sum.start(bucket.parcel, self._scale)
+        self._sum.start(bucket.buffers, self._scale)
 
     @staticmethod
-    def _marked(bucket: Bucket, used: Sequence[bool]) -> Tensor:
+    def _marks_for(bucket: ShardBucket, used: Sequence[bool]) -> Tensor:
         return bucket.all_used if all(used) else bucket.all_used * torch.tensor(used, device=bucket.all_used.device)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def send_rest(self) -> None:
-        """The backward pass is over: what has not come will not come."""
+        """Send all remaining buckets: the backward pass is over, and no more gradients will arrive."""
         self._armed = False
-        for index in [i for bucket in self._buckets for i in bucket.indices if not self._is_placed[i]]:
-            self._ready(index)
+        for index in [i for bucket in self._buckets for i in bucket.indices if not self._is_ready[i]]:
+            self._mark_ready(index)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait until every parameter has the sum over all shards, scaled, as its gradient."""
         if self._sum.size == 1:
-            self._finish_alone()
+            self._finish_single()
         for n, bucket in enumerate(self._buckets):
             where = f"bucket {n + 1} of {len(self._buckets)}"
-            self._give(bucket, self._sum.result(bucket.parcel, where))
+            self._assign(bucket, self._sum.result(bucket.buffers, where))
         for index in self._sparse:
             self._parameters[index].grad = self._sum_sparse(index)
         if self._buckets and not self._has_order:
-            self._learn_order()
-        self._forget()
+            self._repack()
+        self._reset()
 
-    def _give(self, bucket: Bucket, flat: Tensor) -> None:
+    def _assign(self, bucket: ShardBucket, flat: Tensor) -> None:
         used = [True] * len(bucket.indices)
         if not all(self._is_used[i] or any(k.values[i] is not None for k in self._rows) for i in bucket.indices):
             used = (flat[bucket.numel : bucket.numel + len(used)] != 0).tolist()
@@ -330,26 +340,26 @@ class Gradients:
         for parameter, piece, is_used in zip(bucket.parameters, pieces, used, strict=True):
             parameter.grad = piece.to(parameter.dtype) if is_used else None
 
-    def _finish_alone(self) -> None:
-        """All shards were ours, so the tree has one sum."""
-        self._kept.push(self._last, self._take())
-        ((_, kept),) = self._kept.left
+    def _finish_single(self) -> None:
+        """Finish with one worker, which has run all shards: the tree has one sum."""
+        self._sums.push(self._last, self._collect())
+        ((_, kept),) = self._sums.pending
         there = [i for i in self._dense if kept.values[i] is not None]
         values, scale = [kept.values[i] for i in there], self._scale()
-        if there and (kept.ours or _have_memory_of_their_own(values)):
-            torch._foreach_mul_(values, scale)  # type: ignore[arg-type]
+        if there and (kept.is_owned or _own_their_memory(values)):
+            _torch.foreach_mul_(values, scale)  # type: ignore[arg-type]
         elif there:
-            values = list(torch._foreach_mul(values, scale))  # type: ignore[arg-type]
+            values = list(_torch.foreach_mul(values, scale))  # type: ignore[arg-type]
         for i, value in zip(there, values, strict=True):
             assert value is not None
             parameter = self._parameters[i]
-            narrow = dtype_on_the_way(parameter.dtype, self._comm_dtype)
+            narrow = comm_dtype_of(parameter.dtype, self._comm_dtype)
             parameter.grad = (value if narrow is None else value.to(narrow)).to(parameter.dtype)
 
     def _sum_sparse(self, index: int) -> Tensor | None:
         parameter = self._parameters[index]
         if self._sum.size == 1:
-            ((_, kept),) = self._kept.left
+            ((_, kept),) = self._sums.pending
             parts = [kept.values[index]]
         else:
             last, parameter.grad = self._rounded(index, parameter.grad), None
@@ -359,8 +369,8 @@ class Gradients:
         total = self._sum.add_sparse([_no_rows(parameter) if p is None else p for p in parts], self._scale)
         return total if total._nnz() else None
 
-    def _learn_order(self) -> None:
-        """See Note [First step]."""
+    def _repack(self) -> None:
+        """Pack the buckets again in the order of arrival. See Note [First step]."""
         count = len(self._leaves)
         times = torch.zeros(count, dtype=torch.int64, device=self._device)
         for index in self._arrivals:
@@ -375,12 +385,12 @@ class Gradients:
         first.rootRank, first.rootTensor = 0, 0
         self._sum.wait(self._sum.group.broadcast([order], first), "the exchange of the order of gradients")
         self._has_order = True
-        # The gradients are pieces of the old buckets: they stay alive as long as somebody needs them.
+        # The gradients are views of the old buckets, whose memory is freed with the last of them.
         self._pack(order=order.tolist())
 
 
-def _have_memory_of_their_own(gradients: Sequence[Tensor | None]) -> bool:
-    """Autograd may hand over two views of one tensor."""
+def _own_their_memory(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether no two gradients share memory: autograd may return two views of one tensor."""
     return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
 
 
@@ -391,7 +401,7 @@ def _add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
-    """The sparse gradient of an embedding of which nothing was looked up."""
+    """The sparse gradient of an embedding in which nothing was looked up."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return coalesced(indices, values, parameter.shape)

@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Final, final
+from typing import final
 
-from lockstep.launcher.exit_policy import finishing_file
-from lockstep.train.collective_calls import say
-from lockstep.train.step import Stop
-
-PREEMPTED: Final = 75  # exit status of a run that was asked to end by a signal, and has saved: "try again later"
-INTERRUPTED: Final = 128 + signal.SIGINT  # the same after Ctrl-C, where no launcher looks at the status
+from lockstep.launcher.exit_policy import INTERRUPTED, PREEMPTED, finishing_file
+from lockstep.train.collective_calls import print_message
+from lockstep.train.step_types import Stop
 
 
 @final
@@ -26,24 +23,27 @@ class StopRequests:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.asked = Stop.NO  # of this worker
         self.agreed = Stop.NO  # by all workers, after a step
-        self.ending: SystemExit | None = None  # by which the program ends after a signal
-        self._logs = env.get("LOCKSTEP_RUN_DIR")  # of the launcher
+        self.ending: SystemExit | None = None  # the exception that ends the program after a signal
+        self._logs = env.get("LOCKSTEP_RUN_DIR")  # log directory of the launcher
         self._signal: int | None = None
 
     def exit(self) -> SystemExit:
-        """The end of the program after a signal, once everything is saved. A launcher knows which signal it was."""
+        """Return the exception that ends the program after a signal, once everything is saved.
+
+        Under a launcher, which knows the signal, the status is always PREEMPTED.
+        """
         is_ctrl_c = self._signal == signal.SIGINT and not self._logs
         self.ending = SystemExit(INTERRUPTED if is_ctrl_c else PREEMPTED)
         return self.ending
 
-    def _ask(self, number: int, *, has_begun: bool) -> None:
-        """Save, and end after the step that is running, all workers together. `has_begun`: there is work to save."""
+    def _request(self, number: int, *, has_begun: bool) -> None:
+        """Request that all workers save and end after the current step. `has_begun`: there is work to save."""
         self.asked, self._signal = Stop.SIGNAL, number
-        if self._logs and has_begun:  # the launcher must not kill us before it is saved
+        if self._logs and has_begun:  # the launcher must not kill this worker before it has saved
             with suppress(OSError):
                 finishing_file(Path(self._logs), os.getpid()).touch()
         elif not self._logs and number == signal.SIGINT:
-            say("Ctrl-C: finishing this step; Ctrl-C again ends at once")
+            print_message("Ctrl-C: finishing this step; Ctrl-C again ends at once")
 
     @contextmanager
     def handle_signals(self, *, is_training: Callable[[], bool], has_begun: Callable[[], bool]) -> Iterator[None]:
@@ -60,13 +60,13 @@ class StopRequests:
 
                 def on_signal(number: int, frame: FrameType | None) -> None:
                     if os.getpid() != pid or (number == signal.SIGINT and number in seen):
-                        signal.signal(number, signal.SIG_DFL)  # a child of the program has no run that could end
+                        signal.signal(number, signal.SIG_DFL)  # a child process of the program has no run to end
                         os.kill(os.getpid(), number)
                     elif number == signal.SIGINT and not is_training():
                         signal.default_int_handler(number, frame)
                     else:
                         seen.add(number)
-                        self._ask(number, has_begun=has_begun())
+                        self._request(number, has_begun=has_begun())
 
                 numbers = [signal.SIGTERM, signal.SIGUSR1]
                 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

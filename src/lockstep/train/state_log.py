@@ -1,8 +1,9 @@
-"""For `lockstep certify`: what every tensor of the state was after every step and evaluation, in 64 bits each.
+"""A log of 64-bit digests of every tensor of the state after each step and evaluation, for `lockstep certify`.
 
-LOCKSTEP_WITNESS names the file, LOCKSTEP_WITNESS_STEPS after how many steps the program is ended. Where
-LOCKSTEP_WITNESS_DIRECTORY is set, the run has that directory, whatever the program says; LOCKSTEP_WITNESS_PART: another
-start goes on from there.
+LOCKSTEP_STATE_LOG            path of the file; the log is off if it is not set
+LOCKSTEP_STATE_LOG_STEPS      the program is ended after this many steps
+LOCKSTEP_STATE_LOG_DIRECTORY  run directory, which replaces the one that the program sets
+LOCKSTEP_STATE_LOG_PART       set if another start will resume this run
 """
 
 from __future__ import annotations
@@ -15,37 +16,42 @@ from torch import Tensor
 
 from lockstep.ddp.state_digest import cheap_digests
 
-Named = Callable[[], Mapping[str, Tensor]]
+NamedTensors = Callable[[], Mapping[str, Tensor]]
 
 
-class Witness:
+class StateLog:
+    """Appends a line of digests for each step and evaluation."""
+
     def __init__(self, path: Path, steps: int, directory: Path | None = None, *, is_part: bool = False) -> None:
         self._path, self.steps, self.directory, self.is_part = path, steps, directory, is_part
-        self._at = (-1, 0)  # the last step, and how many evaluations came since
+        self._at = (-1, 0)  # the last step, and the number of evaluations since
 
     @staticmethod
-    def of(env: Mapping[str, str]) -> Witness | None:
-        path, directory = env.get("LOCKSTEP_WITNESS", ""), env.get("LOCKSTEP_WITNESS_DIRECTORY", "")
+    def from_env(env: Mapping[str, str]) -> StateLog | None:
+        path, directory = env.get("LOCKSTEP_STATE_LOG", ""), env.get("LOCKSTEP_STATE_LOG_DIRECTORY", "")
         if not path:
             return None
-        steps, is_part = int(env.get("LOCKSTEP_WITNESS_STEPS", "8")), bool(env.get("LOCKSTEP_WITNESS_PART"))
-        return Witness(Path(path), steps, Path(directory) if directory else None, is_part=is_part)
+        steps, is_part = int(env.get("LOCKSTEP_STATE_LOG_STEPS", "8")), bool(env.get("LOCKSTEP_STATE_LOG_PART"))
+        return StateLog(Path(path), steps, Path(directory) if directory else None, is_part=is_part)
 
-    def note_step(self, step: int, loss: float, state: Named, *, writes: bool) -> None:
-        """A step that is taken over from a lost worker may be noted twice; it is the same one."""
+    def log_step(self, step: int, loss: float, state: NamedTensors, *, writes: bool) -> None:
+        """Log the state after a step. A step that is taken over from a lost worker may be logged twice, equally."""
         self._at = (step, 0)
         self._write("step", {"loss": [loss]}, state, writes=writes)
 
-    def note_evaluation(self, what: str, figures: Mapping[str, Sequence[float]], state: Named, *, writes: bool) -> None:
-        """`figures`: of the evaluation `what`, by name; `state` after it."""
+    def log_evaluation(
+        self, what: str, metrics: Mapping[str, Sequence[float]], state: NamedTensors, *, writes: bool
+    ) -> None:
+        """Log the metrics of the evaluation `what` by name, and the state after it."""
         self._at = (self._at[0], self._at[1] + 1)
-        self._write(what, figures, state, writes=writes)
+        self._write(what, metrics, state, writes=writes)
 
-    def _write(self, what: str, figures: Mapping[str, Sequence[float]], state: Named, *, writes: bool) -> None:
+    def _write(self, what: str, metrics: Mapping[str, Sequence[float]], state: NamedTensors, *, writes: bool) -> None:
         if not writes:
             return
         tensors, (step, call) = state(), self._at
-        seen = dict(zip(tensors, cheap_digests(tensors.values()), strict=True))
-        bits = {name: [float(value).hex() for value in values] for name, values in figures.items()}
+        digests = dict(zip(tensors, cheap_digests(tensors.values()), strict=True))
+        bits = {name: [float(value).hex() for value in values] for name, values in metrics.items()}
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "call": call, "what": what, "figures": bits, "tensors": seen}) + "\n")
+            line = {"step": step, "call": call, "what": what, "figures": bits, "tensors": digests}
+            file.write(json.dumps(line) + "\n")

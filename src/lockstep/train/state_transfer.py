@@ -1,4 +1,4 @@
-"""What one worker sends to all others, over their process group: its state, for a newcomer, or the last step, for a
+"""What one worker sends to all others over their process group: its state, for a new worker, or the last step, for a
 worker that has missed it."""
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from lockstep.checkpoint import state_tree
 from lockstep.checkpoint.format import bytes_of, flatten
 from lockstep.comm import agreement
 from lockstep.comm.broadcast import Broadcast
-from lockstep.comm.exact_sum import coalesced
+from lockstep.comm.shard_sum import coalesced
 from lockstep.ddp.state_digest import cheap_digests
 from lockstep.errors import DivergenceError
-from lockstep.train.collective_calls import say
-from lockstep.train.step import Training, Update, apply
+from lockstep.train.collective_calls import print_message
+from lockstep.train.step import apply
+from lockstep.train.step_types import StepContext, Update
 
 MESSAGE_BYTES = 32 << 20
 
 
-def hand_over(
+def broadcast_state(
     group: dist.ProcessGroup, device: torch.device, source: int, state: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """All workers together. `state`: on the worker that has rank `source`. Returns it, on every worker."""
+    """Return the state of rank `source` on every worker; a collective call. `state` is None on all other ranks."""
     tensors: list[Tensor] = []
     header = b""
     if state is not None:
@@ -55,7 +56,7 @@ def hand_over(
     if state is None:
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for _, dtype, shape, _ in kinds]
     Broadcast(keep=False)(group, [t for t in tensors if t.numel()], source=source, message_bytes=MESSAGE_BYTES)
-    # The counters of an optimiser are on the CPU, and stay there: on a GPU each look at one would wait for it.
+    # The counters of an optimiser are on the CPU and stay there: reading one from a GPU would wait for it.
     by_name = {name: t.cpu() if on_host else t for (name, *_, on_host), t in zip(kinds, tensors, strict=True)}
     return state_tree.restore(structure, by_name, Path("the state of another worker"))
 
@@ -63,15 +64,15 @@ def hand_over(
 def refuse_other_state(
     group: dist.ProcessGroup, device: torch.device, source: int, state: Mapping[str, Tensor] | None, step: int
 ) -> None:
-    """All workers, after the state was sent: raise DivergenceError if a worker has not got what rank `source` has.
+    """Raise DivergenceError, on all workers, if one did not get the state that rank `source` sent; a collective call.
 
-    `state` is that of the source and of those that got it; None on all others.
+    `state` is that of the source and of the workers that got it; None on all others.
     """
     digests = None if state is None else dict(zip(state, cheap_digests(state.values()), strict=True))
-    told = agreement.tell_all(group, None if digests is None else agreement.fingerprint(digests), device=device)
+    told = agreement.gather_values(group, None if digests is None else agreement.fingerprint(digests), device=device)
     wrong = [rank for rank, one in enumerate(told) if one not in (None, told[source])]
     if wrong:
-        theirs = agreement.tell_all(group, digests, device=device)
+        theirs = agreement.gather_values(group, digests, device=device)
         names = [
             name
             for name in {**theirs[source], **theirs[wrong[0]]}
@@ -83,8 +84,8 @@ def refuse_other_state(
         )
 
 
-def encode_update(number: int, training: Training) -> dict[str, Any]:
-    """Step `number` as `hand_over` sends it. `is_intact` is False if another worker cannot apply it."""
+def encode_update(number: int, training: StepContext) -> dict[str, Any]:
+    """Encode step `number` for `broadcast_state`. `is_intact` is False if another worker cannot apply it."""
     update = training.newest
     is_written = training.gradient_writes.were_found
     if update is None or update.number != number or is_written or not update.is_intact:
@@ -95,16 +96,16 @@ def encode_update(number: int, training: Training) -> dict[str, Any]:
         "ends_epoch": update.ends_epoch,
         "finite": update.finite,
         "bad_loss": update.bad_loss,
-        "buffers": training.running.encode(update.buffers),
+        "buffers": training.buffers.encode(update.buffers),
         "gradients": gradients,
         "is_intact": True,
     }
 
 
-def apply_sent_step(training: Training, sent: dict[str, Any]) -> Update:
-    """Apply a step that this worker has missed. Where it cannot be applied, end the process, which is replaced then."""
+def apply_sent_step(training: StepContext, sent: dict[str, Any]) -> Update:
+    """Apply a step that this worker has missed. If it cannot be applied, kill this process, which is then replaced."""
     if not sent["is_intact"]:
-        say(
+        print_message(
             f"this worker has missed step {sent['number']}, and cannot get it from another one, because the optimizer "
             "or the program has written to the gradients since; it ends and is replaced"
         )
@@ -116,8 +117,8 @@ def apply_sent_step(training: Training, sent: dict[str, Any]) -> Update:
     return update
 
 
-def _decode_update(sent: dict[str, Any], training: Training) -> Update:
-    """The inverse of `encode_update`, for a step that is intact. Gradients lie in memory as their parameters do."""
+def _decode_update(sent: dict[str, Any], training: StepContext) -> Update:
+    """The inverse of `encode_update`, for a step that is intact. Gradients get the strides of their parameters."""
     gradients = [_decode(g, leaf.parameter) for g, leaf in zip(sent["gradients"], training.leaves, strict=True)]
     versions = [0 if g is None else g._version for g in gradients]
     return Update(
@@ -125,7 +126,7 @@ def _decode_update(sent: dict[str, Any], training: Training) -> Update:
         ends_epoch=sent["ends_epoch"],
         finite=sent["finite"],
         bad_loss=sent["bad_loss"],
-        buffers=training.running.decode(sent["buffers"]),
+        buffers=training.buffers.decode(sent["buffers"]),
         gradients=gradients,
         versions=versions,
     )
@@ -139,12 +140,12 @@ def _encode_sparse(gradient: Tensor) -> dict[str, Any]:
 def _decode(gradient: Any, parameter: Tensor) -> Tensor | None:
     if isinstance(gradient, dict):
         return coalesced(gradient["indices"], gradient["values"], torch.Size(gradient["shape"]))
-    # A sum over its elements, such as a norm, depends on their order in memory.
+    # A sum over the elements, such as a norm, depends on their order in memory.
     return None if gradient is None else torch.empty_like(parameter).copy_(gradient)
 
 
 def tensors_to_text(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """Tensors as JSON: the result of a call that a worker may have to read instead of making it."""
+    """Encode tensors as JSON: the result of a call, which another worker may read instead of making the call."""
     found = {}
     for name, tensor in tensors.items():
         data = base64.b64encode(bytes_of(tensor)).decode()

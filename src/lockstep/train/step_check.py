@@ -1,4 +1,4 @@
-"""May this step be applied? Decided from what all workers know, so all decide the same."""
+"""Checks whether a step may be applied. All workers check the same values, so all of them decide the same."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lockstep import _torch
 from lockstep.data.batches import Batch
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DesyncError, NonFiniteError, UnevenDataError
-from lockstep.train.options import OnNonFinite, Options
+from lockstep.train.options import OnNonFinite, RunOptions
 from lockstep.train.schedule import LargeBatch
-from lockstep.train.step_table import Outcome
+from lockstep.train.step_table import StepOutcome
 
 REMOVE_SPLIT: Final = (
     "If it splits itself (by rank, split_dataset_by_node, get_worker_info), remove that, or say "
@@ -30,21 +31,23 @@ SEED_IT: Final = (
 
 
 @dataclass(frozen=True)
-class Look:
-    """At the gradient of the global batch."""
+class GradientCheck:
+    """The result of checking the gradient of the global batch."""
 
     finite: bool
     norm: float | Tensor | None = None
-    why: str = ""
+    why: str = ""  # if it is not finite
 
 
-def refuse_bad_data(outcome: Outcome, number: int) -> None:
-    """Of step `number`: all workers must have a part of the same batch, and weights that make a mean."""
+def refuse_bad_data(outcome: StepOutcome, number: int) -> None:
+    """Check that all workers have a part of the same batch in step `number`, and weights that make a mean.
+
+    Raises UnevenDataError, DesyncError or ValueError, on all workers.
+    """
     advice = "An iterable dataset must give every worker the same samples; Lockstep deals them out. " + REMOVE_SPLIT
     if outcome.ended and len(outcome.ended) < len(outcome.samples):
         raise UnevenDataError(
-            f"the data of rank {_list(outcome.ended)} ended before step {number}, and that of other workers goes on. "
-            f"{advice}"
+            f"the data of rank {_list(outcome.ended)} ended before step {number}, and other workers have more. {advice}"
         )
     odd = next((rank for rank, taken in enumerate(outcome.numbers) if taken != outcome.numbers[0]), None)
     if odd is not None and not outcome.ended:
@@ -81,56 +84,59 @@ def refuse_bad_data(outcome: Outcome, number: int) -> None:
         )
 
 
-def look_at_gradients(
-    leaves: Sequence[Leaf], outcome: Outcome, options: Options, *, wait: bool, shares: Sequence[Sequence[int]]
-) -> Look:
-    """Is it finite, and how long is it? And clip it, if that was asked for. `shares`: the shards of every worker.
+def check_gradients(
+    leaves: Sequence[Leaf], outcome: StepOutcome, options: RunOptions, *, wait: bool, shares: Sequence[Sequence[int]]
+) -> GradientCheck:
+    """Check that the gradient is finite, compute its norm, and clip it if `max_grad_norm` is set.
 
-    Without `wait` a GPU that is still computing the norm is not waited for: see `LastNorm`.
+    wait    False: do not wait for a GPU to compute the norm; see `DeferredNormCheck`
+    shares  the shards of every worker
     """
     if options.on_nonfinite is OnNonFinite.IGNORE and options.max_grad_norm is None:
-        return Look(finite=True)
+        return GradientCheck(finite=True)
     if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
         ranks = [rank for rank, share in enumerate(shares) if set(share) & set(outcome.bad_shards)]
         why = f"the loss of {_shards(outcome.bad_shards)} is not a finite number, on rank {_list(ranks)}"
-        return Look(finite=False, why=f"{why}; of the gradient, {_first_bad(leaves, 'gradient')}")
+        return GradientCheck(finite=False, why=f"{why}; of the gradient, {_first_bad(leaves, 'gradient')}")
     gradients = [leaf.parameter.grad for leaf in leaves if leaf.parameter.grad is not None]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     norm = torch.nn.utils.get_total_norm(values)
     if wait or not norm.is_cuda:
         length = float(norm)
         if not math.isfinite(length) and options.on_nonfinite is not OnNonFinite.IGNORE:
-            return Look(finite=False, norm=length, why=f"the gradient is not finite: {_first_bad(leaves, 'gradient')}")
+            why = f"the gradient is not finite: {_first_bad(leaves, 'gradient')}"
+            return GradientCheck(finite=False, norm=length, why=why)
     if options.max_grad_norm is not None:
         if norm.is_cuda:
-            torch._foreach_mul_(values, torch.clamp(options.max_grad_norm / (norm + 1e-6), max=1.0))
+            _torch.foreach_mul_(values, torch.clamp(options.max_grad_norm / (norm + 1e-6), max=1.0))
         elif length > options.max_grad_norm:
-            torch._foreach_mul_(values, options.max_grad_norm / (length + 1e-6))
-    return Look(finite=True, norm=norm if norm.is_cuda else length)
+            _torch.foreach_mul_(values, options.max_grad_norm / (length + 1e-6))
+    return GradientCheck(finite=True, norm=norm if norm.is_cuda else length)
 
 
-class LastNorm:
-    """The norm of the gradient of the step before, which a GPU may still have been computing when it was applied.
+class DeferredNormCheck:
+    """Checks the gradient norm of the previous step, which a GPU may still have been computing when it was applied.
 
-    Waiting for it would let the GPU run dry once in every step. A loss that is not finite is known in time; a gradient
-    that is not, though its loss is, has by now been applied on a GPU: so this is an error, and not a step left out.
+    Waiting for the norm would leave the GPU idle once in every step. A loss that is not finite is known in time. A
+    gradient that is not finite, though its loss is, has been applied by now: so this is an error, not a skipped step.
     """
 
     def __init__(self) -> None:
         self._norm: Tensor | None = None
         self._number = 0
 
-    def keep(self, number: int, norm: float | Tensor | None, options: Options) -> None:
-        looks = options.on_nonfinite is not OnNonFinite.IGNORE
-        self._number, self._norm = number, norm if isinstance(norm, Tensor) and looks else None
+    def defer(self, number: int, norm: float | Tensor | None, options: RunOptions) -> None:
+        """Keep the norm of step `number` for a later `check`."""
+        is_checked = options.on_nonfinite is not OnNonFinite.IGNORE
+        self._number, self._norm = number, norm if isinstance(norm, Tensor) and is_checked else None
 
     def check(self, leaves: Sequence[Leaf]) -> None:
-        """At a moment when the GPU has gone on."""
+        """Raise NonFiniteError if the norm was not finite. Call it where a GPU synchronisation is cheap."""
         norm, self._norm = self._norm, None
         if norm is not None and not math.isfinite(float(norm)):
             raise NonFiniteError(
                 f"step {self._number}: the gradient was not finite, and its step has been taken: "
-                f"{_first_bad(leaves, 'weight')}. Go on from the last checkpoint; "
+                f"{_first_bad(leaves, 'weight')}. Resume from the last checkpoint; "
                 'Run(on_nonfinite="skip") waits for the GPU in every step and leaves such batches out'
             )
 
@@ -154,14 +160,16 @@ def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def stop_or_skip(look: Look, batch: Batch, options: Options) -> None:
+def stop_or_skip(check: GradientCheck, batch: Batch, options: RunOptions) -> None:
+    """Raise NonFiniteError if the run is to stop at a gradient that is not finite."""
     if options.on_nonfinite is OnNonFinite.STOP:
         raise NonFiniteError(
-            f"step {batch.number} (epoch {batch.epoch}): {look.why}. No worker has taken this step. "
+            f"step {batch.number} (epoch {batch.epoch}): {check.why}. No worker has taken this step. "
             'Run(on_nonfinite="skip") would leave such batches out; '
             "a lower learning rate, warm-up or max_grad_norm= may help"
         )
 
 
 def learning_rate(large_batch: LargeBatch | None, number: int) -> AbstractContextManager[Any]:
+    """Set the scaled learning rate of step `number` for the duration of the block."""
     return nullcontext() if large_batch is None else large_batch.applied(number)

@@ -1,22 +1,22 @@
 """Where the time of a step goes.
 
-A step is a chain of laps: the time from one mark to the next belongs to what was done meanwhile, so all laps together
-are the whole time. On a CPU a mark is a moment. On a GPU it is an event in the stream, because the host only says what
-is to be done.
+A step is a chain of laps: the time from one mark to the next belongs to the work in between, so all laps together are
+the whole time. On a CPU a mark is a clock reading. On a GPU it is an event in the stream, because the host only queues
+the work.
 
 Note [Steps that are timed]
-Marks cost some microseconds each, and what is made of them costs more: Python is slow to get going again after every
-product of matrices. So not all steps are timed, but so many that they are APART_S from each other: of steps that last
-longer all, of short ones a few. Everybody times the same ones, since they tell each other how long they took. Which
-ones those are has no rhythm, for a program may have one, say with every eighth batch late. What may be so uneven that
-a sample says little, waiting for data and all that is done between steps, is measured in every step.
+A mark costs some microseconds, and evaluating the marks costs more: Python is slow to resume after every matrix
+product. So only some steps are timed, about APART_S apart: all steps that last longer than that, and a few of the short
+ones. All workers time the same steps, since they send each other how long these took. The timed steps are not periodic,
+because a program may be, for example with every eighth batch late. Waiting for data and the time between steps may vary
+so much that a sample says little; they are measured in every step.
 
-Note [Who is waited for]
-When its own backward pass is over, a worker waits until all sums have come: for the others, if they are not as far, and
-then for what is left of the communication. An all-reduce makes slow and fast workers look alike. But whoever arrives
-last waits least, and only for communication; so the shortest wait of all is that of communication (exposed), and what a
-worker waits beyond it, it waits for the one with the shortest wait. No clocks are compared. Every worker tells the
-others with its next step how long it has waited.
+Note [Which worker is waited for]
+When its own backward pass is over, a worker waits until all sums have arrived: for workers that are slower, and then
+for the rest of the communication. An all-reduce makes slow and fast workers look alike. But the last worker to arrive
+waits least, and only for communication. So the shortest wait of all workers is the exposed communication, and what a
+worker waits beyond it, it waits for the worker with the shortest wait. No clocks are compared. Every worker sends the
+length of its wait with its next step.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Any, Final, NamedTuple
 import torch
 
 PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
-WAIT: Final = "wait"  # becomes exposed and waiting
-AFTER: Final = "after"  # a step, until the next one begins
-GPU_EVERY: Final = 8  # steps: events cost more than moments
+WAIT: Final = "wait"  # is split into `exposed` and `waiting`
+AFTER: Final = "after"  # from the end of a step to the begin of the next one
+GPU_EVERY: Final = 8  # on a GPU at most one step in so many is timed: events cost more than clock readings
 APART_S: Final = 0.2
-RAREST: Final = 1000  # steps from one that is timed to the next
+RAREST: Final = 1000  # at least one step in so many is timed, on average
 
 
 @dataclass(frozen=True)
-class Span:
-    """A lap, or the way of a bucket: in seconds from the begin of the step."""
+class TimedSpan:
+    """A lap, or the exchange of one bucket. `start_s` counts from the begin of the step."""
 
     name: str
     start_s: float
@@ -49,14 +49,14 @@ class Span:
 
 @dataclass
 class StepTimes:
-    """Of one step of this worker."""
+    """The times of one step of this worker."""
 
     number: int
     began_s: float
     ended_s: float
-    laps: dict[str, float]  # seconds by name; `wait` is not yet told apart
-    spans: list[Span] = field(default_factory=list)
-    exposed_s: float | None = None  # None: nobody has told us how long the others waited
+    laps: dict[str, float]  # seconds by name; `wait` is not split yet
+    spans: list[TimedSpan] = field(default_factory=list)
+    exposed_s: float | None = None  # None: the waits of the other workers are not known
     waited_for: int | None = None  # a rank
 
     @property
@@ -72,29 +72,29 @@ class StepTimes:
         return self.ended_s - self.began_s - self.after_s
 
     def phases(self) -> dict[str, float]:
-        """They add up to the whole time."""
+        """Seconds by phase (PHASES); they add up to the whole time."""
         exposed_s = self.waited_s if self.exposed_s is None else self.exposed_s
-        told = {"exposed": exposed_s, "waiting": self.waited_s - exposed_s}
-        told["between"] = self.laps.get("between", 0.0) + self.after_s
-        return {name: told.get(name, self.laps.get(name, 0.0)) for name in PHASES}
+        derived = {"exposed": exposed_s, "waiting": self.waited_s - exposed_s}
+        derived["between"] = self.laps.get("between", 0.0) + self.after_s
+        return {name: derived.get(name, self.laps.get(name, 0.0)) for name in PHASES}
 
-    def hear(self, waits_s: Sequence[float]) -> None:
-        """How long each rank has waited. See Note [Who is waited for]."""
+    def set_waits(self, waits_s: Sequence[float]) -> None:
+        """Split the wait, given how long each rank has waited: see Note [Which worker is waited for]."""
         self.exposed_s = min(min(waits_s), self.waited_s)
         last = min(range(len(waits_s)), key=waits_s.__getitem__)
         self.waited_for = last if self.waited_s > self.exposed_s else None
 
 
-def next_looked_at(step: int) -> int:
-    """The first one, from `step` on, whose every span is kept: so few that a month of them is little."""
+def next_detailed_step(step: int) -> int:
+    """Return the first step, from `step` on, that keeps all its spans: so few that a month of them is little."""
     if step <= 6:
-        return max(step, 1)  # not step 0, which is like no other
+        return max(step, 1)  # not step 0, which is not typical
     scale = 10 ** (len(str(step)) - 1)
     return min(one for first in (1, 2, 5, 10) for one in range(first * scale, first * scale + 3) if one >= step)
 
 
-def _scatter(number: int) -> int:
-    """Below 2**32. Numbers that follow each other go anywhere."""
+def _hash(number: int) -> int:
+    """Return a hash below 2**32, in which consecutive numbers are unrelated."""
     number = (number + 1) * 0x9E3779B1 & 0xFFFFFFFF
     return (number ^ number >> 15) * 0x85EBCA77 & 0xFFFFFFFF
 
@@ -103,99 +103,99 @@ class _Mark(NamedTuple):  # made a dozen times in a step, so not a dataclass
     name: str
     shard: int
     at_s: float
-    event: Any  # of a GPU, or None
+    event: Any  # a CUDA event, or None on a CPU
 
 
-class Stopwatch:
-    """Of one worker: `cut` at the top of the loop, `lap` at the end of everything in it, `stop` at the end of the step.
+class StepTimer:
+    """Times the steps of one worker: `begin_step` at the top of the loop, `lap` after each part, `end_step` at its end.
 
-    What these cost in a step that is not timed, every step costs.
+    These are called in every step, so they do next to nothing in a step that is not timed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[_Mark] = []
-        self._travels: list[tuple[int, float, float]] = []
+        self._buckets: list[tuple[int, float, float]] = []
         self._number = -1
-        self._underway: list[_Underway] = []  # steps of a GPU that may not have come to their last event
+        self._pending: list[_PendingStep] = []  # steps whose last event the GPU may not have reached
         self._pool: list[Any] = []
-        self._looks_next = -1
-        self._took_s: dict[int, float] = {}  # rank -> its last step that was timed
-        self._at_s = time.monotonic()  # the last moment that every step looks at
-        self._data_s = self._outside_s = 0.0  # of all steps
-        self.is_timed = self.looks = False  # this step; closely
+        self._next_detailed = -1
+        self._took_s: dict[int, float] = {}  # rank -> duration of its last timed step
+        self._at_s = time.monotonic()  # the last clock reading of those that every step makes
+        self._data_s = self._outside_s = 0.0  # sums over all steps
+        self.is_timed = self.is_detailed = False  # whether this step is timed; whether its spans are kept too
         self.set_pace({})
 
     def set_pace(self, took_s: Mapping[int, float]) -> None:
-        """By rank: how long steps take. All workers know the same."""
+        """Set by rank how long steps take, which decides how many are timed. Equal on all workers."""
         self._took_s.update(took_s)
         slowest_s = max(self._took_s.values(), default=APART_S)
         every = min(RAREST, math.ceil(APART_S / slowest_s)) if slowest_s > 0 else RAREST
         self._bound = 2**32 // max(every, GPU_EVERY if self._on_gpu else 1)
 
-    def cut(self, number: int) -> StepTimes | None:
-        """A step begins. Returns the last one that is known in full."""
-        at_s = self._look_outside()
-        if number > self._looks_next:
-            self._looks_next = next_looked_at(number)
-        looks = number == self._looks_next
-        is_timed = looks or _scatter(number) < self._bound
-        if not (is_timed or self.is_timed or self._underway):
+    def begin_step(self, number: int) -> StepTimes | None:
+        """Begin a step. Returns the times of an earlier step, if they have become complete."""
+        at_s = self._end_outside()
+        if number > self._next_detailed:
+            self._next_detailed = next_detailed_step(number)
+        is_detailed = number == self._next_detailed
+        is_timed = is_detailed or _hash(number) < self._bound
+        if not (is_timed or self.is_timed or self._pending):
             return None
         now = _Mark(AFTER, -1, at_s, self._record() if self._on_gpu and (is_timed or self.is_timed) else None)
         done = self._finish(now)
-        self._number, self._marks, self._travels = number, [now], []
-        self.looks, self.is_timed = looks, is_timed
+        self._number, self._marks, self._buckets = number, [now], []
+        self.is_detailed, self.is_timed = is_detailed, is_timed
         return done
 
-    def finish(self) -> StepTimes | None:
-        """The last step was taken."""
+    def end_loop(self) -> StepTimes | None:
+        """End the last step. Returns its times if they are complete."""
         done = self._finish(_Mark(AFTER, -1, self._at_s, self._record() if self._on_gpu and self.is_timed else None))
-        self.is_timed = self.looks = False
+        self.is_timed = self.is_detailed = False
         return done
 
-    def know(self) -> tuple[float, float] | None:
-        """Seconds of waiting for data and of what was done between steps, in all steps so far.
+    def totals(self) -> tuple[float, float] | None:
+        """Seconds spent so far waiting for data and between steps, over all steps.
 
         None on a GPU, which may be busy while the host waits.
         """
         return None if self._on_gpu else (self._data_s, self._outside_s)
 
-    def _look_outside(self) -> float:
+    def _end_outside(self) -> float:
         at_s = time.monotonic()
         self._outside_s += at_s - self._at_s
         self._at_s = at_s
         return at_s
 
     @property
-    def looks_at_buckets(self) -> bool:
-        return self.looks and not self._on_gpu
+    def times_buckets(self) -> bool:
+        return self.is_detailed and not self._on_gpu
 
-    def travelled(self, bucket: int, left_s: float, came_s: float) -> None:
-        """When a bucket was sent, and when its sum was there."""
-        self._travels.append((bucket, left_s, came_s))
+    def add_bucket(self, bucket: int, sent_s: float, arrived_s: float) -> None:
+        """Note when a bucket was sent, and when its sum had arrived."""
+        self._buckets.append((bucket, sent_s, arrived_s))
 
     def lap(self, name: str, shard: int = -1) -> None:
         if self.is_timed:
             self._marks.append(_Mark(name, shard, time.monotonic(), self._record() if self._on_gpu else None))
 
-    def data_came(self) -> None:
+    def end_data_wait(self) -> None:
         at_s = time.monotonic()
         self._data_s += at_s - self._at_s
         self._at_s = at_s
         self.lap("data")
 
-    def stop(self) -> float:
-        """The step was taken. Returns the moment."""
+    def end_step(self) -> float:
+        """End the update of this step. Returns the current time."""
         self._at_s = time.monotonic()
         self.lap("update")
         return self._at_s
 
-    def drop(self) -> None:
-        """The step is begun anew, with other workers: what was done until now is nobody's."""
-        self._look_outside()
-        self._marks, self._travels, self._took_s, self._looks_next = [], [], {}, -1
-        self.is_timed = self.looks = False
+    def reset(self) -> None:
+        """Forget the step that is running: it is repeated with other workers."""
+        self._end_outside()
+        self._marks, self._buckets, self._took_s, self._next_detailed = [], [], {}, -1
+        self.is_timed = self.is_detailed = False
         self.set_pace({})
 
     def _record(self) -> Any:
@@ -206,28 +206,29 @@ class Stopwatch:
     def _finish(self, last: _Mark) -> StepTimes | None:
         if not self._marks or self._number < 0:
             return None
-        step = _Underway(self._number, [*self._marks, last], self._travels, self.looks)
+        step = _PendingStep(self._number, [*self._marks, last], self._buckets, self.is_detailed)
         if not self._on_gpu:
             return step.times() if self.is_timed else None
         if self.is_timed:
-            self._underway.append(step)
-        if not self._underway or not self._underway[0].has_ended():
+            self._pending.append(step)
+        if not self._pending or not self._pending[0].has_ended():
             return None
-        oldest = self._underway.pop(0)
+        oldest = self._pending.pop(0)
         times = oldest.times()
-        self._pool += [mark.event for mark in oldest.marks[:-1] if mark.event is not None]  # the last is the next first
+        # The last mark is also the first one of the next step.
+        self._pool += [mark.event for mark in oldest.marks[:-1] if mark.event is not None]
         return times
 
 
 @dataclass(frozen=True)
-class _Underway:
+class _PendingStep:
     number: int
     marks: list[_Mark]
-    travels: list[tuple[int, float, float]]
-    looks: bool
+    buckets: list[tuple[int, float, float]]
+    is_detailed: bool
 
     def has_ended(self) -> bool:
-        """All of them: the program may take its steps in another stream than the one it goes round its loop in."""
+        """Whether all events have occurred: a program may step in another stream than the one that its loop runs in."""
         return all(mark.event is None or mark.event.query() for mark in self.marks)
 
     def times(self) -> StepTimes:
@@ -238,13 +239,13 @@ class _Underway:
         for mark in self.marks[1:]:
             at_s = _seconds_between(first, mark)
             laps[mark.name] = laps.get(mark.name, 0.0) + at_s - before_s
-            if self.looks:
+            if self.is_detailed:
                 name = "between" if mark.name == AFTER else mark.name
                 name = name if mark.shard < 0 else f"{name} {mark.shard}"
-                spans.append(Span(name, before_s, at_s - before_s))
+                spans.append(TimedSpan(name, before_s, at_s - before_s))
             before_s = at_s
-        for bucket, left_s, came_s in self.travels:
-            spans.append(Span(f"bucket {bucket}", left_s - first.at_s, max(0.0, came_s - left_s), "comm"))
+        for bucket, sent_s, arrived_s in self.buckets:
+            spans.append(TimedSpan(f"bucket {bucket}", sent_s - first.at_s, max(0.0, arrived_s - sent_s), "comm"))
         return StepTimes(self.number, first.at_s, first.at_s + before_s, laps, spans)
 
 

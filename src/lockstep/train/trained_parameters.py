@@ -1,4 +1,4 @@
-"""What is trained, checked once; and how the work of a step is shared out, whenever the workers are others."""
+"""The plan of a training: checked once when it begins; and the shards of each worker, assigned when workers change."""
 
 from __future__ import annotations
 
@@ -10,45 +10,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.exact_sum import ShardSum
+from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch, Batches, Position, Shard
-from lockstep.data.sample_order import share
+from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
 from lockstep.train import determinism
-from lockstep.train.buffer_exchange import RunningState
-from lockstep.train.options import Options
+from lockstep.train.buffer_exchange import BufferExchange
+from lockstep.train.options import RunOptions
 from lockstep.train.precision import LossScale
-from lockstep.train.recompute_check import Audit
+from lockstep.train.recompute_check import RecomputeCheck
 from lockstep.train.run_directory import STOPPED
 from lockstep.train.schedule import LargeBatch, LRScaling, cover_groups
-from lockstep.train.shard_gradients import Gradients
-from lockstep.train.step import Plan, Result, Training
-from lockstep.train.step_observer import Observer, Sight
+from lockstep.train.shard_gradients import ShardGradients
+from lockstep.train.step_observer import ObserverConfig, StepObserver
+from lockstep.train.step_types import Result, StepContext, TrainingPlan
 from lockstep.world.world import World
 
-_COUNTS: Final = ("last_epoch", "params", "initial_lr")
-_OF_ORDER: Final = ("seed", "sampler", "order_seed", "order_size")  # which `Batches.order_name` has
+_NOT_SETTINGS: Final = ("last_epoch", "params", "initial_lr")
+_ORDER_OPTIONS: Final = ("seed", "sampler", "order_seed", "order_size")  # which `Batches.order_name` contains
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Basis:
-    """What was said to the Run."""
+class RunConfig:
+    """Arguments of the Run."""
 
-    options: Options
+    options: RunOptions
     seed: int
     exact: bool
 
 
 def make_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, basis: Basis, *, scaling: LRScaling | None
-) -> Plan:
-    """Raises ValueError for what does not fit together. Nothing is changed."""
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    config: RunConfig,
+    *,
+    scaling: LRScaling | None,
+) -> TrainingPlan:
+    """Return the plan of a training. Changes nothing; raises ValueError for arguments that do not fit together."""
     leaves = replica.trained_leaves(model, set())
-    _refuse_strangers(optimizer, leaves)
-    audit_every, is_stream = basis.options.audit_every, batches.state()["samples"] < 0
-    if audit_every and (not basis.exact or is_stream):
+    _check_optimizer_parameters(optimizer, leaves)
+    audit_every, is_stream = config.options.audit_every, batches.state()["samples"] < 0
+    if audit_every and (not config.exact or is_stream):
         raise ValueError("audit_every= needs exact=True and a map-style dataset: another worker loads the shard")
     synced = determinism.synced_layers(model)
     if audit_every and synced:
@@ -56,38 +61,40 @@ def make_plan(
             f"audit_every={audit_every} with {synced[0]}, a SyncBatchNorm: one worker alone cannot compute a "
             "shard again; use BatchNorm, or audit_every=0"
         )
-    return Plan(
+    return TrainingPlan(
         model=model,
         leaves=leaves,
         optimizer=optimizer,
         batches=batches,
-        loss_scale=LossScale.for_precision(basis.options.precision),
+        loss_scale=LossScale.for_precision(config.options.precision),
         synced=synced,
         large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
     )
 
 
-def _refuse_strangers(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError if the optimiser has parameters that the model has not."""
+def _check_optimizer_parameters(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
+    """Raise ValueError if the optimiser has parameters that are not in the model."""
     known = {leaf.parameter for leaf in leaves}
-    strangers = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    if strangers:
+    unknown = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if unknown:
         raise ValueError(
-            f"the optimiser has {strangers} parameters that the replicated model has not: "
+            f"the optimiser has {unknown} parameters that the replicated model has not: "
             "make it from `run.replicate(model).parameters()`"
         )
 
 
-def settings_of(plan: Plan, basis: Basis, *, scaling: LRScaling | None, steps: int | None) -> dict[str, Any]:
-    """What the program has set, for a later start that may have set something else (checkpoint/differences.py).
+def settings_of(
+    plan: TrainingPlan, config: RunConfig, *, scaling: LRScaling | None, steps: int | None
+) -> dict[str, Any]:
+    """The settings of the program, which a later start compares with its own (checkpoint/differences.py).
 
-    To be asked for before anything is restored.
+    Call it before anything is restored.
     """
-    options, batches, scheduler = basis.options, plan.batches, plan.schedule
+    options, batches, scheduler = config.options, plan.batches, plan.schedule
     comm_dtype = options.grad_comm_dtype
     return {
         "options": {
-            **{name: value for name, value in batches.facts().items() if name not in _OF_ORDER},
+            **{name: value for name, value in batches.facts().items() if name not in _ORDER_OPTIONS},
             "order": batches.order_name,
             "epochs": batches.settings.epochs,
             "steps": steps,
@@ -106,18 +113,18 @@ def settings_of(plan: Plan, basis: Basis, *, scaling: LRScaling | None, steps: i
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that are numbers, texts or tuples of numbers, and do not count steps."""
+    """The entries that are numbers, strings or tuples of numbers, and do not count steps."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         value = list(value) if isinstance(value, tuple) else value
         numbers = value if isinstance(value, list) else [value]
-        if not name.startswith("_") and name not in _COUNTS and all(isinstance(x, _PLAIN) for x in numbers):
+        if not name.startswith("_") and name not in _NOT_SETTINGS and all(isinstance(x, _PLAIN) for x in numbers):
             found[name] = value
     return found
 
 
-def follow_trainable(plan: Plan) -> dict[str, Any]:
+def update_trainable(plan: TrainingPlan) -> dict[str, Any]:
     """Train the parameters that require a gradient now, with the groups that the optimiser has now.
 
     Returns what all workers must have in common. Raises ValueError, and changes nothing, if no parameter is left, or if
@@ -126,7 +133,7 @@ def follow_trainable(plan: Plan) -> dict[str, Any]:
     leaves = replica.trained_leaves(plan.model, set())
     if not leaves:
         raise ValueError("the program has frozen all parameters: none requires a gradient any more")
-    _refuse_strangers(plan.optimizer, leaves)
+    _check_optimizer_parameters(plan.optimizer, leaves)
     held = {p for group in plan.optimizer.param_groups for p in group["params"]}
     if any(parameter not in held for parameter in plan.optimizer.state):
         raise ValueError(
@@ -142,16 +149,16 @@ def follow_trainable(plan: Plan) -> dict[str, Any]:
     }
 
 
-def group_names(plan: Plan) -> list[list[str]]:
+def group_names(plan: TrainingPlan) -> list[list[str]]:
     """The names of the parameters of each group of the optimiser; "" for one that the model has not."""
     names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
     return [[names.get(id(p), "") for p in group["params"]] for group in plan.optimizer.param_groups]
 
 
-def match_groups(plan: Plan, state: Mapping[str, Any]) -> None:
-    """Let the optimiser have as many groups as the one of `state`, a state of `Checkpoints`, before that is restored.
+def add_missing_groups(plan: TrainingPlan, state: Mapping[str, Any]) -> None:
+    """Add the parameter groups that the optimiser lacks compared with `state` (see `Checkpoints.state`).
 
-    The program may have added some by `add_param_group` in its loop; one that starts with fewer gets them here.
+    The program may have added groups by `add_param_group` in its loop. Call it before the state is restored.
     """
     names, optimizer = state.get("groups") or [], plan.optimizer
     parameters = dict(plan.model.named_parameters())
@@ -164,8 +171,8 @@ def match_groups(plan: Plan, state: Mapping[str, Any]) -> None:
         optimizer.add_param_group({**options, "params": params})
 
 
-def take_over_trainable(plan: Plan, state: Mapping[str, Any]) -> None:
-    """Train the parameters that were trained where `state`, of `Run._state`, comes from."""
+def restore_trainable(plan: TrainingPlan, state: Mapping[str, Any]) -> None:
+    """Train the parameters that were trained when `state` was saved (see `Checkpoints.state`)."""
     names = set(state.get("trainable") or ())
     if names:
         for name, parameter in plan.model.named_parameters():
@@ -174,55 +181,57 @@ def take_over_trainable(plan: Plan, state: Mapping[str, Any]) -> None:
 
 
 def modules_in_eval_mode(model: nn.Module) -> list[str]:
-    """The names of modules that the program has put into eval mode, batch norm with frozen averages for example."""
+    """The names of modules in eval mode, such as batch norm with frozen averages."""
     return [name for name, module in model.named_modules() if not module.training]
 
 
-def take_over_modes(model: nn.Module, names: Sequence[str] | None) -> None:
-    """Put the modules with these names into eval mode and all others into training mode; None: leave them."""
+def restore_eval_mode(model: nn.Module, names: Sequence[str] | None) -> None:
+    """Put the modules with these names into eval mode and all others into training mode; None: change nothing."""
     if names is not None:
         for name, module in model.named_modules():
             module.training = name not in names
 
 
-def share_out(plan: Plan, basis: Basis, world: World, group: dist.ProcessGroup, observer: Observer) -> Training:
-    """All workers of `group`: each gets its shards."""
-    batches, options, size = plan.batches, basis.options, world.size
+def assign_shards(
+    plan: TrainingPlan, config: RunConfig, world: World, group: dist.ProcessGroup, observer: StepObserver
+) -> StepContext:
+    """Assign the shards to the workers, and prepare steps with them. Called by all workers of `group`."""
+    batches, options, size = plan.batches, config.options, world.size
     shards = batches.settings.shards
-    shares = [share(shards, size, rank) for rank in range(size)]
-    determinism.check_sync_batch_norm(plan.model, shares, exact=basis.exact, is_main=world.rank == 0)
-    batches.share_out(world.rank, size)
-    sum_ = ShardSum(group, shares, device=world.device, exact=basis.exact)
+    shares = [shards_of_rank(shards, size, rank) for rank in range(size)]
+    determinism.check_sync_batch_norm(plan.model, shares, exact=config.exact, is_main=world.rank == 0)
+    batches.set_rank(world.rank, size)
+    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact)
 
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
 
-    return Training(
+    return StepContext(
         model=plan.model,
         leaves=plan.leaves,
         optimizer=plan.optimizer,
         sum=sum_,
-        gradients=Gradients(plan.leaves, sum_, comm_dtype=options.grad_comm_dtype),
-        running=RunningState(plan.model, shards, checks_weights=batches.position.number == 0),
+        gradients=ShardGradients(plan.leaves, sum_, comm_dtype=options.grad_comm_dtype),
+        buffers=BufferExchange(plan.model, shards, checks_weights=batches.position.number == 0),
         loss_scale=plan.loss_scale,
-        audit=Audit(plan.model, plan.leaves, every=options.audit_every, fetch=fetch),
+        recompute_check=RecomputeCheck(plan.model, plan.leaves, every=options.audit_every, fetch=fetch),
         observer=observer,
         options=options,
-        seed=basis.seed,
+        seed=config.seed,
         large_batch=plan.large_batch,
-        last_norm=plan.last_norm,
+        norm_check=plan.norm_check,
         gradient_writes=plan.gradient_writes,
     )
 
 
-def sight_of(plan: Plan, world: World) -> Sight:
+def observer_config(plan: TrainingPlan, world: World) -> ObserverConfig:
     samples = plan.batches.facts()["samples"]
     dense = not any(leaf.sparse for leaf in plan.leaves)
-    return Sight(writes=world.rank == 0, shards=dense, population=samples if samples > 0 else None)
+    return ObserverConfig(writes=world.rank == 0, shards=dense, population=samples if samples > 0 else None)
 
 
-def facts_of(plan: Plan | Training, result: Result) -> dict[str, float | None]:
-    """The learning rate of this step, of the first group, and the norm of its gradient; None if only a GPU knows."""
+def lr_and_grad_norm(plan: TrainingPlan | StepContext, result: Result) -> dict[str, float | None]:
+    """The learning rate of the first group and the gradient norm of this step; None if the value is on a GPU."""
     rate = plan.optimizer.param_groups[0].get("lr")
     times = plan.large_batch.factor(result.number) if plan.large_batch is not None else 1.0
     is_known = isinstance(rate, (int, float)) or (isinstance(rate, Tensor) and not rate.is_cuda)
@@ -230,8 +239,8 @@ def facts_of(plan: Plan | Training, result: Result) -> dict[str, float | None]:
     return {"lr": float(rate or 0.0) * times if is_known else None, "grad_norm": norm}
 
 
-def describe(plan: Plan, training: Training) -> dict[str, Any]:
-    """What the work of a step looks like, for the trace: known when the first step was taken."""
+def describe(plan: TrainingPlan, training: StepContext) -> dict[str, Any]:
+    """Buckets and memory of a step, for the trace. They are known after the first step."""
     by_parameter = [state for state in plan.optimizer.state.values() if isinstance(state, dict)]
     states = [value for state in by_parameter for value in state.values() if isinstance(value, Tensor)]
     weights = sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers()))
@@ -246,10 +255,10 @@ def describe(plan: Plan, training: Training) -> dict[str, Any]:
     }
 
 
-def describe_nothing_to_train(plan: Plan, steps: int | None, *, was_stopped: bool) -> str | None:
-    """Why there is nothing to train in this start; None if there is something.
+def describe_nothing_to_train(plan: TrainingPlan, steps: int | None, *, was_stopped: bool) -> str | None:
+    """Why there is nothing to train in this start; None if there is something to train.
 
-    steps        after which the program wants to end
+    steps        the last step that the program wants; None: no limit
     was_stopped  the program itself has ended the training in an earlier start
     """
     step, over = plan.batches.position.number, "--fresh, or Run(resume=False), starts over"
@@ -260,15 +269,15 @@ def describe_nothing_to_train(plan: Plan, steps: int | None, *, was_stopped: boo
     return None
 
 
-def introduce(plan: Plan, basis: Basis, world: World) -> str:
-    """In a line: what is about to be done."""
+def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
+    """A line that describes what is about to be trained."""
     settings, step, size = plan.batches.settings, plan.batches.position.number, world.size
     cut = f"{settings.shards} shards on {size} worker{'s' if size > 1 else ''} ({world.backend})"
     rates = sorted({float(group["lr"]) for group in plan.optimizer.param_groups})
     what = f"global batch {settings.global_batch_size}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     what = plan.large_batch.describe() if plan.large_batch is not None else what
-    how = "exact" if basis.exact else "fast: bits depend on the workers"
-    if basis.exact and world.device.type == "cpu":
-        threads = basis.options.threads
+    how = "exact" if config.exact else "fast: bits depend on the workers"
+    if config.exact and world.device.type == "cpu":
+        threads = config.options.threads
         how += f", {threads} thread{'s' if threads > 1 else ''} each"
-    return f"{what}; {cut}; seed {basis.seed}; {how}{f', from step {step}' if step else ''}"
+    return f"{what}; {cut}; seed {config.seed}; {how}{f', from step {step}' if step else ''}"

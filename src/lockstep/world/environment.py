@@ -1,7 +1,7 @@
-"""Which place among the workers the environment gives us, and which host this is. Pure but for that, and without torch.
+"""Reads rank and world size from the environment, and identifies the host. Pure but for the latter. Without torch.
 
-This is the only reader of RANK, WORLD_SIZE, LOCAL_*, MASTER_*, SLURM_*, OMPI_* and PMI_*. It refuses what is half set
-or contradicts itself: a worker that guesses wrong trains alone for a week, or waits for somebody who never comes.
+This is the only reader of RANK, WORLD_SIZE, LOCAL_*, MASTER_*, SLURM_*, OMPI_* and PMI_*. It refuses variables that are
+incomplete or contradict each other: a worker that guesses wrong trains alone, or waits for workers that do not exist.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lockstep.errors import WorldError
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the environment says about this worker. None: it does not say, the workers find out when they meet."""
+class RankAssignment:
+    """What the environment says about this worker. Fields that are None are determined when the workers join."""
 
     rank: int
     size: int
@@ -28,27 +28,28 @@ class Place:
     local_size: int | None = None
     addr: str | None = None
     port: int | None = None
-    agent_store: bool = False  # torchrun's agent keeps the store, rank 0 is a client like everybody
-    attempt: int = 0  # torchrun's restarts may find the keys of the attempt before them
-    told_by: str = field(default="", compare=False)  # the variables that said so, with their values, for errors
+    agent_store: bool = False  # torchrun's agent hosts the store, and rank 0 is a client like all workers
+    attempt: int = 0  # torchrun's restart count: the store may still have keys of earlier attempts
+    variables: str = field(default="", compare=False)  # the variables that define size and rank, for errors
 
 
-def detect(env: Mapping[str, str]) -> Place | None:
-    """Who the environment says we are; None when it says nothing, which makes us a world of one.
+def detect(env: Mapping[str, str]) -> RankAssignment | None:
+    """Return what the environment says; None if it says nothing, which means a single worker.
 
-    RANK/WORLD_SIZE come first, then the variables of the launcher that started us. Where SLURM and MPI disagree, MPI
-    is right: mpirun starts its daemons with srun, so that SLURM_* then describe the daemon and not the worker.
+    RANK/WORLD_SIZE come first, then the variables of SLURM or MPI. Where SLURM and MPI disagree, MPI is right: mpirun
+    starts its daemons with srun, so that SLURM_* then describe the daemon and not the worker. Raises WorldError if
+    variables are incomplete or contradict each other.
     """
     slurm, mpi = _from_slurm(env), _from_mpi(env)
     same = slurm is not None and mpi is not None and (slurm.rank, slurm.size) == (mpi.rank, mpi.size)
     launcher = slurm if mpi is None or same else mpi
-    place = _from_torch(env, launcher)
-    return None if place is None else _complete(place, env)
+    assignment = _from_torch(env, launcher)
+    return None if assignment is None else _complete(assignment, env)
 
 
-def _from_torch(env: Mapping[str, str], launcher: Place | None) -> Place | None:
-    """RANK and WORLD_SIZE win, but not against a launcher that tells another story."""
-    rank, size = read_number(env, "RANK"), read_number(env, "WORLD_SIZE", low=1)
+def _from_torch(env: Mapping[str, str], launcher: RankAssignment | None) -> RankAssignment | None:
+    """RANK and WORLD_SIZE have priority, but must not contradict the launcher."""
+    rank, size = read_int(env, "RANK"), read_int(env, "WORLD_SIZE", low=1)
     if rank is None and size is None:
         left_over = [f"{name}={env[name]!r}" for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if env.get(name)]
         if launcher is None and left_over:
@@ -58,38 +59,40 @@ def _from_torch(env: Mapping[str, str], launcher: Place | None) -> Place | None:
             )
         return launcher
     if rank is None or size is None:
-        # Batch scripts like to export WORLD_SIZE and leave the rank to srun or mpirun: enough, if they agree.
+        # Batch scripts often export WORLD_SIZE and leave the rank to srun or mpirun: enough, if they agree.
         if launcher is not None and (launcher.rank == rank or launcher.size == size):
             return launcher
-        here, gone = (f"WORLD_SIZE={size}", "RANK") if rank is None else (f"RANK={rank}", "WORLD_SIZE")
-        told = "" if launcher is None else f", and {launcher.source} says rank {launcher.rank} of {launcher.size}"
+        given, missing = (f"WORLD_SIZE={size}", "RANK") if rank is None else (f"RANK={rank}", "WORLD_SIZE")
+        contrast = "" if launcher is None else f", and {launcher.source} says rank {launcher.rank} of {launcher.size}"
         raise WorldError(
-            f"{here} is set, but {gone} is not{told}; set both (`lockstep run` and torchrun do), or unset {here}"
+            f"{given} is set, but {missing} is not{contrast}; "
+            f"set both (`lockstep run` and torchrun do), or unset {given}"
         )
     if rank >= size:
         raise WorldError(f"RANK={rank} is not below WORLD_SIZE={size}; ranks go from 0 to WORLD_SIZE-1")
     if launcher is not None:
         _refuse_contradiction(env, size, launcher)
     addr, port = (launcher.addr, launcher.port) if launcher is not None and launcher.size == size else (None, None)
-    return Place(
+    return RankAssignment(
         rank,
         size,
         "RANK/WORLD_SIZE",
         addr=addr,
         port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=read_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
-        told_by=f"WORLD_SIZE={size}, RANK={rank}",
+        attempt=read_int(env, "TORCHELASTIC_RESTART_COUNT") or 0,
+        variables=f"WORLD_SIZE={size}, RANK={rank}",
     )
 
 
-def _refuse_contradiction(env: Mapping[str, str], size: int, launcher: Place) -> None:
-    """A launcher inside each SLURM or MPI task (torchrun, ours, ...) multiplies the workers; that is no contradiction.
+def _refuse_contradiction(env: Mapping[str, str], size: int, launcher: RankAssignment) -> None:
+    """Raise WorldError if WORLD_SIZE contradicts SLURM or MPI.
 
-    Those two say that it was them. Of the others we ask that the numbers work out: tasks x local workers.
+    A launcher inside each task multiplies the workers, which is no contradiction. torchrun and `lockstep run` set
+    variables of their own; for other launchers WORLD_SIZE must be tasks x LOCAL_WORLD_SIZE.
     """
     nested = "TORCHELASTIC_RUN_ID" in env or "LOCKSTEP_RUN_DIR" in env
-    local_size = read_number(env, "LOCAL_WORLD_SIZE", low=1)
+    local_size = read_int(env, "LOCAL_WORLD_SIZE", low=1)
     if nested or size == launcher.size or (local_size is not None and size == launcher.size * local_size):
         return
     raise WorldError(
@@ -99,24 +102,24 @@ def _refuse_contradiction(env: Mapping[str, str], size: int, launcher: Place) ->
     )
 
 
-def _from_slurm(env: Mapping[str, str]) -> Place | None:
-    """A task that srun started.
+def _from_slurm(env: Mapping[str, str]) -> RankAssignment | None:
+    """Return the assignment of a task that srun has started; None for other processes.
 
     SLURM variables alone prove nothing: a batch script has SLURM_PROCID=0 and SLURM_NTASKS=N too, and so may a shell
-    in an interactive allocation, though the one `python` started there is alone. What tells them apart:
+    in an interactive allocation, though a single `python` started there is the only worker. The difference:
     - a real step has a SLURM_STEP_ID below the reserved numbers at the top of the range (batch, interactive, extern);
     - a batch script has none, and ENVIRONMENT=BATCH with SLURM_PROCID=0;
-    - without either (containers that pass on only some variables) we believe SLURM_PROCID with SLURM_NTASKS > 1.
+    - without either (containers that pass on only some variables), SLURM_PROCID with SLURM_NTASKS > 1 is accepted.
     """
-    rank = read_number(env, "SLURM_PROCID")
+    rank = read_int(env, "SLURM_PROCID")
     if rank is None:
         return None
-    step = read_number(env, "SLURM_STEP_ID")
+    step = read_int(env, "SLURM_STEP_ID")
     if step is not None and step >= 0xFFFFFFF0:
         return None
     # Inside a step SLURM_STEP_NUM_TASKS is the step's own number; SLURM_NTASKS may still be the whole job's.
     size_name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS", "").strip() else "SLURM_NTASKS"
-    size = read_number(env, size_name, low=1)
+    size = read_int(env, size_name, low=1)
     if step is None and rank == 0 and (env.get("ENVIRONMENT") == "BATCH" or size in (None, 1)):
         return None
     if size is None:
@@ -125,20 +128,20 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
         raise WorldError(f"SLURM_PROCID={rank} is not below SLURM_NTASKS={size}; start the workers with `srun -n N`")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
-    return Place(
+    return RankAssignment(
         rank,
         size,
         "SLURM",
-        local_rank=read_number(env, "SLURM_LOCALID"),
+        local_rank=read_int(env, "SLURM_LOCALID"),
         addr=first_host(nodes) if nodes else None,
         port=_port_of(f"slurm {job} {step or 0}") if job else None,
-        told_by=f"{size_name}={size}, SLURM_PROCID={rank}",
+        variables=f"{size_name}={size}, SLURM_PROCID={rank}",
     )
 
 
-def batch_note(env: Mapping[str, str]) -> str:
-    """For a program that a batch script has started without srun, though the job has several tasks; "" else."""
-    tasks = read_number(env, "SLURM_NTASKS")
+def missing_srun_warning(env: Mapping[str, str]) -> str:
+    """Return a warning for a program that a batch script of several tasks has started without srun; "" otherwise."""
+    tasks = read_int(env, "SLURM_NTASKS")
     if env.get("ENVIRONMENT") != "BATCH" or "SLURM_STEP_ID" in env or tasks is None or tasks < 2:
         return ""
     return (
@@ -147,20 +150,20 @@ def batch_note(env: Mapping[str, str]) -> str:
     )
 
 
-def advise_on_missing(place: Place) -> str:
-    """What to do if only some of the workers that `place` was told of come; "" if its source gives no hint."""
-    starts = {"SLURM": "srun", "Open MPI": "mpirun", "PMI": "mpiexec"}.get(place.source)
+def advise_on_missing(assignment: RankAssignment) -> str:
+    """Return what to do if expected workers are missing; "" if the source of the assignment gives no hint."""
+    starts = {"SLURM": "srun", "Open MPI": "mpirun", "PMI": "mpiexec"}.get(assignment.source)
     if starts is None:
         return ""
-    names = " and ".join(part.partition("=")[0] for part in place.told_by.split(", "))
+    names = " and ".join(part.partition("=")[0] for part in assignment.variables.split(", "))
     return (
-        f"start all of them together with `{starts} -n {place.size} python ...`, or on this host with `lockstep run "
-        f"-n {place.size} ...`, or unset {names} to train on one worker"
+        f"start all of them together with `{starts} -n {assignment.size} python ...`, or on this host with "
+        f"`lockstep run -n {assignment.size} ...`, or unset {names} to train on one worker"
     )
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
+    """Return the first host of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
     head = re.match(r"((?:[^\[\],]|\[[^\[\]]*\])+)(?:,|$)", nodes.strip())
     host = re.sub(r"\[\s*(\d+)[^\]]*\]", r"\1", head.group(1)) if head else ""
     if not host or not re.fullmatch(r"[\w.:-]+", host):
@@ -168,73 +171,77 @@ def first_host(nodes: str) -> str:
     return host
 
 
-def _from_mpi(env: Mapping[str, str]) -> Place | None:
-    """A process that mpirun or mpiexec started: Open MPI, or one of the PMI family (MPICH, Intel MPI, Cray)."""
+def _from_mpi(env: Mapping[str, str]) -> RankAssignment | None:
+    """Return the assignment by mpirun or mpiexec: Open MPI, or the PMI family (MPICH, Intel MPI, Cray)."""
     families = (
         ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("PMI", "PMI_RANK", "PMI_SIZE"),
     )
     for source, rank_name, size_name in families:
-        rank, size = read_number(env, rank_name), read_number(env, size_name, low=1)
+        rank, size = read_int(env, rank_name), read_int(env, size_name, low=1)
         if rank is None and size is None:
             continue
         if rank is None or size is None:
-            here, gone = (f"{size_name}={size}", rank_name) if rank is None else (f"{rank_name}={rank}", size_name)
-            raise WorldError(f"{here} is set, but {gone} is not; start the workers with mpirun, or unset {here}")
+            given, missing = (f"{size_name}={size}", rank_name) if rank is None else (f"{rank_name}={rank}", size_name)
+            raise WorldError(f"{given} is set, but {missing} is not; start the workers with mpirun, or unset {given}")
         if rank >= size:
             raise WorldError(f"{rank_name}={rank} is not below {size_name}={size}; start the workers with mpirun")
         local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
         if source == "PMI":
             local = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        local_size = read_number(env, local[1], low=1)
+        local_size = read_int(env, local[1], low=1)
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
-        return Place(
+        return RankAssignment(
             rank,
             size,
             source,
-            local_rank=read_number(env, local[0]),
+            local_rank=read_int(env, local[0]),
             local_size=local_size,
             addr="127.0.0.1" if local_size == size else None,
             port=_port_of(f"mpi {job}") if job else None,
-            told_by=f"{size_name}={size}, {rank_name}={rank}",
+            variables=f"{size_name}={size}, {rank_name}={rank}",
         )
     return None
 
 
-def _complete(place: Place, env: Mapping[str, str]) -> Place:
-    """LOCAL_*, MASTER_* where they are set, over what the launcher gave; and the checks that hold for every source."""
-    local_rank, local_size = read_number(env, "LOCAL_RANK"), read_number(env, "LOCAL_WORLD_SIZE", low=1)
-    place = replace(
-        place,
-        local_rank=place.local_rank if local_rank is None else local_rank,
-        local_size=place.local_size if local_size is None else local_size,
-        addr=env.get("MASTER_ADDR") or place.addr,
+def _complete(assignment: RankAssignment, env: Mapping[str, str]) -> RankAssignment:
+    """Add LOCAL_* and MASTER_*, which override the launcher's values, and check what must hold for every source."""
+    local_rank, local_size = read_int(env, "LOCAL_RANK"), read_int(env, "LOCAL_WORLD_SIZE", low=1)
+    assignment = replace(
+        assignment,
+        local_rank=assignment.local_rank if local_rank is None else local_rank,
+        local_size=assignment.local_size if local_size is None else local_size,
+        addr=env.get("MASTER_ADDR") or assignment.addr,
     )
-    most = place.size if place.local_size is None else place.local_size
-    name = "LOCAL_WORLD_SIZE" if place.local_size is not None else "WORLD_SIZE"
-    if most > place.size:
-        raise WorldError(f"LOCAL_WORLD_SIZE={most} is more than the whole world has, {place.size}; correct one of them")
-    if place.local_rank is not None and place.local_rank >= most:
+    most = assignment.size if assignment.local_size is None else assignment.local_size
+    name = "LOCAL_WORLD_SIZE" if assignment.local_size is not None else "WORLD_SIZE"
+    if most > assignment.size:
         raise WorldError(
-            f"LOCAL_RANK={place.local_rank} is not below {name}={most}; local ranks count from 0 on each host"
+            f"LOCAL_WORLD_SIZE={most} is more than the whole world has, {assignment.size}; correct one of them"
         )
-    if place.size == 1:
-        return replace(place, addr=None, port=None)
-    port = read_number(env, "MASTER_PORT", low=1)
+    if assignment.local_rank is not None and assignment.local_rank >= most:
+        raise WorldError(
+            f"LOCAL_RANK={assignment.local_rank} is not below {name}={most}; local ranks count from 0 on each host"
+        )
+    if assignment.size == 1:
+        return replace(assignment, addr=None, port=None)
+    port = read_int(env, "MASTER_PORT", low=1)
     if port is not None and port > 65535:
         raise WorldError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535, the same on every worker")
-    place = replace(place, port=port or place.port)
-    gone = [name for name, value in (("MASTER_ADDR", place.addr), ("MASTER_PORT", place.port)) if not value]
-    if gone:
+    assignment = replace(assignment, port=port or assignment.port)
+    missing = [
+        name for name, value in (("MASTER_ADDR", assignment.addr), ("MASTER_PORT", assignment.port)) if not value
+    ]
+    if missing:
         raise WorldError(
-            f"{place.source} says rank {place.rank} of {place.size}, but {' and '.join(gone)} "
-            f"{'is' if len(gone) == 1 else 'are'} not set: the workers have no place to meet; set MASTER_ADDR to the "
-            "host of rank 0 and MASTER_PORT to a free port there, the same on every worker"
+            f"{assignment.source} says rank {assignment.rank} of {assignment.size}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: the workers cannot find each other; set MASTER_ADDR to "
+            "the host of rank 0 and MASTER_PORT to a free port there, the same on every worker"
         )
-    return place
+    return assignment
 
 
-def read_number(env: Mapping[str, str], name: str, *, low: int = 0) -> int | None:
+def read_int(env: Mapping[str, str], name: str, *, low: int = 0) -> int | None:
     text = env.get(name, "").strip()
     if not text:
         return None
@@ -246,16 +253,16 @@ def read_number(env: Mapping[str, str], name: str, *, low: int = 0) -> int | Non
 
 
 def _port_of(job: str) -> int:
-    """The same port for all tasks of a job, other ones for most others, below the range the system hands out."""
+    """Return a port that is the same for all tasks of a job, usually differs between jobs, and is not ephemeral."""
     return 20000 + zlib.crc32(job.encode()) % 10000
 
 
 def identify_host(environment: Mapping[str, str] = os.environ) -> str:
-    """Workers with the same text are on one host: the same running kernel, and the same network namespace in it.
+    """Return a text that is equal for workers of one host: the same running kernel and network namespace.
 
-    The namespace, because shared memory is handed over at a Unix socket, and those do not lead out of one. Containers
-    of one machine count as hosts of their own unless they share it (`--network=host`). Whether memory can really be
-    shared shows when the workers of a host try. LOCKSTEP_HOST overrides all this.
+    The namespace matters because shared memory is passed over an abstract Unix socket, which is visible only inside
+    one. Containers of one machine count as separate hosts unless they share it (`--network=host`). Whether memory can
+    really be shared shows when the workers of a host try. LOCKSTEP_HOST overrides all this.
     """
     if name := environment.get("LOCKSTEP_HOST", "").strip():
         return name

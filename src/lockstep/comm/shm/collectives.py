@@ -1,18 +1,17 @@
-"""The collectives: who copies what where, and in which phases.
+"""Collectives on host memory: what each worker copies in each phase.
 
-All tensors here are flat and contiguous. A tensor that lies in group memory is read and written by the peers where it
-is. Anything else goes through the staging slots: every worker has `SLOTS` of them, and deposits one round of data in
-each.
+All tensors here are flat and contiguous. A tensor in group memory is read and written by the peers in place. All other
+data passes through the staging slots: every worker has `SLOTS` of them, and writes one round of data into each.
 
 Note [Sections]
 In a reduction every worker owns one section of the result. It alone reads that section of every operand, adds them up
-in the one order (comm/tree_order.py) and writes the sum to everybody. So all workers have the same bits, each byte is
-read once, and nobody ever writes where another writes.
+in a fixed order (comm/tree_order.py) and writes the sum to all workers. So all workers have the same bits, each byte is
+read once, and no two workers write to the same place.
 
 Note [Slots]
-A worker may deposit round k+1 while slower peers still read round k, and in a reduction they write back into its
-slot. A slot is used again SLOTS = 4 rounds later. By then its owner has been through two more phases, and so has
-everybody: all reads and writes of the old round are over.
+A worker may write round k+1 while slower peers still read round k, and in a reduction they write back into its slot.
+A slot is used again SLOTS = 4 rounds later. By then all workers have completed two more phases, so all reads and writes
+of the old round are over.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Final, Protocol
 
 import torch
 
-from lockstep.comm.shm.phases import NOTHING_WANTED, Call, Team
+from lockstep.comm.shm.phases import NOTHING_WANTED, Call, GroupSync
 from lockstep.comm.shm.reduce_ops import Reduction
 
 SLOTS: Final = 4
 SMALL_BYTES: Final = 64 << 10
-BLOCK_BYTES: Final = 2 << 20  # of all rows: what stays in a cache, where copying is three times as fast
+BLOCK_BYTES: Final = 2 << 20  # of all rows together; fits in a cache, where copying is three times as fast
 ALIGN: Final = 64
-MOST_CELLS: Final = 1024
+MAX_CELLS: Final = 1024
 
 _DTYPES: Final = {
     dtype: code
@@ -38,14 +37,14 @@ _DTYPES: Final = {
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """A number that means this dtype on every worker."""
+    """A number for this dtype; equal on all workers."""
     return _DTYPES[dtype]
 
 
-class Memory(Protocol):
-    """Where the bytes lie: host memory, or that of a GPU."""
+class CollectiveMemory(Protocol):
+    """Memory that a collective works in: staging slots and shared tensors of all workers, and their phases."""
 
-    section_bytes: int  # of a staging slot, per rank
+    section_bytes: int  # bytes of a staging slot for each rank
 
     def slot(self, rank: int, round_: int) -> torch.Tensor: ...
     def shared(self, rank: int, offset: int, size: int) -> torch.Tensor: ...
@@ -55,19 +54,19 @@ class Memory(Protocol):
 
 
 class Collectives:
-    """The collectives of one group on one kind of memory. Called by the engine, one at a time."""
+    """The collectives of one group on host memory. Called by the executor, one at a time."""
 
-    def __init__(self, team: Team, memory: Memory) -> None:
-        self.team, self.memory = team, memory
-        self._rounds = 0  # staged so far, the same on all workers
+    def __init__(self, sync: GroupSync, memory: CollectiveMemory) -> None:
+        self.sync, self.memory = sync, memory
+        self._rounds = 0  # rounds staged so far; equal on all workers
         self._cells: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         self._sections: dict[torch.dtype, list[list[tuple[torch.Tensor, ...]]]] = {}
-        self._own = [rank == team.rank for rank in range(team.size)]
+        self._is_own = [rank == sync.rank for rank in range(sync.size)]
 
-    def settle(self) -> None:
-        """What comes next sees the result. Host memory has it already."""
+    def wait_for_result(self) -> None:
+        """Later operations see the result. In host memory there is nothing to wait for."""
 
-    # ---- moving -----------------------------------------------------------------------------------------------------
+    # ---- copies -----------------------------------------------------------------------------------------------------
 
     def move(
         self,
@@ -78,29 +77,29 @@ class Collectives:
         to_each: Sequence[torch.Tensor | None] = (),
         into: Sequence[torch.Tensor | None],
     ) -> None:
-        """Send `to_all`, or `to_each` rank its own; `into[r]` becomes what rank r sends us. All are bytes.
+        """Send `to_all` to all ranks or `to_each[r]` to rank r, and write what rank r sends into `into[r]`.
 
-        One of `to_all` and `to_each` or neither, if we send nothing.
+        All tensors are bytes. At most one of `to_all` and `to_each` is given; none, if this worker sends nothing.
         """
-        team, memory, me, size = self.team, self.memory, self.team.rank, self.team.size
+        sync, memory, me, size = self.sync, self.memory, self.sync.rank, self.sync.size
         offset = self._direct(to_all)
-        lengths = tuple(_length(t) for t in to_each) if to_each else (_length(to_all),) * size
+        lengths = tuple(numel_of(t) for t in to_each) if to_each else (numel_of(to_all),) * size
         expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
         call = Call(name, same, lengths, expects, offset)
-        team.say(call)
+        sync.publish_call(call)
         share = memory.section_bytes
-        span = share if to_each else share * size  # what one slot takes of one stream
-        phase = self._deposit(to_all if offset < 0 else None, to_each, 0, span)
+        span = share if to_each else share * size  # bytes of one source that fit into one slot
+        phase = self._stage(to_all if offset < 0 else None, to_each, 0, span)
         memory.await_phase(phase)
-        heard = team.hear()
-        team.check_lengths(call)
-        direct = any(other.offset >= 0 for other in heard)
-        personal = name in _PERSONAL
-        span = share if personal else share * size
-        rounds = max((-(-other.length // span) for other in heard if other.offset < 0), default=0)
+        calls = sync.read_calls()
+        sync.check_lengths(call)
+        direct = any(peer.offset >= 0 for peer in calls)
+        per_rank = name in _PER_RANK
+        span = share if per_rank else share * size
+        rounds = max((-(-peer.length // span) for peer in calls if peer.offset < 0), default=0)
         for round_ in range(max(1, rounds)):
             if round_ + 1 < rounds:
-                phase = self._deposit(to_all if offset < 0 else None, to_each, round_ + 1, span)
+                phase = self._stage(to_all if offset < 0 else None, to_each, round_ + 1, span)
             for rank, target in enumerate(into):
                 if target is None or target.numel() == 0:
                     continue
@@ -109,13 +108,13 @@ class Collectives:
                         own = to_each[me] if to_each else to_all
                         if own is not None and own.data_ptr() != target.data_ptr():
                             target.copy_(own)
-                elif heard[rank].offset >= 0:
+                elif calls[rank].offset >= 0:
                     if round_ == 0:
-                        target.copy_(memory.shared(rank, heard[rank].offset, target.numel()))
+                        target.copy_(memory.shared(rank, calls[rank].offset, target.numel()))
                 else:
                     piece = target[round_ * span : (round_ + 1) * span]
                     if piece.numel():
-                        start = me * share if personal else 0
+                        start = me * share if per_rank else 0
                         piece.copy_(memory.slot(rank, self._rounds + round_)[start : start + piece.numel()])
             if round_ + 1 < rounds:
                 memory.await_phase(phase)
@@ -123,11 +122,11 @@ class Collectives:
         if direct:
             memory.await_phase(memory.arrive())
 
-    def _deposit(
+    def _stage(
         self, to_all: torch.Tensor | None, to_each: Sequence[torch.Tensor | None], round_: int, span: int
     ) -> int:
-        """Put this round of what we send into our slot, and say so."""
-        me, slot = self.team.rank, None
+        """Write this round of the data into this worker's slot, and arrive. Returns the phase."""
+        me, slot = self.sync.rank, None
         for rank, source in enumerate(to_each or (to_all,)):
             if source is None or (to_each and rank == me):
                 continue
@@ -138,7 +137,7 @@ class Collectives:
         return self.memory.arrive()
 
     def _direct(self, tensor: torch.Tensor | None) -> int:
-        """Where the peers can read `tensor` itself, or -1 if it has to be staged."""
+        """Offset at which the peers can read `tensor` itself, or -1 if it has to be staged."""
         return -1 if tensor is None or tensor.nbytes <= SMALL_BYTES else self._offset(tensor)
 
     def _offset(self, tensor: torch.Tensor) -> int:
@@ -146,100 +145,100 @@ class Collectives:
         return -1 if offset is None else offset
 
     def barrier(self, name: str = "barrier") -> None:
-        self.team.say(Call(name))
+        self.sync.publish_call(Call(name))
         self.memory.await_phase(self.memory.arrive())
-        self.team.hear()
+        self.sync.read_calls()
 
-    # ---- reducing ---------------------------------------------------------------------------------------------------
+    # ---- reductions -------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
-        """Everybody's `tensor` becomes their reduction. With `root` only that rank's does, and the others' stay."""
-        me, size = self.team.rank, self.team.size
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, *, root: int | None = None) -> None:
+        """Reduce `tensor` over all workers, in place. With `root`, only that rank's tensor is changed."""
+        me, size = self.sync.rank, self.sync.size
         name = "all_reduce" if root is None else "reduce"
-        same = (how.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
-        if how.factor is not None:
+        same = (op.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
+        if op.factor is not None:
             if root is not None and me != root:
                 tensor = tensor.clone()
-            how.prepare(tensor)
+            op.prepare(tensor)
         if tensor.nbytes <= SMALL_BYTES:
-            self.team.say(Call(name, same))
-            self._reduce_small(tensor, how, wanted=root in (None, me))
+            self.sync.publish_call(Call(name, same))
+            self._reduce_small(tensor, op, wanted=root in (None, me))
             return
         offset = self._direct(tensor) if root is None else -1
-        self.team.say(Call(name, same, offset=offset))
+        self.sync.publish_call(Call(name, same, offset=offset))
         self.memory.await_phase(self.memory.arrive())
-        heard = self.team.hear()
+        calls = self.sync.read_calls()
         per = -(-tensor.numel() // size)
         per = -(-per // ALIGN) * ALIGN
-        if all(other.offset >= 0 for other in heard):
-            self._reduce_direct(tensor, how, [other.offset for other in heard], per)
+        if all(peer.offset >= 0 for peer in calls):
+            self._reduce_direct(tensor, op, [peer.offset for peer in calls], per)
         else:
             sections = [tensor[k * per : (k + 1) * per] for k in range(size)]
             out = sections[me] if root in (None, me) else torch.empty_like(sections[me])
-            self._reduce_staged(sections, out, how, receivers=range(size) if root is None else (root,))
+            self._reduce_staged(sections, out, op, receivers=range(size) if root is None else (root,))
 
-    def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction) -> None:
-        """`out` becomes the reduction of everybody's section that has our rank. The sections stay as they are."""
-        same = (how.code, dtype_code(out.dtype), *(section.numel() for section in sections))
-        if how.factor is not None:
+    def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, op: Reduction) -> None:
+        """Reduce all workers' `sections[r]`, where r is this worker's rank, into `out`. Sections stay unchanged."""
+        same = (op.code, dtype_code(out.dtype), *(section.numel() for section in sections))
+        if op.factor is not None:
             sections = [section.clone() for section in sections]
             for section in sections:
-                how.prepare(section)
+                op.prepare(section)
         offset = self._direct_sections(sections)
-        self.team.say(Call("reduce_scatter", same, offset=offset))
+        self.sync.publish_call(Call("reduce_scatter", same, offset=offset))
         self.memory.await_phase(self.memory.arrive())
-        heard = self.team.hear()
-        if all(other.offset >= 0 for other in heard):
-            before = sum(section.nbytes for section in sections[: self.team.rank])
-            rows = self._rows([other.offset + before for other in heard], out)
-            self._reduce_blocks(rows, out, how, free=[False] * self.team.size)
+        calls = self.sync.read_calls()
+        if all(peer.offset >= 0 for peer in calls):
+            before = sum(section.nbytes for section in sections[: self.sync.rank])
+            rows = self._shared_rows([peer.offset + before for peer in calls], out)
+            self._reduce_blocks(rows, out, op, free=[False] * self.sync.size)
             self.memory.await_phase(self.memory.arrive())
         else:
-            self._reduce_staged(sections, out, how, receivers=())
+            self._reduce_staged(sections, out, op, receivers=())
 
     def _direct_sections(self, sections: Sequence[torch.Tensor]) -> int:
-        """Where the sections lie, if they lie in group memory one behind the other; else -1."""
+        """Offset of the sections if they are adjacent in group memory, else -1."""
         ends = [section.data_ptr() + section.nbytes for section in sections]
         if any(end != section.data_ptr() for end, section in zip(ends, sections[1:], strict=False)):
             return -1
         return -1 if sum(section.nbytes for section in sections) <= SMALL_BYTES else self._offset(sections[0])
 
-    def _reduce_small(self, tensor: torch.Tensor, how: Reduction, *, wanted: bool) -> None:
-        """One phase: everybody deposits everything, everybody adds everything up."""
-        memory, me = self.memory, self.team.rank
+    def _reduce_small(self, tensor: torch.Tensor, op: Reduction, *, wanted: bool) -> None:
+        """One phase: each worker stages its whole tensor, and adds up those of all workers itself."""
+        memory, me = self.memory, self.sync.rank
         cells = self._small_cells(tensor)
         if tensor.numel():
             cells[me].copy_(tensor)
         memory.await_phase(memory.arrive())
-        self.team.hear()
+        self.sync.read_calls()
         if wanted and tensor.numel():
             cells[me] = tensor
-            how.run(cells, tensor, free=self._own)
+            op.run(cells, tensor, free=self._is_own)
         self._rounds += 1
 
     def _small_cells(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The beginning of everybody's slot, in the shape of `tensor`. Kept: making views takes longer than adding."""
+        """The beginning of each rank's slot as a view like `tensor`. Cached: making views takes longer than adding."""
         slot = self._rounds % SLOTS
         key = (slot, tensor.numel(), tensor.dtype)
         cells = self._cells.get(key)
         if cells is None:
-            if len(self._cells) >= MOST_CELLS:
+            if len(self._cells) >= MAX_CELLS:
                 self._cells.clear()
-            slots = [self.memory.slot(rank, slot) for rank in range(self.team.size)]
-            with torch.inference_mode(False):  # they serve later calls too
+            slots = [self.memory.slot(rank, slot) for rank in range(self.sync.size)]
+            with torch.inference_mode(False):  # the views are used by later calls, too
                 cells = self._cells[key] = [s[: tensor.nbytes].view(tensor.dtype) for s in slots]
         return list(cells)
 
-    def _reduce_direct(self, tensor: torch.Tensor, how: Reduction, offsets: Sequence[int], per: int) -> None:
-        """All operands lie in group memory: add up where they are, and write the sum to everybody."""
-        me, size = self.team.rank, self.team.size
+    def _reduce_direct(self, tensor: torch.Tensor, op: Reduction, offsets: Sequence[int], per: int) -> None:
+        """All operands are in group memory: add them up in place, and write the sum to all workers."""
+        me, size = self.sync.rank, self.sync.size
         mine = tensor[me * per : (me + 1) * per]
         if mine.numel():
-            rows = self._rows([offset + me * per * tensor.itemsize for offset in offsets], mine)
-            self._reduce_blocks(rows, rows[me], how, free=[True] * size, others=[r for r in range(size) if r != me])
+            rows = self._shared_rows([offset + me * per * tensor.itemsize for offset in offsets], mine)
+            self._reduce_blocks(rows, rows[me], op, free=[True] * size, copy_to=[r for r in range(size) if r != me])
         self.memory.await_phase(self.memory.arrive())
 
-    def _rows(self, offsets: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+    def _shared_rows(self, offsets: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
         shared = self.memory.shared
         return [shared(rank, offset, like.nbytes).view(like.dtype) for rank, offset in enumerate(offsets)]
 
@@ -247,32 +246,32 @@ class Collectives:
         self,
         rows: Sequence[torch.Tensor],
         out: torch.Tensor,
-        how: Reduction,
+        op: Reduction,
         *,
         free: Sequence[bool],
-        others: Sequence[int] = (),
+        copy_to: Sequence[int] = (),
     ) -> None:
-        """Block by block, so that what is written to the `others` rows is still in the cache."""
+        """Reduce `rows` into `out` and copy it to the rows `copy_to`; block by block, while a block is in the cache."""
         if not out.numel():
             return
         step = BLOCK_BYTES // len(rows) // out.itemsize
         blocks = [torch.split(row, step) for row in rows]
         for i, target in enumerate(torch.split(out, step)):
-            operands = [of_row[i] for of_row in blocks]
-            how.run(operands, target, free=free)
-            for rank in others:
+            operands = [row_blocks[i] for row_blocks in blocks]
+            op.run(operands, target, free=free)
+            for rank in copy_to:
                 operands[rank].copy_(target)
 
     def _reduce_staged(
-        self, sections: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction, *, receivers: Sequence[int]
+        self, sections: Sequence[torch.Tensor], out: torch.Tensor, op: Reduction, *, receivers: Sequence[int]
     ) -> None:
-        """Rounds of three parts: bring the others' sections, reduce one's own, fetch the results (if a receiver)."""
-        memory, me, first = self.memory, self.team.rank, self._rounds
+        """Rounds of three parts: stage the peers' sections, reduce the own one, fetch the results (if a receiver)."""
+        memory, me, first = self.memory, self.sync.rank, self._rounds
         step = memory.section_bytes // out.itemsize
         pieces, targets = [torch.split(section, step) for section in sections], torch.split(out, step)
         rounds = max(-(-section.numel() // step) for section in sections)
         cells = self._section_cells(out.dtype)
-        others = [rank for rank in range(len(sections)) if rank != me]
+        peers = [rank for rank in range(len(sections)) if rank != me]
         in_place = out.data_ptr() == sections[me].data_ptr()
         free = [rank != me or in_place for rank in range(len(sections))]
 
@@ -280,8 +279,8 @@ class Collectives:
             whole = cells[owner][(first + round_) % SLOTS][rank]
             return whole if whole.numel() == like.numel() else whole[: like.numel()]
 
-        def bring(round_: int) -> int:
-            for rank in others:
+        def stage(round_: int) -> int:
+            for rank in peers:
                 if round_ < len(pieces[rank]):
                     piece = pieces[rank][round_]
                     cell(me, rank, round_, piece).copy_(piece)
@@ -292,25 +291,25 @@ class Collectives:
                 mine, target = pieces[me][round_], targets[round_]
                 staged = [cell(rank, me, round_, mine) for rank in range(len(sections))]
                 operands = [*staged[:me], mine, *staged[me + 1 :]]
-                how.run(operands, target, free=free)
+                op.run(operands, target, free=free)
                 for rank in receivers:
                     if rank != me:
                         staged[rank].copy_(target)
             return memory.arrive()
 
         def fetch(round_: int) -> None:
-            for rank in others if me in receivers else ():
+            for rank in peers if me in receivers else ():
                 if round_ < len(pieces[rank]):
                     piece = pieces[rank][round_]
                     piece.copy_(cell(me, rank, round_, piece))
 
-        brought = [bring(round_) for round_ in range(min(2, rounds))]
+        staged_phases = [stage(round_) for round_ in range(min(2, rounds))]
         reduced: list[int] = []
         for round_ in range(rounds):
-            memory.await_phase(brought[round_])
+            memory.await_phase(staged_phases[round_])
             reduced.append(reduce(round_))
             if round_ + 2 < rounds:
-                brought.append(bring(round_ + 2))
+                staged_phases.append(stage(round_ + 2))
             if round_ > 0:
                 memory.await_phase(reduced[round_ - 1])
                 fetch(round_ - 1)
@@ -320,9 +319,9 @@ class Collectives:
         self._rounds += rounds
 
     def _section_cells(self, dtype: torch.dtype) -> list[list[tuple[torch.Tensor, ...]]]:
-        """[owner][slot][rank]: that part of a slot. Kept, like the small cells."""
+        """Views `[owner][slot][rank]` of the sections of all slots. Cached, like the small cells."""
         if dtype not in self._sections:
-            memory, size = self.memory, self.team.size
+            memory, size = self.memory, self.sync.size
             with torch.inference_mode(False):
                 self._sections[dtype] = [
                     [memory.slot(owner, slot).view(dtype).view(size, -1).unbind() for slot in range(SLOTS)]
@@ -331,8 +330,8 @@ class Collectives:
         return self._sections[dtype]
 
 
-_PERSONAL: Final = ("scatter", "all_to_all")
+_PER_RANK: Final = ("scatter", "all_to_all")
 
 
-def _length(tensor: torch.Tensor | None) -> int:
+def numel_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel()

@@ -1,6 +1,6 @@
-"""GPU memory of other processes: what of the CUDA driver's interface is needed to map it, and no more.
+"""Maps GPU memory of other processes, with the few functions of the CUDA driver that this needs.
 
-Torch can share CUDA tensors too, but keeps counts of them in named files, which a killed process leaves behind.
+Torch can share CUDA tensors too, but counts references to them in named files, which a killed process leaves behind.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from lockstep.errors import LockstepError
 
-MOST_MAPPINGS: Final = 64
-MOST_TENSORS: Final = 512
+MAX_MAPPINGS: Final = 64
+MAX_TENSORS: Final = 512
 BLOCK_BYTES: Final = 2 << 20
 
 _IPC_CAPABLE, _BUFFER_ID, _RANGE_START = 10, 7, 11
@@ -58,13 +58,13 @@ def _attribute(which: int, address: int) -> int:
 
 
 def is_idle(stream: int) -> bool:
-    """Whether everything queued in this stream (its address) is done. Costs no turn on the GPU."""
+    """Whether all work queued in this stream (its address) is done. Causes no process switch on the GPU."""
     return bool(_driver().cuStreamQuery(stream) == 0)
 
 
 @dataclass(frozen=True)
-class Region:
-    """A stretch of some process' GPU memory. `allocation` is never used again in that process, unlike an address."""
+class IpcRegion:
+    """A range of a process' GPU memory. `allocation` is a number that is never reused there, unlike an address."""
 
     allocation: int
     offset: int
@@ -76,26 +76,23 @@ class Region:
         return _REGION.pack(self.allocation, self.offset, self.length, self.handle)
 
     @staticmethod
-    def unpack(data: bytes) -> Region:
-        return Region(*_REGION.unpack(data))
+    def unpack(data: bytes) -> IpcRegion:
+        return IpcRegion(*_REGION.unpack(data))
 
 
-NOTHING: Final = bytes(REGION_BYTES)
+NO_REGION: Final = bytes(REGION_BYTES)
 
 
-class Exporter:
-    """Describes our own tensors to others."""
+class IpcExporter:
+    """Describes this process' tensors to its peers."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()  # (allocation, address, length)
 
     def region(self, flat: torch.Tensor) -> bytes | None:
-        """Where `flat` lies, packed; None if this kind of memory cannot be shared.
-
-        That is so with expandable segments and cudaMallocAsync.
-        """
+        """The packed region of `flat`; None if its memory cannot be shared (expandable segments, cudaMallocAsync)."""
         address, length = flat.data_ptr(), flat.nbytes
-        # The number of the allocation tells whether the address still means what it meant.
+        # The number of the allocation shows whether the address still refers to the same memory.
         key = (_attribute(_BUFFER_ID, address), address, length)
         packed = self._known.get(key)
         if packed is None:
@@ -105,38 +102,40 @@ class Exporter:
             if _driver().cuIpcGetMemHandle(ctypes.byref(handle), start) != 0:
                 return None
             raw = ctypes.string_at(ctypes.addressof(handle), _HANDLE_BYTES)
-            packed = self._known[key] = Region(key[0], address - start, length, raw).packed
-            if len(self._known) > MOST_TENSORS:
+            packed = self._known[key] = IpcRegion(key[0], address - start, length, raw).packed
+            if len(self._known) > MAX_TENSORS:
                 self._known.popitem(last=False)
         return packed
 
 
-class Importer:
-    """Maps the tensors of one peer. Mappings are kept while they are used; the oldest are closed."""
+class IpcImporter:
+    """Maps the tensors of one peer. Mappings are cached; the least recently used are closed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mapped: OrderedDict[int, int] = OrderedDict()  # allocation -> address here
+        self._mapped: OrderedDict[int, int] = OrderedDict()  # allocation -> address in this process
         self._tensors: dict[tuple[bytes, torch.dtype], torch.Tensor] = {}
 
     def tensor(self, packed: bytes, dtype: torch.dtype) -> torch.Tensor:
-        """What the peer described, as a tensor here."""
+        """A tensor on the peer's memory that `packed` describes. This object owns the mapping."""
         tensor = self._tensors.get((packed, dtype))
         if tensor is None:
-            region = Region.unpack(packed)
+            region = IpcRegion.unpack(packed)
             address = self._map(region) + region.offset
-            if len(self._tensors) >= MOST_TENSORS:
+            if len(self._tensors) >= MAX_TENSORS:
                 self._tensors.clear()
-            with torch.inference_mode(False):  # it serves later calls too
+            with torch.inference_mode(False):  # the tensor is used by later calls, too
                 tensor = as_tensor(address, region.length, self._device).view(dtype)
             self._tensors[packed, dtype] = tensor
         return tensor
 
-    def _map(self, region: Region) -> int:
+    def _map(self, region: IpcRegion) -> int:
         if region.allocation not in self._mapped:
-            if len(self._mapped) >= MOST_MAPPINGS:
+            if len(self._mapped) >= MAX_MAPPINGS:
                 self._tensors.clear()
-                torch.cuda.current_stream(self._device).synchronize()  # nothing under way may use what is closed now
+                torch.cuda.current_stream(
+                    self._device
+                ).synchronize()  # no queued kernel may use the mapping that is closed now
                 _call("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
             address, handle = ctypes.c_uint64(0), _Handle()
             ctypes.memmove(ctypes.addressof(handle), region.handle, _HANDLE_BYTES)
@@ -151,19 +150,19 @@ class Importer:
             _driver().cuIpcCloseMemHandle(self._mapped.popitem()[1])
 
 
-class _Array:
-    """Memory at an address, in the form that torch.as_tensor takes."""
+class _CudaArray:
+    """Memory at an address, as torch.as_tensor accepts it."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(_Array(address, size), device=device)
+    return torch.as_tensor(_CudaArray(address, size), device=device)
 
 
-class StandIn:
-    """Memory of our own that can be shared, for tensors in memory that cannot. Grows to the largest that came."""
+class StagingBuffer:
+    """Shareable memory for copies of tensors whose own memory cannot be shared. Grows to the largest of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._address, self._size = device, 0, 0
@@ -171,11 +170,11 @@ class StandIn:
     def tensor(self, size: int, wait: Callable[[], None]) -> torch.Tensor:
         if size > self._size:
             self.close(wait)
-            # Smaller allocations share a block of the driver's, and a peer can map a block only once.
-            room = max(BLOCK_BYTES, 1 << (size - 1).bit_length())
+            # Smaller allocations share a block of the driver, and a peer can map a block only once.
+            capacity = max(BLOCK_BYTES, 1 << (size - 1).bit_length())
             address = ctypes.c_uint64(0)
-            _call("cuMemAlloc_v2", ctypes.byref(address), room)
-            self._address, self._size = address.value, room
+            _call("cuMemAlloc_v2", ctypes.byref(address), capacity)
+            self._address, self._size = address.value, capacity
         return as_tensor(self._address, size, self._device)
 
     def close(self, wait: Callable[[], None]) -> None:

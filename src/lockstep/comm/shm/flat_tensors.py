@@ -1,4 +1,4 @@
-"""Torch's tensors as flat memory, which is all that the collectives know."""
+"""Tensors of any layout as flat contiguous memory, the only form that the collectives accept."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lockstep.comm.shm.collectives import Collectives
-from lockstep.comm.shm.cuda_collectives import DeviceCollectives
+from lockstep.comm.shm.cuda_collectives import CudaCollectives
 from lockstep.comm.shm.reduce_ops import Reduction
 
-AnyCollectives = Collectives | DeviceCollectives
+AnyCollectives = Collectives | CudaCollectives
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order: the tensor's own memory if it is contiguous, else a copy. Complex numbers as pairs."""
-    # `.data`, not `.detach()`: what a collective writes is no step of a computation, for autograd's counters too.
-    # Not reshape(-1), which leaves a one-dimensional tensor with gaps as it is.
+    """The elements in order: the tensor's own memory if it is contiguous, else a copy. Keeps the dtype, complex too."""
+    # `.data`, not `.detach()`: writes of a collective are no part of the autograd graph, nor of its version counters.
+    # Not reshape(-1), which returns a one-dimensional tensor with gaps unchanged.
     return tensor.data.contiguous().view(-1)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    if flat.stride(0) != 1:  # none or one element; torch lets it have any stride and call itself contiguous
+    if flat.stride(0) != 1:  # at most one element; torch calls it contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 
 def write_into(
-    on: AnyCollectives,
+    collectives: AnyCollectives,
     targets: Sequence[torch.Tensor],
     write: Callable[[list[torch.Tensor]], None],
     *,
     read: bool = False,
 ) -> None:
-    """Call `write` with the targets' flat memory; for those that are not contiguous, with room that is copied back.
+    """Call `write` with each target's flat memory; one that is not contiguous gets a buffer that is copied back.
 
-    `read`: their contents are wanted too.
+    `read`: `write` also reads the targets' contents.
     """
     flats, back = [], []
     for target in targets:
@@ -48,24 +48,24 @@ def write_into(
         back.append((bare, flat))
     write(flats)
     if back:
-        on.settle()
+        collectives.wait_for_result()
     for bare, flat in back:
         bare.copy_(flat.view(bare.shape))
 
 
-def all_reduce(on: AnyCollectives, tensor: torch.Tensor, how: Reduction, *, root: int | None = None) -> None:
+def all_reduce(collectives: AnyCollectives, tensor: torch.Tensor, op: Reduction, *, root: int | None = None) -> None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.data)
     if tensor.is_contiguous():
-        on.all_reduce(tensor.data.view(-1), how, root=root)
+        collectives.all_reduce(tensor.data.view(-1), op, root=root)
         return
-    write_into(on, [tensor], lambda flat: on.all_reduce(flat[0], how, root=root), read=True)
+    write_into(collectives, [tensor], lambda flat: collectives.all_reduce(flat[0], op, root=root), read=True)
 
 
 def reduce_scatter(
-    on: AnyCollectives, sections: Sequence[torch.Tensor], how: Reduction, flat: Sequence[torch.Tensor]
+    collectives: AnyCollectives, sections: Sequence[torch.Tensor], op: Reduction, flat: Sequence[torch.Tensor]
 ) -> None:
-    on.reduce_scatter(sections, flat[0], how)
+    collectives.reduce_scatter(sections, flat[0], op)
 
 
 def check_alike(name: str, target: torch.Tensor, data: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ def check_alike(name: str, target: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def cut(which: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Elements for each rank: `splits` rows of the first dimension, or equal parts."""
+    """Number of elements for each rank: `splits[rank]` rows of dimension 0, or equal parts. Raises ValueError."""
     if not splits:
         if tensor.numel() and tensor.shape[0] % size:
             raise ValueError(f"all_to_all: the {which} has {tensor.shape[0]} rows, not a multiple of {size} workers")

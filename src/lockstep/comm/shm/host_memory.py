@@ -1,4 +1,4 @@
-"""Host memory as the collectives see it: staging slots and tensors of the group, in every worker's segment."""
+"""Host memory of the collectives: the staging slots and shared tensors in every worker's segment."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 
 from lockstep.comm.shm.collectives import ALIGN, SLOTS
 from lockstep.comm.shm.memory import PAGE
-from lockstep.comm.shm.phases import Team
+from lockstep.comm.shm.phases import GroupSync
 from lockstep.errors import SharedMemoryFullError
 
-# Of a slot each worker has a section. Staging is no faster in smaller ones: what comes from another core is not in our
-# cache anyway, and every round takes its time.
+# Each worker has a section of a slot. Smaller slots make staging no faster: data from another core is not in the cache
+# anyway, and every round has a fixed cost.
 SLOT_BYTES: Final = 4 << 20
-LEAST_SECTION_BYTES: Final = 64 << 10  # a small reduction goes into one slot; and shorter ones are all overhead
+LEAST_SECTION_BYTES: Final = 64 << 10  # a small reduction must fit into one slot, and smaller ones are all overhead
 
 
 class HostMemory:
-    """The segments of a team. What follows the control block: the slots, then the heap."""
+    """The segments of a group. Behind the control block of a segment are the slots, then the heap."""
 
-    def __init__(self, team: Team, section_bytes: int) -> None:
+    def __init__(self, sync: GroupSync, section_bytes: int) -> None:
         self.section_bytes = section_bytes
-        self.arrive, self.await_phase = team.arrive, team.await_phase
-        self._own = team.segment
-        self._segments = [team.segment if rank == team.rank else team.peers[rank].segment for rank in range(team.size)]
-        start, slot_bytes = team.layout.end, section_bytes * team.size
+        self.arrive, self.await_phase = sync.arrive, sync.await_phase
+        self._own = sync.segment
+        self._segments = [sync.segment if rank == sync.rank else sync.peers[rank].segment for rank in range(sync.size)]
+        start, slot_bytes = sync.layout.end, section_bytes * sync.size
         self._slots = [
             [segment.bytes[start + i * slot_bytes : start + (i + 1) * slot_bytes] for i in range(SLOTS)]
             for segment in self._segments
@@ -41,16 +41,16 @@ class HostMemory:
         return self._own.offset_of(tensor)
 
 
-def reserve_slots(team: Team) -> int:
-    """Make room for our slots; smaller ones where shared memory is scarce. Returns the size of a section."""
-    section = SLOT_BYTES // team.size
-    room = team.segment.room()
-    if room is not None:  # half of it for the slots of all; whoever comes later must find some too
-        section = min(section, room // 2 // (SLOTS * team.size**2))
+def reserve_slots(sync: GroupSync) -> int:
+    """Reserve this worker's slots, smaller ones where shared memory is scarce. Returns the bytes of a section."""
+    section = SLOT_BYTES // sync.size
+    available = sync.segment.available_bytes()
+    if available is not None:  # half of it for the slots of all workers; the rest is for later allocations
+        section = min(section, available // 2 // (SLOTS * sync.size**2))
     section = max(section // ALIGN * ALIGN, LEAST_SECTION_BYTES)
     while True:
         try:
-            team.segment.reserve(team.layout.end, SLOTS * section * team.size, "the staging slots of a group")
+            sync.segment.reserve(sync.layout.end, SLOTS * section * sync.size, "the staging slots of a group")
             return section
         except SharedMemoryFullError:
             if section // 2 < LEAST_SECTION_BYTES:
@@ -58,5 +58,5 @@ def reserve_slots(team: Team) -> int:
             section = section // 2 // ALIGN * ALIGN
 
 
-def heap_start(team: Team, section_bytes: int) -> int:
-    return -(-(team.layout.end + SLOTS * section_bytes * team.size) // PAGE) * PAGE
+def heap_start(sync: GroupSync, section_bytes: int) -> int:
+    return -(-(sync.layout.end + SLOTS * section_bytes * sync.size) // PAGE) * PAGE

@@ -1,7 +1,7 @@
-"""The other backends of a mixed group: "cpu:shm,cuda:nccl".
+"""Backends for devices that shm does not serve in a mixed group: "cpu:shm,cuda:nccl".
 
-Torch takes a group written in Python for the whole group and forgets the backends of the other devices. So the shm
-group makes them itself, when a tensor on such a device comes first.
+Torch uses a group written in Python as the whole group and ignores the backends configured for other devices. So the
+shm group creates them itself, at the first call with a tensor on such a device.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store, _world
+
+from lockstep._torch import Backend, BackendConfig, PrefixStore, Store, distributed_state
 
 
-class OtherBackends:
-    """For each kind of device that the configuration gives to another backend, a group of that backend."""
+class DeviceBackends:
+    """A process group for each device type that the configuration assigns to another backend than shm."""
 
     def __init__(self, group: dist.ProcessGroup, store: Store, timeout: timedelta) -> None:
         self._group, self._store, self._timeout = group, store, timeout
         self._groups: dict[str, dist.ProcessGroup | None] = {"cpu": None}
-        self._known = False
-        self.may_exist = True  # False once it is known that shm has all devices
+        self._configured = False
+        self.may_exist = True  # False once it is known that shm serves all devices
 
     def for_device(self, device: torch.device) -> dist.ProcessGroup | None:
-        """The group that has tensors on this device, or None: shm has them."""
-        if not self._known:
-            config = _world.pg_backend_config.get(self._group)
+        """The group for tensors on this device, or None if shm serves it."""
+        if not self._configured:
+            config = distributed_state().pg_backend_config.get(self._group)
             if config is None:
                 return None  # torch is still forming the group, or did not form it
-            self._known = True
+            self._configured = True
             for kind, name in BackendConfig(Backend(config)).get_device_backend_map().items():
                 self._groups[kind] = None if name == "shm" else self._form(kind, str(name))
             self.may_exist = any(group is not None for group in self._groups.values())
@@ -46,14 +47,14 @@ class OtherBackends:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            sort = dist.ProcessGroup.BackendType.NCCL
+            backend_type = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
             backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
-            sort = dist.ProcessGroup.BackendType.GLOO
+            backend_type = dist.ProcessGroup.BackendType.GLOO
         else:
             raise ValueError(f"{kind}:{name} beside shm is not supported; use gloo or nccl there")
-        group._set_default_backend(sort)
-        group._register_backend(torch.device(kind), sort, backend)
+        group._set_default_backend(backend_type)
+        group._register_backend(torch.device(kind), backend_type, backend)
         group._set_group_name(f"{self._group.group_name}/{kind}")
         made: dist.ProcessGroup = group
         return made

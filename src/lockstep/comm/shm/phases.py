@@ -1,12 +1,13 @@
-"""Walking in step: phases, and noticing who does not come.
+"""Phases of a collective, and detection of peers that are lost or late.
 
-A collective is a few phases. In each, everybody does its part, says so (`arrive`), and goes on when all have
-(`await_phase`). Tokens are counted, so a worker that is ahead is not held up, and one that is behind misses nothing.
+A collective is a few phases. In each, a worker does its part, signals that (`arrive`), and continues when all workers
+have (`await_phase`). Signals are counted, so a worker that is ahead does not wait for slow readers, and one that is
+behind misses nothing.
 
-Note [Who is to blame]
-When a worker dies, its peers get PeerLostError, and may end because of it; those who look later find several dead. So
-whoever raises writes down whom it blames, where the others can read it, and a dead worker that blamed somebody is not
-the cause.
+Note [Root cause]
+When a worker dies, its peers raise PeerLostError and may exit because of it, so a peer that checks later finds several
+dead. Therefore a worker that raises publishes in its segment which rank it names as the cause, and a dead worker that
+named another rank is not the cause.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from lockstep.comm.shm.rendezvous import Peer
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
 from lockstep.world.process_identity import read_stat
 
-LOOK_S: Final = 0.05
-HEADERS: Final = 4  # nobody is more than one collective ahead of anybody
-CARD_BYTES: Final = 512
-CARD_BYTES_PER_WORKER: Final = 1024
-MAIL_ENTRIES: Final = 256
-MAIL_BYTES: Final = 32
+POLL_S: Final = 0.05
+HEADERS: Final = 4  # no worker is more than one collective ahead of another
+DEVICE_INFO_BYTES: Final = 512
+REGION_TABLE_BYTES_PER_WORKER: Final = 1024
+RING_ENTRIES: Final = 256
+RING_ENTRY_BYTES: Final = 32
 
 
 class State(IntEnum):
-    """What a worker tells the others about itself."""
+    """State of a worker, published in its segment."""
 
     OPEN = 0
     LEFT = 1
@@ -46,55 +47,55 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where things are in a segment. The same in every segment of a group."""
+class SegmentLayout:
+    """Offsets in a segment. Equal in every segment of a group."""
 
-    size: int  # workers
+    size: int  # number of workers
 
-    STATE: Final = 0  # state, rank blamed + 1
+    STATE: Final = 0  # see _STATE
     HEADER: Final = 256
     HEADER_BYTES: Final = 64
 
-    def token(self, src: int) -> int:
-        """The semaphore by which `src` tells the owner of the segment that it has arrived."""
+    def arrival_semaphore(self, src: int) -> int:
+        """Offset of the semaphore that `src` posts to signal the segment's owner that it has arrived."""
         return PAGE + src * semaphores.SEMAPHORE_BYTES
 
-    def mail(self, src: int) -> int:
-        """The semaphore by which `src` tells the owner that there is a message."""
+    def message_semaphore(self, src: int) -> int:
+        """Offset of the semaphore that `src` posts to signal the segment's owner that it has sent a message."""
         return PAGE + (self.size + src) * semaphores.SEMAPHORE_BYTES
 
-    def ring(self, dst: int) -> int:
-        """The messages from the owner to `dst`."""
+    def message_ring(self, dst: int) -> int:
+        """Offset of the ring of messages from the segment's owner to `dst`."""
         first = PAGE + 2 * self.size * semaphores.SEMAPHORE_BYTES
-        return first + dst * MAIL_ENTRIES * MAIL_BYTES
+        return first + dst * RING_ENTRIES * RING_ENTRY_BYTES
 
-    def cards(self) -> int:
-        """What the owner tells about its GPU and the tensors there."""
+    def device_info(self) -> int:
+        """Offset of the description of the owner's GPU and of its tensors there."""
         return self.lengths(HEADERS)
 
     def lengths(self, slot: int) -> int:
-        """How many bytes the owner sends to each rank, and how many it takes from each."""
-        return self.ring(self.size) + slot * 2 * self.size * 8
+        """Offset of the number of bytes that the owner sends to each rank, then of those that it expects from each."""
+        return self.message_ring(self.size) + slot * 2 * self.size * 8
 
     @property
     def end(self) -> int:
-        return -(-(self.cards() + CARD_BYTES + self.size * CARD_BYTES_PER_WORKER) // PAGE) * PAGE
+        return -(-(self.device_info() + DEVICE_INFO_BYTES + self.size * REGION_TABLE_BYTES_PER_WORKER) // PAGE) * PAGE
 
 
 @dataclass(slots=True)
 class Call:
-    """What a worker says about the collective it is in. `same` must be equal on all; the rest may differ."""
+    """A worker's description of its current collective. `same` must be equal on all workers; the rest may differ."""
 
     name: str
     same: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()  # bytes that it sends to each rank
-    expects: tuple[int, ...] = ()  # bytes that it takes from each rank; NOTHING_WANTED if it does not look
-    offset: int = -1  # of the worker's tensor in its segment, if it lies there
+    lengths: tuple[int, ...] = ()  # bytes sent to each rank
+    expects: tuple[int, ...] = ()  # bytes expected from each rank; NOTHING_WANTED: any
+    offset: int = -1  # offset of the worker's tensor in its segment; -1 if it is not there
 
 
 @dataclass(slots=True)
-class Watch:
-    """What is waited for, and until when (on the monotonic clock)."""
+class PendingWait:
+    """An operation that is waited for, and its deadline on the monotonic clock."""
 
     name: str
     wait_s: float
@@ -109,22 +110,23 @@ class Watch:
 NOTHING_WANTED: Final = -1
 
 
-class Heard(NamedTuple):
-    """What another says: the most bytes that it sends to anybody, and where they lie, if not in the staging slots."""
+class PeerCall(NamedTuple):
+    """A rank's published call: the most bytes that it sends to one rank, and their offset (-1: staging slots)."""
 
     length: int
     offset: int
 
 
-_GONE: Final = {
+_DEPARTURES: Final = {
     State.LEFT: "left the group",
     State.ABORTED: "aborted the group",
     State.FAILED: "failed",
 }
-_HEADER = struct.Struct("<QHxxIqq")  # number, name, check, length, offset
-_STATE = struct.Struct("<IIII")  # state, rank blamed + 1; global rank + 1 and pid of whom this process lost
+_HEADER = struct.Struct("<QHxxIqq")  # number, operation code, hash of `same`, length, offset
+# State, rank named as the cause + 1; global rank + 1 and pid of the peer that this process lost.
+_STATE = struct.Struct("<IIII")
 
-NAMES: Final = (
+OPERATIONS: Final = (
     "none",
     "all_reduce",
     "reduce",
@@ -140,57 +142,60 @@ NAMES: Final = (
 )
 
 
-# Whom this process has lost in any of its groups: it leaves the others because of that, and says so there.
-_lost = [0, 0]
-_NUMBER: Final = {name: number for number, name in enumerate(NAMES)}
+# (global rank + 1, pid) of the peer that this process lost in any of its groups. It leaves its other groups because of
+# that, and publishes it there.
+_lost_peer = [0, 0]
+_OPERATION_CODES: Final = {name: number for number, name in enumerate(OPERATIONS)}
 
 
-class Team:
-    """The workers of one group, seen from one of them."""
+class GroupSync:
+    """One worker's view of its group: phases, published calls, and the state of its peers."""
 
-    def __init__(self, rank: int, size: int, segment: Segment, timeout_s: float, names: Sequence[int] = ()) -> None:
-        """`names`: what the ranks of this group are called in messages: their global ranks."""
+    def __init__(
+        self, rank: int, size: int, segment: Segment, timeout_s: float, global_ranks: Sequence[int] = ()
+    ) -> None:
+        """`global_ranks`: the global rank of each rank of this group, used in messages."""
         self.rank, self.size, self.segment, self.timeout_s = rank, size, segment, timeout_s
-        self.names = tuple(names) or tuple(range(size))
-        self.layout = Layout(size)
+        self.global_ranks = tuple(global_ranks) or tuple(range(size))
+        self.layout = SegmentLayout(size)
         self.peers: dict[int, Peer] = {}
-        self.calls = 0  # collectives so far
+        self.calls = 0  # number of collectives so far
         self.failure: LockstepError | None = None
-        self.chores: Callable[[], None] = _nothing  # done now and then by whoever waits
+        self.on_idle: Callable[[], None] = _do_nothing  # called now and then while a worker waits
         self._wait_s = timeout_s
-        self._watch = Watch("the formation of the group", timeout_s, time.monotonic() + timeout_s)
+        self._pending = PendingWait("the formation of the group", timeout_s, time.monotonic() + timeout_s)
         self._spin = False
         self._arrived = 0
         self._seen = [0] * size
-        self._theirs: list[int] = []  # semaphores by which we tell the others
-        self._ours: list[tuple[int, int]] = []  # (rank, semaphore) by which they tell us
+        self._outgoing: list[int] = []  # semaphores in the peers' segments that this worker posts
+        self._incoming: list[tuple[int, int]] = []  # (rank, semaphore in the own segment that it posts)
         self._maps: list[mmap.mmap] = []
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
-        _lost[:] = [0, 0]  # a new beginning
+        _lost_peer[:] = [0, 0]  # a new group starts without a lost peer
         segment.reserve(0, self.layout.end, "the control block of a group")
         for src in range(size):
-            semaphores.create(segment.address + self.layout.token(src))
-            semaphores.create(segment.address + self.layout.mail(src))
+            semaphores.create(segment.address + self.layout.arrival_semaphore(src))
+            semaphores.create(segment.address + self.layout.message_semaphore(src))
 
     def join(self, peers: dict[int, Peer]) -> None:
-        """Get to know the others, and wait until all know all."""
+        """Connect to `peers`, which this object closes, and wait until all workers have done so."""
         self.peers = peers
         self._maps = [self.segment.map if r == self.rank else peers[r].segment.map for r in range(self.size)]
         for rank, peer in sorted(peers.items()):
             self._poll.register(peer.alive_fd, select.POLLIN)
             self._by_fd[peer.alive_fd] = rank
-            self._theirs.append(peer.segment.address + self.layout.token(self.rank))
-            self._ours.append((rank, self.segment.address + self.layout.token(rank)))
+            self._outgoing.append(peer.segment.address + self.layout.arrival_semaphore(self.rank))
+            self._incoming.append((rank, self.segment.address + self.layout.arrival_semaphore(rank)))
         self.await_phase(self.arrive())
 
     # ---- phases -----------------------------------------------------------------------------------------------------
 
-    def begin(self, *, wait_s: float | None, spin: bool) -> Team:
-        """`with team.begin(...)`: a new collective, which may wait `wait_s` in all.
+    def begin(self, *, wait_s: float | None, spin: bool) -> GroupSync:
+        """`with sync.begin(...)`: start a new collective, which may wait `wait_s` in total.
 
-        `spin`: nobody else in this process wants the core. If it does not end well, the group is of no more use: the
-        others would take what comes next for what did not come.
+        `spin`: no other thread of this process needs the core. If the block raises, the group fails, because its
+        peers would take the next collective for the one that did not finish. Raises the failure of a failed group.
         """
         if self.failure is not None:
             raise self.failure
@@ -204,61 +209,65 @@ class Team:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.failure is None:
             what = f"{type(error).__name__}: {error}"
-            self.fail(LockstepError(f"{self.who(self.rank)} failed in {self._watch.doing}: {what}"[:500]))
+            self.fail(LockstepError(f"{self.describe(self.rank)} failed in {self._pending.doing}: {what}"[:500]))
 
-    def say(self, call: Call) -> None:
-        """Tell the others what we are about to do. They read it after the first phase."""
+    def publish_call(self, call: Call) -> None:
+        """Publish this worker's next call. The peers read it after the first phase."""
         self.calls += 1
-        self._watch = Watch(call.name, self._wait_s, time.monotonic() + self._wait_s, self.calls)
-        self._said = (self.calls, _NUMBER[call.name], hash(call.same) & 0xFFFFFFFF)
+        self._pending = PendingWait(call.name, self._wait_s, time.monotonic() + self._wait_s, self.calls)
+        self._published = (self.calls, _OPERATION_CODES[call.name], hash(call.same) & 0xFFFFFFFF)
         longest = max(call.lengths) if call.lengths else 0
-        _HEADER.pack_into(self.segment.map, self._header_at(self.calls), *self._said, longest, call.offset)
+        _HEADER.pack_into(self.segment.map, self._header_at(self.calls), *self._published, longest, call.offset)
         if call.lengths:
             both = (*call.lengths, *call.expects)
             struct.pack_into(f"<{2 * self.size}q", self.segment.map, self._lengths_at(self.calls), *both)
 
     def arrive(self) -> int:
-        """My part of this phase is done. Returns its number, the same on all workers."""
+        """Signal that this worker's part of the phase is done. Returns the phase number; equal on all workers."""
         self._arrived += 1
-        for semaphore in self._theirs:
+        for semaphore in self._outgoing:
             semaphores.post(semaphore)
         return self._arrived
 
     def await_phase(self, phase: int) -> None:
-        """Wait until everybody has arrived at `phase`."""
-        ours = self._ours
-        for rank, semaphore in ours:
+        """Wait until all workers have arrived at `phase`. Raises if the group fails meanwhile."""
+        incoming = self._incoming
+        for rank, semaphore in incoming:
             while self._seen[rank] < phase:
-                if semaphores.take(semaphore, LOOK_S, spin=self._spin):
+                if semaphores.wait(semaphore, POLL_S, spin=self._spin):
                     self._seen[rank] += 1
                     if self.failure is not None:
                         raise self.failure
                 else:
-                    self.look([r for r, _ in ours if self._seen[r] < phase], self._watch)
-        if self.failure is not None:  # another thread has ended the group, and there is nobody left to wait for
+                    self.check_peers([r for r, _ in incoming if self._seen[r] < phase], self._pending)
+        if self.failure is not None:  # another thread has closed the group, and no peers are left to wait for
             raise self.failure
 
-    def hear(self) -> list[Heard]:
-        """What every rank said of its call, after the first phase. Raises if they are not in the same one."""
-        at, said, maps = self._header_at(self.calls), [], self._maps
+    def read_calls(self) -> list[PeerCall]:
+        """The published call of each rank, after the first phase. Raises DesyncError if the calls differ."""
+        at, calls, maps = self._header_at(self.calls), [], self._maps
         if self.failure is not None:
             raise self.failure
         for rank, memory in enumerate(maps):
             number, name, check, length, offset = _HEADER.unpack_from(memory, at)
-            if (number, name, check) != self._said:
-                other = f"{NAMES[name] if name < len(NAMES) else name} #{number}"
-                how = "with another shape, dtype, root or operation" if other == self._watch.doing else f"is in {other}"
+            if (number, name, check) != self._published:
+                theirs = f"{OPERATIONS[name] if name < len(OPERATIONS) else name} #{number}"
+                how = (
+                    "with another shape, dtype, root or operation"
+                    if theirs == self._pending.doing
+                    else f"is in {theirs}"
+                )
                 raise self.fail(
                     DesyncError(
-                        f"{self.who(self.rank)} called {self._watch.doing}, but {self.who(rank)} {how}; "
+                        f"{self.describe(self.rank)} called {self._pending.doing}, but {self.describe(rank)} {how}; "
                         "look for control flow that depends on the rank just before it"
                     )
                 )
-            said.append(Heard(length, offset))
-        return said
+            calls.append(PeerCall(length, offset))
+        return calls
 
     def check_lengths(self, call: Call) -> None:
-        """Each rank sends as much as we take from it, and takes as much as we send."""
+        """Raise DesyncError unless each rank sends the bytes expected from it, and expects the bytes sent to it."""
         for rank in self.peers:
             table = struct.unpack_from(f"<{2 * self.size}q", self.peers[rank].segment.map, self._lengths_at(self.calls))
             self._check_pair(rank, self.rank, table[self.rank], call.expects[rank])
@@ -268,7 +277,7 @@ class Team:
         if taken not in (sent, NOTHING_WANTED):
             raise self.fail(
                 DesyncError(
-                    f"{self._watch.doing}: {self.who(src)} sends {sent} bytes to {self.who(dst)}, "
+                    f"{self._pending.doing}: {self.describe(src)} sends {sent} bytes to {self.describe(dst)}, "
                     f"which expects {taken}; make the sizes agree"
                 )
             )
@@ -279,119 +288,124 @@ class Team:
     def _lengths_at(self, number: int) -> int:
         return self.layout.lengths(number % HEADERS)
 
-    # ---- who does not come ------------------------------------------------------------------------------------------
+    # ---- lost and late peers ----------------------------------------------------------------------------------------
 
     def missing(self) -> list[int]:
-        """Who has not come where we are."""
-        return [rank for rank, _ in self._ours if self._seen[rank] < self._arrived]
+        """Ranks that have not arrived at this worker's current phase."""
+        return [rank for rank, _ in self._incoming if self._seen[rank] < self._arrived]
 
-    def look(self, missing: Sequence[int], watch: Watch) -> None:
-        """Raise if nobody need be waited for any more: a peer is gone, the group was aborted, or it is too late."""
+    def check_peers(self, missing: Sequence[int], pending: PendingWait) -> None:
+        """Raise if waiting for `missing` is of no use: a peer is lost, the group was aborted, or it is too late."""
         if self.failure is not None:
             raise self.failure
-        self.chores()
+        self.on_idle()
         dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
         states = {rank: _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE) for rank in self.peers}
         for rank in dead:
             if states[rank][:2] == (State.OPEN, 0):
-                raise self.fail(self._lost(rank, "died in", watch))
-        for rank, (_, blamed, _, _) in states.items():
-            if blamed not in (0, self.rank + 1):
-                how = "was lost in" if states[blamed - 1][0] == State.OPEN else self._went(states[blamed - 1][0])
-                raise self.fail(self._lost(blamed - 1, how, watch, f"{self.who(rank)} gave it up first"))
+                raise self.fail(self._peer_lost_error(rank, "died in", pending))
+        for rank, (_, cause, _, _) in states.items():
+            if cause not in (0, self.rank + 1):
+                how = (
+                    "was lost in" if states[cause - 1][0] == State.OPEN else self._departure_text(states[cause - 1][0])
+                )
+                raise self.fail(
+                    self._peer_lost_error(cause - 1, how, pending, f"{self.describe(rank)} reported that first")
+                )
         for rank in missing:
-            if states[rank][0] != State.OPEN and not self._signalled(rank):
+            if states[rank][0] != State.OPEN and not self._has_unread_signal(rank):
                 _, _, lost, pid = states[rank]
                 if lost:
-                    text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.who(rank)} does not come to"
-                    raise self.fail(PeerLostError(f"{text} {watch.doing}", rank=lost - 1, pid=pid))
-                stopped = self._stopped()
-                how = self._went(states[rank][0]) if stopped is None else "is stopped and does not come to"
-                raise self.fail(self._lost(rank if stopped is None else stopped, how, watch))
-        if time.monotonic() > watch.deadline:
-            raise self.fail(self._late(missing, watch))
+                    text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} does not join"
+                    raise self.fail(PeerLostError(f"{text} {pending.doing}", rank=lost - 1, pid=pid))
+                stopped = self._stopped_peer()
+                how = self._departure_text(states[rank][0]) if stopped is None else "is stopped and does not join"
+                raise self.fail(self._peer_lost_error(rank if stopped is None else stopped, how, pending))
+        if time.monotonic() > pending.deadline:
+            raise self.fail(self._timeout_error(missing, pending))
 
-    def _stopped(self) -> int | None:
-        """A peer that was stopped is the cause, whoever else does not come because of it."""
+    def _stopped_peer(self) -> int | None:
+        """The rank of a stopped peer, or None. It is the cause even if other peers are missing because of it."""
         return next((rank for rank in self.peers if _condition(self.pid(rank)).startswith("is stopped")), None)
 
-    def _late(self, missing: Sequence[int], watch: Watch) -> PeerLostError:
-        stopped = self._stopped()
+    def _timeout_error(self, missing: Sequence[int], pending: PendingWait) -> PeerLostError:
+        stopped = self._stopped_peer()
         if stopped is None and not missing:
-            return PeerLostError(
-                f"{self.who(self.rank)} in {watch.doing}: Timed out waiting {1000 * watch.wait_s:.0f}ms for anybody"
-            )
+            waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms for any rank"
+            return PeerLostError(f"{self.describe(self.rank)} in {pending.doing}: {waited}")
         rank = missing[0] if stopped is None else stopped
-        how = f"{_condition(self.pid(rank))} and did not come to"
-        waited = f"Timed out waiting {1000 * watch.wait_s:.0f}ms"  # in the words of Gloo
-        return self._lost(rank, how, watch, f"{waited}; {self._last_call(rank)}")
+        how = f"{_condition(self.pid(rank))} and did not join"
+        waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms"  # in the words of Gloo
+        return self._peer_lost_error(rank, how, pending, f"{waited}; {self._last_call(rank)}")
 
-    def _went(self, state: int) -> str:
-        return f"{_GONE[State(state)]} and does not come to"
+    def _departure_text(self, state: int) -> str:
+        return f"{_DEPARTURES[State(state)]} and does not join"
 
-    def _signalled(self, rank: int) -> bool:
-        """Whether there is something from `rank` that we have not taken yet."""
-        places = (self.layout.token(rank), self.layout.mail(rank))
+    def _has_unread_signal(self, rank: int) -> bool:
+        """Whether `rank` has posted a signal that this worker has not consumed yet."""
+        places = (self.layout.arrival_semaphore(rank), self.layout.message_semaphore(rank))
         # A semaphore's first word is its count.
         return any(ctypes.c_uint.from_address(self.segment.address + place).value for place in places)
 
     def _last_call(self, rank: int) -> str:
-        said = (_HEADER.unpack_from(self.peers[rank].segment.map, self._header_at(i)) for i in range(HEADERS))
-        number, name = max(header[:2] for header in said)
-        return f"its last call was {NAMES[name]} #{number}" if number else "it has made no call yet"
+        headers = (_HEADER.unpack_from(self.peers[rank].segment.map, self._header_at(i)) for i in range(HEADERS))
+        number, name = max(header[:2] for header in headers)
+        return f"its last call was {OPERATIONS[name]} #{number}" if number else "it has made no call yet"
 
-    def _lost(self, rank: int, how: str, watch: Watch, more: str = "its own output says why") -> PeerLostError:
-        message = f"{self.who(rank)} {how} {watch.doing}: {more}"
-        return PeerLostError(message, rank=self.names[rank], pid=self.pid(rank))
+    def _peer_lost_error(
+        self, rank: int, how: str, pending: PendingWait, more: str = "its own output says why"
+    ) -> PeerLostError:
+        message = f"{self.describe(rank)} {how} {pending.doing}: {more}"
+        return PeerLostError(message, rank=self.global_ranks[rank], pid=self.pid(rank))
 
-    def who(self, rank: int) -> str:
-        return f"rank {self.names[rank]} (pid {self.pid(rank)})"
+    def describe(self, rank: int) -> str:
+        return f"rank {self.global_ranks[rank]} (pid {self.pid(rank)})"
 
     def pid(self, rank: int) -> int:
         return os.getpid() if rank == self.rank else self.peers[rank].pid
 
     def fail(self, error: LockstepError) -> LockstepError:
-        """Nothing can be done in this group any more. Says so to the others, and returns the error to raise."""
+        """Mark the group as failed for good, and publish that to the peers. Returns the error to raise."""
         if self.failure is None:
             self.failure = error
-            blamed = -1
+            cause = -1
             if isinstance(error, PeerLostError) and error.rank is not None:
-                _lost[:] = [error.rank + 1, error.pid or 0]
-                blamed = self.names.index(error.rank) if error.rank in self.names else -1
-            self._tell(State.FAILED, blamed)
+                _lost_peer[:] = [error.rank + 1, error.pid or 0]
+                cause = self.global_ranks.index(error.rank) if error.rank in self.global_ranks else -1
+            self._publish_state(State.FAILED, cause)
         return self.failure
 
-    def lost_by(self, rank: int) -> PeerLostError | None:
-        """Whom a dead peer had lost before it died, if it was not us."""
+    def peer_lost_by(self, rank: int) -> PeerLostError | None:
+        """The loss that a dead peer published before it died; None if there was none, or it named this worker."""
         _, _, lost, pid = _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE)
-        if lost in (0, self.names[self.rank] + 1):
+        if lost in (0, self.global_ranks[self.rank] + 1):
             return None
-        text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.who(rank)} has ended"
+        text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} has ended"
         return PeerLostError(text, rank=lost - 1, pid=pid)
 
     def leave(self, state: State) -> None:
-        """Tell the others that we shall not come any more."""
+        """Publish that this worker takes no further part in the group."""
         if self.failure is None:
             word = "aborted" if state is State.ABORTED else "destroyed"
-            self.failure = LockstepError(f"this shm group was {word} by {self.who(self.rank)}; form a new one")
-            self._tell(state, -1)
-        # Our own waiters, in other threads, wake up and find the failure.
-        for rank, semaphore in self._ours:
+            self.failure = LockstepError(f"this shm group was {word} by {self.describe(self.rank)}; form a new one")
+            self._publish_state(state, -1)
+        # Other threads of this process that wait here wake up and raise the failure.
+        for rank, semaphore in self._incoming:
             semaphores.post(semaphore)
-            semaphores.post(self.segment.address + self.layout.mail(rank))
+            semaphores.post(self.segment.address + self.layout.message_semaphore(rank))
 
-    def forget(self) -> None:
-        """Let go of the others, and of their memory."""
+    def close(self) -> None:
+        """Close the descriptors of the peers and of the own segment, and drop the peers' memory."""
         for peer in self.peers.values():
             peer.close()
         os.close(self.segment.fd)
-        self.peers, self._theirs, self._ours, self._maps = {}, [], [], []
+        self.peers, self._outgoing, self._incoming, self._maps = {}, [], [], []
 
-    def _tell(self, state: State, blamed: int) -> None:
-        _STATE.pack_into(self.segment.map, self.layout.STATE, state, blamed + 1, *_lost)
+    def _publish_state(self, state: State, cause: int) -> None:
+        _STATE.pack_into(self.segment.map, self.layout.STATE, state, cause + 1, *_lost_peer)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -399,5 +413,5 @@ def _condition(pid: int) -> str:
     try:
         state = read_stat(pid).state
     except OSError:
-        return "is not to be seen"
+        return "cannot be seen in /proc"
     return {"T": "is stopped (SIGSTOP?)", "t": "is stopped by a debugger", "Z": "is dead"}.get(state, "is alive")

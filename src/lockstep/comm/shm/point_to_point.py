@@ -1,9 +1,9 @@
-"""Point to point: send and receive.
+"""Point-to-point messages: send and receive.
 
-A message is copied into the sender's segment at once, and its address put into a ring for the receiver; so a send
-never waits for its receive, and messages in both directions cannot block each other. The receiver copies it out when
-it asks for it, in any order of tags. Only what is more than `MOST_BYTES` on the way to one receiver waits until that
-has taken some.
+A message is copied into the sender's segment at once, and its address is put into a ring for the receiver; so a send
+never waits for its receive, and messages in both directions cannot block each other. The receiver copies a message out
+when it calls receive, in any order of tags. Only when more than `MAX_IN_FLIGHT_BYTES` are in flight to one receiver, or
+its ring is full, does a send wait until the receiver has copied some.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.distributed import Work
 
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.memory import Heap
-from lockstep.comm.shm.phases import MAIL_BYTES, MAIL_ENTRIES, Team, Watch
+from lockstep.comm.shm.phases import RING_ENTRIES, RING_ENTRY_BYTES, GroupSync, PendingWait
 from lockstep.errors import DesyncError
 
-MOST_BYTES: Final = 1 << 30
-HEAD_BYTES: Final = 64
-LOOK_S: Final = 0.05
+MAX_IN_FLIGHT_BYTES: Final = 1 << 30
+HEADER_BYTES: Final = 64
+POLL_S: Final = 0.05
 
 _ENTRY = struct.Struct("<qqq")  # tag, length, offset of the block
-_TAKEN = struct.Struct("<Q")
+_RECEIVED = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Letter:
-    """A message that has come, still in the sender's memory."""
+class Message:
+    """A message that has arrived; its bytes are still in the sender's segment."""
 
     src: int
     tag: int
@@ -43,177 +43,179 @@ class Letter:
     offset: int
 
 
-class _Outbox:
-    """What is on the way to one receiver."""
+class _SendQueue:
+    """Messages to one receiver that it has not copied yet, and sends that wait for room."""
 
     def __init__(self) -> None:
         self.sent = 0
         self.bytes = 0
-        self.on_the_way: deque[tuple[int, int]] = deque()  # (offset, size) of blocks, oldest first
+        self.in_flight: deque[tuple[int, int]] = deque()  # (offset, size) of blocks, oldest first
         self.waiting: deque[SendWork] = deque()
 
 
-class Mail:
-    """The messages of one worker of a group, in both directions."""
+class PointToPoint:
+    """Messages of one worker of a group, sent and received."""
 
-    def __init__(self, team: Team, heap: Heap) -> None:
-        self._team, self._heap = team, heap
+    def __init__(self, sync: GroupSync, heap: Heap) -> None:
+        self._sync, self._heap = sync, heap
         self._lock = threading.RLock()
-        self._outboxes = {rank: _Outbox() for rank in team.peers}
-        self._read = dict.fromkeys(team.peers, 0)
-        self._inbox: list[Letter] = []  # came before they were asked for
-        self._expected: list[ReceiveWork] = []  # asked for, in order
-        team.chores = self.push_all
+        self._send_queues = {rank: _SendQueue() for rank in sync.peers}
+        self._messages_read = dict.fromkeys(sync.peers, 0)
+        self._unclaimed: list[Message] = []  # arrived, but no receive was called for them yet
+        self._receives: list[ReceiveWork] = []  # not arrived yet, in the order of the calls
+        sync.on_idle = self.send_all_ready
         self.calls = 0
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, message: torch.Tensor, dst: int, tag: int) -> SendWork:
-        """`message` is flat bytes, in host memory."""
+        """Start to send `message`, which is flat bytes in host memory, to rank `dst`."""
         work = SendWork(self, message, dst, tag)
         with self._lock:
-            self._outboxes[dst].waiting.append(work)
-        self.push(dst)
+            self._send_queues[dst].waiting.append(work)
+        self.send_ready(dst)
         return work
 
-    def push_all(self) -> None:
-        for dst, box in self._outboxes.items():
-            if box.waiting:
-                self.push(dst)
+    def send_all_ready(self) -> None:
+        for dst, queue in self._send_queues.items():
+            if queue.waiting:
+                self.send_ready(dst)
 
-    def push(self, dst: int) -> None:
-        """Send what has to wait no longer."""
-        team = self._team
+    def send_ready(self, dst: int) -> None:
+        """Send the waiting messages to `dst` for which there is room now. Raises the group's failure."""
+        sync = self._sync
         with self._lock:
-            if team.failure is not None:
-                raise team.failure
-            box = self._outboxes[dst]
-            self._forget_taken(box)
-            while box.waiting and not self._is_full(box, box.waiting[0].message.numel()):
-                work = box.waiting.popleft()
-                self._put(box, work)
+            if sync.failure is not None:
+                raise sync.failure
+            queue = self._send_queues[dst]
+            self._free_received(queue)
+            while queue.waiting and not self._is_full(queue, queue.waiting[0].message.numel()):
+                work = queue.waiting.popleft()
+                self._write(queue, work)
                 work.done = True
-                semaphores.post(team.peers[dst].segment.address + team.layout.mail(team.rank))
+                semaphores.post(sync.peers[dst].segment.address + sync.layout.message_semaphore(sync.rank))
 
-    def _is_full(self, box: _Outbox, size: int) -> bool:
-        if not box.on_the_way:
-            return False  # one message of any size always goes
-        return len(box.on_the_way) >= MAIL_ENTRIES or box.bytes + size > MOST_BYTES
+    def _is_full(self, queue: _SendQueue, size: int) -> bool:
+        if not queue.in_flight:
+            return False  # one message of any size is always accepted
+        return len(queue.in_flight) >= RING_ENTRIES or queue.bytes + size > MAX_IN_FLIGHT_BYTES
 
-    def _put(self, box: _Outbox, work: SendWork) -> None:
-        segment, length = self._team.segment, work.message.numel()
-        size = HEAD_BYTES + length
-        offset = self._heap.take(size, f"a message of {length} bytes to rank {self._team.names[work.dst]}")
-        segment.bytes[offset + HEAD_BYTES : offset + size].copy_(work.message)
-        _TAKEN.pack_into(segment.map, offset, 0)
-        at = self._team.layout.ring(work.dst) + box.sent % MAIL_ENTRIES * MAIL_BYTES
+    def _write(self, queue: _SendQueue, work: SendWork) -> None:
+        segment, length = self._sync.segment, work.message.numel()
+        size = HEADER_BYTES + length
+        offset = self._heap.allocate(size, f"a message of {length} bytes to rank {self._sync.global_ranks[work.dst]}")
+        segment.bytes[offset + HEADER_BYTES : offset + size].copy_(work.message)
+        _RECEIVED.pack_into(segment.map, offset, 0)
+        at = self._sync.layout.message_ring(work.dst) + queue.sent % RING_ENTRIES * RING_ENTRY_BYTES
         _ENTRY.pack_into(segment.map, at, work.tag, length, offset)
-        box.sent += 1
-        box.bytes += size
-        box.on_the_way.append((offset, size))
+        queue.sent += 1
+        queue.bytes += size
+        queue.in_flight.append((offset, size))
 
-    def _forget_taken(self, box: _Outbox) -> None:
-        """Free the blocks that the receiver has copied; in order, as the entries of the ring are used again."""
-        while box.on_the_way:
-            offset, size = box.on_the_way[0]
-            if not _TAKEN.unpack_from(self._team.segment.map, offset)[0]:
+    def _free_received(self, queue: _SendQueue) -> None:
+        """Free the blocks that the receiver has copied; in order, as the entries of the ring are reused."""
+        while queue.in_flight:
+            offset, size = queue.in_flight[0]
+            if not _RECEIVED.unpack_from(self._sync.segment.map, offset)[0]:
                 return
             semaphores.fence()
-            box.on_the_way.popleft()
-            box.bytes -= size
-            self._heap.give_back(offset, size)
+            queue.in_flight.popleft()
+            queue.bytes -= size
+            self._heap.free(offset, size)
 
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def receive(self, into: torch.Tensor, src: int | None, tag: int, *, wait_s: float) -> ReceiveWork:
-        """`into` becomes the next message with `tag` from `src`, or from anybody if None."""
+        """Receive the next message with `tag` from `src`, or from any rank if None, into `into`."""
         with self._lock:
             self.calls += 1
-            who = "any rank" if src is None else f"rank {self._team.names[src]}"
-            watch = Watch(f"recv from {who} (tag {tag})", wait_s, time.monotonic() + wait_s, self.calls)
-            work = ReceiveWork(self, into, src, tag, watch)
-            for i, letter in enumerate(self._inbox):
-                if work.wants(letter):
-                    del self._inbox[i]
-                    self._open(letter, work)
+            source_name = "any rank" if src is None else f"rank {self._sync.global_ranks[src]}"
+            pending = PendingWait(f"recv from {source_name} (tag {tag})", wait_s, time.monotonic() + wait_s, self.calls)
+            work = ReceiveWork(self, into, src, tag, pending)
+            for i, message in enumerate(self._unclaimed):
+                if work.matches(message):
+                    del self._unclaimed[i]
+                    self._deliver(message, work)
                     return work
-            self._expected.append(work)
+            self._receives.append(work)
         return work
 
-    def fetch(self, work: ReceiveWork, pause_s: float) -> None:
-        """Take in what has come. If `work` is not among it, wait `pause_s` for more."""
+    def poll(self, work: ReceiveWork, pause_s: float) -> None:
+        """Process the messages that have arrived. If `work` is not done then, wait up to `pause_s` for another."""
         with self._lock:
-            for src in self._team.peers:
-                while not work.done and self._take_in(src, 0.0):
+            for src in self._sync.peers:
+                while not work.done and self._receive_one(src, 0.0):
                     pass
             if work.done or not pause_s:
                 return
-            self.push_all()
-        # Sleep until something comes from where we expect it; with several senders, a little at each in turn.
-        sources = [work.src] if work.src is not None else list(self._team.peers)
-        if not any([self._take_in(src, pause_s / len(sources)) for src in sources]):
-            self._team.look([] if work.src is None else [work.src], work.watch)
+            self.send_all_ready()
+        # Sleep until a message arrives from an expected sender; with several senders, wait a little for each in turn.
+        sources = [work.src] if work.src is not None else list(self._sync.peers)
+        if not any([self._receive_one(src, pause_s / len(sources)) for src in sources]):
+            self._sync.check_peers([] if work.src is None else [work.src], work.pending)
 
-    def _take_in(self, src: int, pause_s: float) -> bool:
-        """One message from `src`, for the receive that was called first of those that want it."""
-        address = self._team.segment.address + self._team.layout.mail(src)
-        if not semaphores.take(address, pause_s, spin=pause_s > 0):
+    def _receive_one(self, src: int, pause_s: float) -> bool:
+        """Pass one message from `src` to the first matching receive. Returns False if none arrived in `pause_s`."""
+        address = self._sync.segment.address + self._sync.layout.message_semaphore(src)
+        if not semaphores.wait(address, pause_s, spin=pause_s > 0):
             return False
-        if self._team.failure is not None:
-            raise self._team.failure
+        if self._sync.failure is not None:
+            raise self._sync.failure
         with self._lock:
-            at = self._team.layout.ring(self._team.rank) + self._read[src] % MAIL_ENTRIES * MAIL_BYTES
-            letter = Letter(src, *_ENTRY.unpack_from(self._team.peers[src].segment.map, at))
-            self._read[src] += 1
-            for i, work in enumerate(self._expected):
-                if work.wants(letter):
-                    del self._expected[i]
-                    self._open(letter, work)
+            entry = self._messages_read[src] % RING_ENTRIES
+            at = self._sync.layout.message_ring(self._sync.rank) + entry * RING_ENTRY_BYTES
+            message = Message(src, *_ENTRY.unpack_from(self._sync.peers[src].segment.map, at))
+            self._messages_read[src] += 1
+            for i, work in enumerate(self._receives):
+                if work.matches(message):
+                    del self._receives[i]
+                    self._deliver(message, work)
                     return True
-            self._inbox.append(letter)
+            self._unclaimed.append(message)
         return True
 
-    def _open(self, letter: Letter, work: ReceiveWork) -> None:
-        segment = self._team.peers[letter.src].segment
-        if letter.length == work.into.numel():
-            start = letter.offset + HEAD_BYTES
+    def _deliver(self, message: Message, work: ReceiveWork) -> None:
+        segment = self._sync.peers[message.src].segment
+        if message.length == work.into.numel():
+            start = message.offset + HEADER_BYTES
             with torch.inference_mode():
-                work.into.copy_(segment.bytes[start : start + letter.length])
+                work.into.copy_(segment.bytes[start : start + message.length])
         else:
             work.error = DesyncError(
-                f"{self._team.who(letter.src)} sent {letter.length} bytes with tag {letter.tag}, "
-                f"{self._team.who(self._team.rank)} receives into {work.into.numel()}; make the sizes agree"
+                f"{self._sync.describe(message.src)} sent {message.length} bytes with tag {message.tag}, "
+                f"{self._sync.describe(self._sync.rank)} receives into {work.into.numel()}; make the sizes agree"
             )
         semaphores.fence()
-        _TAKEN.pack_into(segment.map, letter.offset, 1)
-        work.done, work.came_from = True, letter.src
+        _RECEIVED.pack_into(segment.map, message.offset, 1)
+        work.done, work.source = True, message.src
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 class SendWork(Work):
-    """A message on its way. It has been sent when it was copied, not when it was received."""
+    """A send. It is complete when the message was copied into the segment, not when it was received."""
 
-    def __init__(self, mail: Mail, message: torch.Tensor, dst: int, tag: int) -> None:
+    def __init__(self, channel: PointToPoint, message: torch.Tensor, dst: int, tag: int) -> None:
         super().__init__()
-        self._mail, self.message, self.dst, self.tag, self.done = mail, message, dst, tag, False
+        self._channel, self.message, self.dst, self.tag, self.done = channel, message, dst, tag, False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        team = self._mail._team
-        wait_s = timeout.total_seconds() or team.timeout_s
-        watch = Watch(f"send to rank {team.names[self.dst]} (tag {self.tag})", wait_s, time.monotonic() + wait_s)
+        sync = self._channel._sync
+        wait_s = timeout.total_seconds() or sync.timeout_s
+        name = f"send to rank {sync.global_ranks[self.dst]} (tag {self.tag})"
+        pending = PendingWait(name, wait_s, time.monotonic() + wait_s)
         while not self.done:
-            self._mail.push(self.dst)
+            self._channel.send_ready(self.dst)
             if not self.done:
                 time.sleep(0.001)
-                team.look([self.dst], watch)
+                sync.check_peers([self.dst], pending)
         return True
 
     def is_completed(self) -> bool:
         if not self.done:
-            self._mail.push(self.dst)
+            self._channel.send_ready(self.dst)
         return self.done
 
     def is_success(self) -> bool:
@@ -227,32 +229,34 @@ class SendWork(Work):
 
 
 class ReceiveWork(Work):
-    """A message that is expected. It is copied when somebody waits for it, or asks whether it has come."""
+    """A receive. The message is copied when the caller waits for it, or asks whether it is complete."""
 
-    def __init__(self, mail: Mail, into: torch.Tensor, src: int | None, tag: int, watch: Watch) -> None:
+    def __init__(
+        self, channel: PointToPoint, into: torch.Tensor, src: int | None, tag: int, pending: PendingWait
+    ) -> None:
         super().__init__()
-        self._mail, self.into, self.src, self.tag, self.watch = mail, into, src, tag, watch
-        self.done, self.came_from = False, -1
+        self._channel, self.into, self.src, self.tag, self.pending = channel, into, src, tag, pending
+        self.done, self.source = False, -1
         self.error: DesyncError | None = None
-        self.then: Callable[[], object] = _nothing  # done once by whoever waits
+        self.on_received: Callable[[], object] = _do_nothing  # called once, by the first wait that succeeds
 
-    def wants(self, letter: Letter) -> bool:
-        return letter.tag == self.tag and self.src in (None, letter.src)
+    def matches(self, message: Message) -> bool:
+        return message.tag == self.tag and self.src in (None, message.src)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        wait_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.watch.wait_s
-        self.watch = Watch(self.watch.name, wait_s, time.monotonic() + wait_s, self.watch.number)
+        wait_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.pending.wait_s
+        self.pending = PendingWait(self.pending.name, wait_s, time.monotonic() + wait_s, self.pending.number)
         while not self.done:
-            self._mail.fetch(self, LOOK_S)
+            self._channel.poll(self, POLL_S)
         if self.error is not None:
             raise self.error
-        then, self.then = self.then, _nothing
-        then()
+        on_received, self.on_received = self.on_received, _do_nothing
+        on_received()
         return True
 
     def is_completed(self) -> bool:
         if not self.done:
-            self._mail.fetch(self, 0.0)
+            self._channel.poll(self, 0.0)
         if self.done and self.error is None:
             self.wait()
         return self.done
@@ -265,7 +269,7 @@ class ReceiveWork(Work):
 
     def source_rank(self) -> int:
         self.wait()
-        return self.came_from
+        return self.source
 
     _source_rank = source_rank
 

@@ -1,4 +1,4 @@
-"""What a reduction does to its operands: sums, products, minima, in one order. Knows no processes."""
+"""Reductions of a list of tensors (sums, products, minima, ...) in a fixed order. No communication here."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Reduction:
 
     kind: Any  # a RedOpType
     size: int
-    factor: float | torch.Tensor | None = None  # of PREMUL_SUM
-    scale: Callable[[], float] | None = None  # the sum is multiplied by it; asked for when the sum is there
-    code: int = field(init=False)  # the same on all workers
+    factor: float | torch.Tensor | None = None  # the factor of PREMUL_SUM
+    scale: Callable[[], float] | None = None  # multiplies the sum; called when the sum is there
+    code: int = field(init=False)  # equal on all workers
     combine: Combine = field(init=False)
     averages: bool = field(init=False)
     multiplies: bool = field(init=False)
@@ -57,7 +57,7 @@ class Reduction:
             object.__setattr__(self, name, value)
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise for a pair that has no meaning, before anything is sent."""
+        """Raise RuntimeError if this reduction is not defined for `dtype`. Called before anything is sent."""
         if self.kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
             raise RuntimeError(f"Cannot use ReduceOp.{self.kind.name} with {dtype}; it takes integers and bool only")
         if dtype.is_complex and self.kind in (RedOpType.MIN, RedOpType.MAX):
@@ -69,12 +69,12 @@ class Reduction:
             raise RuntimeError(f"{dtype} can be sent but not reduced; convert it to bfloat16 first")
 
     def prepare(self, tensor: torch.Tensor) -> None:
-        """What each worker does to its own operand, in place."""
+        """Multiply this worker's own operand by the factor of PREMUL_SUM, in place."""
         if self.factor is not None:
             tensor.mul_(self.factor.to(tensor.device) if isinstance(self.factor, torch.Tensor) else self.factor)
 
     def run(self, operands: Sequence[torch.Tensor], out: torch.Tensor, *, free: Sequence[bool]) -> None:
-        """`out` = the operands, combined along the tree. `free[i]`: operand i may be overwritten on the way.
+        """Combine the operands along the tree into `out`. `free[i]`: operand i may be overwritten.
 
         `out` may be one of the operands. Narrow floats are added in float32 and rounded once.
         """
@@ -106,24 +106,24 @@ class Reduction:
             total.mul_(self.scale())
         if self.averages and self.size > 1:
             if total.dtype.is_complex:
-                total = torch.view_as_real(total)  # as torch does it, where it hands over pairs itself
+                total = torch.view_as_real(total)  # as torch does where it passes pairs of reals itself
             if total.dtype.is_floating_point:
                 total.div_(self.size)
             else:
                 total.div_(self.size, rounding_mode="trunc")
 
 
-def reduction(op: Any, size: int, dtype: torch.dtype) -> Reduction:
-    """From torch's own description; checked."""
+def parse_reduction(op: Any, size: int, dtype: torch.dtype) -> Reduction:
+    """The Reduction for torch's `op`. Raises RuntimeError if it is not defined for `dtype`."""
     kind = getattr(op, "op", op)
-    how = _checked(kind, size, dtype)
+    how = _checked_reduction(kind, size, dtype)
     if how.multiplies:
-        how = Reduction(kind, size, op.__getstate__()[1])  # torch before 2.12 tells the factor only to pickle
+        how = Reduction(kind, size, op.__getstate__()[1])  # torch before 2.12 gives out the factor only for pickling
     return how
 
 
 @cache
-def _checked(kind: Any, size: int, dtype: torch.dtype) -> Reduction:
+def _checked_reduction(kind: Any, size: int, dtype: torch.dtype) -> Reduction:
     how = Reduction(kind, size)
     how.check(dtype)
     return how

@@ -1,9 +1,9 @@
-"""How the workers of one host get hold of each other's memory.
+"""Rendezvous of the workers of one host, in which they map each other's segments.
 
-Each listens at a Unix socket without a file (Linux' abstract names), at a random name that only the store tells. Over
-it go the file descriptors of the segments. The kernel says who is at the other end: another user is turned away, and
-so is whoever does not know the secret of this job. Afterwards the sockets are closed; what stays is, for every peer,
-the mapping of its memory and a descriptor that becomes readable when its process is gone.
+Each worker listens on a Unix socket without a file (Linux' abstract names), with a random name that only the store
+holds. The file descriptors of the segments are sent over it. The kernel reports the user of the peer process: another
+user is rejected, and so is a process that does not know the secret of this job. Afterwards the sockets are closed; what
+remains for every peer is the mapping of its memory and a descriptor that becomes readable when its process has ended.
 """
 
 from __future__ import annotations
@@ -20,84 +20,87 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from lockstep.comm.join_roll import Roll
+from lockstep.comm.join_registry import JoinRegistry
 from lockstep.comm.shm.memory import Segment
 from lockstep.errors import WorldError
-from lockstep.world.process_identity import Process
+from lockstep.world.process_identity import ProcessIdentity
 
-LOOK_S: Final = 0.05
-ASK_S: Final = 0.002
-SAY_S: Final = 1.0
+POLL_S: Final = 0.05
+STORE_POLL_S: Final = 0.002
+HELLO_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another worker of this host."""
+    """Another worker of this host. Owns the descriptor `alive_fd`."""
 
     rank: int
     pid: int
     segment: Segment
-    alive_fd: int  # readable when the process is gone: a pidfd, or else the socket to it
-    offer: int  # what it offered
+    alive_fd: int  # readable when the process has ended: a pidfd, or else the socket to it
+    section_bytes: int  # bytes of a section that the peer has reserved
 
     def close(self) -> None:
         os.close(self.alive_fd)
 
 
 @dataclass(frozen=True)
-class _Card:
+class _Address:
     name: str
     host: str
-    process: Process
+    process: ProcessIdentity
 
 
-class _Gathering:
-    """One formation of a group. Everything that waits is here, and watches those it waits for."""
+class _Rendezvous:
+    """One formation of a group: the addresses of its workers, and the checks while this worker waits for them."""
 
-    def __init__(self, roll: Roll, deadline: float) -> None:
-        self.roll, self.deadline = roll, deadline
-        self.rank, self.names, self.size = roll.rank, roll.names, len(roll.names)
-        self.cards: dict[int, _Card] = {}
+    def __init__(self, registry: JoinRegistry, deadline: float) -> None:
+        self.registry, self.deadline = registry, deadline
+        self.rank, self.names, self.size = registry.rank, registry.names, len(registry.names)
+        self.addresses: dict[int, _Address] = {}
 
-    def swap_cards(self, mine: _Card) -> str:
-        """Returns the secret of the group."""
-        store = self.roll.store
-        with self.roll.asking():
+    def exchange_addresses(self, own: _Address) -> str:
+        """Publish this worker's address, and read those of all ranks. Returns the secret of the group."""
+        store = self.registry.store
+        with self.registry.store_access():
             if self.rank == 0:
                 store.set("secret", secrets.token_hex(16))
-            store.set(f"card/{self.rank}", json.dumps(asdict(mine)))
+            store.set(f"card/{self.rank}", json.dumps(asdict(own)))
             for rank in range(self.size):
                 while not store.check([f"card/{rank}"]):
-                    self.look(rank, "has come, but goes no further" if self.roll.has_come(rank) else "has not come")
-                    time.sleep(ASK_S)
-                card = json.loads(store.get(f"card/{rank}"))
-                self.cards[rank] = _Card(card["name"], card["host"], Process(**card["process"]))
+                    joined = self.registry.has_joined(rank)
+                    self.check_progress(rank, "has joined, but published no address" if joined else "has not come")
+                    time.sleep(STORE_POLL_S)
+                address = json.loads(store.get(f"card/{rank}"))
+                self.addresses[rank] = _Address(address["name"], address["host"], ProcessIdentity(**address["process"]))
                 if rank != self.rank:
-                    self.roll.sign(rank, self.cards[rank].process)
+                    self.registry.register(rank, self.addresses[rank].process)
             return str(store.get("secret").decode())
 
-    def look(self, missing: int, how: str) -> None:
-        """Between two looks for `missing`: is anybody dead, is it too late?"""
-        self.roll.look()
+    def check_progress(self, missing: int, how: str) -> None:
+        """While waiting for `missing`: raise PeerLostError if a worker is dead, WorldError after the deadline."""
+        self.registry.check()
         if time.monotonic() > self.deadline:
             raise WorldError(
-                f"rank {self.names[self.rank]} waited for {self.who(missing)} to form an shm group of {self.size}, "
-                f"and it {how}; check that all workers call init_process_group or new_group together, with the same "
-                "backend"
+                f"rank {self.names[self.rank]} waited for {self.describe(missing)} to form an shm group of "
+                f"{self.size}, and it {how}; check that all workers call init_process_group or new_group together, "
+                "with the same backend"
             )
 
-    def who(self, rank: int) -> str:
-        process, card = self.roll.processes.get(rank), self.cards.get(rank)
-        where = f" on {card.host}" if card else ""
+    def describe(self, rank: int) -> str:
+        process, address = self.registry.processes.get(rank), self.addresses.get(rank)
+        where = f" on {address.host}" if address else ""
         return f"rank {self.names[rank]}" + (f" (pid {process.pid}{where})" if process else "")
 
 
-def meet(roll: Roll, segment: Segment, *, offer: int, deadline: float) -> dict[int, Peer]:
-    """Exchange segments with every other rank of the group, and a number on the way."""
-    rank, names, size = roll.rank, roll.names, len(roll.names)
+def exchange_segments(
+    registry: JoinRegistry, segment: Segment, *, section_bytes: int, deadline: float
+) -> dict[int, Peer]:
+    """Exchange segments, and `section_bytes`, with every other rank. Returns the peers, which the caller closes."""
+    rank, names, size = registry.rank, registry.names, len(registry.names)
     if size == 1:
         return {}
-    gathering = _Gathering(roll, deadline)
+    rendezvous = _Rendezvous(registry, deadline)
     peers: dict[int, Peer] = {}
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
         undo.callback(close, peers)
@@ -105,34 +108,35 @@ def meet(roll: Roll, segment: Segment, *, offer: int, deadline: float) -> dict[i
         listener.bind(b"\0lockstep-" + secrets.token_hex(16).encode())
         listener.listen(size)
         name = bytes(listener.getsockname())[1:].decode()
-        secret = gathering.swap_cards(_Card(name, socket.gethostname(), roll.processes[rank]))
-        hello = {"secret": secret, "rank": rank, "size": segment.size, "offer": offer}
-        # First everybody calls the lower ranks, which needs nobody's answer; then everybody answers the higher ones.
-        calls = {}
-        for lower in range(rank):
-            calls[lower] = opened.enter_context(_call(gathering, lower))
-            _hand_over(calls[lower], hello, segment.fd)
+        secret = rendezvous.exchange_addresses(_Address(name, socket.gethostname(), registry.processes[rank]))
+        hello = {"secret": secret, "rank": rank, "size": segment.size, "offer": section_bytes}
+        # First each worker connects to the lower ranks, which needs no answer; then it answers the higher ones.
+        connections = {}
+        for peer_rank in range(rank):
+            connections[peer_rank] = opened.enter_context(_connect(rendezvous, peer_rank))
+            _send_segment(connections[peer_rank], hello, segment.fd)
         while len(peers) < size - 1 - rank:
-            caller = _answer(listener)
-            if caller is None:
+            incoming = _accept(listener)
+            if incoming is None:
                 missing = next(r for r in range(rank + 1, size) if r not in peers)
-                gathering.look(missing, "has not called")
+                rendezvous.check_progress(missing, "has not connected")
                 continue
-            with caller:
-                peer = _receive(caller, secret, size)
+            with incoming:
+                peer = _receive_segment(incoming, secret, size)
                 if peer is not None and peer.rank not in peers and peer.rank > rank:
                     peers[peer.rank] = peer
-                    _hand_over(caller, hello, segment.fd)
-        for lower, call in calls.items():
-            while not select.select([call], [], [], LOOK_S)[0]:
-                gathering.look(lower, "has not answered")
-            peer = _receive(call, secret, size)
+                    _send_segment(incoming, hello, segment.fd)
+        for peer_rank, connection in connections.items():
+            while not select.select([connection], [], [], POLL_S)[0]:
+                rendezvous.check_progress(peer_rank, "has not answered")
+            peer = _receive_segment(connection, secret, size)
             if peer is None:
-                roll.look_closely()
+                registry.check_repeatedly()
                 raise WorldError(
-                    f"rank {names[rank]} called rank {names[lower]} to form an shm group of {size}, and it hung up"
+                    f"rank {names[rank]} connected to rank {names[peer_rank]} to form an shm group of {size}, and it "
+                    "closed the connection"
                 )
-            peers[lower] = peer
+            peers[peer_rank] = peer
         undo.pop_all()
     return peers
 
@@ -146,41 +150,42 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _call(gathering: _Gathering, lower: int) -> socket.socket:
-    call, card = _socket(), gathering.cards[lower]
+def _connect(rendezvous: _Rendezvous, peer_rank: int) -> socket.socket:
+    connection, address = _socket(), rendezvous.addresses[peer_rank]
     try:
-        call.connect(b"\0" + card.name.encode())
+        connection.connect(b"\0" + address.name.encode())
     except OSError as error:
-        call.close()
-        gathering.roll.look_closely()
+        connection.close()
+        rendezvous.registry.check_repeatedly()
         raise WorldError(
-            f"rank {gathering.names[gathering.rank]} on {socket.gethostname()} cannot reach {gathering.who(lower)} "
-            f"within this host: {error.strerror}; shm is for workers on one host that share a network namespace. "
-            'Use backend="hierarchy" over several hosts'
+            f"rank {rendezvous.names[rendezvous.rank]} on {socket.gethostname()} cannot reach "
+            f"{rendezvous.describe(peer_rank)} within this host: {error.strerror}; shm is for workers on one host that "
+            'share a network namespace. Use backend="hierarchy" over several hosts'
         ) from error
-    return call
+    return connection
 
 
-def _answer(listener: socket.socket) -> socket.socket | None:
-    if not select.select([listener], [], [], LOOK_S)[0]:
+def _accept(listener: socket.socket) -> socket.socket | None:
+    if not select.select([listener], [], [], POLL_S)[0]:
         return None
-    caller, _ = listener.accept()
-    caller.settimeout(SAY_S)  # whoever calls and says nothing
-    return caller
+    incoming, _ = listener.accept()
+    incoming.settimeout(HELLO_TIMEOUT_S)  # the process may connect and send nothing
+    return incoming
 
 
-def _hand_over(link: socket.socket, message: dict[str, Any], fd: int) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # gone: whoever waits for it will say so
-        socket.send_fds(link, [json.dumps(message).encode()], [fd])
+def _send_segment(connection: socket.socket, message: dict[str, Any], fd: int) -> None:
+    # If the peer is dead, the wait for its answer reports that.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        socket.send_fds(connection, [json.dumps(message).encode()], [fd])
 
 
-def _receive(link: socket.socket, secret: str, size: int) -> Peer | None:
-    """The peer at the other end, or None if it is a stranger."""
-    pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def _receive_segment(connection: socket.socket, secret: str, size: int) -> Peer | None:
+    """The peer at the other end, or None if it is not a worker of this group."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.geteuid():
-        return None  # before we wait for what it has to say
+        return None  # before waiting for its message
     try:
-        data, fds, _, _ = socket.recv_fds(link, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError:
         return None
     with contextlib.ExitStack() as close:
@@ -189,7 +194,7 @@ def _receive(link: socket.socket, secret: str, size: int) -> Peer | None:
         try:
             message = json.loads(data)
             known = hmac.compare_digest(str(message["secret"]), secret)
-            rank, length, offer = int(message["rank"]), int(message["size"]), int(message["offer"])
+            rank, length, section_bytes = int(message["rank"]), int(message["size"]), int(message["offer"])
         except (ValueError, KeyError, TypeError):
             return None
         if not known or not fds or not 0 <= rank < size:
@@ -197,12 +202,12 @@ def _receive(link: socket.socket, secret: str, size: int) -> Peer | None:
         if os.fstat(fds[0]).st_size < length:
             return None
         segment = Segment(fds[0], length, limited=False)
-        return Peer(rank, pid, segment, _watch(pid, link), offer)
+        return Peer(rank, pid, segment, _liveness_fd(pid, connection), section_bytes)
 
 
-def _watch(pid: int, link: socket.socket) -> int:
-    """A descriptor that tells when the other process ends. Its socket would too, but forked children keep that open."""
+def _liveness_fd(pid: int, connection: socket.socket) -> int:
+    """A descriptor that becomes readable when the peer ends. A socket does too, but forked children keep it open."""
     try:
         return os.pidfd_open(pid)  # fails for pid 0: a process in another pid namespace
     except (OSError, AttributeError):
-        return os.dup(link.fileno())
+        return os.dup(connection.fileno())

@@ -1,9 +1,9 @@
-"""Waking one process from another: POSIX semaphores in shared memory.
+"""POSIX semaphores in shared memory, by which one process wakes another.
 
 Note [Why semaphores]
-A semaphore is a futex with a count. Posting costs no system call while nobody sleeps, sleeping costs no core, and
-both order memory as the data around them needs on every kind of processor, which plain stores from Python would not.
-There is no owner: a process that is killed at any instant leaves nothing locked.
+A semaphore is a futex with a count. A post makes no system call while no process sleeps, a sleep uses no core, and both
+order memory accesses as the data around them needs on every kind of processor, which plain stores from Python would
+not. A semaphore has no owner: a process that is killed at any instant leaves nothing locked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-SEMAPHORE_BYTES: Final = 64  # sem_t has 32 at most; a cache line each, so that neighbours do not disturb each other
+SEMAPHORE_BYTES: Final = 64  # sem_t has 32 at most; a cache line each, against false sharing
 SPIN_S: Final = 200e-6  # waking up from sleep takes 50 us and more on a virtual machine
 
 
@@ -34,18 +34,18 @@ _sched_yield = _libc.sched_yield
 _sem_post = _libc.sem_post
 _sem_post.argtypes = [ctypes.c_void_p]
 
-# `post(address)` adds one. The function itself, because it is called for every peer in every phase.
+# `post(address)` increments. The C function itself, because it is called for every peer in every phase.
 post: Callable[[int], int] = _sem_post
 
 
 def create(address: int) -> None:
-    """Make a semaphore of the SEMAPHORE_BYTES at `address`, for any process that maps them."""
+    """Initialise a semaphore in the SEMAPHORE_BYTES at `address`, for all processes that map them. Raises OSError."""
     if _sem_init(address, 1, 0) != 0:
         raise OSError(ctypes.get_errno(), "sem_init failed")
 
 
-def take(address: int, wait_s: float, *, spin: bool) -> bool:
-    """Take one, waiting up to `wait_s`. `spin`: before sleeping, look for it for a moment, giving way to others."""
+def wait(address: int, wait_s: float, *, spin: bool) -> bool:
+    """Decrement, waiting up to `wait_s`; returns False after that time. `spin`: poll and yield before sleeping."""
     if _sem_trywait(address) == 0:
         return True
     if spin:
@@ -54,7 +54,7 @@ def take(address: int, wait_s: float, *, spin: bool) -> bool:
             _sched_yield()
             if _sem_trywait(address) == 0:
                 return True
-    # sem_timedwait counts on the wall clock. If that jumps, one wait is shorter or longer; deadlines are not kept here.
+    # sem_timedwait uses the wall clock. If that jumps, one wait is shorter or longer; callers keep the real deadlines.
     end_ns = time.time_ns() + int(wait_s * 1e9)
     until = _Timespec(end_ns // 1_000_000_000, end_ns % 1_000_000_000)
     if _sem_timedwait(address, ctypes.byref(until)) == 0:
@@ -70,6 +70,6 @@ create(ctypes.addressof(_fence))
 
 
 def fence() -> None:
-    """What was read and written before is seen by other processes before what comes after."""
+    """Full memory fence: other processes see earlier reads and writes before later ones."""
     _sem_post(ctypes.addressof(_fence))
     _sem_trywait(ctypes.addressof(_fence))

@@ -1,6 +1,6 @@
-"""What is compared: a model with no wrapper, in torch's DistributedDataParallel, in ours, or in any class like them.
+"""The arms that are compared: a model without wrapper, in torch's DistributedDataParallel, ours, or another class.
 
-An arm is named by its class and, after an @, the backend of its process group: `lockstep@shm`. Without one it is Gloo.
+An arm is named by its class and, after an @, the backend of its process group: `lockstep@shm`. The default is Gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.bench.models import OPTIMIZERS, Batch, Workload, digest_of, loss_of
+from lockstep.bench.models import OPTIMIZERS, LabeledBatch, Workload, digest_of, loss_of
 from lockstep.bench.run_step import KINDS, RunArm
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
@@ -38,7 +38,7 @@ def check_backend(arm: str) -> None:
 
 
 def load_wrapper(arm: str) -> Wrapper:
-    """The class of an arm: `torch`, `lockstep` or a dotted name."""
+    """The class of an arm: `torch`, `lockstep` or a dotted name. Raises ValueError if it cannot be loaded."""
     name = arm.partition("@")[0]
     dotted = CLASSES.get(name, name)
     module, _, name = dotted.rpartition(".")
@@ -50,8 +50,8 @@ def load_wrapper(arm: str) -> Wrapper:
 
 
 @final
-class Arm:
-    """A model of its own, from the same seed as every other arm's, and its optimizer."""
+class WrapperArm:
+    """A wrapped model and its optimizer. All arms initialise their models from the same seed."""
 
     def __init__(
         self, name: str, workload: Workload, device: torch.device, *, autocast: bool = False, group: Any = None
@@ -65,7 +65,7 @@ class Arm:
         self.optimizer = OPTIMIZERS[workload.optimizer](model)
         self._precision = torch.autocast(device.type, dtype=torch.bfloat16) if autocast else nullcontext()
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: LabeledBatch) -> None:
         self.optimizer.zero_grad()
         with self._precision:
             loss = loss_of(self.model(batch.inputs), batch.targets)
@@ -73,7 +73,7 @@ class Arm:
         self.optimizer.step()
 
     def bucket_bytes(self) -> tuple[int, ...]:
-        """Of the gradient buckets, in the order in which they are reduced; nothing where there is no wrapper."""
+        """Sizes of the gradient buckets, in the order in which they are reduced; empty without a wrapper."""
         if self.name == NONE:
             return ()
         log = cast(Any, self.model)._get_ddp_logging_data()
@@ -84,7 +84,7 @@ class Arm:
         return digest_of(self.model)
 
 
-def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> Arm | RunArm:
+def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> WrapperArm | RunArm:
     if name.partition("@")[0] in KINDS:
         return RunArm(name, workload, device, group=group)
-    return Arm(name, workload, device, group=group)
+    return WrapperArm(name, workload, device, group=group)

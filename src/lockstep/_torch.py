@@ -1,0 +1,175 @@
+"""Every name of torch that torch does not document, each with the reason why it is needed.
+
+The rest of the package takes such names from here, so that one file shows what a new version of torch may break.
+`tests/test_torch_names.py` checks that each of them is there and does what is expected of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.utils.data
+from torch import _C
+
+# Stores, and the options of collectives that a process group is called with: torch.distributed hands on most of them.
+from torch._C._distributed_c10d import (
+    AllgatherOptions as AllgatherOptions,
+    AllreduceCoalescedOptions as AllreduceCoalescedOptions,
+    AllreduceOptions as AllreduceOptions,
+    BarrierOptions as BarrierOptions,
+    BroadcastOptions as BroadcastOptions,
+    BuiltinCommHookType as BuiltinCommHookType,
+    GradBucket as GradBucket,
+    HashStore as HashStore,
+    PrefixStore as PrefixStore,
+    ProcessGroupGloo as ProcessGroupGloo,
+    ReduceOp as ReduceOp,
+    ReduceOptions as ReduceOptions,
+    ReduceScatterOptions as ReduceScatterOptions,
+    Store as Store,
+    TCPStore as TCPStore,
+)
+from torch._utils import _get_device_index
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed import distributed_c10d
+
+# The backend of a group for each kind of device ("cpu:shm,cuda:nccl").
+from torch.distributed.distributed_c10d import (
+    Backend as Backend,
+    BackendConfig as BackendConfig,
+    _get_default_group,
+    _get_default_store,
+    _set_pg_timeout,
+)
+from torch.distributed.utils import _alloc_storage, _cast_forward_inputs, _free_storage, _to_kwargs
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+
+# Tensors inside nested batches, found as torch's own FSDP finds them.
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.data._utils import worker as _worker
+
+# The group and the store of a program that called init_process_group itself.
+get_default_group: Final = _get_default_group
+get_default_store: Final = _get_default_store
+# A group that was formed with a short timeout trains with a long one.
+set_group_timeout: Final = _set_pg_timeout
+# What DistributedDataParallel does with its arguments and inputs; ours must do the same.
+get_device_index: Final = _get_device_index
+move_to_device: Final = _to_kwargs
+cast_forward_inputs: Final = _cast_forward_inputs
+alloc_storage: Final = _alloc_storage
+free_storage: Final = _free_storage
+BufferCommHook = _BufferCommHook
+BufferCommHookLocation = _BufferCommHookLocation
+# Buffers that are broadcast between forward and backward must not look changed to autograd.
+preserve_version_counter: Final = _unsafe_preserve_version_counter
+# Whether a profiler is on: only then are ranges recorded.
+profiler_enabled: Final[Callable[[], bool]] = _profiler_enabled
+# All batch norms; and all norms with running averages, instance norm among them.
+BatchNormBase = _BatchNorm
+NormBase = _NormBase
+# `torch.utils.data.get_worker_info()` inside a loader process reads a global of this module.
+loader_worker: Final[Any] = _worker
+# What torch.futures.Future wraps: a work's get_future() returns it.
+FutureBase: Final = _C.Future
+# Which accumulators the running backward pass will execute; None of the public calls tells.
+will_execute_node: Final[Callable[[Any], bool]] = _C._will_engine_execute_node
+# How many tensors share a storage: a bucket whose memory is shared by gradients cannot be used again.
+storage_use_count: Final[Callable[[int], int]] = _C._storage_Use_Count
+# One call for all pieces of a flat buffer.
+unflatten: Final[Callable[..., Any]] = _C._nn.unflatten_dense_tensors
+# A loader process that dies raises an error in this one, through SIGCHLD.
+set_worker_pids: Final[Callable[..., None]] = _C._set_worker_pids
+remove_worker_pids: Final[Callable[..., None]] = _C._remove_worker_pids
+raise_if_worker_failed: Final[Callable[[], None]] = _C._error_if_any_worker_fails
+# CUDA streams in a thread of our own, without the cost of context managers. None in a build without CUDA.
+cuda_exchange_device: Final[Any] = getattr(_C, "_cuda_exchangeDevice", None)
+cuda_current_stream: Final[Any] = getattr(_C, "_cuda_getCurrentStream", None)
+cuda_current_raw_stream: Final[Any] = getattr(_C, "_cuda_getCurrentRawStream", None)
+cuda_set_stream: Final[Any] = getattr(_C, "_cuda_setStream", None)
+
+# Operations on lists of tensors in few kernels, as torch's own optimisers use them.
+foreach_add: Final = torch._foreach_add
+foreach_add_: Final = torch._foreach_add_
+foreach_addcmul_: Final = torch._foreach_addcmul_
+foreach_copy_: Final = torch._foreach_copy_
+foreach_div: Final = torch._foreach_div
+foreach_div_: Final = torch._foreach_div_
+foreach_lerp_: Final = torch._foreach_lerp_
+foreach_mul: Final = torch._foreach_mul
+foreach_mul_: Final = torch._foreach_mul_
+foreach_norm: Final = torch._foreach_norm
+foreach_sqrt: Final = torch._foreach_sqrt
+foreach_sub_: Final = torch._foreach_sub_
+
+
+def distributed_state() -> Any:
+    """Return torch's registry of groups: the store and the backends of each, and their number."""
+    return distributed_c10d._world
+
+
+def call_when_backward_ends(call: Callable[[], None]) -> None:
+    """Call `call` at the end of the running backward pass, as torch's own reducer does."""
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.queue_callback(call)
+
+
+def new_shared_storage(size_bytes: int) -> torch.UntypedStorage:
+    """Return a storage that other processes can map."""
+    storage: Any = torch.UntypedStorage
+    made: torch.UntypedStorage = storage._new_shared(size_bytes)
+    return made
+
+
+def is_in_bad_fork() -> bool:
+    """Return whether CUDA was used before this process was forked, so that it cannot be used here."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def dynamo() -> Any:
+    """Return torch._dynamo, which takes as long to import as torch itself; the first optimiser imports it anyway."""
+    import torch._dynamo
+
+    return torch._dynamo
+
+
+def exclude_from_compiler(package: str) -> None:
+    """Make torch.compile run the code of `package` as it is, as it does with torch's own distributed code."""
+    dynamo().trace_rules.add(package)
+
+
+def tensor_parallel_transform() -> Callable[..., Any]:
+    """Return the function that turns the DTensors of a module into local ones before it is wrapped."""
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    return _pre_dp_module_transform
+
+
+def optimizer_in_backward_hook() -> Callable[..., Any]:
+    """Return the function that makes the hook for optimisers which step inside the backward pass."""
+    from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
+
+    make: Callable[..., Any] = _apply_optim_in_backward_hook
+    return make
+
+
+def overlapped_optimizer() -> Callable[..., Any]:
+    """Return the function that wraps an optimiser for DistributedDataParallel._register_fused_optim."""
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+    wrap: Callable[..., Any] = _as_overlapped_optim
+    return wrap
+
+
+def mixed_precision_hook() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's (state class, communication hook) that all-reduces in low precision and upcasts the result."""
+    from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import (
+        _AllreduceUpcastHookState,
+        _reducer_allreduce_and_upcast_hook,
+    )
+
+    return _AllreduceUpcastHookState, _reducer_allreduce_and_upcast_hook

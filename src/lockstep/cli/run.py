@@ -1,0 +1,223 @@
+"""`lockstep run`: starts a training program on several workers, and watches them. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.arguments import host_count, seconds, worker_count
+from lockstep.control.secret import VARIABLE, new_secret, read_secret
+from lockstep.errors import LockstepError
+from lockstep.failures.postmortem import could_not_start, show
+from lockstep.launcher.exit_policy import count_workers
+from lockstep.launcher.hosts import (
+    LONGEST_LEASE_S,
+    SHORTEST_LEASE_S,
+    Hosts,
+    check_rendezvous,
+    make_host_name,
+    wait_for_address,
+)
+from lockstep.launcher.job import ElasticOptions, Job, count_cores, count_gpus
+from lockstep.launcher.output import piped_through, print_message
+from lockstep.launcher.run_job import supervise
+
+_EPILOG = """\
+Everything after the script's name belongs to the script. A program that runs under torchrun runs here unchanged:
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, on a port that is free.
+
+examples:
+  lockstep run -n 2 train.py --epochs 3
+  lockstep run -n 2 -m my_package.train --epochs 3
+  lockstep run -n 2 --drop-in their_train.py      our DistributedDataParallel in a program you cannot edit
+  lockstep run --hosts 3 -n 8 --rendezvous node1:29400 train.py       on each of three hosts, node1 among them
+
+Ctrl-C and SIGTERM are passed on: a lockstep.Run finishes its step, saves and ends; a second Ctrl-C kills at once. If a
+worker fails, the others are stopped, the exit status is the one of the first that failed (128 + the signal if it died
+of one). Its last words are shown, and as the very last thing a card: who failed, where, why, and what to do.
+The exit status is 2, and nothing is started, if the command line makes no sense.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """`commands` is what `ArgumentParser.add_subparsers` returns."""
+    parser = commands.add_parser(
+        "run",
+        usage="lockstep run [-n N] [--min N] [--max N] [options] (script.py | -m module) [args ...]",
+        description="Start a training program on several workers of this machine, and watch them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-n",
+        dest="workers",
+        type=worker_count,
+        metavar="N",
+        help="how many workers, on each host (default: one per visible GPU; without a GPU one per core, at most four)",
+    )
+    parser.add_argument("--drop-in", action="store_true", help="put our DistributedDataParallel in torch's place first")
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="for the output of each worker, rank0.log and so on; what is there is written over "
+        "(default: lockstep-logs/<time>-<process>)",
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="no picture of the progress, only lines (so it is without a terminal)"
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds between asking a worker to end and killing it (default: 10)",
+    )
+    parser.add_argument(
+        "--min",
+        dest="least",
+        type=worker_count,
+        metavar="N",
+        help="lost workers are replaced, and the others go on meanwhile as long as there are N (needs a lockstep.Run)",
+    )
+    parser.add_argument(
+        "--max", dest="most", type=worker_count, metavar="N", help="the most workers that `lockstep scale` may ask for"
+    )
+    parser.add_argument(
+        "--stall-s",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="with --min or --max: a worker without a sign of life for so long counts as lost (default: 10)",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        metavar="N|5m",
+        help="steps, or a time in s, m or h, between checkpoints of a lockstep.Run that does not say itself",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="a lockstep.Run starts over: what is in its directory is moved to `previous-1` there, and not resumed",
+    )
+    several = parser.add_argument_group(
+        "several hosts", "start the same command on each; LOCKSTEP_JOB_SECRET must be set"
+    )
+    several.add_argument("--hosts", type=host_count, metavar="N", help="how many (default: 1)")
+    several.add_argument("--rendezvous", metavar="HOST:PORT", help="an address of the host that is to keep the records")
+    several.add_argument("--store", metavar="etcd://HOST:2379,..", help="keep the records in an etcd instead")
+    several.add_argument("--secret-file", type=Path, metavar="FILE", help="in place of LOCKSTEP_JOB_SECRET")
+    for name, default_s, what in (
+        ("--lease-s", 5.0, "a host that was not heard of for so long is lost"),
+        ("--give-up-s", 600.0, "end without reaching the records for so long"),
+        ("--stuck-s", 300.0, "of hosts that do not reach each other while nothing goes on for so long, leave one out"),
+    ):
+        several.add_argument(
+            name, type=seconds, default=default_s, metavar="S", help=f"{what} (default: {default_s:g})"
+        )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, like `python -m`")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(parser=parser)
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Starts the workers, watches them, and returns the exit status."""
+    refuse = chosen.parser.error
+    program = chosen.program[1:] if chosen.program[:1] == ["--"] else chosen.program
+    if not program:
+        refuse("what shall the workers run? Give a script, or a module with -m")
+    if chosen.module and not _module_exists(program[0]):
+        refuse(f"there is no module {program[0]!r}, seen from {os.getcwd()}")
+    if not chosen.module and program[0].startswith("-"):
+        refuse(f"unknown option {program[0]!r}; options of the script come after the script")
+    if not chosen.module and not os.path.exists(program[0]):
+        refuse(f"there is no script {program[0]!r}, seen from {os.getcwd()}")
+    workers = chosen.workers or count_workers(os.environ, gpus=count_gpus(), cores=count_cores())
+    try:
+        hosts = _read_hosts(chosen)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+    elastic, total = None, workers * (hosts.count if hosts is not None else 1)
+    if chosen.least is not None or chosen.most is not None or hosts is not None:
+        # Without --min, a run on several hosts waits until all of them are there.
+        elastic = ElasticOptions(chosen.least or (1 if hosts is None else total), chosen.most or total, chosen.stall_s)
+        if not elastic.least <= total <= elastic.most:
+            all_of = f"-n {workers}" if hosts is None else f"--hosts {hosts.count} times -n {workers}"
+            refuse(f"{all_of} must be at least --min ({elastic.least}) and at most --max ({elastic.most})")
+    log_dir = (chosen.log_dir or Path("lockstep-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    log_dir = (
+        log_dir / hosts.title if hosts is not None else log_dir
+    )  # a folder per host: all hosts may share --log-dir
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"cannot write logs to {log_dir}: {error.strerror}; choose another folder with --log-dir")
+    command = [*(["-m"] if chosen.module else []), *program]
+    if chosen.drop_in:
+        command = ["--drop-in", *command]
+    if chosen.checkpoint_every is not None:
+        os.environ["LOCKSTEP_CHECKPOINT_EVERY"] = chosen.checkpoint_every
+    if chosen.fresh:
+        os.environ["LOCKSTEP_FRESH"] = "1"
+    try:
+        if hosts is not None:
+            wait_for_address(hosts, print_message)
+        with nullcontext() if chosen.plain else _live_view(log_dir):
+            return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
+    except (LockstepError, OSError) as error:
+        show(could_not_start(error, workers))
+        return 1
+
+
+def _live_view(log_dir: Path) -> AbstractContextManager[None]:
+    """Pipes the output through the live view, if there is a terminal for it."""
+    from lockstep.report.live_view import VARIABLE as SHOWN, can_draw
+
+    os.environ.pop(SHOWN, None)  # set by a launcher that has started this one
+    if not can_draw():
+        return nullcontext()
+    os.environ[SHOWN] = "1"
+    return piped_through([sys.executable, "-m", "lockstep.report.live_view", str(log_dir)])
+
+
+def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:
+    """Returns None for a run on this host only. Raises ValueError for options that do not go together."""
+    where = chosen.store or chosen.rendezvous
+    if where is None:
+        if (chosen.hosts or 1) > 1:
+            raise ValueError(
+                f"--hosts {chosen.hosts}: where do they meet? Give --rendezvous HOST:PORT, an address of one of them, "
+                "or --store etcd://HOST:2379"
+            )
+        return None
+    if chosen.store is not None and not chosen.store.startswith("etcd://"):
+        raise ValueError(f"--store {chosen.store}: it takes etcd://HOST:2379,...; our own is where --rendezvous says")
+    if chosen.store is not None and chosen.rendezvous is not None:
+        raise ValueError("--store and --rendezvous: with an etcd no other rendezvous is needed; leave one of them out")
+    if chosen.hosts is None:
+        raise ValueError(f"{where}: how many hosts meet there? Give --hosts")
+    check_rendezvous(where)
+    alone = chosen.hosts == 1 and chosen.secret_file is None and VARIABLE not in os.environ
+    secret = new_secret() if alone and chosen.store is None else read_secret(os.environ, chosen.secret_file)
+    if not SHORTEST_LEASE_S <= chosen.lease_s <= LONGEST_LEASE_S:
+        raise ValueError(f"--lease-s {chosen.lease_s:g} must be {SHORTEST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
+    times_s = (chosen.lease_s, chosen.give_up_s, chosen.stuck_s)
+    return Hosts(chosen.hosts, where, make_host_name(os.environ), secret, *times_s)
+
+
+def _module_exists(name: str) -> bool:
+    """Looks for the outermost package only: a deeper search would import it, and torch, into the launcher."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]

@@ -1,0 +1,365 @@
+"""The sum over all shards of a global batch, with the same bits however the shards are distributed over workers.
+
+Note [Canonical all-reduce]
+Every worker contributes the subtrees that it can add up locally (comm/tree_order.py, Note [Subtrees]), one row each.
+A row is divided into as many sections as there are workers. Each section is sent to its owner (all-to-all), the owner
+adds in the order of the tree, and sends the result to all workers (all-gather). With one row per worker this moves as
+many bytes as a ring all-reduce. Over Gloo both steps are point-to-point messages: its own all-to-all and all-gather
+copy everything once more (docs/log.md). Where the backend's own all-reduce adds along the same tree (`shm`), or there
+are only two summands, whose order does not matter, a single all-reduce is used.
+
+Note [Half-precision rows]
+Gradients may be sent in half precision. Then the gradient of every *shard* is rounded, sums are computed in float32,
+and the result is rounded once, so that the distribution of shards does not matter here either. A row that is a sum of
+several shards stays float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import faults
+from lockstep.comm import tree_order
+from lockstep.comm.collective_thread import CollectiveThread, PendingResult
+from lockstep.comm.peer_watch import PeerWatch
+from lockstep.comm.register_backends import backend_name
+from lockstep.comm.tree_order import Subtree
+from lockstep.errors import PeerLostError
+
+ALIGN = 64  # in elements: sections begin at cache lines
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
+
+
+class ReduceMethod(Enum):
+    """How the rows of all workers are added."""
+
+    SINGLE_WORKER = auto()  # no communication
+    ALL_REDUCE = auto()  # one all-reduce of the backend
+    TREE = auto()  # Note [Canonical all-reduce]
+
+
+@dataclass
+class SumBuffers:
+    """Memory of one sum, reused in every step: this worker's rows, and the result."""
+
+    numel: int
+    dtype: torch.dtype  # of a shard's summand, and of the result
+    rows: Tensor  # [subtrees, numel rounded up]
+    received: Tensor | None = None  # all workers' rows of the section that this worker owns; for ReduceMethod.TREE
+    whole: Tensor | None = None  # the result; for ReduceMethod.TREE
+    sent: Any = None  # the pending work
+    started_s: float = 0.0
+    finished_s: float | None = None  # None if the time of completion was not recorded
+    scale: Scale = field(default=lambda: 1.0)
+
+
+@dataclass(frozen=True)
+class AsyncBarrier:
+    """A barrier that does not block until `wait`: the worker continues while the others reach the same point."""
+
+    _sum: ShardSum
+    _token: Tensor
+    _pending: Any
+    _started: Any  # CUDA event, None on a CPU
+
+    def wait(self) -> None:
+        """Return when all workers have started the barrier; a GPU is synchronised only up to that point.
+
+        Raises PeerLostError if a worker was lost before.
+        """
+        where = "the barrier after the last step"
+        self._sum.wait(self._pending, where)
+        with self._sum.on_side_stream(self._started):
+            if self._started is not None:
+                self._sum.wait(self._pending, where)
+            arrived = int(self._token)
+        if arrived != self._sum.size:  # the collective was aborted, which a GPU does not report
+            raise PeerLostError(f"a worker was lost before {where}")
+
+
+class ShardSum:
+    """Sums over all shards. `shares[rank]` are that worker's shards: contiguous, in order, every shard exactly once.
+
+    Collective: all workers make the same calls in the same order.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, shares: Sequence[range], *, device: torch.device, exact: bool = True
+    ) -> None:
+        self.group, self.device, self.shares = group, device, list(shares)
+        self.shards = sum(map(len, shares))
+        self._rank, self.size = group.rank(), group.size()
+        # Without `exact` a worker's shards are one summand, and the backend may add in any order.
+        self._trees = [
+            tree_order.subtrees(share.start, share.stop, self.shards) if exact else (Subtree(r, 1),)
+            for r, share in enumerate(shares)
+        ]
+        self.subtrees = self._trees[self._rank]  # this worker's
+        self._summands = self.shards if exact else self.size
+        self._row_per_shard = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
+        self._exact = exact
+        self.is_timed = False
+        self._backend = backend = backend_name(group, device)
+        self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
+        self._watch = PeerWatch(group, polls=device.type == "cpu")
+        self._thread = (
+            CollectiveThread(device, threaded=backend != "nccl") if self._method is ReduceMethod.TREE else None
+        )
+        self._via_host = backend == "gloo" and device.type == "cuda"  # Gloo cannot exchange CUDA tensors
+        # On the CPU the shm backend allocates the buffers, and scales the sum itself.
+        self._shm = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
+
+    def merge_counts(self, counts: Sequence[int]) -> list[int]:
+        """Return the number of samples per shard as they are run.
+
+        Without `exact`, a worker runs all its shards as one: its first shard has their samples, the others have none.
+        """
+        if self._exact:
+            return list(counts)
+        joined = [0] * self.shards
+        for share in self.shares:
+            joined[share.start] = sum(counts[n] for n in share)
+        return joined
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> SumBuffers:
+        """Allocate the buffers of a sum of `numel` elements. The caller fills `rows`, one row per subtree."""
+        rows = len(self.subtrees)
+        per = -(-numel // self.size) if self._method is ReduceMethod.TREE else numel
+        padded = -(-per // ALIGN) * ALIGN * self.size if self._method is ReduceMethod.TREE else numel
+        sends_half = self._row_per_shard and self._method is not ReduceMethod.SINGLE_WORKER
+        row_dtype = dtype if dtype not in HALF_DTYPES or sends_half else torch.float32
+        if dtype in HALF_DTYPES and self._method is ReduceMethod.ALL_REDUCE and self._exact and self._shm is None:
+            row_dtype = torch.float32  # only the shm backend adds half-precision rows in float32
+        if self._shm is not None and self._method is ReduceMethod.ALL_REDUCE:
+            memory: Tensor = self._shm.allocate_tensor(padded, dtype=row_dtype, device=self.device)
+        else:
+            memory = torch.empty(rows * padded, dtype=row_dtype, device=self.device)
+        memory.zero_()  # padding is never written, and must not hold values that slow sums down
+        return SumBuffers(numel, dtype, memory.view(rows, padded))
+
+    # -- sums --------------------------------------------------------------------------------------------------------
+
+    def start(self, buffers: SumBuffers, scale: Scale) -> None:
+        """Start a sum. The rows must not be touched until `result`."""
+        buffers.scale, buffers.started_s, buffers.finished_s = scale, time.monotonic(), None
+        if self._method is ReduceMethod.SINGLE_WORKER:
+            buffers.sent = None
+        elif self._thread is not None:
+            buffers.sent = self._thread.submit(lambda: self._reduce_by_tree(buffers))
+        elif self._scales:
+            group: Any = self.group
+            buffers.sent = group.all_reduce_scaled(buffers.rows[0], scale)
+        else:
+            buffers.sent = self.group.allreduce([buffers.rows[0]], dist.AllreduceOptions())
+            if self.is_timed and self.device.type == "cpu":
+                buffers.sent.get_future().add_done_callback(partial(_set_finished, buffers))
+
+    def finished_s(self, buffers: SumBuffers) -> float:
+        """Return the time at which a sum completed. Call it after `result`. Exact only while `is_timed`."""
+        ended_s = getattr(buffers.sent, "ended_s", None)
+        return ended_s or buffers.finished_s or time.monotonic()
+
+    def result(self, buffers: SumBuffers, where: str) -> Tensor:
+        """Wait for the sum, and return it times the scale, flat. Valid until the rows are written again."""
+        if isinstance(buffers.sent, PendingResult):
+            self._watch.wait_for(buffers.sent.done_within, where)
+            return buffers.sent.wait()[: buffers.numel]
+        if buffers.sent is not None:
+            self._watch.wait(buffers.sent, where)
+        total = buffers.rows[0]
+        if buffers.sent is None or not self._scales:
+            total.mul_(buffers.scale())
+        return total.to(buffers.dtype)
+
+    @property
+    def _scales(self) -> bool:
+        return self._shm is not None
+
+    def start_small_sum(self, table: Tensor) -> PendingResult | Any:
+        """Start a small sum over workers, in place, after the sums before it. Call `wait` with the result."""
+        if self._method is ReduceMethod.SINGLE_WORKER:
+            return _Finished()
+        if self._thread is None:
+            return self.group.allreduce([table], dist.AllreduceOptions())
+
+        def job() -> Tensor:
+            self._watch.wait(self.group.allreduce([table], dist.AllreduceOptions()), "a sum over all workers")
+            return table
+
+        return self._thread.submit(job)
+
+    def start_barrier(self) -> AsyncBarrier:
+        """Start a barrier after all sums before it are complete. All workers call it. See `AsyncBarrier`."""
+        # On the CPU where the backend can: that all processes have reached this point is all that matters.
+        token = torch.ones(1, device="cpu" if self._backend in ("shm", "gloo") else self.device)
+        event = torch.cuda.current_stream(self.device).record_event() if token.is_cuda else None
+        # Not in the thread: the caller may continue with other collectives of the group, which must follow this one.
+        return AsyncBarrier(self, token, self.group.allreduce([token], dist.AllreduceOptions()), event)
+
+    def add_sparse(self, parts: Sequence[Tensor], scale: Scale) -> Tensor:
+        """Return the sum of sparse tensors times the scale. Blocks. `parts` has one tensor for each own subtree.
+
+        All parts are sent to all workers: they are small, or they would not be sparse.
+        """
+        like = parts[0]
+        nodes = [node for share in self._trees for node in share]
+        first = nodes.index(self.subtrees[0])
+        counts = torch.zeros(len(nodes), dtype=torch.int64, device=self.device)
+        for n, part in enumerate(parts):
+            counts[first + n] = part._nnz()
+        self.wait(self.start_small_sum(counts), "the sizes of sparse gradients")
+        sizes = counts.tolist()
+        indices = torch.zeros(len(nodes), like.sparse_dim(), max(sizes), dtype=torch.int64, device=self.device)
+        width = like.shape[like.sparse_dim() :]
+        values = torch.zeros(len(nodes), max(sizes), *width, dtype=like.dtype, device=self.device)
+        for n, part in enumerate(parts, first):
+            indices[n, :, : sizes[n]] = part.indices()
+            values[n, : sizes[n]] += part.values()  # added to 0, as on the other workers: this turns -0 into +0
+        self.wait(self.start_small_sum(indices), "the indices of sparse gradients")
+        self.wait(self.start_small_sum(values), "the sparse gradients")
+        rows = [coalesced(indices[n, :, :size], values[n, :size], like.shape) for n, size in enumerate(sizes)]
+        for dst, src in tree_order.additions(nodes, self._summands):
+            rows[dst] = add_coalesced(rows[dst], rows[src])
+        total = rows[0]
+        return coalesced(total.indices(), total.values() * scale(), total.shape)
+
+    def wait(self, pending: Any, where: str) -> None:
+        if isinstance(pending, PendingResult):
+            self._watch.wait_for(pending.done_within, where)
+            pending.wait()
+        elif isinstance(pending, _Finished):
+            pending.wait()
+        else:
+            self._watch.wait(pending, where)
+
+    @functools.cached_property
+    def _side_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def on_side_stream(self, after: Any) -> AbstractContextManager[Any]:
+        """Return a context for reading CUDA results as of the event `after` without waiting for later work.
+
+        On the current stream the read would wait for everything that is queued there.
+        """
+        if after is None:
+            return nullcontext()
+        self._side_stream.wait_event(after)
+        return torch.cuda.stream(self._side_stream)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Mark this worker as inside a step, for the reports of other workers that wait for it."""
+        self._watch.enter()
+        try:
+            yield
+        finally:
+            self._watch.leave()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    # -- by tree -----------------------------------------------------------------------------------------------------
+
+    def _reduce_by_tree(self, buffers: SumBuffers) -> Tensor:
+        """Run in the collective thread. See Note [Canonical all-reduce]."""
+        mine, rows = len(self.subtrees), buffers.rows
+        per = rows.shape[1] // self.size
+        # [worker][row][element]: data for one worker is contiguous. With one row it is already.
+        packed = rows.view(mine, self.size, per).transpose(0, 1).contiguous().view(-1)
+        counts = [len(nodes) for nodes in self._trees]
+        packed = packed.cpu() if self._via_host else packed
+        if buffers.received is None or buffers.whole is None:  # kept: page faults cost as much as copying
+            where = "cpu" if self._via_host else self.device
+            buffers.received = torch.empty(sum(counts) * per, dtype=rows.dtype, device=where)
+            buffers.whole = torch.empty(per * self.size, dtype=buffers.dtype, device=where)
+        received, whole = buffers.received, buffers.whole
+        receive_sizes, send_sizes = [n * per for n in counts], [mine * per] * self.size
+        if self._backend == "gloo":
+            self._exchange(list(torch.split(received, receive_sizes)), list(torch.split(packed, send_sizes)))
+        else:
+            self._wait(self.group.alltoall_base(received, packed, receive_sizes, send_sizes), "all_to_all")
+        faults.at("exchange")
+        total = self._add(list(received.to(self.device).view(-1, per)))
+        section = whole[self._rank * per : (self._rank + 1) * per]
+        section.copy_(total.mul_(buffers.scale()))
+        if self._backend == "gloo":
+            self._exchange(list(torch.split(whole, per)), [section] * self.size)
+        else:
+            self._wait(self.group._allgather_base(whole, section), "all_gather")
+        return whole.to(self.device)
+
+    def _exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        """Send `inputs[rank]` to every worker, and receive `outputs[rank]` from it."""
+        group, me = self.group, self._rank
+        if outputs[me].data_ptr() != inputs[me].data_ptr():
+            outputs[me].copy_(inputs[me])
+        others = [(me + n) % self.size for n in range(1, self.size)]
+        works = [group.recv([outputs[rank]], rank, 0) for rank in reversed(others) if outputs[rank].numel()]
+        works += [group.send([inputs[rank]], rank, 0) for rank in others if inputs[rank].numel()]
+        with self._watch.explain_errors("the exchange of gradients"):
+            for work in works:
+                work.wait()  # no time limit: if one expires, Gloo closes all connections
+
+    def _add(self, rows: list[Tensor]) -> Tensor:
+        if rows[0].dtype in HALF_DTYPES:
+            rows = [row.float() for row in rows]
+        nodes = [node for share in self._trees for node in share]
+        for dst, src in tree_order.additions(nodes, self._summands):
+            rows[dst].add_(rows[src])
+        return rows[0]
+
+    def _wait(self, work: Any, what: str) -> None:
+        self._watch.wait(work, f"the {what} of gradients")
+
+
+def _set_finished(buffers: SumBuffers, _done: Any) -> None:
+    buffers.finished_s = time.monotonic()
+
+
+def choose_method(
+    trees: Sequence[tuple[Subtree, ...]], shards: int, *, exact: bool, adds_by_tree: bool
+) -> ReduceMethod:
+    """Choose the method. `adds_by_tree`: the backend's own all-reduce adds along the tree over workers."""
+    if len(trees) == 1:
+        return ReduceMethod.SINGLE_WORKER
+    if not exact:
+        return ReduceMethod.ALL_REDUCE
+    one_each = all(len(nodes) == 1 for nodes in trees)
+    if one_each and len(trees) == 2:
+        return ReduceMethod.ALL_REDUCE
+    return (
+        ReduceMethod.ALL_REDUCE
+        if adds_by_tree and tree_order.is_tree_over_workers(trees, shards)
+        else ReduceMethod.TREE
+    )
+
+
+def add_coalesced(left: Tensor, right: Tensor) -> Tensor:
+    """Add two coalesced sparse tensors: no element has more than two summands, so the order does not matter."""
+    indices = torch.cat([left.indices(), right.indices()], dim=1)
+    values = torch.cat([left.values(), right.values()])
+    return torch.sparse_coo_tensor(indices, values, left.shape, check_invariants=False).coalesce()
+
+
+def coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Make a sparse tensor from indices that are known to be sorted and unique."""
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)
+
+
+class _Finished:
+    def wait(self) -> None:
+        pass

@@ -1,0 +1,172 @@
+"""The process groups of a worker's current generation: formed when it joins, given up when it leaves.
+
+Note [Leaving]
+A thread that waits in a collective cannot leave by itself. So the thread that reads the order to leave aborts the
+groups: shm and NCCL groups are aborted; Gloo's connections are cut (comm/abortable_group.py, Note [Aborting Gloo]).
+The training thread then gets an error, whatever it waits for, and does the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from lockstep._torch import Store, set_group_timeout
+from lockstep.comm import deferred_destroy
+from lockstep.comm.abortable_group import ConnectionTracker
+from lockstep.comm.abortable_wait import mark_aborted
+from lockstep.comm.register_backends import is_lockstep_group
+from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration
+from lockstep.world import world as worlds
+from lockstep.world.environment import RankAssignment
+from lockstep.world.world import World
+
+FORM_WITHIN_S: Final = 60.0
+CONNECT_WITHIN_S: Final = 10.0  # for Gloo, which an order to leave does not interrupt meanwhile
+WAIT_AT_MOST: Final = timedelta(minutes=30)
+
+
+class GenerationStoreClient(Store):
+    """The torch store through which the members of one generation find each other, kept by the host agents.
+
+    It does not depend on any worker, and every wait in it ends with GenerationEnded when the generation ends.
+    """
+
+    def __init__(self, agent: AgentClient) -> None:
+        super().__init__()
+        self._agent = agent
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._agent.request("set", key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        return base64.b64decode(self._agent.request("get", key))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._agent.request("add", key, amount=value))
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._agent.request("check", key) for key in keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = (value.encode() if isinstance(value, str) else value for value in (expected, desired))
+        answer = self._agent.request("compare_set", key, new, expected=base64.b64encode(old).decode())
+        return base64.b64decode(answer)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._agent.request("get", key)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._agent.request("delete", key))
+
+    def num_keys(self) -> int:
+        raise NotImplementedError("the keys of a generation are not counted")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass  # every wait ends with the generation
+
+
+class GenerationGroups:
+    """The generation that this worker is in: its world, and the groups that were formed for it."""
+
+    def __init__(self, agent: AgentClient, *, slot: int, backend: str | None, device: Any) -> None:
+        self._agent, self._slot, self._backend, self._device = agent, slot, backend, device
+        self._lock = threading.Lock()
+        self._groups: list[dist.ProcessGroup] = []
+        self._connections: ConnectionTracker | None = None
+        self._store: GenerationStoreClient | None = None
+        agent.on_leave = self.abort
+
+    def join(self, joined: JoinedGeneration) -> World:
+        """Form the world group, together with all members. Raises GenerationEnded if the generation ends before."""
+        with self._lock:
+            self._groups, self._connections = [], ConnectionTracker(joined.size)
+        self._check()
+        self._store = GenerationStoreClient(self._agent)  # torch's groups keep only its C++ part alive
+        assignment = RankAssignment(
+            joined.rank, joined.size, "lockstep run", local_rank=self._slot, local_size=joined.local_size
+        )
+        hook = sys.excepthook  # torch would put a rank before each line of a traceback, once more each time
+        try:
+            world = worlds.rejoin(
+                assignment,
+                self._store,
+                backend=self._backend,
+                device=self._device,
+                deadline=time.monotonic() + FORM_WITHIN_S,
+                connect_s=CONNECT_WITHIN_S,
+            )
+        finally:
+            sys.excepthook = hook
+        assert dist.group.WORLD is not None
+        self.add_group(dist.group.WORLD)
+        return world
+
+    def wait_for_members(self, world: World) -> None:
+        """Wait until all members are here. An order to leave ends this wait, but not Gloo's while it connects."""
+        assert self._store is not None
+        self._store.set(f"here/{world.rank}", b"")
+        for rank in range(world.size):
+            self._store.get(f"here/{rank}")
+
+    def add_group(self, group: dist.ProcessGroup) -> None:
+        """Give up this group with the generation, too."""
+        with self._lock:
+            self._groups.append(group)
+        self._check()
+
+    def finish_forming(self) -> None:
+        """All groups are formed: connections made from now on belong to others, and are not cut."""
+        assert self._connections is not None
+        self._connections.stop_tracking()
+        for group in self._groups:
+            if not is_lockstep_group(group):
+                set_group_timeout(WAIT_AT_MOST, group)  # it was short while the group was formed
+        self._check()
+
+    def _check(self) -> None:
+        if (why := self._agent.leave_reason()) is not None:
+            self.abort()
+            raise GenerationEnded(f"generation {self._agent.generation} has ended: {why}")
+
+    def abort(self) -> None:
+        """Abort all groups. See Note [Leaving]. Any thread may call it, more than once."""
+        with self._lock:
+            groups, connections = list(self._groups), self._connections
+        if connections is not None:
+            connections.shut_down()
+        for group in groups:
+            mark_aborted(group)
+            with contextlib.suppress(Exception):
+                abort_group(group)
+
+    def leave(self) -> None:
+        """Give up all groups. The training thread calls it when it is out of every collective."""
+        self.abort()
+        for group in self._groups:
+            if not is_lockstep_group(group):
+                deferred_destroy.keep_alive(group)
+        worlds.leave_world()
+        with self._lock:
+            self._groups = []
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    any_group: Any = group
+    if is_lockstep_group(group):
+        any_group.abort()
+        return
+    for device_type in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):
+            backend: Any = group._get_backend(torch.device(device_type))
+            if backend.name().lower() == "nccl":
+                backend.abort()

@@ -1,0 +1,162 @@
+"""The state of the training on one worker: the steps that are applied to it, and the context of the next step.
+
+When the workers change, the context is built again, and a worker that has missed a step, or that is new, gets what it
+needs from another worker (recovery.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import final
+
+import torch.distributed as dist
+
+from lockstep import faults
+from lockstep.ddp.state_digest import named_state
+from lockstep.errors import DivergenceError
+from lockstep.train import trained_parameters
+from lockstep.train.replica_check import ReplicaCheck
+from lockstep.train.session import Session
+from lockstep.train.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
+from lockstep.train.step_types import StepContext, TrainingPlan
+from lockstep.train.trained_parameters import RunConfig
+from lockstep.world.world import World
+
+
+@final
+class WorkerState:
+    """The plan, the context of the next step, and the number of applied steps. Implements `GenerationListener`."""
+
+    replica_check: ReplicaCheck
+
+    def __init__(self, session: Session, *, is_stepping: Callable[[], bool]) -> None:
+        """`is_stepping`: whether `run.step` is running."""
+        self._session, self._is_stepping = session, is_stepping
+        self.plan: TrainingPlan | None = None
+        self.step_limit: int | None = None  # the loop ends after so many steps
+        self.context: StepContext | None = None
+        self.applied_steps = -1  # -1: there is no state yet
+        self.is_applying = False  # a step is applied in part, and cannot be saved
+        self.assignments = 0  # how often the shards were assigned to workers
+        self._left_s: float | None = None  # when the last generation ended, until the next one begins
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Called before a step is applied. Raises if it must not be applied."""
+        self._session.calls.check_commit()
+        self.is_applying = True
+
+    def end_step(self, plan: TrainingPlan, number: int, *, ends_epoch: bool, skipped: bool) -> None:
+        """Called after step `number` was applied."""
+        if plan.schedule is not None and (ends_epoch if plan.interval == "epoch" else not skipped):
+            plan.schedule.step()
+        self.applied_steps, self.is_applying = number + 1, False
+
+    def start_receipt(self) -> None:
+        """Start the barrier that shows, by the next backward pass, that all workers have applied this `Update`."""
+        context = self.context
+        assert context is not None
+        if context.newest is not None and context.newest.receipt is None:
+            with suppress(Exception):  # the group has failed; the next call fails too, and is then made again
+                context.newest.receipt = context.sum.start_barrier()
+
+    def compare_replicas(self, number: int) -> None:
+        context = self.context
+        assert context is not None
+        faults.at("compared")
+        with self._session.call_check.explain_errors("the comparison of replicas"):
+            self.replica_check.after_step(
+                number, lambda: named_state(context.model, context.optimizer) | context.buffers.overwritten_digests()
+            )
+
+    # -- assignment of shards ----------------------------------------------------------------------------------------
+
+    def assign_shards(self, plan: TrainingPlan) -> None:
+        """Assign the shards of a step to the current workers, and build the context of this one."""
+        session, world, settings = self._session, self._session.world, plan.batches.settings
+        config = RunConfig(session.options, session.seed, session.exact)
+        context = self.context = trained_parameters.assign_shards(plan, config, world, session.group, session.observer)
+        context.keeps_update = session.calls.is_elastic and world.size > 1
+        session.observer.set_world(
+            lambda: trained_parameters.describe(plan, context),
+            config=trained_parameters.observer_config(plan, world),
+            generation=session.calls.generation,
+            first=plan.batches.position.number,
+            rank=world.rank,
+            size=world.size,
+            backend=world.backend,
+            shards=settings.shards,
+            global_batch_size=settings.global_batch_size,
+            steps=self.step_limit or plan.batches.steps_in_all,
+        )
+        self.replica_check = ReplicaCheck(session.group, session.device, every=session.options.check_every)
+        session.checkpoints.ledger.set_workers(world.size)
+        self.assignments += 1
+
+    def drop_context(self, *, clears_gradients: bool) -> None:
+        """Release what depends on the workers and on the trained parameters; `assign_shards` builds it again.
+
+        clears_gradients  False between two steps, where the program may read the gradients of the last one. A parameter
+                          that is frozen must not keep its gradient, which the optimiser would use in every step.
+        """
+        if self.context is not None:
+            self.context.buffers.abort()
+            if clears_gradients:
+                self.context.gradients.begin()
+            self.context.gradients.stop()  # a traceback may still refer to it
+            self.context.sum.close()
+
+    # -- generations of workers (recovery.py) -------------------------------------------------------------------
+
+    def form_group(self, world: World) -> dist.ProcessGroup:
+        return self._session.form_group(world)
+
+    def end_generation(self) -> None:
+        self._left_s, self._session.trace_writer.state = time.monotonic(), "recovering"
+        self.drop_context(clears_gradients=self._is_stepping())
+
+    def begin_generation(self) -> None:
+        trace_writer = self._session.trace_writer
+        if self.plan is not None:
+            self.assign_shards(self.plan)
+        if self._left_s is not None:
+            trace_writer.event("recovery", took_s=time.monotonic() - self._left_s)
+            self._left_s, trace_writer.state = None, "training"
+
+    def send_step(self, source: int, then: Callable[[], None]) -> None:
+        plan, session, context = self.plan, self._session, self.context
+        assert plan is not None
+        mine = None
+        if session.world.rank == source:
+            assert context is not None
+            mine = encode_update(self.applied_steps - 1, context)
+        sent = broadcast_state(session.group, session.device, source, mine)
+        if self.applied_steps < 0 or self.applied_steps == sent["number"] + 1:
+            return  # this worker is new, or has applied the step
+        if self.applied_steps != sent["number"]:
+            raise DivergenceError(f"this worker has applied {self.applied_steps} steps, and gets step {sent['number']}")
+        assert context is not None
+        update = apply_sent_step(context, sent)
+        self.end_step(plan, update.number, ends_epoch=update.ends_epoch, skipped=not update.finite)
+        then()
+        faults.at("restored")
+
+    def send_state(self, source: int, then: Callable[[], None]) -> None:
+        plan, session = self.plan, self._session
+        assert plan is not None
+        is_source, is_new, mine = session.world.rank == source, self.applied_steps < 0, None
+        if is_source:
+            session.checkpoints.ledger.write()  # a worker that gets this state does not know the samples before it
+            mine = session.checkpoints.state(plan)
+        state = broadcast_state(session.group, session.device, source, mine)
+        if is_new:
+            session.checkpoints.restore(plan, state)
+            self.applied_steps = state["batches"]["number"]
+            then()
+            faults.at("restored")
+        # Other workers are not compared: they may not have reached the end of their loop body.
+        compared = named_state(plan.model, plan.optimizer) if is_source or is_new else None
+        refuse_other_state(session.group, session.device, source, compared, self.applied_steps)

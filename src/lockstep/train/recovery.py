@@ -1,0 +1,402 @@
+"""The collective calls of a worker in an elastic run, in which workers join and leave.
+
+A call in which a worker was lost is made again by the remaining workers, and a worker that joins later runs the program
+from its top, with the results of the calls that the others have made.
+
+Note [Positions]
+Calls are numbered: (steps begun, calls since then), with -1 before the loop. A call is a function of what all workers
+have in common, so all workers get the same result. When a generation ends, some members may have finished a call and
+others not; they are never more than one step apart. The newest worker sends its results, and workers that are behind
+use them instead of calling. If a step is among them, it also sends what the step changes (`Update` in step_types.py),
+and not its state: between its steps a program may change the model, the optimiser or what it has registered, and each
+worker does so exactly once, to its own state. A call that no remaining worker has finished is made again.
+
+Note [New workers]
+A process that is started in the middle of a run begins at the top of the program. The results of the calls that the
+others made before their loop are in a call log, so it builds its model and its data without collective calls, and waits
+at the loop. It joins at the top of a step, before the batch is yielded to the program: there it needs only the state.
+Yielding the batch counts as a call, so that a worker which has its batch is not at the top any more. The call log holds
+results that are settled: all members have them. A worker that has finished call n knows that call n - 1 is settled.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep import faults
+from lockstep.comm import agreement, deferred_destroy
+from lockstep.comm.peer_watch import is_peer_loss
+from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration, WorkerIdentity
+from lockstep.elastic.generation_groups import GenerationGroups
+from lockstep.errors import (
+    CheckpointError,
+    DesyncError,
+    DirectoryInUseError,
+    DivergenceError,
+    NonFiniteError,
+    ReplicaMismatchError,
+    UnevenDataError,
+    WorldError,
+)
+from lockstep.train.collective_calls import CollectiveCalls, print_message, unchanged
+from lockstep.world.world import World
+
+T = TypeVar("T")
+
+# Errors of the program itself, never caused by the loss of a worker.
+PROGRAM_ERRORS: Final = (
+    NonFiniteError,
+    DivergenceError,
+    UnevenDataError,
+    ReplicaMismatchError,
+    DesyncError,
+    CheckpointError,
+    DirectoryInUseError,
+    ValueError,
+    TypeError,
+)
+
+# How long the order to leave the generation may arrive after an error; it shows that the program did not cause the
+# error. A broken connection is noticed before the lease of the lost host ends (launcher/hosts.py, LONGEST_LEASE_S).
+ORDER_COMES_WITHIN_S: Final = 0.3
+ORDER_MUST_COME_WITHIN_S: Final = 20.0
+
+FORM_TRIES: Final = 3  # consecutive generations that could not be formed although no worker was lost
+
+# The garbage collector takes 2 ms, unless the program has very many objects. If it takes longer than this, it is called
+# only after every eighth recovery.
+COLLECT_WITHIN_S: Final = 0.02
+COLLECT_EVERY: Final = 8
+
+LARGEST_RESULT_BYTES: Final = 500_000  # as JSON; as text it may be twice as long, and the store takes 1 MiB
+
+
+class GenerationListener(Protocol):
+    """What a run does when the generation of workers changes."""
+
+    def end_generation(self) -> None:
+        """The generation has ended in the middle of a call: undo what the call has done in part."""
+
+    def form_group(self, world: World) -> dist.ProcessGroup:
+        """Form the private process group of a new generation."""
+
+    def begin_generation(self) -> None:
+        """All workers have the newest results and state: assign the shards."""
+
+    @property
+    def applied_steps(self) -> int:
+        """Number of steps applied to the state of this worker; -1 if it has none."""
+
+    def send_step(self, source: int, then: Callable[[], None]) -> None:
+        """Send the newest step from rank `source` to workers that have missed it; they apply it and call `then`.
+
+        A collective call.
+        """
+
+    def send_state(self, source: int, then: Callable[[], None]) -> None:
+        """Send the state of rank `source` to workers without a state; they restore it and call `then` at once.
+
+        A collective call. Raises DivergenceError if a worker did not get what was sent.
+        """
+
+
+@dataclass
+class _FinishedCall:
+    """A finished call and its result; `to_json` encodes them as JSON."""
+
+    what: str
+    result: Any
+    encode: Callable[[Any], Any]
+
+    def to_json(self) -> list[Any]:
+        return [self.what, self.encode(self.result)]
+
+
+class ElasticCalls(CollectiveCalls):
+    """Executes the collective calls of an elastic run: see Note [Positions] and Note [New workers]."""
+
+    is_elastic = True
+
+    def __init__(
+        self,
+        agent: AgentClient,
+        identity: WorkerIdentity,
+        listener: GenerationListener,
+        *,
+        backend: str | None,
+        device: Any,
+    ) -> None:
+        super().__init__()
+        self._agent, self._listener = agent, listener
+        agent.is_calling = lambda: bool(self.current_call)
+        self._groups = GenerationGroups(agent, slot=identity.slot, backend=backend, device=device)
+        self._position = (-1, 0)
+        self._made: dict[int, list[_FinishedCall]] = {
+            -1: []
+        }  # by step begun: calls before the loop, of this step and of the last
+        self._known: dict[int, list[list[Any]]] = {}  # results of other workers, by step begun
+        self._call_log_end: int | None = None  # the number of the call that begins the loop
+        self._published = 0  # number of calls that the call log has
+        self._has_sent_loop = False
+        self._is_member = False
+        self._ending_generation = 0  # the generation that ends at the next top of the loop; 0: none
+        self._recoveries, self._collecting_s = 0, 0.0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._position
+
+    @property
+    def is_member(self) -> bool:
+        return self._is_member
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def make(
+        self,
+        what: str,
+        call: Callable[[], T],
+        *,
+        encode: Callable[[T], Any] = unchanged,
+        decode: Callable[[Any], T] = unchanged,
+        begins_loop: bool = False,
+        may_repeat: bool = False,
+    ) -> T:
+        # `may_repeat` is not needed: here a call is counted only when it has a result.
+        self._refuse_after_failure(what)
+        if begins_loop:
+            self._call_log_end = self._position[1]
+        self.current_call = what
+        while True:
+            known = self._find(what)
+            if known is not None:
+                result = decode(known[1])
+                break
+            if not self._is_member:
+                self._join_first()
+                if begins_loop and self._listener.applied_steps >= 0:
+                    self.current_call = ""
+                    return decode(None)  # the others are in the loop, and this worker has their state
+                continue
+            try:
+                result = self._execute(call)
+                break
+            except Exception as error:
+                self._check_lost(error)
+            self._recover()  # outside of `except`, which refers to the frames of the old generation
+        self._record(_FinishedCall(what, result, encode))
+        self.current_call = ""
+        return result
+
+    def _find(self, what: str) -> list[Any] | None:
+        """The result that another worker sent for this call; None if there is none."""
+        top, calls = self._position
+        if top == -1 and not self._is_member and calls != self._call_log_end and self._agent.wait_for_call(calls + 1):
+            self._known[-1] = [[name, result] for name, result in self._agent.call_log]
+        known = self._known.get(top, [])
+        if calls >= len(known):
+            return None
+        if known[calls][0] != what:
+            raise DesyncError(
+                f"this worker calls {what} where the others called {known[calls][0]} "
+                f"({f'call {calls} of step {top}' if top >= 0 else f'call {calls + 1} after the start'}); look for "
+                "control flow that depends on the worker"
+            )
+        return known[calls]
+
+    def _record(self, made: _FinishedCall) -> None:
+        """Count a finished call, and publish those before the loop that are settled."""
+        top, calls = self._position
+        self._made[top].append(made)
+        self._set_position((top, calls + 1))
+        before = self._made[-1]
+        settled = len(before) - (1 if top == -1 else 0)
+        if self._call_log_end is not None:
+            settled = min(settled, self._call_log_end)
+        if self._published < settled:
+            entries = [one.to_json() for one in before[self._published : settled]]
+            for what, result in entries:
+                if (size := len(json.dumps(result))) > LARGEST_RESULT_BYTES:
+                    raise ValueError(
+                        f"{what} gave {size} bytes. Of a call before the loop an elastic run keeps the result, for "
+                        f"workers that join later: at most {LARGEST_RESULT_BYTES} bytes. Return less, or a path"
+                    )
+            self._agent.send("journal", first=self._published, entries=entries)
+            self._published = settled
+        if top >= 0 and not self._has_sent_loop:
+            self._has_sent_loop = True
+            self._agent.send("loop")
+
+    @property
+    def generation(self) -> int:
+        return self._agent.generation
+
+    def begin_step(self, number: int) -> None:
+        self._made = {top: made for top, made in self._made.items() if top in (-1, self._position[0])} | {number: []}
+        self._known = {top: known for top, known in self._known.items() if top >= number}
+        self._set_position((number, 0))
+        faults.context["step"] = number
+        faults.at("top")
+        if self._ending_generation == self._agent.generation:
+            self._change_generation()
+
+    def hand_out(self) -> None:
+        self.make("the next batch", lambda: None)
+
+    def _set_position(self, position: tuple[int, int]) -> None:
+        self._position = self._agent.position = position
+
+    @property
+    def wants_to_move(self) -> int:
+        return self._agent.generation if self._agent.is_closing else 0
+
+    def move_at_next_step(self, generation: int) -> None:
+        self._ending_generation = generation
+
+    def check_commit(self) -> None:
+        self._agent.check_commit()
+
+    def may_commit(self) -> bool:
+        return self._agent.may_commit()
+
+    def check_left(self) -> None:
+        if (why := self._agent.leave_reason()) is not None:
+            raise GenerationEnded(why)
+
+    def limit(self, workers: int) -> None:
+        self._agent.send("limit", workers=workers)
+
+    def end(self) -> None:
+        self._agent.send("done")
+
+    def leave(self) -> None:
+        self._agent.send("leaves", position=self._position, calling=bool(self.current_call))
+
+    # -- generations -------------------------------------------------------------------------------------------------
+
+    def _join_first(self) -> None:
+        self._agent.report_ready(self._position)
+        self._join()
+
+    def _change_generation(self) -> None:
+        self._groups.leave()
+        self._agent.report_left(self._reachable_position())
+        self._join()
+
+    def _check_lost(self, error: Exception) -> None:
+        """Raise the error again if the program caused it, and not the end of the generation."""
+        if self._agent.leave_reason() is not None:
+            return  # whatever the error is: a group that is aborted may raise anything
+        if isinstance(error, PROGRAM_ERRORS):
+            raise error
+        lost = isinstance(error, GenerationEnded) or is_peer_loss(error)
+        if self._agent.leave_reason(within_s=ORDER_MUST_COME_WITHIN_S if lost else ORDER_COMES_WITHIN_S) is None:
+            raise error
+
+    def _recover(self) -> None:
+        """Leave the generation that has ended, and join the next one."""
+        began = time.monotonic()
+        self._listener.end_generation()
+        self._groups.leave()
+        self._agent.report_left(self._reachable_position())
+        self._join()
+        self._agent.send("recovered", took_s=time.monotonic() - began)
+        self._recoveries += 1
+        self._collect()
+
+    def _collect(self) -> None:
+        """Free what is left of earlier generations: reference cycles that keep memory and descriptors."""
+        if self._collecting_s < COLLECT_WITHIN_S or self._recoveries % COLLECT_EVERY == 0:
+            began_s = time.monotonic()
+            gc.collect()
+            self._collecting_s = time.monotonic() - began_s
+        deferred_destroy.destroy_unreferenced()
+
+    def _join(self) -> None:
+        tries = 0
+        while True:
+            joined = self._agent.wait_for_generation()
+            try:
+                self._enter(joined)
+                self._is_member = True
+                return
+            except Exception as error:
+                if (
+                    self._agent.leave_reason(
+                        within_s=0.0 if isinstance(error, PROGRAM_ERRORS) else ORDER_MUST_COME_WITHIN_S
+                    )
+                    is None
+                ):
+                    # No worker is lost. A route between two hosts may be broken for a while: leave, and form it again.
+                    tries += 1
+                    is_network = isinstance(error, WorldError) or is_peer_loss(error)
+                    if not is_network or tries == FORM_TRIES:
+                        raise
+                    print_message(f"generation {joined.generation.number} could not be formed, and is left: {error}")
+            self._groups.leave()
+            self._agent.report_left(self._reachable_position())
+
+    def _enter(self, joined: JoinedGeneration) -> None:
+        faults.context["rank"] = joined.rank
+        faults.at("joining")
+        world = self._groups.join(joined)
+        faults.at("forming")
+        self._groups.wait_for_members(world)
+        group = self._listener.form_group(world)
+        self._groups.add_group(group)
+        self._groups.finish_forming()
+        faults.at("catching-up")
+        self._catch_up(joined, group, world.device)
+        self._listener.begin_generation()
+
+    def _catch_up(self, joined: JoinedGeneration, group: dist.ProcessGroup, device: torch.device) -> None:
+        """The newest worker sends its results, and its last step or its state to the workers that need them."""
+        generation = joined.generation
+        if generation.source is None:
+            return
+        source = generation.members.index(generation.source)
+        mine: dict[str, Any] = {"applied": self._listener.applied_steps}
+        if joined.rank == source:
+            mine["made"] = sorted(self._results().items())
+        told = agreement.gather_values(group, mine, device=device)
+
+        def use_results() -> None:
+            if joined.rank != source:  # not before its state is here: the results mean nothing without it
+                self._known = dict(told[source]["made"])
+
+        newest, steps = told[source]["applied"], [one["applied"] for one in told]
+        if steps[joined.rank] == newest or newest < 0:
+            use_results()
+        if any(0 <= applied < newest for applied in steps):
+            self._listener.send_step(source, use_results)
+            # A worker that was just given the state cannot send the step: wait until all others have it.
+            agreement.gather_values(group, None, device=device)
+        if newest >= 0 and min(steps) < 0:
+            self._listener.send_state(source, use_results)
+
+    def _results(self) -> dict[int, list[list[Any]]]:
+        """Results of all calls that belong to the state of this worker, its own and received ones, by step begun."""
+        results = {top: [one.to_json() for one in made] for top, made in self._made.items()}
+        for top, known in self._known.items():
+            mine = results.setdefault(top, [])
+            mine += known[len(mine) :]
+        return results
+
+    def _reachable_position(self) -> tuple[int, int]:
+        """The position that this worker can reach with the results, and perhaps the state, of a worker that was lost.
+
+        Not beyond the step that the program is in, since what the program itself does in between has yet to be done.
+        Only a new worker that was given a state is at the position of that state.
+        """
+        if self._listener.applied_steps < 0 or not self._known:
+            return self._position
+        top = self._position[0] if self._position[0] >= 0 else max(self._known)
+        return max(self._position, (top, len(self._known.get(top, []))))

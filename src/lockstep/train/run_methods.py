@@ -1,0 +1,78 @@
+"""The collective calls behind `Run.replicate`, `Run.log` and `Run.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep import faults
+from lockstep.ddp import replica
+from lockstep.ddp.replica import Leaf
+from lockstep.errors import CheckpointError
+from lockstep.train.checkpointing import describe_misfit, read_weights
+from lockstep.train.metrics import as_pairs, gather_pieces, mean_of
+from lockstep.train.module_state import load_module
+from lockstep.train.session import Session
+from lockstep.train.state_transfer import broadcast_state
+
+
+def copy_from_rank_0(session: Session, model: nn.Module) -> None:
+    """Copy weights and buffers of rank 0 to all workers. Compares names, shapes and dtypes before, values after.
+
+    Raises ReplicaMismatchError, on all workers, if the models differ; ValueError if there is nothing to train.
+    """
+    leaves = replica.trained_leaves(model, set())
+    state: dict[str, Any] = replica.state_of(model, set())
+    rest = [Leaf(name, tensor, sparse=False) for name, tensor in state.items()]  # buffers and frozen parameters
+
+    def copy() -> None:
+        session.call_check.wait_for_all("run.replicate")
+        with session.call_check.explain_errors("run.replicate"):
+            replica.check_same_shapes(session.group, leaves, session.device)
+            replica.check_same_shapes(session.group, rest, session.device)
+        if not leaves:
+            raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
+        replica.copy_state(session.group, model, set(), source=0, buffers=True)
+        advice = "They did not take over what rank 0 sent; is a parameter shared or computed?"
+        replica.check_same_values(session.group, model, set(), session.device, buffers=True, advice=advice)
+
+    session.calls.make("run.replicate", copy)
+
+
+def reduce_metrics(session: Session, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean of each metric over all workers. A metric that is equal on all of them is returned unchanged."""
+    pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in metrics.items()}
+
+    def run() -> dict[str, float]:
+        faults.at("logging")
+        session.call_check.wait_for_all("run.log")
+        with session.call_check.explain_errors("run.log"):
+            mine = {session.world.rank: as_pairs(pairs, "run.log")}
+            pieces = gather_pieces(session.group, session.device, mine, what="run.log")
+        return {
+            name: values[0][0] / values[0][1] if len(set(values)) == 1 and values[0][1] else float(mean_of(values))
+            for name, values in pieces.items()
+        }
+
+    return session.calls.make("run.log", run)
+
+
+def load_weights(session: Session, model: nn.Module, path: str | Path, what: str) -> None:
+    """Read weights of a checkpoint into the model, on all workers; rank 0 alone reads the disk.
+
+    Raises CheckpointError, and changes nothing, if the weights do not fit the model.
+    """
+
+    def load() -> None:
+        session.call_check.wait_for_all("run.load")
+        found = session.on_one.run(lambda: describe_misfit(read_weights(path, what), model))
+        if found:
+            raise CheckpointError(f"{path} does not fit the model:\n  " + "\n  ".join(found))
+        mine = read_weights(path, what) if session.is_main else None
+        read = broadcast_state(session.group, session.device, 0, mine)
+        load_module(model, read["weights"], read["raw"])
+
+    session.calls.make("run.load", load)

@@ -1,0 +1,168 @@
+"""The values that a training step works on and returns: the plan, the context of a step, its update and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
+from lockstep.data.batches import Batches
+from lockstep.ddp.replica import Leaf
+from lockstep.ddp.state_digest import cheap_digests
+from lockstep.train.buffer_exchange import BufferExchange, NewBuffer, NewNumber
+from lockstep.train.metrics import Mean
+from lockstep.train.options import RunOptions
+from lockstep.train.precision import LossScale
+from lockstep.train.recompute_check import RecomputeCheck
+from lockstep.train.schedule import LargeBatch
+from lockstep.train.shard_gradients import ShardGradients
+from lockstep.train.step_check import DeferredNormCheck
+from lockstep.train.step_observer import StepObserver
+
+CHECKED_FIRST: Final = 3  # steps: see `GradientWrites`
+CHECKED_EVERY: Final = 64
+
+Loss = Callable[[Any, Any], Any]  # (model, batch) -> (sum of the losses, their weight[, metrics])
+
+
+class Stop(IntEnum):
+    """Whether to end the loop after this step. The highest value of all workers counts."""
+
+    NO = 0
+    ASKED = 1  # by the program: `run.stop()`
+    SIGNAL = 2  # by a signal: the run is to be resumed later
+
+
+@dataclass(frozen=True)
+class StepRequests:
+    """What this worker asks of the others in this step."""
+
+    stop: Stop = Stop.NO
+    move: int = 0  # number of the generation that is to end after this step; 0: none
+    commit: Callable[[], None] = lambda: None  # called before the step is applied; raises if it must not be applied
+    check_left: Callable[[], None] = lambda: None  # called before each shard; raises if a worker was lost meanwhile
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one step; equal on all workers, except for `waited_s`."""
+
+    number: int
+    loss: float  # mean over the global batch
+    weight: float
+    norm: float | Tensor | None
+    skipped: bool  # something was not finite, and the weights were not changed
+    stop_asked_by: tuple[int, ...]  # ranks that asked to stop
+    waited_s: float  # for the other workers, after this worker's backward pass
+    stop: Stop = Stop.NO
+    move: int = 0
+    samples: int = 0  # fingerprint of the samples of the global batch (data/ledger.py)
+    metrics: Mapping[str, Mean] = field(default_factory=dict)  # of the loss function, over the global batch
+
+    def to_json(self) -> dict[str, Any]:
+        metrics = {name: [mean.sum, mean.weight] for name, mean in self.metrics.items()}
+        return asdict(replace(self, metrics={})) | {"norm": self.grad_norm, "metrics": metrics}
+
+    @staticmethod
+    def from_json(plain: dict[str, Any]) -> Result:
+        by, stop = tuple(plain["stop_asked_by"]), Stop(plain["stop"])
+        metrics = {name: Mean(*pair) for name, pair in plain["metrics"].items()}
+        return Result(**(plain | {"stop_asked_by": by, "stop": stop, "metrics": metrics}))
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the gradient before clipping; None if it was not computed. On a GPU this waits for it."""
+        return None if self.norm is None else float(self.norm)
+
+
+@dataclass
+class Update:
+    """What one step changes; equal on all workers. A worker that has missed the step gets this and applies it."""
+
+    number: int
+    ends_epoch: bool
+    finite: bool  # if not, the weights are not changed
+    bad_loss: bool  # a loss was not finite, of which the loss scale is not the cause
+    buffers: Sequence[NewBuffer | NewNumber]  # as returned by `BufferExchange.gather`
+    gradients: Sequence[Tensor | None]  # by parameter, as passed to the optimiser
+    versions: Sequence[int]  # `_version` of each gradient
+    digests: Sequence[int] | None = None  # of the gradients; only in some steps
+    receipt: AsyncBarrier | None = None  # completes when all workers have applied the step
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether, as far as is known, neither the optimiser nor the program has written to the gradients since."""
+        pairs = zip(self.gradients, self.versions, strict=True)
+        if not all(gradient is None or gradient._version == version for gradient, version in pairs):
+            return False
+        return self.digests is None or cheap_digests(g for g in self.gradients if g is not None) == self.digests
+
+
+@final
+class GradientWrites:
+    """Detects whether the optimiser or the program writes to gradients through `.data`, which torch does not count.
+
+    In the first steps, and in one of CHECKED_EVERY after that, the digests of the gradients before the step is applied
+    and when its update is dropped are compared.
+    """
+
+    def __init__(self) -> None:
+        self.were_found = False
+        self._steps = 0
+
+    def digests(self, gradients: Sequence[Tensor | None]) -> list[int] | None:
+        """Return the digests of the gradients if this step is one of those that are checked, else None."""
+        self._steps += 1
+        if self.were_found or (self._steps > CHECKED_FIRST and self._steps % CHECKED_EVERY):
+            return None
+        return cheap_digests(gradient for gradient in gradients if gradient is not None)
+
+
+@dataclass
+class TrainingPlan:
+    """What is trained, and on what data: all that does not depend on the workers."""
+
+    model: nn.Module
+    leaves: list[Leaf]
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    loss_scale: LossScale
+    synced: list[str]  # names of the SyncBatchNorm layers
+    large_batch: LargeBatch | None
+    schedule: Any = None
+    interval: str = "step"  # what the schedule counts: "step" or "epoch"
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # as the program gave them: see `settings_of` in trained_parameters.py
+    norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
+    gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
+
+
+@dataclass
+class StepContext:
+    """What a step works on: the plan, and what depends on the current workers."""
+
+    model: nn.Module
+    leaves: list[Leaf]
+    optimizer: torch.optim.Optimizer
+    sum: ShardSum
+    gradients: ShardGradients
+    buffers: BufferExchange
+    loss_scale: LossScale
+    recompute_check: RecomputeCheck
+    observer: StepObserver
+    options: RunOptions
+    seed: int
+    large_batch: LargeBatch | None = None
+    norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
+    gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
+    metric_names: tuple[str, ...] | None = None  # of the loss function; None until the first step
+    is_loss_checked: bool = False  # it was checked that the loss function returns a sum
+    is_exchanging: bool = False  # this worker is in the exchange of a step, and cannot repeat the step alone
+    keeps_update: bool = False  # workers may be lost; one that missed a step gets it from another worker
+    newest: Update | None = None  # of the last step, until all workers are known to have applied it

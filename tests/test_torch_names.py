@@ -1,0 +1,135 @@
+"""Names of torch that torch does not document are used in `lockstep/_torch.py` only, and do what we expect of them.
+
+A test here that fails after an update of torch says which of them is gone, or has changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import _torch
+
+SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
+# Registered while torch.distributed is being imported, so it can import nothing that needs all of it.
+EXCEPTIONS = {"_torch.py", "comm/register_backends.py"}
+# Members of documented objects whose names begin with an underscore because torch's own code calls them so on ours.
+FILES = [path for path in sorted(SOURCE.rglob("*.py")) if str(path.relative_to(SOURCE)) not in EXCEPTIONS]
+
+
+def private_names(path: Path) -> list[str]:
+    """Dotted names under torch with a part that begins with one underscore, imported or written out."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name.split(".")[0] in ("torch", "dist") and name.replace(".", "").replace("_", "").isalnum():
+                found.append(name)
+    parts = {name: name.split(".") for name in found}
+    return [name for name in found if any(p.startswith("_") and not p.startswith("__") for p in parts[name])]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
+    assert private_names(path) == []
+
+
+def test_the_search_finds_them(tmp_path: Path) -> None:
+    imports = "import torch._dynamo\nfrom torch._C import x\nfrom torch.utils import _pytree\n"
+    text = imports + "torch._foreach_add_(a)\ntorch.add(a)\n"
+    (tmp_path / "one.py").write_text(text)
+    assert len(private_names(tmp_path / "one.py")) == 4
+
+
+def test_every_name_is_there() -> None:
+    """Importing the module is the check; a missing name is an ImportError or AttributeError that says which."""
+    done = subprocess.run([sys.executable, "-c", "import lockstep._torch"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"torch {torch.__version__} lacks a name that lockstep needs:\n{done.stderr}"
+
+
+def test_a_storage_is_counted_by_its_tensors() -> None:
+    flat = torch.zeros(4)
+    storage = flat.untyped_storage()
+    before = _torch.storage_use_count(storage._cdata)
+    piece = flat[:2]
+    assert _torch.storage_use_count(storage._cdata) == before + 1
+    del piece
+    assert _torch.storage_use_count(storage._cdata) == before
+
+
+def test_a_flat_buffer_is_cut_into_views() -> None:
+    flat = torch.arange(5.0)
+    first, second = _torch.unflatten(flat, [torch.zeros(2, 1), torch.zeros(3)])
+    assert first.shape == (2, 1)
+    assert second.data_ptr() == flat[2:].data_ptr()
+
+
+def test_the_engine_tells_which_accumulators_it_will_run_and_when_it_ends() -> None:
+    used, unused = (torch.ones(1, requires_grad=True) for _ in range(2))
+    nodes = {name: p.view_as(p).grad_fn.next_functions[0][0] for name, p in (("used", used), ("unused", unused))}  # type: ignore[union-attr]
+    seen: dict[str, bool] = {}
+    order = []
+    used.register_hook(lambda _: seen.update({name: _torch.will_execute_node(node) for name, node in nodes.items()}))
+    product = used * 2
+    product.register_hook(lambda _: _torch.call_when_backward_ends(lambda: order.append("ended")))  # type: ignore[no-untyped-call]
+    used.register_post_accumulate_grad_hook(lambda _: order.append("accumulated"))
+    product.backward()
+    assert seen == {"used": True, "unused": False}
+    assert order == ["accumulated", "ended"]
+
+
+def test_writes_under_the_guard_are_not_counted() -> None:
+    buffer = torch.zeros(1)
+    with _torch.preserve_version_counter((buffer,)):
+        buffer.add_(1)
+    assert buffer._version == 0
+
+
+def test_operations_on_lists_have_the_bits_of_those_on_tensors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = ([torch.randn(7, generator=generator) for _ in range(3)] for _ in range(2))
+    assert all(map(torch.equal, _torch.foreach_add(left, right), [a + b for a, b in zip(left, right, strict=True)]))
+    assert all(map(torch.equal, _torch.foreach_mul(left, 0.3), [a * 0.3 for a in left]))
+    assert all(map(torch.equal, _torch.foreach_div(left, right), [a / b for a, b in zip(left, right, strict=True)]))
+    copies = [torch.zeros(7) for _ in left]
+    _torch.foreach_copy_(copies, left)
+    assert all(map(torch.equal, copies, left))
+
+
+def test_norms_with_running_averages_have_one_base_class() -> None:
+    for layer in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)):
+        assert isinstance(layer, _torch.BatchNormBase)
+    assert isinstance(nn.InstanceNorm1d(2, track_running_stats=True), _torch.NormBase)
+
+
+def test_nested_batches_have_leaves() -> None:
+    assert _torch.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
+
+
+def test_loader_processes_are_watched_by_number() -> None:
+    _torch.set_worker_pids(7, ())
+    _torch.raise_if_worker_failed()
+    _torch.remove_worker_pids(7)
+
+
+def test_shared_storage_has_the_size_that_was_asked_for() -> None:
+    assert _torch.new_shared_storage(64).nbytes() == 64
+    assert _torch.new_shared_storage(64).is_shared()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_of_a_gpu() -> None:
+    before = _torch.cuda_exchange_device(0)
+    assert _torch.cuda_current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    assert len(_torch.cuda_current_stream(0)) == 3
+    _torch.cuda_exchange_device(before)
