@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.data.batches import Batch, Batches, Settings, Shard
+from lockstep.data.batches import Batch, Batches, BatchSettings, Shard
 from lockstep.data.sample_order import Order
 from lockstep.train.metrics import Mean
-from lockstep.train.options import Options
-from lockstep.train.step import Result
+from lockstep.train.options import RunOptions
+from lockstep.train.step_types import Result
 
 PAGE = Path(__file__).parent / "api.md"
 HEAD = """\
@@ -50,13 +50,13 @@ ROOMS = {
 }
 HANDED_OUT = [Result, Mean, Batches, Batch, Shard, Order]
 # The keywords of `Run` and of `run.batches`, which their signatures show as **options and **loading.
-KEYWORDS = {"Run": ("Options of `Run`", Options), "batches": ("Options of `run.batches`", Settings)}
+KEYWORDS = {"Run": ("Options of `Run`", RunOptions), "batches": ("Options of `run.batches`", BatchSettings)}
 # What belongs to the house and not to its guests, though Python would let them in.
 INNER = {
-    "Result": {"norm", "stop", "move", "samples", "plain", "of"},
+    "Result": {"norm", "stop", "move", "samples", "to_json", "from_json"},
     "Shard": {"samples"},
-    "Batch": {"content", "mark", "seen", "shard_counts"},
-    "Batches": {"seek", "share_out", "state", "restore", "facts", "fetch"},
+    "Batch": {"content", "stream_state", "seen", "shard_counts"},
+    "Batches": {"seek", "set_rank", "state", "restore", "facts", "fetch"},
 }
 # Torch's own methods on classes that stand in for torch's: documented there.
 OWN_ONLY = {"DistributedDataParallel": set(), "SyncBatchNorm": {"convert_sync_batchnorm"}, "LARS": set(), "LAMB": set()}
@@ -116,7 +116,7 @@ def keywords(name: str) -> str:
     if name not in KEYWORDS:
         return ""
     title, kind = KEYWORDS[name]
-    if kind is Settings:
+    if kind is BatchSettings:
         return f"\n{title}:\n\n{fields_of(kind)}\n"
     shown = {one.name: repr(getattr(one.default, "value", one.default)) for one in dataclasses.fields(kind)}
     rows = [f"| `{option}` | `{default}` |" for option, default in shown.items()]
