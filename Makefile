@@ -1,10 +1,12 @@
 # Everything runs in .venv, which is made on first use and again only when the project's dependencies change.
 PYTHON ?= python3
 VENV := .venv
+# An environment that forbids it would make every process of a run compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts clean
+.PHONY: help demo test test-all lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
 
 help:
 	@echo "make demo         set up, train, kill a worker, prove that the bits are those of one, write a report"
@@ -19,6 +21,7 @@ help:
 	@echo "make simulate     1,000,000 schedules of the membership protocol (QUICK=1: fewer)"
 	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
+	@echo "make docs         the documentation as a site with search, in build/docs (works without a network)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
 
 $(READY): pyproject.toml constraints.txt
@@ -35,11 +38,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Tests mostly wait for processes to start, so three files side by side fill two cores.
+SIDE_BY_SIDE := -n 3 --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-all: lint
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
 
 conformance: $(READY)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
@@ -74,6 +80,11 @@ bench: $(READY)
 
 bench-hosts: $(READY)
 	$(BIN)/lockstep bench hosts $(if $(QUICK),--quick)
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
