@@ -27,7 +27,7 @@ class WorkerFailedError(AssertionError):
         super().__init__("\n".join(f"rank {r}: {o}" for r, o in enumerate(outcomes)))
 
 
-def crew(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def crew(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 100) -> list[Any]:
     """`[function(rank, size, *args) for every rank]`, each in a process. Raises WorkerFailedError if any fails."""
     outcomes = try_crew(function, workers, *args, timeout_s=timeout_s)
     if any(isinstance(o, Failure) for o in outcomes):
@@ -39,7 +39,7 @@ class Failure(str):
     """The text of an error, or of a silent death."""
 
 
-def try_crew(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def try_crew(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 100) -> list[Any]:
     """Like `crew`, with a Failure in the place of a worker that failed.
 
     A worker that waits for two seconds for a core while Gloo connects is hung up on by its peer. That is no fault of

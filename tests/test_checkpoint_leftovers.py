@@ -16,7 +16,7 @@ from lockstep.checkpoint.manifest import TENSORS
 from lockstep.checkpoint.store import CheckpointStore
 from test_checkpoint_store import there
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 def leave(folder: Path, pipe: Connection) -> None:

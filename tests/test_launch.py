@@ -116,7 +116,8 @@ class Stage:
         return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, err)
 
     def wait_for_files(self, *names: str) -> None:
-        wait_for(lambda: all((self.folder / name).exists() for name in names), f"files {names}")
+        # A busy machine has taken 34 s to start workers that take 6.
+        wait_for(lambda: all((self.folder / name).exists() for name in names), f"files {names}", within_s=DEADLINE_S)
 
 
 def split_card(said: str) -> tuple[list[str], str]:

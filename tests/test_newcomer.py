@@ -228,7 +228,7 @@ def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: 
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
     try:
-        wait_for(lambda: (tmp_path / "up0").exists(), "the training", within_s=30)
+        wait_for(lambda: (tmp_path / "up0").exists(), "the training", within_s=90)
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         out, err = process.communicate(timeout=30)
     finally:
@@ -266,7 +266,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
     try:
-        wait_for(lambda: (tmp_path / "up0").exists(), "the training", within_s=30)
+        wait_for(lambda: (tmp_path / "up0").exists(), "the training", within_s=90)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         said = [process.stderr.readline(), process.stderr.readline()]

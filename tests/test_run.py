@@ -694,7 +694,7 @@ with lockstep.Run("run", seed=7, progress=False, exit_on_interrupt=False) as run
 def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, number: int) -> None:  # noqa: F811
     script = stage.script(STOPPABLE.format(tests=str(Path(__file__).parent)))
     launcher = stage.start("-n", "2", script, PAUSE_AT="2")
-    wait_for(lambda: (stage.folder / "pid-1").exists(), "the workers to train", within_s=30)
+    wait_for(lambda: (stage.folder / "pid-1").exists(), "the workers to train", within_s=90)
     time.sleep(0.1)  # it writes its number
     os.kill(int((stage.folder / "pid-1").read_text()), number)
     done = stage.end(launcher)
