@@ -6,12 +6,13 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
+.PHONY: help demo test test-all test-torch lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
 
 help:
 	@echo "make demo         set up, train, kill a worker, prove that the bits are those of one, write a report"
 	@echo "make test         set up, lint, type-check, run the tests"
-	@echo "make test-all     the slow tests too: half an hour on two cores"
+	@echo "make test-all     the slow tests too: most of an hour on two cores"
+	@echo "make test-torch VERSION=2.x.y   the core tests with the CPU build of another torch, in build/torch-VERSION"
 	@echo "make lint         ruff and mypy"
 	@echo "make conformance  PyTorch's own tests: of DDP against our class, of collectives against shm (QUICK=1: ours only)"
 	@echo "make chaos        500 kills in every collective of shm; 2,000 kills and 200 stops of workers that train, 300 of them"
@@ -46,6 +47,27 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
+
+# The core tests with another torch, in an environment of its own. Only CPU builds: those of PyPI bring gigabytes of CUDA.
+TORCH_VENV = build/torch-$(VERSION)
+TORCH_BIN = $(TORCH_VENV)/bin
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,torch_names ddp ddp_arguments run shm_calls shm_parts one_digest))
+
+test-torch:
+	@test -n '$(VERSION)' || { echo "make test-torch VERSION=2.x.y"; exit 2; }
+	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_BIN)/python -m pip install --quiet --retries 1 --extra-index-url $(CPU_BUILDS) 'torch==$(VERSION)+cpu' || { \
+	  echo "No CPU build of torch $(VERSION) was found, neither at $(CPU_BUILDS) nor where pip looks on this machine."; \
+	  echo "Those that can be had here:"; \
+	  $(TORCH_BIN)/python -m pip index versions torch --extra-index-url $(CPU_BUILDS) 2>&1 | grep -o '[0-9.]*+cpu' | sort -uV; \
+	  exit 1; }
+	@grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_BIN)/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt \
+	  numpy rich expecttest matplotlib pytest pytest-timeout pytest-xdist scikit-learn
+	$(TORCH_BIN)/python -m pip install --quiet --no-deps --editable .
+	@result=$(TORCH_VENV)/result.txt; $(TORCH_BIN)/python -m pytest $(SIDE_BY_SIDE) $(CORE_TESTS) > $$result 2>&1; status=$$?; cat $$result; \
+	  $(TORCH_BIN)/python -c 'import torch; print("torch", torch.__version__, end=": ")'; tail -n 1 $$result; exit $$status
 
 conformance: $(READY)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch
 
 from lockstep.checkpoint import format as layout
+from lockstep.checkpoint.manifest import verify
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.checkpoint.verify import verify
 from test_checkpoint import everything, split_tensors, write
 from test_checkpoint_crash import LATER, SCENES, fail_everywhere, in_a_clean_process, kill_everywhere
 from test_checkpoint_damage import flip_every_bit, small_state, vandalise

@@ -4,7 +4,7 @@
     python campaigns/membership.py --seed 7 --schedules 1               one schedule again
     python campaigns/membership.py --without fencing                    take a protection away: must turn red
 
-A schedule is a small cluster in simulated time: a store, supervisors that see it late, workers that train some steps.
+A schedule is a small cluster in simulated time: a store, host agents that see it late, workers that train some steps.
 Hosts are killed, stopped, cut off from the store or from each other; workers are killed and stopped; the number of
 wanted workers changes. A step is a tuple entry that names the generation that did it, so that replicas which took
 different ways show. Everything is a function of the seed.
@@ -68,7 +68,7 @@ class Strike(Enum):
     LEAVE = "a worker leaves by itself"
     KILL_HOST = "the host is killed, and comes back"
     STOP_HOST = "the host stops with all its workers"
-    STOP_SUPERVISOR = "the supervisor stops"
+    STOP_AGENT = "the host agent stops"
     CUT_STORE = "the host cannot reach the store"
     CUT_NEXT = "as soon as the next generation is formed, the host of a member cannot reach the store"
     CUT_PEERS = "two hosts cannot reach each other"
@@ -158,18 +158,18 @@ def replayed_in(state: State) -> tuple[int, ...]:
 class Process:
     """A worker."""
 
-    def __init__(self, name: str, host: Supervisor) -> None:
+    def __init__(self, name: str, host: SimulatedAgent) -> None:
         self.id, self.host, self.alive = name, host, True
         self.standing, self.generation, self.state, self.tag = Standing.STARTING, 0, NOTHING, 0
         self.closing = False
-        self.up = self.down = self.stopped_until = 0.0  # channels to and from the supervisor keep their order
+        self.up = self.down = self.stopped_until = 0.0  # channels to and from the host agent keep their order
         self.told_journal = 0
         self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # what happens as soon as it runs again
         # call -> rank -> (arrives at, generation, state of the sender, its checkpoint)
         self.box: dict[tuple[int, ...], dict[int, tuple[float, int, State, Checkpoint]]] = {}
 
 
-class Supervisor:
+class SimulatedAgent:
     """And its host."""
 
     def __init__(self, index: int, room: int) -> None:
@@ -213,7 +213,7 @@ class Cluster:
         self.run, self.swaps, self.want = Generation(0), 0, plan.want
         self.records: dict[str, tuple[int, HostRecord]] = {}
         self.snapshots = [Snapshot(self.run, 0, {}, self.want)]
-        self.hosts = [Supervisor(index, room) for index, room in enumerate(plan.hosts)]
+        self.hosts = [SimulatedAgent(index, room) for index, room in enumerate(plan.hosts)]
         self.processes: dict[str, Process] = {}
         self.generations: dict[int, Generation] = {}
         self.groups: dict[int, list[Process]] = {}
@@ -269,7 +269,7 @@ class Cluster:
         for host in self.hosts:
             self.wake_soon(host)
 
-    def swap(self, host: Supervisor, seen: Snapshot, proposed: Generation) -> None:
+    def swap(self, host: SimulatedAgent, seen: Snapshot, proposed: Generation) -> None:
         if host.cut_until > self.now or (self.swapping and seen.swaps != self.swaps):
             return
         self.swaps += 1
@@ -285,27 +285,27 @@ class Cluster:
         self.run = proposed
         self.changed()
 
-    def expire(self, host: Supervisor, lapses: int) -> None:
+    def expire(self, host: SimulatedAgent, lapses: int) -> None:
         if host.lapses == lapses:
             self.say("the lease of", host.name, "ends")
             del self.records[host.name]
             self.changed()
 
-    # --------------------------------------------------------------------------------------------------- supervisors
+    # --------------------------------------------------------------------------------------------------- host agents
 
-    def is_connected(self, host: Supervisor) -> bool:
+    def is_connected(self, host: SimulatedAgent) -> bool:
         return host.alive and host.cut_until <= self.now and host.stopped_until <= self.now
 
-    def holds_lease(self, host: Supervisor) -> bool:
+    def holds_lease(self, host: SimulatedAgent) -> bool:
         return host.name in self.records and self.records[host.name][0] == host.lease
 
-    def boot(self, host: Supervisor) -> None:
+    def boot(self, host: SimulatedAgent) -> None:
         host.start_over()
         host.alive = True
         self.say(host.name, "boots")
         self.reconnect(host)
 
-    def reconnect(self, host: Supervisor) -> None:
+    def reconnect(self, host: SimulatedAgent) -> None:
         """The host runs, and perhaps reaches the store: now, or again."""
         if not host.alive or host.stopped_until > self.now:
             return
@@ -328,8 +328,8 @@ class Cluster:
             self.tell(host, WorkerOrder(name, OrderAction.LEAVE, number))
         self.register(host)
 
-    def told_to_join(self, host: Supervisor) -> list[tuple[str, int]]:
-        """Who may be inside a generation, for all that the supervisor knows."""
+    def told_to_join(self, host: SimulatedAgent) -> list[tuple[str, int]]:
+        """Who may be inside a generation, for all that the host agent knows."""
         found = []
         for name, worker in host.known.items():
             number = host.told[name][1] if name in host.told else 0
@@ -338,10 +338,10 @@ class Cluster:
                 found.append((name, number))
         return found
 
-    def register(self, host: Supervisor) -> None:
+    def register(self, host: SimulatedAgent) -> None:
         if host.lease or not self.is_connected(host) or (self.leaving and self.told_to_join(host)):
             return
-        if host.name in self.records:  # of the supervisor before
+        if host.name in self.records:  # of the host agent before
             self.at(self.now + 1, self.register, host)
             return
         self.last_lease += 1
@@ -354,26 +354,26 @@ class Cluster:
         host.found = self.run.number if self.passing else 0
         self.wake_soon(host)
 
-    def write_soon(self, host: Supervisor) -> None:
+    def write_soon(self, host: SimulatedAgent) -> None:
         if not host.writing:
             host.writing = True
             self.later(self.write, host)
 
-    def write(self, host: Supervisor) -> None:
+    def write(self, host: SimulatedAgent) -> None:
         host.writing = False
         if self.is_connected(host) and self.holds_lease(host):
             self.put(host)
 
-    def put(self, host: Supervisor) -> None:
+    def put(self, host: SimulatedAgent) -> None:
         self.records[host.name] = (host.lease, HostRecord(host.name, tuple(host.known.values())))
         self.changed()
 
-    def wake_soon(self, host: Supervisor) -> None:
+    def wake_soon(self, host: SimulatedAgent) -> None:
         if not host.waking:
             host.waking = True
             self.later(self.wake, host)
 
-    def wake(self, host: Supervisor) -> None:
+    def wake(self, host: SimulatedAgent) -> None:
         """Look at the store, as it is or as it was a while ago, and do what follows."""
         host.waking = False
         if not host.lease or not self.is_connected(host):
@@ -398,7 +398,7 @@ class Cluster:
             self.tell(host, order)
         self.start_newcomers(host, seen)
 
-    def tell(self, host: Supervisor, order: WorkerOrder) -> None:
+    def tell(self, host: SimulatedAgent, order: WorkerOrder) -> None:
         process = host.processes.get(order.worker)
         if process is None or (host.told.get(order.worker) == (order.do, order.generation) and self.random() < 0.9):
             return
@@ -410,7 +410,7 @@ class Cluster:
         process.down = max(process.down, self.now + self.delay())
         self.at(process.down, self.obey, process, order.do, order.generation)
 
-    def start_newcomers(self, host: Supervisor, seen: Snapshot) -> None:
+    def start_newcomers(self, host: SimulatedAgent, seen: Snapshot) -> None:
         if len(host.known) >= host.room and not self.ended:
             return
         done = Standing.DONE
@@ -448,7 +448,7 @@ class Cluster:
             del host.processes[process.id], host.known[process.id]
             self.news(host)
 
-    def news(self, host: Supervisor) -> None:
+    def news(self, host: SimulatedAgent) -> None:
         if host.lease:
             self.write_soon(host)
         else:
@@ -476,7 +476,7 @@ class Cluster:
         number, results = host.journal
         if number < self.snapshots[process.host.view].run.anew:
             results = ()
-        # Some supervisors hear late of the last results.
+        # Some host agents hear late of the last results.
         known = len(results) if self.random() < 0.7 else int(self.random() * (len(results) + 1))
         process.state, process.tag = ((), (), -1, results[:known]), number
         process.standing = Standing.READY
@@ -711,7 +711,7 @@ class Cluster:
         elif process.standing is Standing.INSIDE:
             self.leave(process, process.generation)
 
-    def strike_host(self, host: Supervisor, strike: Strike, until: float) -> None:
+    def strike_host(self, host: SimulatedAgent, strike: Strike, until: float) -> None:
         if host.lease and host.lease_until == ALWAYS:
             renewed = self.now - RENEWED_EVERY * self.random()
             host.lease_until = renewed + LEASE_BY_OWN_CLOCK
@@ -747,7 +747,7 @@ class Cluster:
         if process.stopped_until > self.now and host.alive and host.stopped_until <= self.now:
             self.kill(process)
 
-    def time_out(self, one: Supervisor, other: Supervisor) -> None:
+    def time_out(self, one: SimulatedAgent, other: SimulatedAgent) -> None:
         """Workers that cannot reach each other stop to wait, some of them."""
         if self.cuts[one.index, other.index] > self.now:
             for process in (*one.processes.values(), *other.processes.values()):

@@ -20,7 +20,7 @@ class Note:
 
 
 class Board:
-    """One row per worker. The file is made by whoever calls `create`, and belongs to it."""
+    """One row per worker. The process that calls `create` makes the file and owns it."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:

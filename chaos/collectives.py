@@ -218,7 +218,7 @@ def send_recv(seat: Seat, dice: Random) -> None:
 
 
 def isend_irecv(seat: Seat, dice: Random) -> None:
-    """Everybody hands something to the next, at the same time."""
+    """Each worker sends to the next, at the same time."""
     after, before = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
     tensor = seat.ours(any_size(dice))
     got = torch.empty_like(tensor)
@@ -229,10 +229,10 @@ def isend_irecv(seat: Seat, dice: Random) -> None:
     expect(got, before + 1, "isend and irecv")
 
 
-def recv_from_anybody(seat: Seat, dice: Random) -> None:
+def recv_from_any(seat: Seat, dice: Random) -> None:
     """One hears from all the others, in any order, and answers each."""
     root, parcel = dice.randrange(seat.size), seat.ours(any_size(dice))
-    tag = dice.randrange(1 << 20)  # whoever has its answer may be in the next round already
+    tag = dice.randrange(1 << 20)  # a worker that has its answer may be in the next round already
     if seat.rank != root:
         dist.send(parcel, root, tag=tag)
         dist.recv(parcel, root, tag=tag)
@@ -241,7 +241,7 @@ def recv_from_anybody(seat: Seat, dice: Random) -> None:
     got = torch.empty_like(parcel)
     for _ in range(seat.size - 1):
         sender = dist.recv(got, tag=tag)
-        expect(got, sender + 1, "recv from anybody")
+        expect(got, sender + 1, "recv from any rank")
         dist.send(parcel, sender, tag=tag)
 
 
@@ -278,7 +278,7 @@ def subgroup(seat: Seat, dice: Random) -> None:
 
 
 def make_halves(seat: Seat) -> None:
-    """Everybody takes part in the making of every subgroup; so torch wants it."""
+    """All workers take part in the making of every subgroup: torch requires it."""
     middle = (seat.size + 1) // 2
     halves = [list(range(middle)), list(range(middle, seat.size))]
     seat.halves = [dist.new_group(ranks, timeout=seat.timeout) for ranks in halves]

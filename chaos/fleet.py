@@ -20,7 +20,7 @@ from board import Board, Note
 
 START_S = 60.0
 ROWS = 4096  # of the board: more than workers that can be told apart at any time
-MARK = "LOCKSTEP_CHAOS"  # in the environment of everybody we start, so that they can be found
+MARK = "LOCKSTEP_CHAOS"  # in the environment of all processes we start, so that they can be found
 
 # Loaded once, in a server that forks the workers: a new one is there in a tenth of a second.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "lockstep.comm.shm"]
@@ -89,7 +89,7 @@ class Member:
 
 
 class Fleet:
-    """Up to a number of workers, replaced as they die. With `with`: nobody outlives it."""
+    """Up to a number of workers, replaced as they die. With `with`: no process outlives it."""
 
     def __init__(self) -> None:
         _context.set_forkserver_preload(PRELOADED)
@@ -141,7 +141,7 @@ class Fleet:
             self.bury(member)
 
     def strangers(self) -> list[str]:
-        """Processes that nobody knows: neither we, nor the fork server and its tracker, nor a worker."""
+        """Unknown processes: not ours, nor the fork server and its tracker, nor a worker."""
         known = {os.getpid(), *(member.pid for member in self._members), *_service_pids()}
         end_s = time.monotonic() + leftovers.SETTLE_S
         while True:

@@ -94,7 +94,7 @@ def _is_mapped(name: str) -> bool:
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Everybody whose environment holds the mark, with the state and the name of each. Zombies have no environment."""
+    """Processes whose environment holds the mark, with the state and the name of each. Zombies have no environment."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

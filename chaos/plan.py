@@ -30,7 +30,7 @@ COLLECTIVES = (
     "scatter",
     "send_recv",
     "isend_irecv",
-    "recv_from_anybody",
+    "recv_from_any",
     "barrier",
     "monitored_barrier",
     "objects",
@@ -44,7 +44,7 @@ class Event(StrEnum):
     FORMING = "forming"  # one worker, while the group is formed
     NEW_GROUP = "new group"  # one worker, while subgroups come and go
     TWO = "two"  # one after the other
-    ALL = "all"  # at once: nobody is left to be told
+    ALL = "all"  # at once: none is left to be told
     HEIR = "heir"  # a child forked from it lives on and holds all it had open, as a data loader's worker does
     STOP = "stop"  # SIGSTOP: alive, and silent
 
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def patience_s(self) -> float:
-        """Whoever was not told by then never will be."""
+        """A worker that was not told by then never will be."""
         return 2 * self.timeout_s + 6
 
     @property

@@ -92,7 +92,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only-case", type=int, metavar="N", help="this one; --kills says how often (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
     parser.add_argument(
-        "--backend", choices=["shm", "gloo"], default="shm", help="gloo: to debug this tool; it names nobody"
+        "--backend", choices=["shm", "gloo"], default="shm", help="gloo: to debug this tool; it names no rank"
     )
     arguments = parser.parse_args(argv)
     if arguments.kills is None:

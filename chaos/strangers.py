@@ -1,6 +1,6 @@
 """Strangers at the door of a control store: forgers, listeners who repeat and splice what they heard, and idle ones.
 
-They know the secret only where somebody in the middle of a genuine session would see what it makes of it.
+They know the secret only where an attacker in the middle of a genuine session would see what it makes of it.
 
     LOCKSTEP_JOB_SECRET=... python chaos/strangers.py PORT COUNT [--seed N] [--over-s S]     an attack on 127.0.0.1
 """
@@ -19,8 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
-from lockstep.control.secret import read_secret
+from lockstep.control.wire import LARGEST_FRAME_BYTES, Channel, read_secret
 
 ANSWER_S = 5.0
 STRANGE = ["noise", "http", "length", "hello flipped", "hello cut", "replay", "splice", "direct", "reflect"]
@@ -28,7 +27,7 @@ INNER = ["flipped", "cut", "replay", "reorder", "gap", "other session", "splice"
 
 
 class Tap:
-    """A genuine session with somebody in the middle, who decides which of its frames arrive."""
+    """A genuine session with an attacker in the middle, who decides which of its frames arrive."""
 
     def __init__(self, port: int, secret: bytes) -> None:
         self.channel = Channel(secret, is_server=False)
@@ -79,7 +78,7 @@ def poison(number: int) -> dict[str, Any]:
 
 def record(port: int, secret: bytes) -> Tape:
     tap = Tap(port, secret)
-    requests = [tap.seal("cas", **poison(number)) for number in range(8)]  # held back: nobody has seen these arrive
+    requests = [tap.seal("cas", **poison(number)) for number in range(8)]  # held back: the server has not seen these
     tap.sock.close()
     return Tape(tap.hello, tap.proof, requests, [tap.welcome])
 

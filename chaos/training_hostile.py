@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import strangers
-from lockstep.control.secret import VARIABLE
+from lockstep.control.wire import VARIABLE
 
 MESSAGES, IDLE, ROUNDS, ROUND_S = 10_000, 200, 10, 4.0
 LIMIT = 1.05

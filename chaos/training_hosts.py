@@ -1,6 +1,6 @@
-"""Cuts hosts of a training run off, from the store, from each other, from everybody, and checks that nobody can tell.
+"""Cuts hosts of a training run off, from the store, from each other, from all, and checks that the result is the same.
 
-Three hosts (network namespaces of this machine, so it needs root), a supervisor and one or two workers on each. While
+Three hosts (network namespaces of this machine, so it needs root), a host agent and one or two workers on each. While
 they train, a link goes down, or one direction of one connection: packets vanish, or are refused. Some cuts are shorter
 than a lease, some longer. The run must end with status 0 everywhere and, bit by bit, with what a world of one computes;
 must use every sample exactly once (`lockstep ledger`); must name the host that was lost; and no worker may commit a
@@ -42,7 +42,7 @@ CUTS, QUICK_CUTS, CUTS_PER_RUN = 100, 5, 5
 LEASE_S = 1.5
 STEPS = 400
 PACE_S = 0.05  # between steps, while hosts are cut off: steps are not to run out
-PORT = 29400  # nobody else is on these hosts
+PORT = 29400  # nothing else runs on these hosts
 ALL_HERE_S = 60.0
 END_S = 120.0
 STACKS = signal.SIGRTMIN + 5  # workers write their stacks down
@@ -219,7 +219,7 @@ class Fleet:
         return {name: self.processes[name].returncode for name in chosen}
 
     def kill(self, name: str) -> None:
-        """The supervisor: its workers go with it."""
+        """The host agent: its workers go with it."""
         self.processes[name].kill()
         self.processes[name].wait()
 
@@ -333,8 +333,8 @@ def carry_out(case: Case, folder: Path, wanted: str) -> list[str]:
         except TimeoutError as stuck:
             return [str(stuck)]
         found = [f"{name} ended with status {status}" for name, status in statuses.items() if status != 0]
-        found += [f"somebody has the digest {one}, undisturbed {wanted}" for one in fleet.digests() - {wanted}]
-        found += [] if fleet.digests() else ["nobody came to the end"]
+        found += [f"a worker has the digest {one}, undisturbed {wanted}" for one in fleet.digests() - {wanted}]
+        found += [] if fleet.digests() else ["no worker came to the end"]
         found += [text for text in (fleet.ledger(), fleet.two_sides()) if text]
         for name in fleet.names:
             failed = [event for event in fleet.events(name) if event["event"] == "lost" and event["code"] != -9]

@@ -23,14 +23,14 @@ from training_life import is_alive, listens
 from training_plan import ENDING, OUTSIDE, STACKS, Case, Strike, Who
 from training_verdict import Hit, Mark, Seen
 
-MARK = "LOCKSTEP_TRAINING_CHAOS"  # in the environment of everybody we start, so that they can be found
+MARK = "LOCKSTEP_TRAINING_CHAOS"  # in the environment of all processes we start, so that they can be found
 CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a driver whose processes are killed leaves files of its own in /dev/shm
 PROGRAM = Path(__file__).with_name("training_program.py")
 IDLE_PACE_S = 0.05  # between steps, while replacements start: steps are not to run out
 LOOK_EVERY_S = 0.02
-SLOW_S, STUCK_S = 20.0, 75.0  # nobody came by any place: it is written down where all are; the run is given up
+SLOW_S, STUCK_S = 20.0, 75.0  # no worker came by any place: it is written down where all are; the run is given up
 FAST_S = 0.4  # so long the program runs as fast as a strike wants it
-PASSED_OVER_S, PASSED_OVER_STEPS = 2.5, 13  # nobody who is meant came by, although all are there
+PASSED_OVER_S, PASSED_OVER_STEPS = 2.5, 13  # none that is meant came by, although all are there
 REFERENCE_S = 300.0
 AHEAD_S = 0.1  # a step takes a few milliseconds
 FRAMES = 14  # of a stack, that are shown
@@ -67,7 +67,7 @@ class Job:
         self._events_read, self.events = 0, list[dict[str, Any]]()
         self._looked_s, self._grew_s, self._size = 0.0, time.monotonic(), -1
         self._is_slow = False
-        self.slow: list[str] = []  # where everybody was when nothing went on
+        self.slow: list[str] = []  # where all were when nothing went on
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment(folder)
@@ -126,7 +126,7 @@ class Job:
             raise Stuck(f"nothing has happened for {STUCK_S:.0f} s\n{self.stacks()}")
 
     def members(self) -> tuple[list[str], float]:
-        """Who trains together, in the order of ranks, and since when; nobody while a generation is ending."""
+        """Who trains together, in the order of ranks, and since when; none while a generation is ending."""
         found: list[str] = []
         since_s = 0.0
         for event in self.events:
@@ -137,13 +137,13 @@ class Job:
         return found, since_s
 
     def pids(self) -> dict[str, int]:
-        """Of all workers that ever told who they are, or of which the supervisor has told that they are gone."""
+        """Of all workers that ever told who they are, or of which the host agent has told that they are gone."""
         gone = re.findall(r"worker (\d+) \(pid (\d+)\)", self.output.read_text(errors="replace"))
         said = {path.read_text(): int(path.name) for path in (self.folder / "names").iterdir()}
         return {f"h0.{number}": int(pid) for number, pid in gone} | said
 
     def step(self) -> int:
-        """The last that anybody has begun."""
+        """The last that any worker has begun."""
         return max((_last_step(path) for path in (self.folder / "traces").iterdir()), default=-1)
 
     def claim(self, number: int) -> dict[str, Any] | None:
@@ -153,7 +153,7 @@ class Job:
         return None
 
     def stacks(self) -> str:
-        """Where everybody is, in words; loader processes write theirs to the file of their worker."""
+        """Where each worker is, in words; loader processes write theirs to the file of their worker."""
         for pid in leftovers.marked_processes(f"{MARK}={self.folder}"):
             if listens(pid, STACKS):
                 with suppress(ProcessLookupError):
@@ -179,7 +179,7 @@ class Job:
         return self.process.returncode
 
     def close(self) -> None:
-        """Whatever happened, nobody stays."""
+        """Whatever happened, no process stays."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -271,7 +271,7 @@ def _await_members(job: Job, strike: Strike) -> bool:
 
 
 def _from_inside(job: Job, number: int, strike: Strike) -> dict[str, Any] | None:
-    """The claim of whoever was hit; None if nobody came by."""
+    """The claim of the worker that was hit; None if none came by."""
     job.order(number, strike)
     all_there: tuple[float, int] | None = None  # since when, and since which step
     began_s = time.monotonic()
@@ -289,7 +289,7 @@ def _from_inside(job: Job, number: int, strike: Strike) -> dict[str, Any] | None
                 job.pace(IDLE_PACE_S)
         time.sleep(LOOK_EVERY_S)
     job.order(number, None)
-    time.sleep(LOOK_EVERY_S)  # somebody may have read the order just before
+    time.sleep(LOOK_EVERY_S)  # a worker may have read the order just before
     return job.claim(number)
 
 

@@ -13,7 +13,7 @@ def is_alive(pid: int | str) -> bool:
 
 
 def listens(pid: int, number: int) -> bool:
-    """It has a handler for this signal; whoever has none would die of it."""
+    """It has a handler for this signal; a process without one would die of it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -10,7 +10,7 @@ from random import Random
 
 EPOCHS = 30  # of 12 steps
 STEPS = 12 * EPOCHS
-ALL = -1  # everybody who lives
+ALL = -1  # all that live
 STACKS = signal.SIGRTMIN + 5  # workers write their stacks down
 BODIES = ("target", "rate", "plateau", "gpt", "draws")  # programs that change their state between the steps
 RUN_SEEDS = 2  # of each program; what they compute undisturbed is computed once
@@ -34,7 +34,7 @@ TURNS = (
 
 
 class Who(StrEnum):
-    ANY = "any"  # whoever comes by first
+    ANY = "any"  # the first that comes by
     FIRST = "rank 0"
     OTHER = "not rank 0"
     NEWCOMER = "newcomer"
@@ -45,7 +45,7 @@ class Strike:
     place: str
     who: Who = Who.ANY
     also: int = 0  # so many others in the same moment, or ALL
-    nth: int = 1  # the n-th time that somebody who is meant comes by
+    nth: int = 1  # the n-th time that a worker that is meant comes by
     members: int = 1  # not before so many train together; 0: at once, while the last strike is being recovered from
     pause_s: float = 0.0  # and not before they have done so for this long
     pace_s: float = 0.0  # how long the program sleeps between steps meanwhile
@@ -115,7 +115,7 @@ def _setting(dice: Random, seed: int, number: int) -> Case:
 
 
 def in_order(places: Sequence[str]) -> list[str]:
-    """The end comes last. State is handed over only after somebody was lost, so that does not come first."""
+    """The end comes last. State is handed over only after a worker was lost, so that does not come first."""
     first = [place for place in places if place != ENDING]
     while first and first[0] in ("sending-state", "receiving-state", "restored"):
         first.append(first.pop(0))
@@ -130,7 +130,7 @@ def _strike(dice: Random, place: str, workers: int) -> Strike:
         who = dice.choice((Who.ANY, Who.NEWCOMER))
     elif place in FORMING:
         who = dice.choice((who, Who.NEWCOMER))
-    # Two of two are all. Everybody is lost now and then only: that is another way to recover, and a slow one.
+    # Two of two are all. All are lost now and then only: that is another way to recover, and a slow one.
     also = dice.choices((0, 1, ALL), weights=(80, 14, 6) if workers > 2 else (92, 0, 8))[0]
     if place == ENDING and also == ALL:
         also = 0

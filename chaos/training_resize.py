@@ -1,4 +1,4 @@
-"""Changes the number of workers of one run while it trains, with `lockstep scale`, and checks that nobody can tell.
+"""Changes the number of workers of a run while it trains, with `lockstep scale`, and checks that the result is equal.
 
 From 1 to 4, 2, 3, 6 and back to 1 worker, over shm and over Gloo. The run must end with status 0 and the bits of an
 undisturbed run of one worker, must use every sample exactly once, and must compute nothing again.

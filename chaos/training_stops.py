@@ -3,8 +3,8 @@
 As `training.py`, with `--stall-s 1`: a worker that gives no sign of life for a second is taken for dead, and is killed
 then. So most of those that are stopped here never go on; some wake up just before, or in the middle of it. Some are
 stopped in a collective, some in the optimiser, some after they have applied a step, and many of them are rank 0. The
-run must end with status 0 and the bits of an undisturbed one; must have named everybody who was stopped for too long;
-and nobody may apply a step that it has applied.
+run must end with status 0 and the bits of an undisturbed one; must have named all that were stopped for too long;
+and no worker may apply a step that it has applied.
 
     python chaos/training_stops.py                          200 stops
     python chaos/training_stops.py --quick                  10

@@ -22,9 +22,9 @@ class Fault(StrEnum):
     STUCK = "stuck"
     DIGEST = "digest"  # other bits than undisturbed
     SAMPLES = "samples"  # not each exactly once
-    DIED = "died"  # somebody whom nobody had hit
+    DIED = "died"  # a worker that was not hit
     SLOW = "slow"  # for long nothing went on
-    TWICE = "twice"  # somebody applied a step that it had
+    TWICE = "twice"  # a worker applied a step that it had
     AGAIN = "again"  # more computed again than one step per loss
     LEFTOVERS = "leftovers"
     CHECKPOINT = "checkpoint"  # the last one is missing
@@ -64,7 +64,7 @@ class Seen:
     status: int | None = None  # of the launcher; None: it had to be killed
     stuck: str = ""
     hits: list[Hit] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)  # of the supervisor
+    events: list[dict[str, Any]] = field(default_factory=list)  # of the host agent
     pids: dict[str, int] = field(default_factory=dict)  # by name of the worker
     traces: dict[int, list[Mark]] = field(default_factory=dict)  # by pid
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # by pid: what was computed
@@ -79,7 +79,7 @@ class Seen:
 class Recovery(NamedTuple):
     place: str
     took_s: float  # from the kill until all survivors work again
-    noticed_s: float  # of which passed until the supervisor had collected the dead
+    noticed_s: float  # of which passed until the host agent had collected the dead
     survivors: int
 
 
@@ -89,7 +89,7 @@ class Result:
     findings: list[Finding]
     recoveries: list[Recovery]
     again: list[int]  # steps computed again, per generation that has survivors of the one before
-    after_all: list[int]  # the same after everybody was lost: since the last checkpoint
+    after_all: list[int]  # the same after all were lost: since the last checkpoint
 
 
 def judge(seen: Seen, reference: Mapping[str, Any]) -> Result:
@@ -172,9 +172,9 @@ def generations(seen: Seen) -> list[Generation]:
 
 
 def _changes(seen: Seen) -> Iterable[Change]:
-    """A step was computed before if one of those who compute it now had begun it, or somebody had its gradient.
+    """A step was computed before if one of those who compute it now had begun it, or a worker had its gradient.
 
-    That a worker which is gone had begun it, and it alone, costs nobody anything.
+    That a worker which is gone had begun it, and it alone, costs nothing.
     """
     began: dict[tuple[int, int], set[int]] = {}  # by generation and pid: steps
     reduced: dict[int, set[int]] = {}  # by generation
@@ -185,8 +185,8 @@ def _changes(seen: Seen) -> Iterable[Change]:
             elif mark.place == "reduced":
                 reduced.setdefault(mark.generation, set()).add(mark.step)
     lost_s = [event["monotonic"] for event in seen.events if event["event"] == "lost"]
-    known: dict[int, set[int]] = {}  # by pid: steps that it has begun, since everybody was lost
-    done: set[int] = set()  # steps of which somebody had the gradient, since then
+    known: dict[int, set[int]] = {}  # by pid: steps that it has begun, since all were lost
+    done: set[int] = set()  # steps of which a worker had the gradient, since then
     from_s = -math.inf
     for one in generations(seen):
         mine = {pid: began[one.number, pid] for pid in one.pids if (one.number, pid) in began}
@@ -260,7 +260,7 @@ def _judge_names(seen: Seen) -> Iterable[Finding]:
         if hit.stopped and surely_noticed(seen.case.strikes[hit.strike], seen.case.stall_s):
             named = f"(pid {hit.pid}) is killed: it gave no sign of life"
             if named not in seen.output:
-                text = f"pid {hit.pid} was stopped at {hit.place}, and nobody says so:\n{tail(seen.output)}"
+                text = f"pid {hit.pid} was stopped at {hit.place}, and that is not reported:\n{tail(seen.output)}"
                 yield Finding(Fault.NOT_NAMED, text)
 
 
@@ -271,7 +271,7 @@ def _judge_deaths(seen: Seen) -> Iterable[Finding]:
     for event in seen.events:
         if event["event"] != "lost" or seen.pids.get(event["worker"]) in hit:
             continue
-        # When the program has ended, whoever is still on its way to it is sent home with a SIGKILL. A newcomer that has
+        # When the program has ended, a worker that is still on its way to it is ended by a SIGKILL. A newcomer that has
         # lost the race with the others to the loop is killed as well, and another one started.
         number = event["worker"].rpartition(".")[2]
         is_over = event["monotonic"] > last_s and seen.status == 0
@@ -279,7 +279,7 @@ def _judge_deaths(seen: Seen) -> Iterable[Finding]:
         if event["code"] != -9 or event["worker"] in ever or not (is_over or too_late):
             its = re.compile(rf"worker {number} \(pid|\[worker {number}\]")
             said = [line[:300] for line in seen.output.splitlines() if its.search(line)]
-            text = f"{event['worker']} ended with {event['code']}, and nobody had hit it:\n" + "\n".join(said[-12:])
+            text = f"{event['worker']} ended with {event['code']}, and it was not hit:\n" + "\n".join(said[-12:])
             yield Finding(Fault.DIED, text)
 
 
@@ -327,8 +327,8 @@ def summary(results: Sequence[Result]) -> str:
     passed = Counter(place for result in results for place in _passed_over(result.seen))
     by = Counter(f"{result.seen.case.workers} on {result.seen.case.backend}" for result in results)
     lines = [
-        f"{planned - passed.total()} of {planned} strikes found somebody; {hits_of(results)} workers were hit",
-        "nobody came by in time: " + ", ".join(f"{place} {count}" for place, count in passed.most_common()),
+        f"{planned - passed.total()} of {planned} strikes found a worker; {hits_of(results)} workers were hit",
+        "no worker came by in time: " + ", ".join(f"{place} {count}" for place, count in passed.most_common()),
         "worlds: " + ", ".join(f"{count} x {world}" for world, count in sorted(by.items())),
         "computed again by a generation with survivors: "
         + ", ".join(f"{steps} steps {count} times" for steps, count in sorted(again.items())),
@@ -338,7 +338,7 @@ def summary(results: Sequence[Result]) -> str:
         slowest, case = max(pairs, key=lambda pair: pair[0].took_s)
         lines.append(f"the slowest recovery: {slowest.took_s:.2f} s, at {slowest.place}, in {case}")
     if after_all:
-        lines.append(f"everybody lost {len(after_all)} times; up to {max(after_all)} steps again from the checkpoint")
+        lines.append(f"all were lost {len(after_all)} times; up to {max(after_all)} steps again from the checkpoint")
     return "\n".join(lines)
 
 

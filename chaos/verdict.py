@@ -90,7 +90,7 @@ def _names(told: Told, pid: int) -> bool:
 
 
 def _missed_a_stranger(result: Result, rank: int) -> bool:
-    """Whoever died before it had signed cannot be known to be dead. At the deadline any error of ours may name it."""
+    """A worker that died before it signed cannot be known to be dead. At the deadline any error of ours may name it."""
     if result.signed:
         return False
     told, timeout_s = result.told[rank], result.case.timeout_s
@@ -107,7 +107,7 @@ def worst_notice_s(results: Sequence[Result]) -> float:
 
 
 def _notices(results: Iterable[Result]) -> list[float]:
-    """Of those that knew, how soon; without those that could only miss somebody at the deadline."""
+    """Of those that knew, how soon; without those that could only notice it at the deadline."""
     return [s for r in results for rank, s in r.notice_s.items() if not r.missed_at_deadline(rank)]
 
 
@@ -149,7 +149,7 @@ def summary(results: Sequence[Result]) -> str:
     lines = ["events: " + ", ".join(f"{event} {count}" for event, count in events.most_common())]
     if missed:
         lines += [
-            f"missed: {missed} survivors waited for one that died before it had told anybody of itself; "
+            f"missed: {missed} survivors waited for one that died before it was known to any other; "
             "they named it at the deadline"
         ]
     return "\n".join(lines)

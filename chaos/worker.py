@@ -1,4 +1,4 @@
-"""What happens inside a worker: it joins a group, runs collectives until somebody dies, says what it was told, leaves
+"""What happens inside a worker: it joins a group, runs collectives until a worker dies, says what it was told, leaves
 the group, and forms a new one with the other survivors.
 
 Words that travel over the pipe: Join -> Formed, Told, Left; Reform -> Reformed.
@@ -150,7 +150,7 @@ class Worker:
             elif isinstance(command, Reform):
                 self._pipe.send(self._reform(command))
 
-    # ------------------------------------------------------------------------------------ until somebody dies
+    # ------------------------------------------------------------------------------------ until a worker dies
 
     def _take_part(self, join: Join) -> None:
         self._note = Note()

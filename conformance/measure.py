@@ -34,7 +34,7 @@ class Runner:
 
     def __init__(self, subject: Subject, limits: Limits, *, verbose: bool) -> None:
         self.subject, self.limits, self.verbose = subject, limits, verbose
-        self.expected = self._reported = 0  # lines; for whoever watches
+        self.expected = self._reported = 0  # lines; for a progress display
         self._hosts: dict[Setting, Host] = {}
         self._open = contextlib.ExitStack()
 

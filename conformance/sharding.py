@@ -122,7 +122,7 @@ class ShardingTests(BesideGloo):
                 set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=states)
                 later = {"model": get_model_state_dict(_sharded(_mesh(), seed=2))}
                 dcp.load(later, checkpoint_id=os.path.join(folder, "later"))
-                dist.barrier()  # nobody removes the folder while another still reads
+                dist.barrier()  # no worker removes the folder while another still reads
             for loaded in (_weights(other), {name: _full(tensor) for name, tensor in later["model"].items()}):
                 assert_close(loaded, _weights(model), rtol=0, atol=0)
             _take_steps(other, other_optimizer)

@@ -1,4 +1,4 @@
-"""Many small checks in one crew: starting workers once is what makes them cheap.
+"""Many small checks in one group of workers: starting workers once is what makes them cheap.
 
 A check is a function of (rank, size, group) that asserts. Each gets a group of its own on shm, and what fails on any
 worker is told apart by the name of the check.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from crew import crew
+from on_workers import on_workers
 
 Check = Callable[[int, int, Any], None]
 TIMEOUT_S = 10
@@ -42,7 +42,7 @@ class Checks:
     def failures(self, name: str, size: int) -> str:
         """What each worker said against this check. The first question for a size runs all checks for it."""
         if size not in self._failed:
-            self._failed[size] = crew(_run_all, size, self._checks[size], timeout_s=100)
+            self._failed[size] = on_workers(_run_all, size, self._checks[size], timeout_s=100)
         texts = [f"rank {rank}: {failed[name]}" for rank, failed in enumerate(self._failed[size]) if name in failed]
         return "\n".join(texts)
 

@@ -241,9 +241,9 @@ def be_page(line: Any, other_end: Any, folder: Path) -> None:
 
 
 def main(results: Path, pages: list[Path]) -> None:
-    for module in ("sklearn.datasets", "torch._dynamo", "torch.utils.data.distributed", "lockstep.train.run"):
-        importlib.import_module(module)  # torch._dynamo is what the first optimiser of a process loads, for seconds
-    importlib.import_module("lockstep.ddp.wrapper")
+    for module in ("sklearn.datasets", "torch.utils.data.distributed", "lockstep.train.run", "lockstep.ddp.wrapper"):
+        importlib.import_module(module)
+    importlib.import_module("torch._dynamo.trace_rules")  # what the first optimiser of a process loads, for seconds
     with results.open("w") as file:
         for page in pages:
             for outcome in run_page(page):

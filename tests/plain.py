@@ -1,4 +1,4 @@
-"""What collectives have to give, as plain loops over everybody's tensors. To compare with, in every bit."""
+"""What collectives have to give, as plain loops over the tensors of all ranks. To compare with, in every bit."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Bags(nn.Module):
 
 
 class Branches(nn.Module):
-    """Which weights a shard uses depends on its samples, and one is used by nobody."""
+    """Which weights a shard uses depends on its samples, and one is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def train(
 
 
 def use(backend: str, store: str, rank: int, size: int) -> None:
-    """The workers of a crew have met over Gloo; from now on they talk through `backend`. Two of them are a host."""
+    """The workers have a group on Gloo; from now on they communicate through `backend`. Two of them are a host."""
     os.environ["LOCKSTEP_HOST"] = f"host {rank // 2}"
     if backend != "gloo":
         dist.barrier()

@@ -132,7 +132,7 @@ class SlurmCluster:
                 os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """Everybody who has the folder in the command line or in the environment, and is not us."""
+        """Processes with the folder in the command line or in the environment, without this one."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.ddp.state_digest import named_state, sha256_of
+from lockstep.ddp.replica import named_state, sha256_of
 
 WIDTH, CLASSES, SAMPLES, BATCH = 16, 10, 100, 32  # the last batch of an epoch has 4 samples for 8 shards
 FAR = 2**53  # whole numbers from here on are not all float64

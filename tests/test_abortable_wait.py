@@ -1,4 +1,4 @@
-"""Nobody waits in a group that was given up."""
+"""No worker waits in a group that was aborted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crew import crew
 from lockstep.comm import abortable_wait, agreement
-from lockstep.comm.broadcast import Broadcast
+from lockstep.comm.agreement import Broadcast
 from lockstep.errors import PeerLostError
 from lockstep.train.metrics import gather_pieces
+from on_workers import on_workers
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ WAITS = {
 }
 
 
-def wait_for_nobody(rank: int, size: int, what: str) -> float:
+def wait_for_a_missing_peer(rank: int, size: int, what: str) -> float:
     """The other one never calls, and lives on: so no connection tells anything."""
     group = dist.new_group(timeout=timedelta(seconds=3))  # its thread ends with the other's
     if rank == 0:
@@ -40,5 +40,5 @@ def wait_for_nobody(rank: int, size: int, what: str) -> float:
 
 @pytest.mark.parametrize("what", WAITS)
 def test_who_waits_in_a_group_that_is_given_up_goes_on(what: str) -> None:
-    waited_s, _ = crew(wait_for_nobody, 2, what)
+    waited_s, _ = on_workers(wait_for_a_missing_peer, 2, what)
     assert waited_s < 2

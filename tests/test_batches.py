@@ -39,7 +39,7 @@ from samples import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
-# ---- every sample once, whoever loads it -----------------------------------------------------------------------------
+# ---- every sample once, whichever worker loads it --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "batch", "shards"), [(64, 16, 8), (61, 16, 8), (17, 8, 8), (30, 7, 5), (9, 9, 1)])

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
 from lockstep.comm.tree_order import tree_pairs
 from lockstep.ddp import batchnorm
 from lockstep.ddp.batchnorm import SyncBatchNorm
+from on_workers import on_workers
 from programs import digest
 
 CLOSE = 1e-12  # of float64, relative to the largest value
@@ -107,7 +107,7 @@ def two_steps(rank: int, shares: tuple[int, ...], device: str, name: str, group:
     ids=lambda shares: "+".join(map(str, shares)),
 )
 def test_like_one_worker_with_all_rows(shares: tuple[int, ...], device: str) -> None:
-    results = crew(share_out, len(shares), shares, device)
+    results = on_workers(share_out, len(shares), shares, device)
     for on_layer in zip(*results, strict=True):
         assert len({bits for by_backend in on_layer for bits in by_backend}) == 1  # all workers, gloo and shm
 
@@ -166,7 +166,7 @@ def train_in_wrappers(rank: int, size: int) -> list[list[str]]:
 
 
 def test_in_our_wrapper_and_in_torchs_replicas_stay_equal_and_train_like_one() -> None:
-    first, second = crew(train_in_wrappers, 2)
+    first, second = on_workers(train_in_wrappers, 2)
     assert first == second
     ours, torchs, ours_on_shm = first
     assert len(set(ours)) == 20
@@ -183,7 +183,7 @@ def refuse_torchs_own(rank: int, size: int) -> list[str]:
 
 
 def test_torchs_own_layer_is_still_refused_on_a_cpu() -> None:
-    assert len(crew(refuse_torchs_own, 2)[0]) == 2
+    assert len(on_workers(refuse_torchs_own, 2)[0]) == 2
 
 
 # ---- who is asked, and how often ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def count_collectives(rank: int, size: int) -> dict[str, Any]:
     assert layer.weight.grad is not None
     during("no_grad", lambda: torch.no_grad()(layer)(x))
     layer.eval()
-    if rank == 0:  # nobody answers
+    if rank == 0:  # no answer
         during("eval", lambda: layer(x))
         during("eval, untracked", lambda: SyncBatchNorm(FEATURES, track_running_stats=False).eval()(x))
 
@@ -223,7 +223,7 @@ def count_collectives(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_one_collective_each_way_and_none_where_there_is_nothing_to_ask() -> None:
-    zero, one, two = crew(count_collectives, 3)
+    zero, one, two = on_workers(count_collectives, 3)
     both = {"forward": 1, "backward": 1, "backward without input gradient": 0, "no_grad": 1}
     assert zero == both | {"eval": 0, "eval, untracked": 0, "subgroup": 1}
     assert one == both | {"subgroup": 1}
@@ -248,7 +248,7 @@ def compare_alone(rank: int = 0, size: int = 1) -> None:
 
 def test_without_a_group_and_in_a_world_of_one_it_is_ordinary_batch_norm() -> None:
     compare_alone()
-    crew(compare_alone, 1)
+    on_workers(compare_alone, 1)
 
 
 # ---- edges ----------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def try_few_values(rank: int, size: int) -> list[Any]:
 
 
 def test_one_value_per_channel_in_the_whole_world_is_an_error_on_all_workers() -> None:
-    found = crew(try_few_values, 2)
+    found = on_workers(try_few_values, 2)
     for rank in range(2):
         assert "Expected more than 1 value per channel when training" in found[rank][0]
         assert f"on rank {rank}" in found[rank][0]
@@ -300,7 +300,7 @@ def try_bad_calls(rank: int, size: int) -> None:
 
 
 def test_bad_input_is_refused_before_anything_is_sent_and_so_is_a_second_derivative() -> None:
-    crew(try_bad_calls, 2)
+    on_workers(try_bad_calls, 2)
 
 
 def low_precision(rank: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -331,7 +331,7 @@ def low_precision(rank: int, size: int, dtype: torch.dtype, device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rows_have_statistics_in_float32(dtype: torch.dtype, device: str) -> None:
-    crew(low_precision, 2, dtype, device)
+    on_workers(low_precision, 2, dtype, device)
 
 
 def far_from_zero(rank: int, size: int) -> None:
@@ -344,7 +344,7 @@ def far_from_zero(rank: int, size: int) -> None:
 
 
 def test_a_large_mean_costs_no_digits() -> None:
-    crew(far_from_zero, 2)
+    on_workers(far_from_zero, 2)
 
 
 def autocast(rank: int, size: int) -> str:
@@ -362,7 +362,7 @@ def autocast(rank: int, size: int) -> str:
 
 
 def test_under_autocast_with_a_frozen_part() -> None:
-    first, second = crew(autocast, 2)
+    first, second = on_workers(autocast, 2)
     assert first == second
 
 
@@ -388,7 +388,7 @@ def without_waiting(rank: int, size: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_no_step_waits_for_a_gpu() -> None:
-    crew(without_waiting, 1)
+    on_workers(without_waiting, 1)
 
 
 # ---- conversion -----------------------------------------------------------------------------------------------------

@@ -16,35 +16,43 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crew import crew, try_crew
-from lockstep.bench import collectives, comm as bench_comm, command as bench, plot
-from lockstep.bench.collectives import Case, CommBuffers, Op, check, fill, parse_size, size_text
-from lockstep.bench.comm import (
-    CommResult,
-    CommSettings,
-    MeasurableBackends,
-    SkippedArm,
-    choose,
-    skipped_lines,
-    summarize,
-)
-from lockstep.bench.comm_worker import (
+from lockstep.bench import collectives, comm as bench_comm, command as bench
+from lockstep.bench.collectives import (
     COPY,
     GLOO,
     NCCL,
     SHM_GROUP,
     SHM_OWN,
+    Case,
     CaseTimes,
     CommBench,
+    CommBuffers,
     CommJob,
+    Op,
     calls_in_row,
+    check,
+    fill,
+    parse_size,
     prepare_arms,
+    size_text,
     time_row,
+)
+from lockstep.bench.comm import (
+    CommResult,
+    CommSettings,
+    MeasurableBackends,
+    Panel,
+    Point,
+    SkippedArm,
+    choose,
+    skipped_lines,
+    summarize,
 )
 from lockstep.bench.rounds import Estimate
 from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.errors import LockstepError
 from lockstep.report.table import render
+from on_workers import on_workers, try_on_workers
 
 CPU = torch.device("cpu")
 
@@ -84,7 +92,7 @@ def test_every_collective_is_measured_on_two_workers(tmp_path):
 
 
 @pytest.mark.slow
-def test_nobody_outlives_a_killed_parent():
+def test_no_process_outlives_a_killed_parent():
     process = run_comm("--workers", "2", "--sizes", "4", "--rounds", "100000")
     assert process.stderr is not None
     for line in process.stderr:
@@ -251,7 +259,7 @@ def arms_of_a_poor_backend(rank: int, size: int) -> tuple[set[str], dict[str, st
 
 
 def test_an_arm_that_cannot_be_measured_is_left_out():
-    outcomes = crew(arms_of_a_poor_backend, 2)
+    outcomes = on_workers(arms_of_a_poor_backend, 2)
     why = {SHM_GROUP: "worker 0: the group makes no tensors on cpu"}
     assert outcomes == [({COPY, GLOO, SHM_OWN}, why, True), ({GLOO, SHM_OWN}, why, False)]
 
@@ -268,7 +276,7 @@ def attempt_that_fails_on_one(rank: int, size: int) -> tuple[object, str]:
 
 
 def test_workers_agree_on_what_failed():
-    assert crew(attempt_that_fails_on_one, 2) == [(None, "worker 1: not on this worker")] * 2
+    assert on_workers(attempt_that_fails_on_one, 2) == [(None, "worker 1: not on this worker")] * 2
 
 
 def arms_with_a_wrong_result(rank: int, size: int) -> None:
@@ -277,7 +285,7 @@ def arms_with_a_wrong_result(rank: int, size: int) -> None:
 
 
 def test_a_wrong_result_ends_the_benchmark():
-    for rank, outcome in enumerate(try_crew(arms_with_a_wrong_result, 2)):
+    for rank, outcome in enumerate(try_on_workers(arms_with_a_wrong_result, 2)):
         assert (
             f"2 workers, all-reduce, 400 B: wrong result on gloo: worker {rank} has {rank + 3} at position 0, and 1"
             in outcome
@@ -334,7 +342,7 @@ CASE = Case(Op.ALL_REDUCE, 2, 4096)
 
 
 def case_times(rank: int, case: Case = CASE) -> CaseTimes:
-    """Worker 1 is slower; the third round is ten times slower for everybody."""
+    """Worker 1 is slower; the third round is ten times slower for all."""
     slow = 1.0 + rank
     times = {
         arm: [ms * slow, ms * slow, 10 * ms * slow] for arm, ms in {GLOO: 4.0, SHM_GROUP: 0.5, SHM_OWN: 1.0}.items()
@@ -447,21 +455,21 @@ def test_a_panel_for_each_operation_and_number_of_workers():
         "all-reduce, 2 workers", "broadcast, 2 workers", "all-reduce, 4 workers", "broadcast, 4 workers",
     ]  # fmt: skip
     assert list(panels[0].lines) == [COPY, GLOO, SHM_GROUP, SHM_OWN]
-    assert panels[0].lines[GLOO] == [plot.Point(4, Estimate(8.0, 8.0, 80.0)), plot.Point(16, Estimate(8.0, 8.0, 80.0))]
+    assert panels[0].lines[GLOO] == [Point(4, Estimate(8.0, 8.0, 80.0)), Point(16, Estimate(8.0, 8.0, 80.0))]
 
 
-@pytest.mark.parametrize("kind", plot.KINDS)
+@pytest.mark.parametrize("kind", bench_comm.PLOT_KINDS)
 def test_a_plot_is_drawn(kind, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"found{kind}"
-    assert plot.problem_with(path) == ""
-    line = [plot.Point(size, Estimate(size, size / 2, size * 2)) for size in (4, 64)]
-    plot.draw([plot.Panel(f"panel {n}", {COPY: line, GLOO: line}) for n in range(3)], path, columns=2)
+    assert bench_comm.problem_with_plot(path) == ""
+    line = [Point(size, Estimate(size, size / 2, size * 2)) for size in (4, 64)]
+    bench_comm.draw_plot([Panel(f"panel {n}", {COPY: line, GLOO: line}) for n in range(3)], path, columns=2)
     assert path.read_bytes().startswith(b"<?xml" if kind == ".svg" else b"\x89PNG")
 
 
 def test_a_missing_matplotlib_is_said_before_measuring(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_comm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ending:
         bench.main(["comm", "--plot", str(tmp_path / "found.svg")])
     assert ending.value.code == 2

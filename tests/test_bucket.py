@@ -94,7 +94,7 @@ def bucket_of(module: nn.Module) -> Bucket:
     return Bucket(0, BucketPlan(tuple(range(len(leaves))), 0), leaves, sparse=False, allocate=_ordinary)
 
 
-def test_a_buffer_is_used_again_only_when_nobody_holds_a_piece_of_it() -> None:
+def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left() -> None:
     bucket = bucket_of(nn.Linear(3, 3))
     bucket.open(Ownership.HANDED_OVER)
     first = bucket.flat
@@ -104,7 +104,7 @@ def test_a_buffer_is_used_again_only_when_nobody_holds_a_piece_of_it() -> None:
     bucket.views = []
     bucket.reset()
     bucket.open(Ownership.HANDED_OVER)
-    assert bucket.flat.data_ptr() != place, "somebody still holds a piece"
+    assert bucket.flat.data_ptr() != place, "a view of it is left"
     place = bucket.flat.data_ptr()
     bucket.views = []
     bucket.reset()

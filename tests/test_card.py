@@ -11,8 +11,7 @@ from traceback import TracebackException
 import pytest
 
 from lockstep.failures import crash_record, traceback_parser
-from lockstep.failures.card import ASCII, LINES, Card, draw
-from lockstep.failures.causes import Evidence, explain
+from lockstep.failures.card import ASCII, LINES, Card, Evidence, draw, explain
 from lockstep.failures.crash_record import CrashRecord
 from lockstep.failures.postmortem import (
     FailedWorker,
@@ -23,7 +22,7 @@ from lockstep.failures.postmortem import (
     named_by_all,
 )
 from lockstep.failures.traceback_parser import Frame, is_users
-from lockstep.launcher.oom_kills import OomKills, compare
+from lockstep.launcher.worker_group import OomKills, describe_oom_kills
 
 OURS = str(Path(traceback_parser.__file__).parents[1] / "train" / "run.py")
 TRACE = f"""\
@@ -207,12 +206,15 @@ def test_causes_of_signals(number: int, memory: str, words: str, why: str) -> No
 
 
 def test_what_the_kernel_counts() -> None:
-    assert compare(OomKills(1, 5), OomKills(1, 5)) == ""
-    assert compare(OomKills(), OomKills()) == ""
-    assert compare(OomKills(1, 5, "1073741824"), OomKills(3, 7, "1073741824")) == (
+    assert describe_oom_kills(OomKills(1, 5), OomKills(1, 5)) == ""
+    assert describe_oom_kills(OomKills(), OomKills()) == ""
+    assert describe_oom_kills(OomKills(1, 5, "1073741824"), OomKills(3, 7, "1073741824")) == (
         "it has killed 2 in this container, whose limit is 1.00 GiB"
     )
-    assert compare(OomKills(None, 5), OomKills(None, 6)) == "it has killed 1 on this machine since the run began"
+    assert (
+        describe_oom_kills(OomKills(None, 5), OomKills(None, 6))
+        == "it has killed 1 on this machine since the run began"
+    )
     assert OomKills.count() == OomKills.count()
 
 
@@ -235,7 +237,8 @@ def dead(folder: Path, code: int = 1) -> FailedWorker:
 
 def test_facts_say_more_than_the_last_words(tmp_path: Path) -> None:
     where = {"rank": 1, "size": 2, "step": 5, "epoch": 1, "call": "run.step", "shard": 3}
-    crash_record.write(tmp_path, CrashRecord(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where))
+    record = CrashRecord(77, "node2", "DataError", "dataset[3] failed", "\n".join(TRACE), where)
+    crash_record.write(crash_record.path_of(tmp_path, 77), record)
     card = describe_failure(dead(tmp_path), crash_record.read(tmp_path, 77, "rank1"))
     assert card.who == "rank 1 of 2, pid 77 on node2"
     assert card.where == "step 5, epoch 1 (both count from 0), shard 3, in run.step"

@@ -86,7 +86,7 @@ def test_another_error_is_not_enough() -> None:
     assert faults(told(error="RuntimeError", peer_lost=False)) == [Fault.NOT_TOLD]
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"rank": None}, {"pid": 42}, {"pid": None}, {"text": "somebody died"}])
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"rank": None}, {"pid": 42}, {"pid": None}, {"text": "a worker died"}])
 def test_the_wrong_name_is_seen(wrong: dict[str, object]) -> None:
     assert faults(told(**wrong)) == [Fault.WRONG_RANK]
 
@@ -161,7 +161,7 @@ def test_a_descriptor_a_thread_and_shared_memory_are_seen() -> None:
     assert differences(before, holdings()) == []
 
 
-def test_a_file_in_dev_shm_is_seen_if_nobody_uses_it() -> None:
+def test_a_file_in_dev_shm_is_seen_if_no_process_uses_it() -> None:
     before = shm_files()
     path = Path("/dev/shm") / f"lockstep-test-{os.getpid()}"
     path.write_bytes(bytes(mmap.PAGESIZE))
@@ -191,10 +191,10 @@ def wait_until(condition, wait_s: float = 80) -> None:  # type: ignore[no-untype
 
 
 @pytest.mark.slow
-def test_gloo_names_nobody_and_the_campaign_is_red(tmp_path: Path) -> None:
+def test_gloo_names_no_rank_and_the_campaign_is_red(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     tool = start(tmp_path, "--backend", "gloo", "--kills", "2", "--json", str(found))
-    output, _ = tool.communicate(timeout=100)
+    output, _ = tool.communicate(timeout=200)
     assert tool.returncode == 1, output
     assert "case 0: kill" in output
     assert "not told" in output

@@ -162,7 +162,7 @@ def test_one_step_may_be_computed_again_per_loss() -> None:
     assert found(seen(traces=twice, events=also_lost, hits=hits)) == []
 
 
-def test_nothing_may_be_computed_again_when_somebody_joins() -> None:
+def test_nothing_may_be_computed_again_when_a_worker_joins() -> None:
     events = [seen().events[0], generation(2, 101.02, "h0.0", "h0.1", "h0.2", "h0.3")]
     assert found(seen(events=events, hits=[])) == [Fault.AGAIN]
 
@@ -200,7 +200,7 @@ def test_a_recovery_that_is_disturbed_lasts_until_the_next_one() -> None:
         pytest.approx(0.3), pytest.approx(0.25)]  # fmt: skip
 
 
-def test_whoever_was_stopped_for_too_long_must_be_named() -> None:
+def test_a_worker_that_was_stopped_for_too_long_must_be_named() -> None:
     hits = [Hit(1, "top", 12, 100.5, stopped=True)]
     assert found(seen(hits=hits, output="all is well")) == [Fault.NOT_NAMED]
     said = "lockstep: worker 2 (pid 12) is killed: it gave no sign of life for 1.1 s (stopped, or stuck)"

@@ -20,9 +20,8 @@ import torch
 
 import lockstep
 from lockstep import CheckpointError
-from lockstep.checkpoint import folder_names, format as layout, manifest, state_tree
-from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint import format as layout, manifest, state_files
+from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, verify
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def everything() -> dict[str, Any]:
 
 
 def write(folder: Path, state: dict[str, Any], step: int = 1) -> Path:
-    path = folder / folder_names.directory_name(step)
+    path = folder / manifest.directory_name(step)
     layout.write(path, step, layout.flatten(state))
     return path
 
@@ -173,7 +172,7 @@ def test_tensors_in_several_files_are_the_same_state(tmp_path: Path) -> None:
     split_tensors(path)
     assert len(list(path.iterdir())) == 4
     assert same(layout.read(path), state)
-    assert state_tree.digest(before.structure, verify(path).tensors) == before.manifest.state_sha256
+    assert state_files.digest(before.structure, verify(path).tensors) == before.manifest.state_sha256
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_what_cannot_be_saved_is_named(bad: object) -> None:
 def test_what_is_as_deep_as_allowed_comes_back(tmp_path: Path) -> None:
     for nest in (lambda inside: {"a": inside}, lambda inside: [inside], lambda inside: (inside,)):
         state: Any = torch.ones(1)
-        for _ in range(state_tree.LEVELS - 1):
+        for _ in range(state_files.LEVELS - 1):
             state = nest(state)
         assert same(layout.read(write(tmp_path, {"a": state}, len(list(tmp_path.iterdir())))), {"a": state})
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-import crew
+import on_workers
 from lockstep import CheckpointError, faults
+from lockstep.checkpoint.manifest import looks_valid, verify
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.checkpoint.verify import looks_valid, verify
 from test_checkpoint import fast_path, same  # noqa: F401  (fast_path is a fixture)
 from test_checkpoint_damage import small_state
 
@@ -196,8 +196,8 @@ def kill_everywhere(folder: Path, scene: Scene, pipe: Connection) -> None:
 
 
 def in_a_clean_process(target: Callable[..., None], *args: Any, deadline_s: float = DEADLINE_S) -> Any:
-    ours, theirs = crew._context.Pipe(duplex=False)
-    process = crew._context.Process(target=target, args=(*args, theirs))
+    ours, theirs = on_workers._context.Pipe(duplex=False)
+    process = on_workers._context.Process(target=target, args=(*args, theirs))
     process.start()
     try:
         assert ours.poll(deadline_s), "no answer"

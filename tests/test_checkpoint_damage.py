@@ -17,9 +17,8 @@ import torch
 
 from lockstep import CheckpointError
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS
+from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, verify
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.checkpoint.verify import verify
 from test_checkpoint import fast_path, same  # noqa: F401  (fast_path is a fixture)
 
 STEPS = (10, 20, 30)
@@ -229,11 +228,13 @@ def vandalise(folder: Path, count: int, *, seed: int) -> dict[str, int]:
     return noticed
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_damage_is_noticed_and_the_newest_that_is_whole_counts(fast_path: Path, seed: int) -> None:  # noqa: F811
-    noticed = vandalise(fast_path, 2500, seed=seed)
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 600), *(pytest.param(seed, 2500, marks=pytest.mark.slow) for seed in (0, 1, 2, 3))]
+)
+def test_damage_is_noticed_and_the_newest_that_is_whole_counts(fast_path: Path, seed: int, count: int) -> None:  # noqa: F811
+    noticed = vandalise(fast_path, count, seed=seed)
     assert len(noticed) == 9
-    assert min(noticed.values()) > 150
+    assert min(noticed.values()) > count // 17
 
 
 def test_when_all_are_damaged_all_reasons_are_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random changes by somebody who puts every digest right again: an error, or the same state as before. Nothing else."""
+"""Random changes after which every digest is made right again: an error, or the same state as before. Nothing else."""
 
 from __future__ import annotations
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import crew
-from lockstep.checkpoint import folder_names
-from lockstep.checkpoint.folder_names import Use
+import on_workers
+from lockstep.checkpoint import store as folders
 from lockstep.checkpoint.manifest import TENSORS
-from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.store import CheckpointStore, Use
 from test_checkpoint_store import there
 
 DEADLINE_S = 90.0
@@ -22,7 +21,7 @@ DEADLINE_S = 90.0
 def leave(folder: Path, pipe: Connection) -> None:
     """Be a writer that has begun, of all kinds."""
     for use in Use:
-        path = folder_names.new_temporary_folder(folder / "checkpoints", 7, use)
+        path = folders.new_temporary_folder(folder / "checkpoints", 7, use)
         path.mkdir()
         (path / TENSORS).touch()
     pipe.send("here")
@@ -32,16 +31,16 @@ def leave(folder: Path, pipe: Connection) -> None:
 def test_only_the_dead_are_cleared_away(tmp_path: Path) -> None:
     store, folder = CheckpointStore(tmp_path), tmp_path / "checkpoints"
     store.save(7, {"step": 7})
-    ours, theirs = crew._context.Pipe(duplex=False)
-    other = crew._context.Process(target=leave, args=(tmp_path, theirs), daemon=True)
+    ours, theirs = on_workers._context.Pipe(duplex=False)
+    other = on_workers._context.Process(target=leave, args=(tmp_path, theirs), daemon=True)
     other.start()
     try:
         assert ours.poll(DEADLINE_S)
         for use in Use:  # of this process, which forgot them
-            path = folder_names.new_temporary_folder(folder, 6, use)
+            path = folders.new_temporary_folder(folder, 6, use)
             path.mkdir()
-            folder_names.release_name(path)
-        busy = folder_names.new_temporary_folder(folder, 8, Use.PARTIAL)  # another thread of this process
+            folders.release_name(path)
+        busy = folders.new_temporary_folder(folder, 8, Use.PARTIAL)  # another thread of this process
         busy.mkdir()
         unknown = "0123456789ab-1-1-1-0", "x-4026531836-1-1-0"  # other machines
         elsewhere = [folder / f".step-000000009.{who}.partial" for who in unknown]
@@ -56,8 +55,8 @@ def test_only_the_dead_are_cleared_away(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.join(DEADLINE_S)
-    folder_names.release_name(busy)
-    old = time.time() - 2 * folder_names.OLD_S
+    folders.release_name(busy)
+    old = time.time() - 2 * folders.OLD_S
     for path in (elsewhere[0] / TENSORS, elsewhere[0], elsewhere[1]):  # in the second, a file is still new
         os.utime(path, (old, old))
     store.save(11, {"step": 11})
@@ -67,22 +66,22 @@ def test_only_the_dead_are_cleared_away(tmp_path: Path) -> None:
 
 def test_a_killed_process_is_dead_before_its_parent_looks(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        left = folder_names.TemporaryFolder(tmp_path, 1, Use.PARTIAL, folder_names._identity(child.pid))
-        assert not folder_names.is_abandoned(left, now=time.time())
+        left = folders.TemporaryFolder(tmp_path, 1, Use.PARTIAL, folders._identity(child.pid))
+        assert not folders.is_abandoned(left, now=time.time())
         before = replace(left, owner=left.owner.rpartition("-")[0] + "-1")  # one that had this number earlier
-        assert folder_names.is_abandoned(before, now=time.time())
+        assert folders.is_abandoned(before, now=time.time())
         child.kill()
         deadline = time.monotonic() + DEADLINE_S
         while ") Z " not in Path(f"/proc/{child.pid}/stat").read_text() and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert folder_names.is_abandoned(left, now=time.time())
+        assert folders.is_abandoned(left, now=time.time())
 
 
 def test_one_that_was_put_aside_by_a_killed_writer_is_used_and_gets_its_name_back(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, {"step": 1})
-    aside = folder_names.new_temporary_folder(tmp_path / "checkpoints", 1, Use.ASIDE)
-    folder_names.release_name(aside)
+    aside = folders.new_temporary_folder(tmp_path / "checkpoints", 1, Use.ASIDE)
+    folders.release_name(aside)
     store.path_of(1).rename(aside)
     found = CheckpointStore(tmp_path).newest()
     assert found is not None

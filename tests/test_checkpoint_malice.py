@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made on purpose, with every digest right. They are refused, and do nothing on the way."""
+"""Checkpoints that an attacker made, with every digest right. They are refused, and do nothing on the way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 
 from lockstep import CheckpointError
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.manifest import MANIFEST, SEAL_BYTES, STATE, TENSORS
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.manifest import MANIFEST, SEAL_BYTES, STATE, TENSORS, verify
 from test_checkpoint import fast_path, split_tensors, write  # noqa: F401  (fast_path is a fixture)
 
 WEIGHT = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -271,7 +270,7 @@ def test_what_is_no_plain_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (path / name).symlink_to(elsewhere)
         refused(path, rf"{name} (is not a plain file|cannot be read: Too many levels of symbolic links)", monkeypatch)
         (path / name).unlink()
-        os.mkfifo(path / name)  # nobody will ever write into it
+        os.mkfifo(path / name)  # no process will ever write into it
         refused(path, rf"{name} is not a plain file", monkeypatch)
         (path / name).unlink()
         (path / name).mkdir()

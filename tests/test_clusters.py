@@ -43,7 +43,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Everybody who has the folder on the command line or in the environment, but for us."""
+    """Processes with the folder on the command line or in the environment, without this one."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], object], what: str, *, within_s: float = DE
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
-    """Whoever is started here gets TMPDIR, and is found by it."""
+    """Processes that are started here get TMPDIR, and are found by it."""
     yield
     try:
         wait_for(lambda: not processes_of(tmp_path), "all processes of the test to be gone", within_s=20)
@@ -225,7 +225,7 @@ def test_srun(slurm: SlurmCluster, alone: str, options: tuple[str, ...]) -> None
 
 @pytest.mark.slow
 @needs_slurm
-def test_srun_on_a_port_that_somebody_has(slurm: SlurmCluster, alone: str) -> None:
+def test_srun_on_a_port_that_is_in_use(slurm: SlurmCluster, alone: str) -> None:
     """Two steps of one job at the same time, each with its own."""
     inner = f"{sys.executable} {DIGITS} {' '.join(SHORT)}"
     both = f"srun --exact -n1 {inner} & srun --exact -n1 {inner} & wait"

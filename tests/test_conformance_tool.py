@@ -91,7 +91,7 @@ def start(tmp_path: Path):
 
 
 def finish(tool: subprocess.Popen[str], *, status: int) -> str:
-    output, _ = tool.communicate(timeout=60)
+    output, _ = tool.communicate(timeout=200)
     assert tool.returncode == status, output
     return output
 
@@ -144,7 +144,7 @@ def test_no_process_is_left_behind(start, tmp_path, name, number):
     wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
 
 
-def wait_until(condition, wait_s: float = 30) -> None:
+def wait_until(condition, wait_s: float = 80) -> None:
     end = time.monotonic() + wait_s
     while not condition():
         assert time.monotonic() < end, f"not so within {wait_s} s"
@@ -197,6 +197,6 @@ def test_a_collective_that_hangs_ends_at_the_deadline(start):
 
 
 @pytest.mark.slow
-def test_a_backend_that_nobody_registers_is_a_wrong_argument(start):
+def test_a_backend_that_is_not_registered_is_a_wrong_argument(start):
     assert "torch.distributed knows" in finish(start("--backend", "backends.missing", tool="backend.py"), status=2)
     assert "cannot import nowhere" in finish(start("--backend", "nowhere.missing", tool="backend.py"), status=2)

@@ -14,21 +14,18 @@ from typing import Any
 import pytest
 
 from lockstep.control import server as module
-from lockstep.control.frames import LARGEST_FRAME_BYTES, Channel
-from lockstep.control.reconnect import ProgressTimeout, backoff
+from lockstep.control.connection import Dial, ProgressTimeout, TcpDial, backoff
 from lockstep.control.remote_store import RemoteStoreClient, connect_store
-from lockstep.control.secret import new_secret
 from lockstep.control.server import LARGEST_BUFFER_BYTES, PUSH_BELOW_BYTES, Server
-from lockstep.control.sockets import Dial, TcpDial
-from lockstep.control.store import ControlStore, StoreEntry
-from lockstep.control.store_client import ClientOptions, ControlError, LocalStoreClient, StoreClient
+from lockstep.control.store import ClientOptions, ControlError, ControlStore, LocalStoreClient, StoreClient, StoreEntry
+from lockstep.control.wire import LARGEST_FRAME_BYTES, Channel, new_secret
 
 SECRET = new_secret()
 OPTIONS = ClientOptions("job/", ttl_s=5.0, answer_timeout_s=2.0)
 
 
 class Loop:
-    """What a supervisor does, as often as it takes."""
+    """What a host agent does, as often as it takes."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -329,7 +326,7 @@ def test_a_lost_connection_comes_back_with_the_same_lease(loop: Loop) -> None:
     under_way: list[Any] = []
     server._drop_all(list(server._connections))
     client.cas("job/other", 1, 0, then=under_way.append)
-    loop.until(lambda: under_way, "it hears that nobody knows")
+    loop.until(lambda: under_way, "it hears that the result is not known")
     assert under_way[0].may_have_happened
     assert "look at the next snapshot" in str(under_way[0])
     assert not client.is_connected
@@ -388,10 +385,10 @@ def test_who_is_silent_or_another_is_given_up_and_said_to_be(loop: Loop) -> None
     loop.until(lambda: "the secrets may differ" in wrong.disconnect_reason, "it is refused")
     with deaf_listener() as address:
         pass
-    nobody = loop.client(TcpDial(*address))
-    loop.until(lambda: "refused" in nobody.disconnect_reason, "nobody is there")
+    client = loop.client(TcpDial(*address))
+    loop.until(lambda: "refused" in client.disconnect_reason, "no server is there")
     answers: list[Any] = []
-    nobody.cas("job/a", 1, 0, then=answers.append)
+    client.cas("job/a", 1, 0, then=answers.append)
     loop.turn(0)
     assert "refused" in str(answers[0])
 
@@ -404,12 +401,12 @@ def test_attempts_become_rarer_and_are_never_all_at_once() -> None:
     assert len({backoff(9, jitter=rng.random()) for _ in range(100)}) == 100
 
 
-def test_somebody_who_refuses_is_not_asked_all_the_time(loop: Loop) -> None:
-    nobody = Liar()
-    nobody.refuses = True
-    loop.client(nobody)
+def test_a_server_that_refuses_is_not_asked_all_the_time(loop: Loop) -> None:
+    refusing = Liar()
+    refusing.refuses = True
+    loop.client(refusing)
     loop.spin(1.0)
-    assert 4 <= nobody.dialled <= 8
+    assert 4 <= refusing.dialled <= 8
 
 
 def test_a_progress_timeout_counts_from_the_first_tick() -> None:
@@ -431,7 +428,7 @@ def test_where_the_store_is_can_be_written_in_two_ways(loop: Loop) -> None:
     bridged = loop.add(
         connect_store("etcd://127.0.0.1:1", SECRET, loop.selector, options=OPTIONS, on_lost=loop.lost.append)
     )
-    loop.until(lambda: "etcd does not answer" in bridged.disconnect_reason, "nobody is there", 10.0)
+    loop.until(lambda: "etcd does not answer" in bridged.disconnect_reason, "no server is there", 10.0)
     with pytest.raises(ValueError, match="names 2 hosts, and only one"):
         connect_store("a:1,b:2", SECRET, loop.selector, options=OPTIONS, on_lost=loop.lost.append)
 
@@ -487,7 +484,7 @@ class Liar:
 WHOLE = {"changes": [["job/a", 5, 1, None]], "revision": 5, "anew": True, "complete": True}
 
 
-def test_a_store_that_talks_nonsense_is_left_and_the_supervisor_lives(loop: Loop) -> None:
+def test_a_store_that_talks_nonsense_is_left_and_the_host_agent_lives(loop: Loop) -> None:
     lies: list[dict[str, Any]] = [
         {}, {"id": 99}, {"id": "1"}, {"id": 1}, {"id": 1, "lease": 7}, {"id": 1, "error": 7},
         {"id": 1, "error": "full"}, {"changes": []}, {**WHOLE, "anew": False},

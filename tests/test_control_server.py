@@ -23,13 +23,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.control import server as module
-from lockstep.control.messages import FIELDS
+from lockstep.control.connection import TcpDial
 from lockstep.control.remote_store import RemoteStoreClient
-from lockstep.control.secret import VARIABLE, read_secret
 from lockstep.control.server import MAX_UNAUTHENTICATED, Server
-from lockstep.control.sockets import TcpDial
-from lockstep.control.store import ControlStore
-from lockstep.control.store_client import ClientOptions
+from lockstep.control.store import ClientOptions, ControlStore
+from lockstep.control.wire import FIELDS, VARIABLE, read_secret
 from test_control_client import Loop
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
@@ -139,7 +137,7 @@ def test_ten_thousand_hostile_messages_and_two_hundred_idle_strangers(capsys: py
         assert report["sent"] >= 10_000
         assert report["wrong"] == []
         assert min(report["kinds"].values()) > 50, report["kinds"]
-        loop.until(lambda: client.revision == revision + len(disturbed) + report["writes"], "nobody else has written")
+        loop.until(lambda: client.revision == revision + len(disturbed) + report["writes"], "no one else has written")
         assert {key: entry for key, entry in client.snapshot().items() if key != "job/pulse"} == records
         assert loop.lost == []
         assert grown < 8 << 20
@@ -302,7 +300,7 @@ def test_a_server_that_is_killed_and_started_again_is_found_again() -> None:
             assert loop.cas(client, "job/mine", 2, 0, leased=True).value == 2
 
 
-def test_a_server_that_is_stopped_for_a_while_forgets_nobody() -> None:
+def test_a_server_that_is_stopped_for_a_while_forgets_no_client() -> None:
     with server_process() as (process, port), honest(port, ttl_s=1.5) as (loop, client):
         loop.cas(client, "job/mine", 1, 0, leased=True)
         process.send_signal(signal.SIGSTOP)

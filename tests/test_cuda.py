@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.ddp.grad_hooks import HookMode
+from lockstep.ddp.autograd_graph import HookMode
+from on_workers import on_workers
 from programs import CASES, Mlp
 
 pytestmark = [
@@ -51,7 +51,7 @@ def train(
             optimizer.step()
             seen.append(bits(module.parameters()))
     if few:
-        assert model.reducer.hook_mode is HookMode.LAST_OF_BUCKET
+        assert model.reducer.core.hooks.mode is HookMode.LAST_OF_BUCKET
     return seen
 
 
@@ -63,11 +63,11 @@ def compare(rank: int, size: int, case: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_on_one_gpu_give_torchs_bits(case: str) -> None:
-    crew(compare, 2, case, False)
+    on_workers(compare, 2, case, False)
 
 
 def test_on_a_stream_of_the_users_own() -> None:
-    crew(compare, 2, "mlp in many buckets", True)
+    on_workers(compare, 2, "mlp in many buckets", True)
 
 
 def few_hooks(rank: int, size: int) -> None:
@@ -75,7 +75,7 @@ def few_hooks(rank: int, size: int) -> None:
 
 
 def test_few_hooks_give_the_same_bits() -> None:
-    crew(few_hooks, 2)
+    on_workers(few_hooks, 2)
 
 
 def alone(rank: int, size: int, case: str) -> None:
@@ -88,7 +88,7 @@ def alone(rank: int, size: int, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["mlp", "mlp, gradients are views", "cnn with batch norm", "frozen part", "lstm"])
 def test_one_worker_over_nccl_gives_the_bits_of_the_bare_module(case: str) -> None:
-    crew(alone, 1, case)
+    on_workers(alone, 1, case)
 
 
 def scaled(rank: int, size: int) -> tuple[list[Any], list[Any]]:
@@ -116,7 +116,7 @@ def scaled(rank: int, size: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_autocast_and_gradient_scaler() -> None:
-    (ours, theirs), (other, _) = crew(scaled, 2)
+    (ours, theirs), (other, _) = on_workers(scaled, 2)
     assert ours == theirs
     assert ours == other
     assert min(ours[0]) < 2.0**10, "the overflow on one worker must be seen by both"
@@ -151,7 +151,7 @@ def peak(rank: int, size: int, wrapped: bool) -> int:
 
 
 def test_gradients_are_handed_over_not_doubled() -> None:
-    bare = crew(peak, 2, False)[0]
-    wrapped = crew(peak, 2, True)[0]
+    bare = on_workers(peak, 2, False)[0]
+    wrapped = on_workers(peak, 2, True)[0]
     bucket = 8 * 2**20
     assert wrapped - bare <= 2 * bucket, f"{(wrapped - bare) / 2**20:.1f} MiB more than the bare module"

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import WorkerFailedError, crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
-from lockstep.ddp.grad_hooks import HookMode
-from lockstep.ddp.join import any_worker_syncs, highest_rank
+from lockstep.ddp.autograd_graph import HookMode
+from lockstep.ddp.wrapper_interface import any_worker_syncs, highest_rank
+from on_workers import WorkerFailedError, on_workers, try_on_workers
 from programs import Mlp, digest
 
 BOTH = [pytest.param(TorchDDP, id="torch"), pytest.param(OurDDP, id="ours")]
@@ -61,7 +61,7 @@ def no_sync(rank: int, size: int, wrapper: type) -> None:
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_no_sync_accumulates_and_the_next_backward_averages_all(wrapper: type) -> None:
-    crew(no_sync, 2, wrapper)
+    on_workers(no_sync, 2, wrapper)
 
 
 class TwoHeads(nn.Module):
@@ -86,7 +86,7 @@ def used_only_earlier(rank: int, size: int, wrapper: type) -> None:
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_what_was_used_only_under_no_sync_is_averaged_too(wrapper: type) -> None:
-    crew(used_only_earlier, 2, wrapper)
+    on_workers(used_only_earlier, 2, wrapper)
 
 
 def static_first_under_no_sync(rank: int, size: int) -> None:
@@ -105,7 +105,7 @@ def static_first_under_no_sync(rank: int, size: int) -> None:
 
 def test_static_graph_with_its_first_backward_under_no_sync() -> None:
     """Torch's class dies here with an internal assertion."""
-    crew(static_first_under_no_sync, 2)
+    on_workers(static_first_under_no_sync, 2)
 
 
 def two_backwards(rank: int, size: int) -> tuple[str, str]:
@@ -136,7 +136,7 @@ def two_backwards(rank: int, size: int) -> tuple[str, str]:
 
 
 def test_two_forwards_two_backwards_are_both_averaged_and_the_same_backward_twice_is_refused() -> None:
-    (first, a), (_, b) = crew(two_backwards, 2)
+    (first, a), (_, b) = on_workers(two_backwards, 2)
     assert "ran a second time" in first
     assert "no_sync" in first
     assert a == b
@@ -160,7 +160,7 @@ def unused_somewhere(rank: int, size: int, wrapper: type, view: bool) -> list[di
 
 @pytest.mark.parametrize("view", [False, True])
 def test_unused_on_some_workers_gets_the_mean_and_unused_on_all_stays(view: bool) -> None:
-    ours, theirs = crew(unused_somewhere, 2, OurDDP, view), crew(unused_somewhere, 2, TorchDDP, view)
+    ours, theirs = on_workers(unused_somewhere, 2, OurDDP, view), on_workers(unused_somewhere, 2, TorchDDP, view)
     assert ours == theirs
     assert ours[0][0]["c.weight"] is None
     assert ours[1][0]["b.weight"] is not None
@@ -178,7 +178,7 @@ def unused_error(rank: int, size: int) -> str:
 
 
 def test_the_unused_parameter_error_names_parameters_and_modules() -> None:
-    for rank, text in enumerate(crew(unused_error, 2)):
+    for rank, text in enumerate(on_workers(unused_error, 2)):
         assert "Expected to have finished reduction in the prior iteration" in text
         assert f"did not receive grad for rank {rank}: c.weight, c.bias" in text
         assert "By module: c: weight, bias" in text
@@ -193,11 +193,11 @@ def skip_unused(rank: int, size: int) -> int:
     assert ddp.module.c.weight.grad is None
     mine = ddp.module.a.weight.grad
     assert torch.equal(mine, mean_over_workers(mine))
-    return ddp.reducer.buckets_reduced
+    return ddp.reducer.core.queue.buckets_reduced
 
 
 def test_buckets_of_unused_parameters_can_be_skipped() -> None:
-    assert crew(skip_unused, 2) == [2, 2]
+    assert on_workers(skip_unused, 2) == [2, 2]
 
 
 # -- kinds of gradients and outputs ----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def strange(rank: int, size: int, wrapper: type, view: bool) -> list[str]:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_complex_empty_scalar_and_transposed_parameters(view: bool) -> None:
-    assert crew(strange, 3, OurDDP, view) == crew(strange, 3, TorchDDP, view)
+    assert on_workers(strange, 3, OurDDP, view) == on_workers(strange, 3, TorchDDP, view)
 
 
 Pair = namedtuple("Pair", "loss extra")
@@ -279,7 +279,7 @@ def outputs(rank: int, size: int, kind: str, find_unused: bool, static: bool) ->
 @pytest.mark.parametrize("kind", ["dataclass", "namedtuple", "dict", "tuple"])
 @pytest.mark.parametrize("mode", ["find unused", "static graph"])
 def test_outputs_of_any_kind_of_which_the_loss_uses_one(kind: str, mode: str) -> None:
-    crew(outputs, 2, kind, mode == "find unused", mode == "static graph")
+    on_workers(outputs, 2, kind, mode == "find unused", mode == "static graph")
 
 
 def create_graph(rank: int, size: int) -> None:
@@ -294,7 +294,7 @@ def create_graph(rank: int, size: int) -> None:
 
 
 def test_create_graph_and_gradient_penalty() -> None:
-    crew(create_graph, 2)
+    on_workers(create_graph, 2)
 
 
 def functional(rank: int, size: int) -> None:
@@ -306,7 +306,7 @@ def functional(rank: int, size: int) -> None:
 
 
 def test_functional_call_leaves_the_modules_own_gradients_alone() -> None:
-    crew(functional, 2)
+    on_workers(functional, 2)
 
 
 # -- who owns the gradients ------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def views(rank: int, size: int, view: bool) -> None:
     backward()
     if view:
         assert weight.grad.data_ptr() == place, "views must stay where the bucket is"
-        flat = ddp.reducer.buckets[-1].flat
+        flat = ddp.reducer.core.queue.buckets[-1].flat
         assert flat.data_ptr() <= weight.grad.data_ptr() < flat.data_ptr() + flat.nbytes
     else:
         assert torch.equal(kept, before), "a gradient that the user kept was overwritten by the next step"
@@ -343,7 +343,7 @@ def views(rank: int, size: int, view: bool) -> None:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_ownership_of_gradients(view: bool) -> None:
-    crew(views, 2, view)
+    on_workers(views, 2, view)
 
 
 def own_buffer(rank: int, size: int) -> None:
@@ -360,7 +360,7 @@ def own_buffer(rank: int, size: int) -> None:
 
 
 def test_gradients_in_a_buffer_of_the_users_own() -> None:
-    crew(own_buffer, 2)
+    on_workers(own_buffer, 2)
 
 
 def memory(rank: int, size: int) -> int:
@@ -378,7 +378,7 @@ def memory(rank: int, size: int) -> int:
 
 def test_there_are_no_gradients_beside_the_bucket() -> None:
     """On a GPU too: test_cuda.py."""
-    assert crew(memory, 2) == [1, 1]
+    assert on_workers(memory, 2) == [1, 1]
 
 
 # -- buckets, order and overlap --------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def overlap(rank: int, size: int) -> tuple[list[Any], int, int]:
 
 
 def test_every_bucket_is_sent_while_the_backward_pass_runs_and_through_a_python_group() -> None:
-    for events, waits, futures in crew(overlap, 2):
+    for events, waits, futures in on_workers(overlap, 2):
         sent = [i for i, (kind, _) in enumerate(events) if kind == "allreduce"]
         last_gradient = max(i for i, (kind, _) in enumerate(events) if kind == "grad")
         assert len(sent) == 3
@@ -475,7 +475,7 @@ def works_with_a_limit(rank: int, size: int) -> None:
 
 
 def test_a_python_group_whose_works_must_be_given_a_time_limit() -> None:
-    crew(works_with_a_limit, 2)
+    on_workers(works_with_a_limit, 2)
 
 
 def no_collective_at_start(rank: int, size: int) -> list[Any]:
@@ -485,7 +485,7 @@ def no_collective_at_start(rank: int, size: int) -> list[Any]:
 
 
 def test_without_init_sync_nothing_is_sent_at_construction() -> None:
-    assert crew(no_collective_at_start, 2) == [[], []]
+    assert on_workers(no_collective_at_start, 2) == [[], []]
 
 
 class RankOrder(nn.Module):
@@ -508,11 +508,11 @@ def rank_order(rank: int, size: int) -> None:
         ddp(torch.randn(2, 8)).sum().backward()
         for p in ddp.parameters():
             assert torch.equal(p.grad, mean_over_workers(p.grad))
-    assert len(ddp.reducer.buckets) > 4
+    assert len(ddp.reducer.core.queue.buckets) > 4
 
 
 def test_workers_whose_gradients_arrive_in_different_orders_still_send_in_one() -> None:
-    crew(rank_order, 2)
+    on_workers(rank_order, 2)
 
 
 # -- buffers ---------------------------------------------------------------------------------------------------------
@@ -552,8 +552,8 @@ def buffers(rank: int, size: int, wrapper: type) -> list[float]:
 
 
 def test_buffers_follow_the_state_of_the_forward_before() -> None:
-    ours = crew(buffers, 2, OurDDP)
-    assert ours == crew(buffers, 2, TorchDDP)
+    ours = on_workers(buffers, 2, OurDDP)
+    assert ours == on_workers(buffers, 2, TorchDDP)
     assert ours[0][0] == ours[1][0]
     assert ours[0][2] != ours[1][2]
 
@@ -572,8 +572,8 @@ def buffer_options(rank: int, size: int, wrapper: type, options: dict[str, bool]
     ids=str,
 )
 def test_buffers_at_start_and_before_forwards(options: dict[str, bool]) -> None:
-    ours = crew(buffer_options, 2, OurDDP, options)
-    assert ours == crew(buffer_options, 2, TorchDDP, options)
+    ours = on_workers(buffer_options, 2, OurDDP, options)
+    assert ours == on_workers(buffer_options, 2, TorchDDP, options)
     equal_at_start = ours[0][0] == ours[1][0]
     assert equal_at_start == (options != {"broadcast_buffers": False})
 
@@ -593,7 +593,7 @@ def replaced_buffer(rank: int, size: int) -> float:
 
 
 def test_a_buffer_that_was_replaced_is_still_synchronised() -> None:
-    first, second = crew(replaced_buffer, 2)
+    first, second = on_workers(replaced_buffer, 2)
     assert first == second
 
 
@@ -618,7 +618,7 @@ def saved(rank: int, size: int) -> str:
 
 
 def test_a_saved_wrapper_works_after_loading() -> None:
-    a, b = crew(saved, 2)
+    a, b = on_workers(saved, 2)
     assert a == b
 
 
@@ -632,7 +632,7 @@ def other_group(rank: int, size: int) -> str:
 
 
 def test_a_wrapper_over_another_group_says_that_it_cannot_be_saved() -> None:
-    assert "default process group" in crew(other_group, 2)[0]
+    assert "default process group" in on_workers(other_group, 2)[0]
 
 
 # -- starting equal --------------------------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ def start_equal(rank: int, size: int) -> str:
 
 
 def test_replicas_start_from_the_weights_of_rank_0() -> None:
-    a, b, c = crew(start_equal, 3)
+    a, b, c = on_workers(start_equal, 3)
     assert a == b == c
     assert a == digest(dict(seeded(Mlp, seed=0).named_parameters()))
 
@@ -658,7 +658,7 @@ def start_different(rank: int, size: int) -> None:
 
 
 def test_replicas_that_start_different_are_detected_and_named() -> None:
-    for outcome in try_crew(start_different, 3):
+    for outcome in try_on_workers(start_different, 3):
         assert "ReplicaMismatchError" in outcome
         assert "2.weight differs between rank 0 and rank 2" in outcome
 
@@ -681,8 +681,8 @@ def other_model(rank: int, size: int, what: str) -> None:
         ("dtype", ["float64"]),
     ],
 )
-def test_different_models_are_refused_by_everybody_with_rank_and_parameter(what: str, words: list[str]) -> None:
-    for outcome in try_crew(other_model, 2, what, timeout_s=30):
+def test_different_models_are_refused_by_all_with_rank_and_parameter(what: str, words: list[str]) -> None:
+    for outcome in try_on_workers(other_model, 2, what, timeout_s=30):
         assert "ReplicaMismatchError" in outcome
         for word in words:
             assert word in outcome
@@ -722,10 +722,10 @@ def compiled(rank: int, size: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_torch_compile(where: str) -> None:
-    crew(compiled, 2, where)
+    on_workers(compiled, 2, where)
 
 
-# -- few hooks (see Note [Few hooks] in ddp/grad_hooks.py) ---------------------------------------------------------
+# -- few hooks (see Note [Few hooks] in ddp/autograd_graph.py) ---------------------------------------------------------
 
 
 class Order(nn.Module):
@@ -759,12 +759,12 @@ def few_hooks(rank: int, size: int) -> list[bool]:
         for p, q, g in zip(ddp.parameters(), local.parameters(), before, strict=True):
             expected = mean_over_workers(q.grad) + (0 if g is None else g)
             torch.testing.assert_close(p.grad, expected)
-        few.append(ddp.reducer.hook_mode is HookMode.LAST_OF_BUCKET)
+        few.append(ddp.reducer.core.hooks.mode is HookMode.LAST_OF_BUCKET)
 
     for _ in range(8):
         step(FORWARD)
     assert few[-1], "never changed over to few hooks"
-    assert len(ddp.reducer.buckets) == 3
+    assert len(ddp.reducer.core.queue.buckets) == 3
     step(BACKWARD)  # gradients come in another order
     assert not few[-1]
     for _ in range(8):
@@ -787,7 +787,7 @@ def few_hooks(rank: int, size: int) -> list[bool]:
 
 
 def test_few_hooks_notice_every_change_of_the_graph() -> None:
-    a, b = crew(few_hooks, 2)
+    a, b = on_workers(few_hooks, 2)
     assert a == b
 
 
@@ -800,7 +800,7 @@ def world_of_one(rank: int, size: int) -> int:
             model(x, FORWARD).sum().backward()
         for p, q in zip(ddp.parameters(), local.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
-    assert ddp.reducer.hook_mode is HookMode.LAST_PARAMETER
+    assert ddp.reducer.core.hooks.mode is HookMode.LAST_PARAMETER
     for steps in range(1, 40):
         ddp.zero_grad()
         try:
@@ -812,7 +812,7 @@ def world_of_one(rank: int, size: int) -> int:
 
 
 def test_a_world_of_one_hardly_listens_and_still_notices_an_unused_parameter() -> None:
-    assert 0 < crew(world_of_one, 1)[0] <= 19
+    assert 0 < on_workers(world_of_one, 1)[0] <= 19
 
 
 # -- wrappers in wrappers, install -----------------------------------------------------------------------------------
@@ -832,7 +832,7 @@ def nested(rank: int, size: int) -> None:
 
 
 def test_a_wrapper_inside_a_wrapper() -> None:
-    crew(nested, 2)
+    on_workers(nested, 2)
 
 
 def rewrapped(rank: int, size: int) -> None:
@@ -843,7 +843,7 @@ def rewrapped(rank: int, size: int) -> None:
         for _ in range(2):
             ddp.zero_grad()
             ddp(torch.randn(2, 16)).sum().backward()
-        assert not ddp.reducer.is_shared
+        assert not ddp.reducer.core.is_shared
         del ddp
     module.zero_grad()
     module(torch.full((1, 16), float(rank))).sum().backward()
@@ -851,7 +851,7 @@ def rewrapped(rank: int, size: int) -> None:
 
 
 def test_a_wrapper_that_is_gone_leaves_no_hooks() -> None:
-    crew(rewrapped, 2)
+    on_workers(rewrapped, 2)
 
 
 def install_everywhere(rank: int, size: int) -> None:
@@ -869,7 +869,7 @@ def install_everywhere(rank: int, size: int) -> None:
 
 
 def test_install_puts_our_class_in_torchs_place() -> None:
-    crew(install_everywhere, 2)
+    on_workers(install_everywhere, 2)
 
 
 def update_group(rank: int, size: int) -> None:
@@ -889,18 +889,18 @@ def update_group(rank: int, size: int) -> None:
 
 
 def test_the_process_group_can_be_changed() -> None:
-    crew(update_group, 3)
+    on_workers(update_group, 3)
 
 
 def test_wrong_arguments() -> None:
     with pytest.raises(WorkerFailedError, match="doesn't have any parameter that requires a gradient"):
-        crew(wrong, 1, "nothing to train")
+        on_workers(wrong, 1, "nothing to train")
     with pytest.raises(WorkerFailedError, match="single element"):
-        crew(wrong, 1, "two devices")
+        on_workers(wrong, 1, "two devices")
     with pytest.raises(WorkerFailedError, match="only work with"):
-        crew(wrong, 1, "device of a cpu module")
+        on_workers(wrong, 1, "device of a cpu module")
     with pytest.raises(WorkerFailedError, match="same type of devices"):
-        crew(wrong, 1, "mixed devices")
+        on_workers(wrong, 1, "mixed devices")
 
 
 def wrong(rank: int, size: int, what: str) -> None:
@@ -939,7 +939,7 @@ def shared_memory(rank: int, size: int, wrapper: type) -> list[Any]:
 
 
 def test_gradients_that_share_memory() -> None:
-    assert crew(shared_memory, 2, OurDDP) == [[[[2.0], [2.0]]] * 4] * 2
+    assert on_workers(shared_memory, 2, OurDDP) == [[[[2.0], [2.0]]] * 4] * 2
 
 
 def skipped_keeps(rank: int, size: int) -> list[float]:
@@ -954,7 +954,7 @@ def skipped_keeps(rank: int, size: int) -> list[float]:
 
 
 def test_a_skipped_bucket_leaves_its_gradients_as_they_are() -> None:
-    assert crew(skipped_keeps, 2) == [[1.0] * 4] * 2
+    assert on_workers(skipped_keeps, 2) == [[1.0] * 4] * 2
 
 
 def used_up(rank: int, size: int) -> bool:
@@ -972,7 +972,7 @@ def used_up(rank: int, size: int) -> bool:
 
 
 def test_a_world_of_one_with_an_optimizer_in_backward_and_a_hook_on_an_accumulator() -> None:
-    assert crew(used_up, 1) == [True]
+    assert on_workers(used_up, 1) == [True]
 
 
 def renewed(rank: int, size: int) -> list[int]:
@@ -991,8 +991,8 @@ def renewed(rank: int, size: int) -> list[int]:
     return counts
 
 
-def test_only_accumulators_that_nobody_else_holds_are_renewed() -> None:
-    assert crew(renewed, 1) == [[6, 4]]
+def test_only_accumulators_without_other_references_are_renewed() -> None:
+    assert on_workers(renewed, 1) == [[6, 4]]
 
 
 def two_losses(rank: int, size: int) -> float:
@@ -1006,7 +1006,7 @@ def two_losses(rank: int, size: int) -> float:
 
 
 def test_a_world_of_one_may_go_backward_twice() -> None:
-    assert crew(two_losses, 1) == [3.0]
+    assert on_workers(two_losses, 1) == [3.0]
 
 
 def raised_midway(rank: int, size: int) -> list[bool]:
@@ -1027,4 +1027,4 @@ def raised_midway(rank: int, size: int) -> list[bool]:
 
 
 def test_gradients_accumulated_before_an_error_are_given_back() -> None:
-    assert crew(raised_midway, 2) == [[True] * 6] * 2
+    assert on_workers(raised_midway, 2) == [[True] * 6] * 2

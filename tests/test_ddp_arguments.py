@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
+from on_workers import on_workers
 from programs import Mlp
 from test_ddp import Counter, Recorder, Written, mean_over_workers, seeded
 
@@ -32,12 +32,12 @@ def saved_settings(rank: int, size: int) -> list[Any]:
     loaded = torch.load(file, weights_only=False)
     for _ in range(3):
         loaded(torch.ones(2, 16)).sum().backward()
-    sizes = [bucket.numel for bucket in loaded.reducer.buckets]
-    return [sizes, loaded.bucket_bytes_cap, loaded.reducer.queue.ownership.name, loaded.forward_sync_buffers]
+    sizes = [bucket.numel for bucket in loaded.reducer.core.queue.buckets]
+    return [sizes, loaded.bucket_bytes_cap, loaded.reducer.core.queue.ownership.name, loaded.forward_sync_buffers]
 
 
 def test_a_saved_wrapper_keeps_its_settings() -> None:
-    assert crew(saved_settings, 2) == [[[650, 4160, 1088], 2097, "BUCKET_VIEW", False]] * 2
+    assert on_workers(saved_settings, 2) == [[[650, 4160, 1088], 2097, "BUCKET_VIEW", False]] * 2
 
 
 # -- complex buckets travel as reals -----------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def complex_on_the_wire(rank: int, size: int) -> list[Any]:
 
 def test_complex_gradients_are_sent_as_pairs_of_reals() -> None:
     """NCCL and others cannot add complex numbers; Gloo can, so only the size on the wire tells."""
-    assert crew(complex_on_the_wire, 2) == [[("allreduce", 6)]] * 2
+    assert on_workers(complex_on_the_wire, 2) == [[("allreduce", 6)]] * 2
 
 
 # -- install, in modules that are loaded already -----------------------------------------------------------------
@@ -80,7 +80,7 @@ def install_late(rank: int, size: int) -> list[str]:
 
 
 def test_install_reaches_names_that_were_imported_before() -> None:
-    assert crew(install_late, 2) == [["lockstep.ddp.wrapper"] * 2] * 2
+    assert on_workers(install_late, 2) == [["lockstep.ddp.wrapper"] * 2] * 2
 
 
 # -- compile -----------------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ def compiled_graphs(rank: int, size: int, wrapper: type, where: str) -> tuple[in
 
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_compiled_graphs_are_cut_at_bucket_borders_and_the_wrapper_is_not_compiled(where: str) -> None:
-    ours = crew(compiled_graphs, 2, OurDDP, where)
+    ours = on_workers(compiled_graphs, 2, OurDDP, where)
     assert ours[0][0] > 1, "one graph: Dynamo did not see the wrapper that was running"
-    assert ours == crew(compiled_graphs, 2, TorchDDP, where)
+    assert ours == on_workers(compiled_graphs, 2, TorchDDP, where)
 
 
 # -- delay_all_reduce_named_params -------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def delayed(rank: int, size: int, wrapper: type, names: list[str]) -> None:
 
 def test_delayed_parameters_are_averaged_when_backward_returns() -> None:
     """Torch's class does not wait for them."""
-    crew(delayed, 2, OurDDP, ["4.weight", "4.bias"])
+    on_workers(delayed, 2, OurDDP, ["4.weight", "4.bias"])
 
 
 def delayed_after_loading(rank: int, size: int) -> None:
@@ -161,7 +161,7 @@ def delayed_after_loading(rank: int, size: int) -> None:
 
 
 def test_delayed_parameters_are_still_averaged_after_loading() -> None:
-    crew(delayed_after_loading, 2)
+    on_workers(delayed_after_loading, 2)
 
 
 # -- mixed_precision ---------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def mixed(rank: int, size: int) -> list[str]:
     (x,), kwargs = ddp._pre_forward(torch.ones(1, 2), y=torch.ones(1))
     weight = ddp.module.linear.weight
     dtypes = [weight.dtype, weight._mp_param.dtype, ddp.module.seen.dtype, x.dtype, kwargs["y"].dtype]
-    dtypes += [bucket.dtype for bucket in ddp.reducer.buckets]
+    dtypes += [bucket.dtype for bucket in ddp.reducer.core.queue.buckets]
     with pytest.raises(RuntimeError, match="can only be called once"):  # its own hook is there
         ddp.register_comm_hook(None, lambda state, bucket: None)
     return [str(dtype) for dtype in dtypes]
@@ -184,7 +184,7 @@ def mixed(rank: int, size: int) -> list[str]:
 
 def test_mixed_precision_is_prepared() -> None:
     """All of it that runs without an accelerator: copies, buffers, inputs and buckets in low precision."""
-    assert crew(mixed, 1) == [["torch.float32"] + ["torch.bfloat16"] * 5]
+    assert on_workers(mixed, 1) == [["torch.float32"] + ["torch.bfloat16"] * 5]
 
 
 # -- hooks for buffers -------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ def buffer_hook(rank: int, size: int, wrapper: type, place: str) -> list[Any]:
 
 @pytest.mark.parametrize("place", ["PRE_FORWARD", "POST_FORWARD"])
 def test_a_hook_for_buffers_takes_the_place_of_the_broadcast(place: str) -> None:
-    ours = crew(buffer_hook, 2, OurDDP, place)
-    assert ours == crew(buffer_hook, 2, TorchDDP, place)
+    ours = on_workers(buffer_hook, 2, OurDDP, place)
+    assert ours == on_workers(buffer_hook, 2, TorchDDP, place)
     assert ours[0][0] == [["seen"]] * 3
 
 
@@ -237,7 +237,7 @@ def logged(rank: int, size: int, wrapper: type) -> dict[str, Any]:
 
 
 def test_logging_data_is_torchs() -> None:
-    assert crew(logged, 2, OurDDP) == crew(logged, 2, TorchDDP)
+    assert on_workers(logged, 2, OurDDP) == on_workers(logged, 2, TorchDDP)
 
 
 # -- device_mesh -------------------------------------------------------------------------------------------------
@@ -264,4 +264,4 @@ def over_mesh(rank: int, size: int) -> list[Any]:
 
 
 def test_gradients_are_averaged_over_a_device_mesh() -> None:
-    assert crew(over_mesh, 4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert on_workers(over_mesh, 4) == [[0, 2], [1, 3], [0, 2], [1, 3]]

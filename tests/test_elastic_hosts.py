@@ -1,4 +1,4 @@
-"""Runs on several hosts: network namespaces of this machine, with a supervisor and real workers in each.
+"""Runs on several hosts: network namespaces of this machine, with a host agent and real workers in each.
 
 They need root and iproute2, and are skipped without. What can be tried without a network, or over the loopback, is here
 too. chaos/training_hosts.py has the same hosts, and many more cuts.
@@ -124,7 +124,7 @@ def test_any_number_of_hosts_computes_what_one_worker_does(
     check(fleet, undisturbed)
     assert "workers over hierarchy" in fleet.output("ada")
     assert len(list((fleet.folder / "ends").iterdir())) == count * workers
-    assert [event["event"] for event in fleet.events("bob")].count("generation") == 1  # nobody formed another
+    assert [event["event"] for event in fleet.events("bob")].count("generation") == 1  # no other was formed
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_is_left_out(stage: Stage,
 
 @pytest.mark.slow
 @needs_hosts
-def test_a_cut_that_is_shorter_than_a_lease_costs_nobody(stage: Stage, undisturbed: str) -> None:
+def test_a_cut_that_is_shorter_than_a_lease_costs_no_worker(stage: Stage, undisturbed: str) -> None:
     fleet = stage.fleet(2, 1)
     fleet.start()
     fleet.await_members(2)
@@ -239,7 +239,7 @@ def test_a_host_that_begins_before_the_store_is_there_waits_for_it(stage: Stage,
     fleet = stage.fleet(2, 1)
     fleet.start("bob")
     fleet.await_(lambda: "waiting for the control store" in fleet.output("bob"), "a word about it")
-    assert fleet.pids("bob") == {}  # nobody is started for nothing
+    assert fleet.pids("bob") == {}  # no worker is started for nothing
     fleet.start("ada")
     fleet.await_members(2)
     check(fleet, undisturbed)
@@ -359,7 +359,7 @@ def test_sigterm_on_one_host_saves_and_ends_all_of_them(stage: Stage) -> None:
 
 @needs_etcd
 def test_with_an_etcd_no_host_is_special(tmp_path: Path, undisturbed: str) -> None:
-    """Over the loopback. The supervisor that came first is killed, and started again with the same secret."""
+    """Over the loopback. The host agent that came first is killed, and started again with the same secret."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, peer = one.getsockname()[1], other.getsockname()[1]
     here, there = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
@@ -401,7 +401,7 @@ class Loopbacks:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="nsenter needs root")
-def test_two_supervisors_may_share_a_machine(tmp_path: Path, undisturbed: str) -> None:
+def test_two_host_agents_may_share_a_machine(tmp_path: Path, undisturbed: str) -> None:
     with Fleet(tmp_path, Loopbacks.of(2), 1, steps=STEPS) as fleet:
         fleet.start()
         check(fleet, undisturbed)
@@ -469,11 +469,11 @@ def test_shares_are_even_and_the_first_have_the_rest(total: int, many: int, shar
 
 
 def test_names_are_never_used_again_and_people_read_the_old_ones() -> None:
-    first, second = (make_host_name({"LOCKSTEP_HOST": " rack 7/node.3 "}) for _ in range(2))
+    first, second = (make_host_name("rack 7/node.3") for _ in range(2))
     assert first != second
     assert display_name(first) == display_name(second) == "rack-7-node-3"
-    assert display_name(make_host_name({"LOCKSTEP_HOST": "..."})) == "host"
-    assert display_name(make_host_name({})) == socket.gethostname().partition(".")[0]
+    assert display_name(make_host_name("...")) == "host"
+    assert display_name(make_host_name(None)) == socket.gethostname().partition(".")[0]
     named = name_workers(f"{first}.0 and {second}.12 join")
     assert named == "worker 0 on rack-7-node-3 and worker 12 on rack-7-node-3 join"
     assert name_workers("1.5 and 10.77.0.1 stay") == "1.5 and 10.77.0.1 stay"
@@ -487,7 +487,7 @@ def test_jobs_with_different_secrets_do_not_meet() -> None:
 
 def test_the_network_that_leads_to_the_rendezvous_is_found() -> None:
     assert interface_to("127.0.0.1:1") == "lo"
-    assert interface_to("nobody.invalid:1") is None
+    assert interface_to("unknown.invalid:1") is None
     route = Path("/proc/net/route").read_text().splitlines()[1:]
     default = [line.split()[0] for line in route if line.split()[1] == "00000000"]
     if default:
@@ -511,10 +511,10 @@ def test_a_secret_is_not_shown() -> None:
 
 def test_what_is_said_about_the_store() -> None:
     contact = HostContact(some_hosts(give_up_s=60.0))
-    assert contact.update_store(100.0, trouble="nobody answers") == []  # perhaps in a moment
-    (line,) = contact.update_store(100.0 + SAY_AFTER_S, trouble="nobody answers")
-    assert line == "waiting for the control store: nobody answers; giving up in 59 s"
-    assert contact.update_store(105.0, trouble="nobody answers") == []
+    assert contact.update_store(100.0, trouble="no answer") == []  # perhaps in a moment
+    (line,) = contact.update_store(100.0 + SAY_AFTER_S, trouble="no answer")
+    assert line == "waiting for the control store: no answer; giving up in 59 s"
+    assert contact.update_store(105.0, trouble="no answer") == []
     assert not contact.should_give_up(159.0)
     assert contact.should_give_up(160.0)
     assert contact.update_store(161.0, trouble="") == ["the control store at 10.77.0.1:29400 can be reached"]
@@ -539,8 +539,8 @@ def test_what_is_said_about_other_hosts() -> None:
 
 def test_a_rendezvous_without_an_address_is_waited_for_and_given_up() -> None:
     said: list[str] = []
-    with pytest.raises(LockstepError, match=r"'nobody\.invalid' has no address .*; gave up after 0\.3 s"):
-        wait_for_address(some_hosts(where="nobody.invalid:1", give_up_s=0.3), said.append)
+    with pytest.raises(LockstepError, match=r"'unknown\.invalid' has no address .*; gave up after 0\.3 s"):
+        wait_for_address(some_hosts(where="unknown.invalid:1", give_up_s=0.3), said.append)
     assert len(said) == 1
     assert "waiting until it has, at most 0.3 s" in said[0]
     wait_for_address(some_hosts(where="127.0.0.1:1"), said.append)

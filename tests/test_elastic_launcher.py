@@ -50,7 +50,7 @@ def wait_for(path: Path, *, within_s: float = 60.0) -> bool:
     return path.exists()
 
 
-def test_nobody_waits_for_a_screen_that_does_not_read(tmp_path: Path) -> None:
+def test_no_worker_waits_for_a_screen_that_does_not_read(tmp_path: Path) -> None:
     """A paused `less`, say. Workers write more than all pipes hold, and still come to the end."""
     with launch(tmp_path, env={"LINES": "2000"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
         try:

@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 
 from lockstep import faults
-from lockstep.control import json_pipe as lines
-from lockstep.control.json_pipe import JsonPipe, JsonPipeError, MessageParser, encode
-from lockstep.control.store import LARGEST_VALUE_BYTES, ControlStore
-from lockstep.control.store_client import ClientOptions, LocalStoreClient
+from lockstep.control.store import LARGEST_VALUE_BYTES, ClientOptions, ControlStore, LocalStoreClient
+from lockstep.elastic import agent_client as lines
+from lockstep.elastic.agent_client import JsonPipe, JsonPipeError, MessageParser, encode
 from lockstep.elastic.host_workers import HostWorkers
 from lockstep.elastic.membership import GenerationPhase, Standing, Want
 from lockstep.elastic.records import PREFIX, Keys, Records
-from lockstep.elastic.restart_policy import (
+from lockstep.elastic.worker_state import (
     FEWEST,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -47,7 +46,7 @@ CALL_LOG, KEYS = Keys(PREFIX).call_log, Keys(PREFIX).values
 
 @pytest.fixture
 def pair() -> Iterator[tuple[JsonPipe, socket.socket]]:
-    """The supervisor's end, and the worker's, which blocks for a while at most."""
+    """The host agent's end, and the worker's, which blocks for a while at most."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(5)
     with ours, theirs:
@@ -93,7 +92,7 @@ def test_a_line_brings_messages_both_ways_and_ends_with_the_other_side(pair: tup
     assert pipe.receive() == [{"say": "end"}]
     assert pipe.ended
     assert pipe.receive() == []
-    pipe.send({"do": "leave"})  # to nobody: no error, and nothing waits
+    pipe.send({"do": "leave"})  # not read by anything: no error, and nothing waits
     assert not pipe.has_unsent
 
 
@@ -104,7 +103,7 @@ def test_garbage_ends_a_line(pair: tuple[JsonPipe, socket.socket]) -> None:
     assert pipe.ended
 
 
-def test_a_worker_that_does_not_read_blocks_nobody(pair: tuple[JsonPipe, socket.socket]) -> None:
+def test_a_worker_that_does_not_read_blocks_no_other(pair: tuple[JsonPipe, socket.socket]) -> None:
     pipe, worker = pair
     began_s = time.monotonic()
     sent = 0
@@ -353,7 +352,7 @@ def coded(value: bytes) -> str:
 
 
 def test_where_a_run_is_and_how_far_it_has_come(stages: Any) -> None:
-    """After everybody was lost it is where it began, and makes steps that were made before."""
+    """After all were lost it is where it began, and makes steps that were made before."""
     stage = stages(1, 1, 1)
     (first,) = stage.cast(1)
     first.say("beat", position=[7, 0])
@@ -399,7 +398,7 @@ def test_whom_an_earlier_run_blamed_is_nothing_to_us(stages: Any) -> None:
     assert stage.records.failure == {"status": 3, "why": "now"}
 
 
-def test_whoever_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages: Any) -> None:
+def test_a_worker_that_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages: Any) -> None:
     """Another host formed it with one of ours and broke it, before we had looked."""
     theirs = stages(workers=2)
     ours = stages(workers=2, store=theirs.store, host="h1")
@@ -419,7 +418,7 @@ def test_whoever_hears_of_a_generation_when_it_is_over_is_not_waited_for(stages:
     assert mine.told("leave") == []
 
 
-def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(stages: Any) -> None:
+def test_a_worker_that_says_hello_is_welcomed_and_none_joins_before_all_are_there(stages: Any) -> None:
     stage = stages(workers=2)
     first = stage.enter(slot=0)
     (welcome,) = first.told("welcome")
@@ -446,7 +445,7 @@ def test_whoever_says_hello_is_welcomed_and_nobody_joins_before_all_are_there(st
     assert [event for event, _ in stage.events.events] == ["generation"]
 
 
-def test_fewer_than_wanted_begin_when_nobody_else_is_on_the_way(stages: Any) -> None:
+def test_fewer_than_wanted_begin_when_no_other_is_on_the_way(stages: Any) -> None:
     stage = stages(workers=3, least=2)
     first, second, third = (stage.enter(slot) for slot in range(3))
     first.ready()
@@ -502,7 +501,7 @@ def test_one_that_is_told_to_join_and_lost_before_it_did_is_missed(stages: Any) 
     assert stage.members == (first.id,)
 
 
-def test_whoever_is_inside_a_generation_that_is_over_is_killed(stages: Any) -> None:
+def test_a_worker_inside_a_generation_that_is_over_is_killed(stages: Any) -> None:
     stage = stages(workers=2)
     first, second = stage.cast(2)
     stage.host_workers.remove(second.id, done=False)
@@ -701,7 +700,7 @@ def test_delete_and_nonsense(stages: Any) -> None:
     assert actor.answer(actor.ask("frobnicate", "k")) == [None]
 
 
-def test_a_value_that_the_store_does_not_take_does_not_end_the_supervisor(stages: Any) -> None:
+def test_a_value_that_the_store_does_not_take_does_not_end_the_host_agent(stages: Any) -> None:
     stage = stages(workers=1)
     (actor,) = stage.cast(1)
     actor.ask("set", "k", b"x" * LARGEST_VALUE_BYTES)
@@ -739,7 +738,7 @@ def test_more_are_wanted_and_then_fewer(stages: Any) -> None:
     stage.records.set_want(Want(3, 1, 3))
     stage.act()
     assert stage.records.want.workers == 3
-    assert first.told("close") == []  # nobody is there yet
+    assert first.told("close") == []  # none is there yet
     second, third = stage.enter(slot=1), stage.enter(slot=2)
     assert second.told("welcome")[0]["wanted"] == 3
     second.ready(told=1)
@@ -980,7 +979,7 @@ def test_a_fault_strikes_where_all_that_it_says_fits(deaths: list[Any]) -> None:
     assert deaths == []
     pass_by("reduced", step=2, worker="h0.1")
     assert deaths == [("reduced", signal.SIGKILL)]
-    pass_by("reduced", step=2)  # once, should somebody survive it
+    pass_by("reduced", step=2)  # once, should a worker survive it
     pass_by("applied", rank=0)
     pass_by("applied", rank=1)
     assert len(deaths) == 1

@@ -20,12 +20,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.control.etcd import Bridge
-from lockstep.control.etcd_gateway import Etcd, Gateway, Unreachable
+from lockstep.control.connection import parse_addresses
+from lockstep.control.etcd import Bridge, Etcd, Gateway, Unreachable
 from lockstep.control.remote_store import RemoteStoreClient
-from lockstep.control.secret import new_secret
-from lockstep.control.sockets import parse_addresses
-from lockstep.control.store_client import ClientOptions
+from lockstep.control.store import ClientOptions
+from lockstep.control.wire import new_secret
 from test_control_client import Loop
 
 ETCD = os.environ.get("ETCD") or shutil.which("etcd")
@@ -53,11 +52,11 @@ class Cluster:
     def start(self, *members: int) -> None:
         for member in members:
             here, peer = (f"http://127.0.0.1:{ports[member]}" for ports in (self.ports, self._peer_ports))
-            everybody = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peer_ports))
+            peers = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peer_ports))
             options = {
                 "name": f"m{member}", "data-dir": self.folder / f"m{member}", "listen-client-urls": here,
                 "advertise-client-urls": here, "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
-                "initial-cluster": everybody,
+                "initial-cluster": peers,
             }  # fmt: skip
             command = [f"--{name}={value}" for name, value in options.items()]
             with (self.folder / f"m{member}.log").open("ab") as log:
@@ -97,7 +96,7 @@ def cluster(folder: Path, members: int = 1) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One that nobody kills."""
+    """One that is not killed."""
     with cluster(tmp_path_factory.mktemp("etcd")) as one:
         yield one
 
@@ -260,7 +259,7 @@ def test_a_bridge_that_is_killed_or_stuck_is_replaced(team: Team, etcd: Cluster)
         os.kill(team.pid_of(0), number)
         heard: list[Any] = []
         client.cas("bridge/other", 1, 0, then=heard.append)
-        team.until(lambda heard=heard: heard, "it is told that nobody knows", 10.0)
+        team.until(lambda heard=heard: heard, "it is told that the result is not known", 10.0)
         assert heard[0].may_have_happened
         team.connected(client, within_s=10.0)
     assert team.pid_of(0) != first
@@ -269,7 +268,7 @@ def test_a_bridge_that_is_killed_or_stuck_is_replaced(team: Team, etcd: Cluster)
 
 
 @needs_etcd
-def test_a_bridge_ends_when_its_supervisor_does(etcd: Cluster) -> None:
+def test_a_bridge_ends_when_its_host_agent_does(etcd: Cluster) -> None:
     bridge = Bridge(etcd.url, SECRET)
     sock = bridge()
     process = bridge._process

@@ -1,4 +1,4 @@
-"""The examples, as somebody would start them: one digest, whatever the launcher and the number of workers.
+"""The examples, as a user would start them: one digest, whatever the launcher and the number of workers.
 
 Their full runs are in `make convergence`.
 """

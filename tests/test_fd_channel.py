@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from lockstep.data import fd_channel
-from lockstep.data.fd_channel import FdChannel
+from lockstep.data.packed_batch import FdChannel, receive_fd
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def read(handle: int) -> bytes:
 
 def test_descriptors_are_received_in_order(channel):
     labels = [send(channel, text) for text in (b"one", b"two", b"three")]
-    assert [read(fd_channel.receive(channel.number, label)) for label in labels] == [b"one", b"two", b"three"]
+    assert [read(receive_fd(channel.number, label)) for label in labels] == [b"one", b"two", b"three"]
 
 
 def test_a_descriptor_is_received_from_another_process(channel):
@@ -45,23 +44,23 @@ def test_a_descriptor_is_received_from_another_process(channel):
         send(channel, b"from a child")
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert read(fd_channel.receive(channel.number, 1)) == b"from a child"
+    assert read(receive_fd(channel.number, 1)) == b"from a child"
 
 
 def test_descriptors_of_a_batch_that_was_never_sent_are_closed(channel):
     before = len(os.listdir("/proc/self/fd"))
     send(channel, b"of a batch that could not be pickled")
     label = send(channel, b"of the next one")
-    assert read(fd_channel.receive(channel.number, label)) == b"of the next one"
+    assert read(receive_fd(channel.number, label)) == b"of the next one"
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_memory_that_is_missing_is_an_error(channel):
     label = send(channel, b"one")
     send(channel, b"two")
-    assert read(fd_channel.receive(channel.number, label)) == b"one"
+    assert read(receive_fd(channel.number, label)) == b"one"
     with pytest.raises(ConnectionError, match="memory 1 of a loader process is missing, and 2 came"):
-        fd_channel.receive(channel.number, label)
+        receive_fd(channel.number, label)
 
 
 def test_closing_leaves_nothing_open():

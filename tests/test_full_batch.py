@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from crew import crew
 from lockstep.data.sample_order import Shuffled, shard_ranges
+from on_workers import on_workers
 from runs import PROGRAMS, Bags, Cnn, Gpt, Program, Resnet, data, mlp, predict_tokens, sgd, use
 
 BATCH, EPOCHS, SEED = 32, 2, 7
@@ -80,7 +80,7 @@ def with_shards(module: nn.Module, shards: int) -> nn.Module:
 
 
 def in_one_go(program: Program, initial: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What anybody would write for one process."""
+    """A plain loop for one process."""
     torch.manual_seed(0)
     model = program.build()
     model.load_state_dict(initial)
@@ -102,7 +102,7 @@ def in_one_go(program: Program, initial: dict[str, Tensor]) -> dict[str, Tensor]
     return state
 
 
-def on_workers(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
+def gradients_of_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
     use(backend, store, rank, size)
     found = {}
     for name, program in CASES.items():
@@ -120,7 +120,7 @@ def on_workers(rank: int, size: int, backend: str, store: str) -> dict[str, Any]
 def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
     size, backend = request.param
     with tempfile.TemporaryDirectory() as folder:
-        return crew(on_workers, size, backend, f"{folder}/store", timeout_s=100)[0]
+        return on_workers(gradients_of_all, size, backend, f"{folder}/store", timeout_s=100)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crew import crew
+from on_workers import on_workers
 from runs import Bags, Program, adamw, mlp, sgd, train, use
 
 
@@ -94,7 +94,7 @@ def alone() -> dict[str, tuple[str, float]]:
 def test_the_same_bits_on_any_number_of_workers(
     tmp_path: Path, size: int, backend: str, alone: dict[str, tuple[str, float]]
 ) -> None:
-    for found in crew(train_all, size, backend, str(tmp_path / "store"), timeout_s=120):
+    for found in on_workers(train_all, size, backend, str(tmp_path / "store"), timeout_s=200):
         assert {name: found[name] for name in alone if found[name] != alone[name]} == {}
 
 

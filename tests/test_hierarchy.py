@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lockstep
-from crew import WorkerFailedError, crew
 from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
-from lockstep.comm.host_layout import MAX_CHUNK_BYTES, MIN_PIECE_BYTES, chunk_bytes, group_by_host, split_range
+from lockstep.comm.host_groups import MAX_CHUNK_BYTES, MIN_PIECE_BYTES, chunk_bytes, group_by_host, split_range
 from lockstep.comm.pipelined_collectives import SMALL_BYTES
-from lockstep.world.environment import identify_host
+from lockstep.process_identity import identify_host
+from on_workers import WorkerFailedError, on_workers
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, NARROW, kinds_of, reduced, same_bits, some
 
 EVEN, MIXED, UNEVEN, SINGLE, APART = "aabb", "abab", "aab", "aa", "ab"
@@ -117,12 +117,12 @@ def near(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize("hosts", ["aabb", *(pytest.param(one, marks=pytest.mark.slow) for one in ("abcd", "aaaa"))])
 def test_an_exact_reduction_has_the_bits_of_one_tree_over_all_workers(hosts):
-    crew(reduce_everything, len(hosts), hosts, True)
+    on_workers(reduce_everything, len(hosts), hosts, True)
 
 
 @pytest.mark.parametrize("hosts", [UNEVEN, *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in (EVEN, MIXED))])
 def test_every_reduction_and_dtype_with_the_same_bits_everywhere(hosts):
-    digests = crew(reduce_everything, len(hosts), hosts, False)
+    digests = on_workers(reduce_everything, len(hosts), hosts, False)
     assert all(other == digests[0] for other in digests)
 
 
@@ -151,7 +151,7 @@ def move_everything(rank: int, size: int, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ALL_LAYOUTS)
 def test_what_is_moved_arrives(hosts):
-    crew(move_everything, len(hosts), hosts)
+    on_workers(move_everything, len(hosts), hosts)
 
 
 def call_through_torch(rank: int, size: int, hosts: str) -> None:
@@ -202,7 +202,7 @@ def call_through_torch(rank: int, size: int, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
 def test_torch_distributed_works_on_it(hosts):
-    crew(call_through_torch, len(hosts), hosts)
+    on_workers(call_through_torch, len(hosts), hosts)
 
 
 def run_ahead(rank: int, size: int, hosts: str) -> list[float]:
@@ -223,7 +223,7 @@ def run_ahead(rank: int, size: int, hosts: str) -> list[float]:
 
 
 def test_many_in_flight_end_in_order():
-    for found in crew(run_ahead, 4, EVEN):
+    for found in on_workers(run_ahead, 4, EVEN):
         assert found == [4.0 * number for number in range(30)]
 
 
@@ -242,7 +242,7 @@ def without_shared_memory(rank: int, size: int) -> float:
 
 
 def test_without_shared_memory_it_still_works():
-    assert crew(without_shared_memory, 4) == [4.0] * 4
+    assert on_workers(without_shared_memory, 4) == [4.0] * 4
 
 
 def bucket_memory(rank: int, size: int) -> float:
@@ -258,7 +258,7 @@ def bucket_memory(rank: int, size: int) -> float:
 
 
 def test_the_group_gives_memory_for_buckets():
-    assert crew(bucket_memory, 4) == [6.0] * 4
+    assert on_workers(bucket_memory, 4) == [6.0] * 4
 
 
 def disagree(rank: int, size: int) -> None:
@@ -267,7 +267,7 @@ def disagree(rank: int, size: int) -> None:
 
 def test_workers_must_agree_on_exactness():
     with pytest.raises(WorkerFailedError, match=r"exact=True.*exact=False.*LOCKSTEP_EXACT"):
-        crew(disagree, 2)
+        on_workers(disagree, 2)
 
 
 def wrong_arguments(rank: int, size: int) -> None:
@@ -282,7 +282,7 @@ def wrong_arguments(rank: int, size: int) -> None:
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():
-    crew(wrong_arguments, 2)
+    on_workers(wrong_arguments, 2)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -326,11 +326,11 @@ def train_twice(rank: int, size: int, hosts: str, sort: str) -> tuple[bytes, byt
 @pytest.mark.parametrize("sort", ["torch", "ours", "fsdp"])
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
 def test_training_gives_what_it_gives_on_gloo(hosts, sort):
-    assert len({here for here, _ in crew(train_twice, len(hosts), hosts, sort)}) == 1
+    assert len({here for here, _ in on_workers(train_twice, len(hosts), hosts, sort)}) == 1
 
 
 def test_on_two_workers_training_has_the_bits_it_has_on_gloo():
-    assert all(here == on_gloo for here, on_gloo in crew(train_twice, 2, APART, "ours"))
+    assert all(here == on_gloo for here, on_gloo in on_workers(train_twice, 2, APART, "ours"))
 
 
 def beside_gloo(rank: int, size: int) -> str:
@@ -347,4 +347,4 @@ def beside_gloo(rank: int, size: int) -> str:
 
 
 def test_beside_another_backend_it_leaves_that_one_its_devices():
-    assert crew(beside_gloo, 2) == ["HierarchicalGroup"] * 2
+    assert on_workers(beside_gloo, 2) == ["HierarchicalGroup"] * 2

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from crew import crew
 from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
 from lockstep.comm.pipelined_collectives import PipelinedCollectives, StagedCollectives
+from on_workers import on_workers
 from plain import KINDS, reduced, same_bits, some
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -82,7 +82,7 @@ def everything(rank: int, size: int, hosts: str, exact: bool) -> str:
 
 @pytest.mark.parametrize(("hosts", "exact"), [("aabb", True), ("aabb", False), ("aab", False), ("ab", True)])
 def test_every_collective(hosts, exact):
-    assert set(crew(everything, len(hosts), hosts, exact, timeout_s=120)) == {"PipelinedCollectives"}
+    assert set(on_workers(everything, len(hosts), hosts, exact, timeout_s=120)) == {"PipelinedCollectives"}
 
 
 def refuse(*args: Any, **options: Any) -> None:
@@ -99,7 +99,7 @@ def through_host_memory(rank: int, size: int) -> str:
 
 
 def test_without_shared_memory_it_goes_through_host_memory():
-    assert crew(through_host_memory, 4) == ["StagedCollectives"] * 4
+    assert on_workers(through_host_memory, 4) == ["StagedCollectives"] * 4
 
 
 def follow_streams(rank: int, size: int) -> bool:
@@ -129,7 +129,7 @@ def follow_streams(rank: int, size: int) -> bool:
 
 
 def test_collectives_are_ordered_on_streams():
-    assert all(crew(follow_streams, 4, timeout_s=120))
+    assert all(on_workers(follow_streams, 4, timeout_s=120))
 
 
 def train(rank: int, size: int, sort: str) -> tuple[bytes, bool]:
@@ -153,7 +153,7 @@ def train(rank: int, size: int, sort: str) -> tuple[bytes, bool]:
 
 @pytest.mark.parametrize("sort", ["torch", "ours"])
 def test_training_gives_what_it_gives_on_gloo(sort):
-    results = crew(train, 4, sort, timeout_s=120)
+    results = on_workers(train, 4, sort, timeout_s=120)
     assert len({weights for weights, _ in results}) == 1
     assert all(near for _, near in results)
 
@@ -177,4 +177,4 @@ def beside_nccl(rank: int, size: int) -> tuple[str, int]:
 
 
 def test_beside_nccl_it_has_the_tensors_of_the_cpu_only():
-    assert crew(beside_nccl, 2) == [("HierarchicalGroup", 2)] * 2
+    assert on_workers(beside_nccl, 2) == [("HierarchicalGroup", 2)] * 2

@@ -1,4 +1,4 @@
-"""Workers of a `hierarchy` that die, stop or give up: everybody is told who it was, and nobody waits in vain."""
+"""Workers of a `hierarchy` that die, stop or give up: all others are told who it was, and none waits in vain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import crew  # noqa: F401  (its fork server has torch loaded already)
+import on_workers  # noqa: F401  (its fork server has torch loaded already)
 from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
 
@@ -127,7 +127,7 @@ def give_up(rank: int, hosts: str, folder: Path) -> tuple[str, float]:
     return str(error), when - float((folder / "struck").read_text())
 
 
-def test_abort_frees_everybody(tmp_path):
+def test_abort_frees_all_workers(tmp_path):
     for text, after_s in run(give_up, "aabb", tmp_path):
         assert text.startswith("rank 1 (pid"), text
         assert "aborted the group" in text
@@ -211,6 +211,6 @@ def wait_alone(rank: int, hosts: str, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_forming_with_somebody_who_does_not_come_says_who(tmp_path):
+def test_forming_with_a_worker_that_does_not_come_says_who(tmp_path):
     (text,) = run(wait_alone, "a", tmp_path)
     assert "waited 1 s for rank 1 of 2" in text

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
+from on_workers import on_workers, try_on_workers
 from programs import Mlp, digest
 
 
@@ -81,7 +81,7 @@ def train(rank: int, size: int, wrapper: type, hook: str, view: bool) -> list[st
     ],
 )
 def test_hooks_of_torch_give_the_bits_they_give_with_torchs_class(hook: str, view: bool) -> None:
-    assert crew(train, 3, OurDDP, hook, view) == crew(train, 3, TorchDDP, hook, view)
+    assert on_workers(train, 3, OurDDP, hook, view) == on_workers(train, 3, TorchDDP, hook, view)
 
 
 def chained(rank: int, size: int) -> list[Any]:
@@ -117,7 +117,7 @@ def chained(rank: int, size: int) -> list[Any]:
 
 
 def test_a_hook_may_replace_the_buffer_and_chain_futures() -> None:
-    for seen in crew(chained, 2):
+    for seen in on_workers(chained, 2):
         assert seen == [(0, False), (1, False), (2, True)]
 
 
@@ -171,7 +171,7 @@ def rules(rank: int, size: int, what: str) -> None:
     ],
 )
 def test_rules_for_hooks(what: str, error: str, words: str) -> None:
-    (outcome,) = try_crew(rules, 1, what)
+    (outcome,) = try_on_workers(rules, 1, what)
     assert f"{error}: " in outcome
     assert words in outcome
 
@@ -193,7 +193,7 @@ def sparse_hook(rank: int, size: int, wrapper: type) -> str:
 
 
 def test_a_hook_for_sparse_gradients() -> None:
-    assert crew(sparse_hook, 2, OurDDP) == crew(sparse_hook, 2, TorchDDP)
+    assert on_workers(sparse_hook, 2, OurDDP) == on_workers(sparse_hook, 2, TorchDDP)
 
 
 def fused(rank: int, size: int, wrapper: type, optimizer: type) -> str:
@@ -207,6 +207,6 @@ def fused(rank: int, size: int, wrapper: type, optimizer: type) -> str:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_an_optimizer_fused_into_the_backward_pass(optimizer: type) -> None:
-    ours = crew(fused, 2, OurDDP, optimizer)
-    assert ours == crew(fused, 2, TorchDDP, optimizer)
+    ours = on_workers(fused, 2, OurDDP, optimizer)
+    assert ours == on_workers(fused, 2, TorchDDP, optimizer)
     assert ours[0] == ours[1]

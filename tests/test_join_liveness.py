@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from lockstep.comm.join_registry import JoinRegistry
 from lockstep.errors import PeerLostError, WorldError
-from lockstep.world.join_liveness import JoinLiveness
-from lockstep.world.process_identity import ProcessIdentity, read_stat, this_process
-from lockstep.world.rendezvous import Rendezvous
+from lockstep.process_identity import ProcessIdentity, read_stat, this_process
+from lockstep.world.rendezvous import JoinLiveness, JoinRegistry, Rendezvous
 
 NEW_PIDS = 0x20000000  # CLONE_NEWPID
-TELL = "import json; from lockstep.world.process_identity import this_process; print(json.dumps(vars(this_process())))"
+TELL = "import json; from lockstep.process_identity import this_process; print(json.dumps(vars(this_process())))"
 
 
 def process_of(pid: int) -> ProcessIdentity:
@@ -95,7 +93,7 @@ def in_a_new_pid_namespace(command: list[str]) -> str:
     return done.stdout
 
 
-def test_in_a_namespace_whose_proc_is_not_its_own_nobody_can_be_known() -> None:
+def test_in_a_namespace_whose_proc_is_not_its_own_no_process_can_be_known() -> None:
     told = ProcessIdentity(**json.loads(in_a_new_pid_namespace([sys.executable, "-c", TELL])))
     assert told.pid < 10, "not in a pid namespace of its own"
     assert told.space == ""
@@ -135,7 +133,7 @@ def test_who_has_signed_the_roll_can_be_seen_to_die_by_all_the_others() -> None:
         store.set("process/1", json.dumps(vars(process_of(child.pid))))
         registry = JoinRegistry(store, 0, [4, 7, 9])
         registry.check()
-        assert (registry.has_joined(1), registry.has_joined(2)) == (True, False)
+        assert (1 in registry.joined, 2 in registry.joined) == (True, False)
     time.sleep(0.06)  # it does not look more often
     with pytest.raises(PeerLostError, match="rank 7") as lost:
         registry.check()
@@ -147,7 +145,7 @@ def test_who_is_known_from_elsewhere_need_not_have_signed() -> None:
         known = {7: process_of(child.pid), 8: replace(this_process(), started="1")}  # 8 is dead, and not a member
         registry = JoinRegistry(HashStore(), 0, [4, 7, 9], known)
         registry.check()
-        assert not registry.has_joined(1)
+        assert 1 not in registry.joined
     time.sleep(0.06)
     with pytest.raises(PeerLostError, match="rank 7"):
         registry.check()

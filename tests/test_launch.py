@@ -46,7 +46,7 @@ def outer_env(**more: str) -> dict[str, str]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Everybody who has the folder on the command line or in the environment: launcher, workers and their children."""
+    """Processes with the folder on the command line or in the environment: launcher, workers and their children."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -99,7 +99,7 @@ class Stage:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # Whoever runs the tests in the background may have SIGINT ignored, and so would all below it.
+            # Where the tests run in the background SIGINT may be ignored, and child processes inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
         )
 
@@ -560,7 +560,7 @@ FAMILY = (
 
 
 @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["alone", "with its process group"])
-def test_nobody_outlives_a_launcher_that_is_killed(stage: Stage, kill: Callable[[int, int], None]) -> None:
+def test_no_worker_outlives_a_launcher_that_is_killed(stage: Stage, kill: Callable[[int, int], None]) -> None:
     launcher = stage.start("-n", "2", stage.script(FAMILY))
     stage.wait_for_files("up0", "up1")
     assert len(processes_of(stage.folder)) == 6  # launcher, guardian, two workers, two children
@@ -570,7 +570,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(stage: Stage, kill: Callable[
 
 
 def test_workers_do_not_outlive_launcher_and_guardian(stage: Stage) -> None:
-    """Somebody kills everything called lockstep. Children of workers are beyond us then, the workers are not."""
+    """All processes called lockstep are killed. Children of workers may be left then, the workers may not."""
     launcher = stage.start("-n", "2", stage.script(FAMILY))
     stage.wait_for_files("up0", "up1")
     families = [tuple(map(int, (stage.folder / f"up{rank}").read_text().split())) for rank in range(2)]
@@ -746,7 +746,7 @@ def test_malloc_keeps_memory_between_steps_unless_the_user_has_set_it_up() -> No
         assert "MALLOC_TRIM_THRESHOLD_" not in worker_env({name: "1"}, rank=0, job=job, port=1, cores=2)
 
 
-def test_a_reserved_port_is_handed_out_to_nobody_but_can_be_listened_on() -> None:
+def test_a_reserved_port_is_not_handed_out_but_can_be_listened_on() -> None:
     with reserve_port() as port:
         with socket.create_server(("127.0.0.1", port)):
             pass

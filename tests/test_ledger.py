@@ -116,8 +116,8 @@ def test_another_writer_goes_on_behind_the_last_line(tmp_path: Path) -> None:
     assert prove(tmp_path).steps == 2 * STEPS
 
 
-def test_whoever_hands_its_state_over_writes_nothing_twice(tmp_path: Path) -> None:
-    """It writes before the next generation has formed: nobody has told it yet that the writer is another one now."""
+def test_a_worker_that_hands_its_state_over_writes_nothing_twice(tmp_path: Path) -> None:
+    """It writes before the next generation has formed: it has not been told yet that the writer is another one now."""
     first, second = Ledger(tmp_path), Ledger(tmp_path)
     first.begin(0, FACTS, writes=True)
     second.begin(0, FACTS, writes=False)

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from lockstep.report import live_view
-from lockstep.report.live_status import find_run, read_status
+from lockstep.report.live_status import read_status
+from lockstep.report.run_folder import find_run
 from lockstep.train import progress
 from lockstep.train.step_types import Result
 
@@ -85,7 +86,43 @@ def test_only_those_count_who_are_there(run: Path) -> None:
     assert silent.state == "silent"
 
 
-def test_nobody_has_said_anything(run: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({name: wrong} for name in said(0) for wrong in ("?", None, [], {"?": "?"}, -1e300)),
+        {"unix_s": 1e400, "pid": 0, "phases": {"data": "?"}, "waited_for": {"?": 1.0}, "metrics": {"loss": [1]}},
+    ],
+    ids=str,
+)
+def test_a_damaged_status_file_is_no_error(run: Path, damage: dict[str, Any]) -> None:
+    write(run, said(0))
+    (run / "trace" / "h0.1.now").write_text(json.dumps(said(1) | damage))
+    (run / "trace" / "h0.2.now").write_bytes(b"[" * 100_000)
+    (run / "trace" / "1-h0.0-7.jsonl").write_text('[1]\n{"kind": "event"}\n{"kind": "event", "what": [], "t": "?"}\n')
+    (run / "launch.json").write_text('{"logs": 1}')
+    now = read_status(find_run(run), now_s=101.0)
+    assert now is not None
+    assert "worker 0" in [worker.name for worker in now.workers] or "generation" in damage
+    assert live_view.describe(now)
+    if pytest.importorskip("rich"):
+        live_view.draw(now)
+
+
+def test_a_relative_pointer_is_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, logs = tmp_path / "moved" / "run", tmp_path / "moved" / "logs"
+    for folder in (run / "trace", logs):
+        folder.mkdir(parents=True)
+    (run / "launch.json").write_text('{"logs": "../logs"}')
+    (logs / "run.json").write_text('{"directory": "../run"}')
+    monkeypatch.chdir(tmp_path)
+    assert find_run(run).trace == run / "trace"
+    assert find_run(run).logs == run / "../logs"
+    assert find_run(logs).trace == logs / "../run" / "trace"
+    (logs / "run.json").write_text(json.dumps({"directory": str(run)}))
+    assert find_run(logs).trace == run / "trace"
+
+
+def test_no_worker_has_written_a_status(run: Path) -> None:
     assert read_status(find_run(run)) is None
     pytest.importorskip("rich")
     live_view.draw(None)
@@ -248,9 +285,10 @@ def test_who_fails_has_the_last_word(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_death_of_the_picture_ends_nothing_but_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("rich")
-    kill = "subprocess.run(['pkill', '-9', '-f', 'lockstep.report.live_view.*logs']); time.sleep(1)"
+    logs = tmp_path / "logs"  # its command line has it, and that of no other run
+    kill = f"subprocess.run(['pkill', '-9', '-f', 'lockstep.report.live_view {logs}$']); time.sleep(1)"
     (tmp_path / "train.py").write_text("import subprocess\n" + PROGRAM.replace("run.log(accuracy=0.75)", kill))
-    status, seen = in_terminal(["run", "-n", "2", "--log-dir", str(tmp_path / "logs"), "train.py"], tmp_path)
+    status, seen = in_terminal(["run", "-n", "2", "--log-dir", str(logs), "train.py"], tmp_path)
     assert status == 0, seen[-3000:]
     assert "[rank 0] the program itself speaks" in seen
 

@@ -225,7 +225,7 @@ def test_a_loader_process_that_is_lost_does_not_end_what_its_parent_is_doing(
 
 def test_a_loader_process_makes_no_files_in_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed would leave them."""
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)  # whoever calls it fails
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)  # a call of it fails
     found = list(batches(Tensors(8), BatchSettings(2, 2, num_workers=1), order=Sequential(8, 2)))
     assert torch.cat([shard.data for batch in found for shard in batch.shards]).tolist() == list(range(8))
 

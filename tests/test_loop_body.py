@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from crew import Failure, crew, try_crew
 from lockstep.train.loop_check import LoopCheck
+from on_workers import Failure, on_workers, try_on_workers
 from test_launch import Stage, outer_env, stage  # noqa: F401
 from test_newcomer import dataset, loss, net, quiet
 from test_run import error_of
@@ -172,7 +172,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digests(out)[0]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_survivor_that_is_one_step_behind_runs_its_body_once(tmp_path: Path, undisturbed: str, backend: str) -> None:
     (tmp_path / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
     options = ("-n", "3", "--min", "1", "--log-dir", "logs")
@@ -329,7 +329,7 @@ def test_random_numbers_of_the_body_follow_from_the_step(program: Callable[..., 
     assert program(0, 1, str(tmp_path), 5) != digest
     random.seed(99), torch.manual_seed(99), np.random.seed(99)
     assert program(0, 1, str(tmp_path)) == digest
-    assert crew(program, 2) == [digest] * 2
+    assert on_workers(program, 2) == [digest] * 2
 
 
 def test_random_numbers_of_the_body_differ_from_step_to_step() -> None:
@@ -390,7 +390,7 @@ def changing(rank: int, size: int, name: str, directory: str | None = None, step
 @pytest.mark.parametrize("name", ["freezes_averages", "transposes", "drops_buffer", "draws_from_its_own"])
 def test_what_a_body_changes_is_part_of_the_state(name: str, tmp_path: Path) -> None:
     digest = changing(0, 1, name)
-    assert crew(changing, 3, name) == [digest] * 3
+    assert on_workers(changing, 3, name) == [digest] * 3
     changing(0, 1, name, str(tmp_path), 5)
     assert changing(0, 1, name, str(tmp_path)) == digest
 
@@ -458,15 +458,15 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 def test_a_step_that_failed_before_the_exchange_may_be_taken_again(size: int) -> None:
-    assert crew(catching, size, "tries again") == [catching(0, 1, "nothing")] * size
+    assert on_workers(catching, size, "tries again") == [catching(0, 1, "nothing")] * size
 
 
 @pytest.mark.parametrize("how", SAID)
 def test_a_program_cannot_go_on_without_the_step(how: str) -> None:
     began_s = time.monotonic()
-    said = try_crew(catching, 2, how)
+    said = try_on_workers(catching, 2, how)
     assert SAID[how] in said[1]
     assert isinstance(said[0], Failure)
     assert time.monotonic() - began_s < 30
@@ -474,9 +474,7 @@ def test_a_program_cannot_go_on_without_the_step(how: str) -> None:
         assert SAID[how] in error_of(lambda: catching(0, 1, how))
 
 
-@pytest.mark.parametrize(
-    "how", ["tries again", "backward", *(pytest.param(how, marks=pytest.mark.slow) for how in ("continues", "skips"))]
-)
+@pytest.mark.parametrize("how", ["tries again", *(pytest.param(how, marks=pytest.mark.slow) for how in SAID)])
 def test_so_it_is_on_shm(stage: Stage, how: str) -> None:  # noqa: F811
     tests = str(Path(__file__).parent)
     lines = [f"sys.path.insert(0, {tests!r})", "from test_loop_body import catching"]

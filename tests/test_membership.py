@@ -119,7 +119,7 @@ def hosts(*workers: Worker) -> list[HostRecord]:
         ),
         pytest.param(
             [done(A), left(B, (5, 0))], Want(3, 2, 3), (B,), (5, 0), B, "h1.1 was lost",
-            id="at the end nobody waits for newcomers",
+            id="at the end no worker waits for newcomers",
         ),
         pytest.param(
             [done(A), left(B, (5, 0)), ready("h0.3")], WANT, (B,), (5, 0), B, "h1.1 was lost",
@@ -127,15 +127,15 @@ def hosts(*workers: Worker) -> list[HostRecord]:
         ),
         pytest.param(
             [ready("h1.2", 2, 3), ready("h0.3"), ready("h0.4", 2, 2)], WANT, ("h0.3", "h0.4", "h1.2"), (-1, 2), "h0.4",
-            "h0.1, h0.2 and h1.1 were lost", id="nobody survived: the newcomer that replayed most is the source",
+            "h0.1, h0.2 and h1.1 were lost", id="none survived: the newcomer that replayed most is the source",
         ),
         pytest.param(
             [ready("h0.3"), ready("h0.4")], WANT, ("h0.3", "h0.4"), None, None, "h0.1, h0.2 and h1.1 were lost",
-            id="nobody survived and nobody is on the way",
+            id="none survived and none is on the way",
         ),
         pytest.param(
             [ready("h0.3"), ready("h0.4"), starting("h0.5")], Want(2, 1, 3), ("h0.3", "h0.4"), None, None,
-            "h0.1, h0.2 and h1.1 were lost", id="nobody survived and there are enough",
+            "h0.1, h0.2 and h1.1 were lost", id="none survived and there are enough",
         ),
     ],
 )  # fmt: skip
@@ -156,17 +156,17 @@ def test_forming(
     ("workers", "want"),
     [
         pytest.param([inside(A), inside(B), inside(C)], WANT, id="all is well"),
-        pytest.param([left(A), inside(B)], WANT, id="somebody has yet to leave"),
+        pytest.param([left(A), inside(B)], WANT, id="a worker has yet to leave"),
         pytest.param([left(A), left(B), left(C, generation=2)], WANT, id="or to join"),
         pytest.param([left(A), left(B), ready(C)], WANT, id="a member is no newcomer, it may be joining"),
         pytest.param([left(A), starting("h1.2")], Want(3, 2, 3), id="too few"),
         pytest.param([left(A, (-1, 3))], Want(3, 2, 3), id="too few before the loop"),
         pytest.param([left(A), ready("h1.2", 2, told=0)], Want(3, 2, 3), id="what the newcomer replayed is void"),
-        pytest.param([ready("h0.3"), starting("h0.4")], WANT, id="nobody survived, more are on their way"),
-        pytest.param([ready("h0.3")], Want(3, 2, 3), id="nobody survived and too few are there"),
-        pytest.param([], WANT, id="nobody at all"),
+        pytest.param([ready("h0.3"), starting("h0.4")], WANT, id="none survived, more are on their way"),
+        pytest.param([ready("h0.3")], Want(3, 2, 3), id="none survived and too few are there"),
+        pytest.param([], WANT, id="none at all"),
         pytest.param([done(A), done(B), done(C)], WANT, id="the end"),
-        pytest.param([done(A), ready("h1.2"), ready("h1.3"), ready("h1.4")], WANT, id="the end, though somebody died"),
+        pytest.param([done(A), ready("h1.2"), ready("h1.3"), ready("h1.4")], WANT, id="the end, though a worker died"),
         pytest.param([done(A), inside(B), inside(C), ready("h0.3")], Want(4, 4, 4), id="the end is near"),
     ],
 )
@@ -189,8 +189,8 @@ def test_closing(workers: list[Worker], want: Want, why: str) -> None:
     assert next_generation(NOW, hosts(*whole, *workers), want) == closing
     assert next_generation(closing, hosts(*whole, *workers), want) is None
     assert next_generation(closing, hosts(*whole), WANT) is None  # it is not taken back
-    everybody = hosts(left(A), left(B), left(C))
-    assert next_generation(closing, everybody, WANT) == next_generation(NOW, everybody, WANT)
+    of_all = hosts(left(A), left(B), left(C))
+    assert next_generation(closing, of_all, WANT) == next_generation(NOW, of_all, WANT)
 
 
 def test_newcomers_that_are_not_wanted_or_void_close_nothing() -> None:
@@ -282,14 +282,14 @@ def test_all_small_cases() -> None:
                 assert by_id[following.source].position == following.position == newest
                 inside_a_step = newest[0] >= 0 and newest[1] > 0
                 assert not inside_a_step or all(worker.position[0] >= 0 for worker in entering)
-            # Nobody is left over without an order, and nobody who goes on is told anything but to join.
+            # No worker is left without an order, and those that go on are told nothing but to join.
             after = [order for name in ("h0", "h1") for order in orders(following, hosts(*workers), name)]
             assert {o.worker for o in after if o.do is OrderAction.JOIN} == set(following.members)
             assert {o.worker for o in after if o.do is OrderAction.RELEASE} == {
                 w.id for w in survivors if w not in entering
             }
         elif broken:
-            # Whoever it waits for has been told.
+            # Those that it waits for have been told.
             for worker in present:
                 out = worker in survivors or worker.standing in ENDED
                 assert out == (worker.id not in told)
@@ -314,15 +314,15 @@ def test_all_small_cases() -> None:
         pytest.param(
             NOW, [ready(A, 2, told=3), inside(B), inside(C)], {A: OrderAction.JOIN}, id="join, whatever it was told"
         ),
-        pytest.param(NOW, [inside(A), left(B), inside(C)], {A: OrderAction.LEAVE}, id="somebody left"),
+        pytest.param(NOW, [inside(A), left(B), inside(C)], {A: OrderAction.LEAVE}, id="a worker left"),
         pytest.param(
             NOW,
             [ready(A), left(B, generation=2)],
             {A: OrderAction.LEAVE, B: OrderAction.LEAVE},
             id="before they joined",
         ),
-        pytest.param(NOW, [done(A), inside(B), inside(C)], {}, id="somebody is done"),
-        pytest.param(NOW, [done(A), inside(B)], {B: OrderAction.LEAVE}, id="somebody is done and another is lost"),
+        pytest.param(NOW, [done(A), inside(B), inside(C)], {}, id="a worker is done"),
+        pytest.param(NOW, [done(A), inside(B)], {B: OrderAction.LEAVE}, id="a worker is done and another is lost"),
         pytest.param(
             replace(NOW, phase=GenerationPhase.CLOSING),
             [inside(A), ready(B), inside(C)],
@@ -357,7 +357,7 @@ def test_all_small_cases() -> None:
             {},
             id="hosts were read later than the generation",
         ),
-        pytest.param(Generation(0), [ready(A), starting(B)], {}, id="nobody has met yet"),
+        pytest.param(Generation(0), [ready(A), starting(B)], {}, id="there was no generation yet"),
     ],
 )
 def test_orders(now: Generation, workers: list[Worker], expected: dict[str, OrderAction]) -> None:

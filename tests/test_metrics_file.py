@@ -1,4 +1,4 @@
-"""metrics.jsonl: every line once, whoever writes it, and whoever is lost meanwhile."""
+"""metrics.jsonl: every line once, whichever worker writes it, and whichever is lost meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten mistakes that everybody makes once, through the real launcher: soon a card says who, what, why and what to do.
+"""Ten common mistakes, through the real launcher: soon a card says who, what, why and what to do.
 
 docs/mistakes.md shows these cards beside what torchrun says.
 """
@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lockstep
-from crew import crew
+from on_workers import on_workers
 from runs import classify, data
 from test_launch import (  # noqa: F401  (fixtures)
     DEADLINE_S,
@@ -283,7 +283,7 @@ def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # n
     took_s = time.time() - float(done.stdout.split()[1])
     assert done.returncode == 1
     above, card = split_card(done.stderr)
-    assert "WorldError" in above[-1]  # and the traceback, for whoever wants it
+    assert "WorldError" in above[-1]  # and the traceback
     text = " ".join(" ".join(line.lstrip("| ") for line in card.splitlines()).split())
     for word in (
         *("who rank 0 of 2 (SLURM)", f"on {socket.gethostname()}", "for rank 1, in vain"),
@@ -516,7 +516,7 @@ def two_runs(rank: int, size: int, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_runs_of_one_program_with_one_directory(tmp_path: Path, size: int) -> None:
-    for first, second, *digests, _ in crew(two_runs, size, str(tmp_path)):  # the last has other initial weights
+    for first, second, *digests, _ in on_workers(two_runs, size, str(tmp_path)):  # the last has other initial weights
         for said in (first, second):
             assert "is in use by another Run of this program (process " in said
             assert "End that one first, or give each Run a directory of its own" in said

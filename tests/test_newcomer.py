@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from crew import crew
 from lockstep.checkpoint.differences import setting_changes
 from lockstep.errors import LockstepError
 from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
+from on_workers import on_workers
 from test_launch import Stage, stage, wait_for  # noqa: F401
 from test_run import error_of
 
@@ -143,7 +143,11 @@ main()
 
 @pytest.mark.parametrize(
     ("how", "status", "next_steps"),
-    [("sys.exit(0)", 0, []), ("sys.exit(3)", 3, list(range(8, 18))), ("1 / 0", 1, list(range(8, 18)))],
+    [
+        ("sys.exit(0)", 0, []),
+        ("sys.exit(3)", 3, list(range(8, 18))),
+        pytest.param("1 / 0", 1, list(range(8, 18)), marks=pytest.mark.slow),
+    ],
 )
 def test_how_a_process_ends_decides_whether_it_trains_on(
     tmp_path: Path, how: str, status: int, next_steps: Any
@@ -214,7 +218,7 @@ def last_step(folder: Path) -> int:
     return checkpoints(folder / "run")[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text("import os, sys, time\n" + SLOW.format(tests=str(Path(__file__).parent)))
     process = subprocess.Popen(
@@ -240,7 +244,7 @@ def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: 
     assert 4 <= last_step(tmp_path) < 300
 
 
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ctrl_c_under_the_launcher(stage: Stage, elastic: bool) -> None:  # noqa: F811
     script = stage.script(SLOW.format(tests=str(Path(__file__).parent)))
     launcher = stage.start("-n", "2", *(["--min", "1"] if elastic else []), "--grace-s", "0.3", script, PAUSE="0.4")
@@ -378,7 +382,8 @@ def test_lockstep_run_fresh(stage: Stage) -> None:  # noqa: F811
         "from test_newcomer import *\n"
         "print('steps', len(train(Path('run'), epochs=1)), flush=True)\n"
     )
-    for arguments, steps in (((), 6), ((), 0), (("--fresh",), 6)):
+    train(stage.folder / "run", epochs=1)
+    for arguments, steps in (((), 0), (("--fresh",), 6)):
         done = stage.run("-n", "2", *arguments, script)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] steps {steps}" for rank in range(2)]
@@ -549,7 +554,7 @@ def test_parameters_that_are_unfrozen_are_trained_as_in_a_plain_loop(tmp_path: P
     with quiet() as run:
         start = run.replicate(net())
     assert losses == pytest.approx(plain_unfreezing(start), rel=1e-5)
-    assert crew(unfreezing, 2) == [(digest, losses)] * 2
+    assert on_workers(unfreezing, 2) == [(digest, losses)] * 2
     unfreezing(0, 1, str(tmp_path), 5)  # frozen no more, and that is part of the state
     assert unfreezing(0, 1, str(tmp_path))[0] == digest
 
@@ -723,7 +728,7 @@ def test_metrics_of_the_loss_are_the_same_on_any_number_of_workers() -> None:
     alone = metrics_of_steps(0, 1)
     assert [sorted(one) for one in alone[:-1]] == [["accuracy", "b"]] * 6
     assert [one["accuracy"][2] for one in alone[:-1]] == [16, 16, 8] * 2
-    assert crew(metrics_of_steps, 2) == [alone] * 2
+    assert on_workers(metrics_of_steps, 2) == [alone] * 2
 
 
 def test_metrics_that_are_not_always_there_are_refused() -> None:
@@ -806,7 +811,7 @@ def test_evaluating_other_models_predictions_and_the_best_checkpoint(tmp_path: P
     assert "nothing is neither a run directory with checkpoints nor a checkpoint" in alone["no checkpoint"]
     assert "has no part 'emma'; it has " in alone["no part"]
     same = {name: value for name, value in alone.items() if not name.startswith("no ")}
-    for theirs in crew(found_by_evaluate, 2, str(tmp_path)):
+    for theirs in on_workers(found_by_evaluate, 2, str(tmp_path)):
         assert {name: value for name, value in theirs.items() if not name.startswith("no ")} == same
 
 

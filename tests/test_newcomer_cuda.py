@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import test_newcomer
-from crew import crew
+from on_workers import on_workers
 from runs import use
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,7 +24,7 @@ def on_gpu(rank: int, size: int, store: str, name: str, *args: Any) -> Any:
 
 def results(size: int, name: str, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return crew(on_gpu, size, f"{folder}/store", name, *args, timeout_s=100)
+        return on_workers(on_gpu, size, f"{folder}/store", name, *args, timeout_s=100)
 
 
 @pytest.mark.parametrize("name", ["unfreezing", "metrics_of_steps"])

@@ -25,10 +25,10 @@ from torch.utils.data import (
 )
 
 import lockstep
-from crew import Failure, crew, try_crew
 from lockstep.cli import main as cli
 from lockstep.data.reader import DataError
 from lockstep.errors import UnevenDataError
+from on_workers import Failure, on_workers, try_on_workers
 from runs import classify, data, mlp, sgd
 from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
 
@@ -210,9 +210,9 @@ def sample_all(rank: int, size: int, folder: Path, steps: int | None) -> dict[st
 def test_a_sampler_gives_the_same_digest_on_one_worker_and_two_and_after_a_resume(tmp_path: Path) -> None:
     alone = {name: train_sampled(sampler, tmp_path / "alone" / name) for name, sampler in samplers().items()}
     assert len(set(alone.values())) == len(alone)
-    before = crew(sample_all, 2, tmp_path / "resumed", 3)[0]  # in the middle of an epoch
+    before = on_workers(sample_all, 2, tmp_path / "resumed", 3)[0]  # in the middle of an epoch
     assert all(before[name] != alone[name] for name in alone)
-    assert crew(sample_all, 2, tmp_path / "two", None) == [alone, alone]
+    assert on_workers(sample_all, 2, tmp_path / "two", None) == [alone, alone]
     assert {name: train_sampled(one, tmp_path / "resumed" / name) for name, one in samplers().items()} == alone
 
 
@@ -273,7 +273,7 @@ def split_twice(rank: int, size: int, folder: Path) -> str:
 
 
 def test_a_sampler_that_splits_by_rank_is_noticed(tmp_path: Path) -> None:
-    assert crew(split_twice, 2, tmp_path) == ["refused"] * 2
+    assert on_workers(split_twice, 2, tmp_path) == ["refused"] * 2
 
 
 # ---- a stream that splits itself -------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def trained_on(rank: int, size: int, case: str) -> int:
 
 @pytest.mark.parametrize("case", ["split", "noise"])
 def test_another_dataset_on_each_worker_is_refused_before_a_step_is_applied(case: str) -> None:
-    for outcome in try_crew(trained_on, 2, case):
+    for outcome in try_on_workers(trained_on, 2, case):
         assert isinstance(outcome, Failure)
         number = 1 if case == "noise" else 0  # with a sampler of the program's own the first one compares the order
         assert f"UnevenDataError: step {number}: rank 1 has read other samples for this batch than rank 0" in outcome
@@ -371,4 +371,4 @@ def test_another_dataset_on_each_worker_is_refused_before_a_step_is_applied(case
 
 @pytest.mark.parametrize("case", ["the same split", "own dice"])
 def test_the_same_dataset_and_one_that_is_different_each_time_are_not(case: str) -> None:
-    assert crew(trained_on, 2, case) == [3, 3]
+    assert on_workers(trained_on, 2, case) == [3, 3]

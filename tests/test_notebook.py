@@ -1,4 +1,4 @@
-"""`lockstep.launch`, from scripts and from a real Jupyter kernel. Nobody outlives the call, nor who has made it."""
+"""`lockstep.launch`, from scripts and from a real Jupyter kernel. No worker outlives the call or its caller."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(folder: Path, text: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Whoever runs the tests in the background may have SIGINT ignored, and so would all below it.
+        # Where the tests run in the background SIGINT may be ignored, and child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     )
 
@@ -169,7 +169,7 @@ def test_the_traceback_of_the_first_that_failed(tmp_path: Path) -> None:
     ("deed", "words"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 failed first: killed by SIGKILL"),
-        ("sys.exit(3)", "rank 1 of 2 failed first: exit status 3"),
+        pytest.param("sys.exit(3)", "rank 1 of 2 failed first: exit status 3", marks=pytest.mark.slow),
         ("sys.exit(75)", "rank 1 of 2 was asked to end, and has saved"),
     ],
 )
@@ -238,8 +238,8 @@ def test_a_second_ctrl_c_kills_those_who_do_not_listen(tmp_path: Path) -> None:
     assert time.monotonic() - began_s < SOON_S
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
-def test_nobody_outlives_the_caller(tmp_path: Path, sign: signal.Signals) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_no_worker_outlives_the_caller(tmp_path: Path, sign: signal.Signals) -> None:
     """Neither the workers nor their children, though they ignore what can be ignored."""
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     process = start(tmp_path, LASTING.format(first=deaf, interrupted="pass"))

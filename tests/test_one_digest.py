@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from crew import crew
+from on_workers import on_workers
 from runs import PROGRAMS, train, use
 
 WORLDS = [(1, "gloo"), *((n, backend) for backend in ("shm", "gloo") for n in (2, 3, 4, 8)), (4, "hierarchy")]
-SLOW = [(2, "gloo"), (3, "shm"), (4, "gloo"), (8, "shm"), (8, "gloo")]
+SLOW = [(2, "gloo"), (3, "shm"), (4, "shm"), (4, "gloo"), (8, "shm"), (8, "gloo")]
 
 
 def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
 @functools.cache
 def results(size: int, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = crew(train_all, size, backend, f"{folder}/store", timeout_s=110)
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", timeout_s=200)
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
@@ -49,7 +49,7 @@ def results_of_parts() -> dict[str, Any]:
     """Two steps on two workers, one on three over another backend (each ends inside an epoch), the rest on eight."""
     with tempfile.TemporaryDirectory() as folder:
         for size, backend, steps in ((2, "shm", 2), (3, "gloo", 3), (8, "shm", None)):
-            found = crew(train_part, size, backend, folder, steps, timeout_s=110)[0]
+            found = on_workers(train_part, size, backend, folder, steps, timeout_s=200)[0]
     return found
 
 
@@ -96,5 +96,5 @@ def train_with_mistake(rank: int, size: int, mistake: str) -> list[str]:
     ],
 )
 def test_a_mistake_would_show(mistake: str, shows_in: list[int]) -> None:
-    one, two = (crew(train_with_mistake, size, mistake)[0] for size in (1, 2))
+    one, two = (on_workers(train_with_mistake, size, mistake)[0] for size in (1, 2))
     assert [n for n in range(2) if one[n] != two[n]] == shows_in

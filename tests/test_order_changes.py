@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import lockstep
-from crew import Failure, crew, try_crew
 from lockstep.data.ledger import prove
 from lockstep.data.sample_order import ByLength
+from on_workers import Failure, on_workers, try_on_workers
 from runs import classify, data
 
 SAMPLES, BATCH = 96, 16  # 6 steps in an epoch
@@ -135,10 +135,10 @@ def resume_with(rank: int, size: int, folder: str, order: str) -> str:
 
 def test_all_workers_refuse_it_and_all_resume_with_the_order_that_was(tmp_path: Path) -> None:
     train(tmp_path, "Strided", steps=8)
-    for outcome in try_crew(resume_with, 2, str(tmp_path), "other stride"):
+    for outcome in try_on_workers(resume_with, 2, str(tmp_path), "other stride"):
         assert isinstance(outcome, Failure)
         assert SAME_NAME in outcome
-    for outcome in try_crew(resume_with, 3, str(tmp_path), "default"):
+    for outcome in try_on_workers(resume_with, 3, str(tmp_path), "default"):
         assert isinstance(outcome, Failure)
         assert "Strided in the checkpoint, Shuffled in the program" in outcome
-    assert crew(resume_with, 3, str(tmp_path), "Strided") == [train(None, "Strided")] * 3
+    assert on_workers(resume_with, 3, str(tmp_path), "Strided") == [train(None, "Strided")] * 3

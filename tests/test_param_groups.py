@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep
-from crew import crew, try_crew
 from lockstep.checkpoint.differences import differences
 from lockstep.train.schedule import cover_groups
+from on_workers import on_workers, try_on_workers
 from runs import classify, data, use
 from test_recovery import Play, kill, perform
 
@@ -136,7 +136,8 @@ def test_it_trains_as_in_a_plain_loop(name: str, alone: dict[str, tuple[str, lis
 
 
 @pytest.mark.parametrize(
-    ("size", "backend"), [(1, "gloo"), (2, "gloo"), (3, "shm"), pytest.param(2, "shm", marks=pytest.mark.slow)]
+    ("size", "backend"),
+    [(2, "gloo"), (3, "shm"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, "gloo"), (2, "shm")))],
 )
 def test_the_same_digest_on_any_number_of_workers_and_after_resume(
     tmp_path: Path, size: int, backend: str, alone: dict[str, tuple[str, list[float]]]
@@ -146,7 +147,7 @@ def test_the_same_digest_on_any_number_of_workers_and_after_resume(
             train(name, directory=tmp_path / f"{name} {cut}", steps=cut)
     wanted = {name: [digest] * 4 for name, (digest, _) in alone.items()}
     store = str(tmp_path / "store")
-    assert crew(train_all, size, backend, store, str(tmp_path), timeout_s=100) == [wanted] * size
+    assert on_workers(train_all, size, backend, store, str(tmp_path), timeout_s=100) == [wanted] * size
 
 
 KILLED = """
@@ -192,7 +193,7 @@ def on_one(rank: int, size: int) -> None:
 
 
 def test_a_group_that_one_worker_adds_is_an_error() -> None:
-    outcomes = try_crew(on_one, 2)
+    outcomes = try_on_workers(on_one, 2)
     assert any("run.step: what is trained" in str(outcome) for outcome in outcomes), outcomes
     assert all("Error" in str(outcome) for outcome in outcomes), outcomes
 

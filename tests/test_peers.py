@@ -27,7 +27,7 @@ def peer(**changes: object) -> WorkerReport:
     return WorkerReport(**({"rank": 1, "pid": 11, "host": "a", "passes": 5, "inside": True, "calls": 9} | changes))  # type: ignore[arg-type]
 
 
-def test_nobody_is_blamed_for_being_slow() -> None:
+def test_no_worker_is_blamed_for_being_slow() -> None:
     assert diagnose(US, [peer(inside=False, calls=8, passes=4)], dead=[], where="there") is None
     assert diagnose(US, [peer()], dead=[], where="there") is None
     assert diagnose(US, [WorkerReport(1)], dead=[], where="there") is None, "nothing heard yet"
@@ -85,9 +85,14 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("raise", ["PeerLostError: rank 1", "ValueError: bad sample 17", "backward pass 4"]),
         ("kill", ["PeerLostError: rank 1", "died without an error message", "backward pass 4"]),
-        pytest.param("finish", ["PeerLostError: rank 1", "its program ended", "join()"], marks=pytest.mark.slow),
+        *(
+            pytest.param(what, ["PeerLostError: rank 1", *words], marks=pytest.mark.slow)
+            for what, *words in (
+                ("raise", "ValueError: bad sample 17", "backward pass 4"),
+                ("finish", "its program ended", "join()"),
+            )
+        ),
     ],
 )
 def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, words: list[str]) -> None:
@@ -120,7 +125,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_whoever_waits_in_a_group_that_is_given_up_goes_on() -> None:
+def test_a_worker_that_waits_in_a_group_that_is_aborted_goes_on() -> None:
     """Also if its collective never ends."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
     watch, never = peer_watch.PeerWatch(group, polls=True), threading.Event()

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from lockstep.elastic.other_hosts import ProgressClock
-from lockstep.elastic.reachability import PROBE_TIMEOUT_S, Reachability, left_out, unreachable_from
+from lockstep.elastic.other_hosts import PROBE_TIMEOUT_S, ProgressClock, Reachability, left_out, unreachable_from
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ def test_as_few_as_possible_are_left_out(complaints, out):
     assert left_out(complaints) == out
 
 
-def test_everybody_concludes_the_same_whatever_the_order():
+def test_all_conclude_the_same_whatever_the_order():
     complaints = {"a": ["c"], "b": ["d", "c"], "c": ["a"], "d": []}
     assert left_out(complaints) == left_out(dict(reversed(complaints.items()))) == {"c", "d"}
 
@@ -83,7 +82,7 @@ def test_a_port_that_is_gone_is_missed_after_a_while_and_found_again(selector, t
     turn(selector, 0.2)
     address = other.address
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        closed.bind(("127.0.0.1", 0))  # no process listens there
         moved = {"other": closed.getsockname()}
         mine._peers["other"].address = moved["other"]
         mine.probe(102.0, moved, probe_all=True)
@@ -98,7 +97,7 @@ def test_a_port_that_is_gone_is_missed_after_a_while_and_found_again(selector, t
 
 @pytest.fixture
 def silent():
-    """An address where nobody answers, not even to refuse: its queue is full."""
+    """An address that does not answer, not even to refuse: its queue is full."""
     with socket.socket() as listener, socket.socket() as waiting:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

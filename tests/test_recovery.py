@@ -104,7 +104,7 @@ def scene(place):
     if place == "top" and me == "h0.1" and not behind:
         os.kill(os.getpid(), 9)
     if place == "reduced" and me in ("h0.0", "h0.2") and agent.generation == 2:
-        wait(lambda: run._session.calls.wants_to_move)  # somebody is there to be let in when this step is over
+        wait(lambda: run._session.calls.wants_to_move)  # a newcomer can be let in when this step is over
     if place == "applied" and me == "h0.0":
         Path("applied").touch()
     if place == "committed" and me == "h0.2" and agent.generation == turn:
@@ -113,7 +113,7 @@ def scene(place):
 
 
 def commit_late():
-    '''It has not taken the step when it hears that somebody was lost, and another one has.'''
+    '''It has not taken the step when it hears that a worker was lost, and another one has.'''
     generation = run._session.calls._agent.generation
     if faults.context.get("step") == 4 and faults.context["worker"] == "h0.1" and generation == 1:
         wait(lambda: run._session.calls._agent.leave_reason() is not None)
@@ -318,7 +318,7 @@ def pid_of(folder: Path, worker: str) -> int:
 
 
 def cont_when_lost(folder: Path, launcher: subprocess.Popen[str]) -> None:
-    """It was stopped, and given up. Somebody continues it: too late."""
+    """It was stopped, and given up. It is continued: too late."""
     wait_for(lambda: any(e["event"] == "lost" for e in events_in(folder)), "a worker to be lost", within_s=60)
     try:
         os.kill(pid_of(folder, "h0.1"), signal.SIGCONT)
@@ -382,7 +382,7 @@ PLAYS = {
         )
         for backend in ("shm", "gloo")
     },
-    "the source, and nobody else has a state": Play(
+    "the source, and no other has a state": Play(
         workers=2, env={"KEPT": "kept"}, options=("--checkpoint-every", "2"),
         faults=(kill("waiting", 1, 7), kill("sending-state", 0)),
     ),
@@ -444,10 +444,11 @@ OTHERS = (
 )  # fmt: skip
 ENDS_WELL = [name for name in PLAYS if name not in OTHERS]
 SLOW = (
-    "while they gather, shm", "the source, shm", "the source, gloo", "killed before its Run", "in a checkpoint",
-    "between steps", "raises once", "raises after its Run", "two Runs", "a step behind", "all in backward, shm",
-    "all in backward, gloo", "in the midst of a step", "a step behind, and the source is lost, shm",
-    "a step behind, and the source is lost, gloo", "only the newcomer has the state",
+    "in a step, gloo", "while they gather, shm", "the source, shm", "the source, gloo", "killed before its Run",
+    "in a checkpoint", "between steps", "raises once", "raises after its Run", "two Runs", "a step behind",
+    "all in backward, shm", "all in backward, gloo", "in the midst of a step",
+    "a step behind, and the source is lost, shm", "a step behind, and the source is lost, gloo",
+    "only the newcomer has the state",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 
@@ -513,8 +514,8 @@ def test_the_heir_goes_on_where_the_others_were(show: Show) -> None:
 
 
 @of(*(name for name in ENDS_WELL if not name.startswith("raises")))
-def test_nobody_fails_because_another_was_lost(show: Show, request: pytest.FixtureRequest) -> None:
-    """Or the run would still end well: whoever fails is replaced, too."""
+def test_no_worker_fails_because_another_was_lost(show: Show, request: pytest.FixtureRequest) -> None:
+    """The run would end well all the same: a worker that fails is replaced, too."""
     play, lost = PLAYS[request.node.callspec.params["show"]], show.lost
     assert set(lost.values()) <= {KILLED}, show.text
     for worker in lost.keys() - play.victims:  # it came when it was too late
@@ -561,7 +562,7 @@ def test_with_a_checkpoint_it_goes_on_from_there(show: Show) -> None:
 
 @of("in a step, shm", "in a step, gloo", "the source, shm", "the source, gloo")
 def test_those_who_are_left_go_on_where_they_were(show: Show) -> None:
-    """Nobody begins anew: every step was begun by a newcomer at the latest where the others were."""
+    """No worker begins anew: every step was begun by a newcomer at the latest where the others were."""
     workers = range(len(show.events("started")))
     firsts = [show.steps_of(worker)[0][0] for worker in workers if show.steps_of(worker)]
     assert firsts.count(0) == show.sizes[0], show.text
@@ -628,7 +629,7 @@ def test_a_program_that_fails_after_its_run_has_failed(show: Show, undisturbed: 
     lines, card = split_card(show.err)
     assert lines[-1].endswith("OSError: disk full"), show.text
     assert "what   OSError: disk full" in card, show.text
-    assert len(show.events("started")) == 2  # nobody does it again
+    assert len(show.events("started")) == 2  # it is not done again
 
 
 @of("terminated")
@@ -644,7 +645,7 @@ def test_sigterm_saves_and_another_run_goes_on(show: Show, undisturbed: str) -> 
 
 
 @of("launcher killed")
-def test_nobody_outlives_the_launcher(show: Show) -> None:
+def test_no_worker_outlives_the_launcher(show: Show) -> None:
     assert show.status == KILLED, show.text
     assert show.digests == []
     wait_for(lambda: not processes_of(show.folder), "workers and template to be gone")
@@ -680,7 +681,7 @@ def test_what_depends_on_the_number_of_workers_is_refused(show: Show) -> None:
 
 @of("in the last checkpoint", "in a checkpoint")
 def test_the_last_checkpoint_is_there(show: Show) -> None:
-    """Whoever was writing it was lost, and nothing else was ever saved."""
+    """The worker that was writing it was lost, and nothing else was ever saved."""
     assert "step-000000024" in os.listdir(show.folder / "kept" / "checkpoints"), show.text
 
 

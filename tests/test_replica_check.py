@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from crew import Failure, try_crew
 from lockstep.train.replica_check import describe_majority
+from on_workers import Failure, try_on_workers
 from runs import PROGRAMS, adamw, classify, data, sgd, train, use
 
-WORLDS = [2, 3, 4]
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 STEPS = 8
 
 
@@ -105,7 +105,7 @@ def plant_all(rank: int, size: int, backend: str, store: str) -> dict[Any, str]:
     use(backend, store, rank, size)
     found: dict[Any, str] = {("nothing", 0, 1): train_with(None, 0, rank, every=1)}
     for (n, (name, plant)), every in itertools.product(enumerate(PLANTS.items()), (1, 3)):
-        guilty = (n + every) % size  # everybody in turn
+        guilty = (n + every) % size  # each in turn
         found[name, guilty, every] = train_with(plant, guilty, rank, every=every)
     found["by default", 0, None] = train_with(PLANTS["weight"], 0, rank, every=None, at=0)
     return found
@@ -114,7 +114,7 @@ def plant_all(rank: int, size: int, backend: str, store: str) -> dict[Any, str]:
 @functools.cache
 def outcomes(play: Callable[..., Any], size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return try_crew(play, size, "gloo" if size == 3 else "shm", f"{folder}/store", timeout_s=110)
+        return try_on_workers(play, size, "gloo" if size == 3 else "shm", f"{folder}/store", timeout_s=110)
 
 
 def seen(play: Callable[..., Any], size: int) -> Any:
@@ -129,7 +129,7 @@ planted = functools.partial(seen, plant_all)
 
 
 @pytest.mark.parametrize("name", PLANTS)
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", WORLDS)
 def test_one_changed_bit_is_found_and_named(size: int, name: str) -> None:
     cases = {key: text for key, text in planted(size).items() if key[0] == name}
     assert len(cases) == 2
@@ -189,7 +189,7 @@ DETERMINISTIC = [
 
 
 class Noisy(nn.Module):
-    """Adds a number that nobody has sown, on one worker."""
+    """Adds a number that is not seeded, on one worker."""
 
     def __init__(self, noise: Callable[[], float]) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def test_a_module_that_is_called_more_often_is_named(size: int) -> None:
     assert "the output of 1.part (Linear)" in audits(size)["twice"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_bit_of_a_gradient_is_found(size: int) -> None:
     text = audits(size)["gradient"]
     assert "the gradient of 2.weight is the first that differs" in text

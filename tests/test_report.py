@@ -16,12 +16,10 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError
-from lockstep.report.bucket_overlap import split_buckets
-from lockstep.report.curves import MOST_POINTS, advise_batch, draw, thin_out
-from lockstep.report.generations import choose_excerpt, find_excerpts, find_generations
-from lockstep.report.launcher_events import worker_name
+from lockstep.report.generations import choose_excerpt, find_excerpts, find_generations, split_buckets
 from lockstep.report.page import mark_code
-from lockstep.report.summary import RunSummary, Status, summarize
+from lockstep.report.run_folder import worker_name
+from lockstep.report.summary import MOST_POINTS, RunSummary, Status, advise_batch, draw, summarize, thin_out
 from lockstep.report.time_shares import COMPUTE, TimeUsage
 from lockstep.report.trace_reader import PHASES, DetailedStep, TraceSpan, read_trace
 from lockstep.run_files import write_pointers
@@ -87,7 +85,7 @@ def test_a_program_that_does_much_between_steps(tmp_path: Path) -> None:
     assert plant(tmp_path, between_s=0.09).causes[0].kind == "between"
 
 
-def test_chance_alone_blames_nobody(tmp_path: Path) -> None:
+def test_chance_alone_blames_no_worker(tmp_path: Path) -> None:
     for workers in (2, 4, 8):
         story = plant(tmp_path / str(workers), workers=workers, jitter=1.0)
         assert story.causes[0].kind == "turns"
@@ -385,7 +383,7 @@ def test_a_wall_clock_that_was_set_moves_no_worker_of_the_same_host(tmp_path: Pa
 
 
 def test_workers_that_come_and_go(tmp_path: Path) -> None:
-    """Three workers; one is lost, two go on; a rank means somebody else in the next generation."""
+    """Three workers; one is lost, two go on; a rank means another worker in the next generation."""
     first = make_trace(Plan(workers=3, steps=100, names=("h0.0", "h0.1", "h0.2"), ended=False, slow={1: 1.5}))
     second = make_trace(
         Plan(workers=2, steps=100, first=101, generation=1, names=("h0.0", "h0.2"), begin_s=20.0, slow={1: 1.5})
@@ -474,7 +472,7 @@ def test_any_cut_and_any_garbage_is_survived(tmp_path: Path) -> None:
     run, chance = write_trace(tmp_path, Plan(workers=2, steps=12)), random.Random(5)
     files = sorted((run / "trace").glob("*.jsonl"))
     whole = [path.read_bytes() for path in files]
-    for _ in range(150):
+    for _ in range(50):
         for path, data in zip(files, whole, strict=True):
             broken = bytearray(data[: chance.randrange(len(data) // 4, len(data))])
             for _ in range(chance.randrange(8)):
@@ -487,7 +485,7 @@ def test_any_cut_and_any_garbage_is_survived(tmp_path: Path) -> None:
 def test_fields_of_every_wrong_kind_are_survived(tmp_path: Path) -> None:
     plan, chance = Plan(workers=2, steps=6), random.Random(6)
     wrong: list[Any] = [None, True, "text", -1, 0, 1e308, -1e308, 10**500, math.nan, math.inf, [], {}, [[]], {"a": []}]
-    for _ in range(150):
+    for _ in range(50):
         run = write_trace(tmp_path, plan)
 
         def spoil(line: str) -> str:

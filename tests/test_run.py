@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep
-from crew import Failure, crew, try_crew
 from lockstep.data.ledger import prove
 from lockstep.launcher.exit_policy import PREEMPTED
 from lockstep.launcher.job import reserve_port
 from lockstep.seed import seed_all
 from lockstep.train import determinism, run_on_one
+from on_workers import Failure, on_workers, try_on_workers
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)
 
@@ -145,7 +145,7 @@ def do_once(rank: int, size: int, folder: Path) -> Any:
             "json inside": lambda: json.dumps(object()),
         }.items():
             found[name] = error_of(lambda call=call: run.on_main(call, rank=last))
-        found["nobody"] = error_of(lambda: run.on_main(note, rank=size))
+        found["no such rank"] = error_of(lambda: run.on_main(note, rank=size))
     # Another run must not find the answers of this one.
     with quiet() as run:
         found["another run"] = run.on_main(lambda: (time.sleep(0.1), "new")[1])
@@ -194,7 +194,7 @@ def saving(rank: int, size: int, folder: Path) -> Any:
                 run.on_main(run._session.checkpoints.saver.drain)  # they are written in the background
                 steps.append(saved(name))
                 run.step(classify, batch)
-            after_track = saved(name)  # nobody has waited here but in `train`
+            after_track = saved(name)  # nothing has waited here but `train`
         found[name] = {"before each step": steps, "in the end": after_track}
         assert saved(name) == after_track
     return found | {"keys": list(model.state_dict()) == list(mlp().state_dict())}
@@ -457,7 +457,7 @@ def play(rank: int, size: int, backend: str, folder: Path) -> dict[str, Any]:
 @functools.cache
 def outcomes(size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return try_crew(play, size, "shm" if size % 2 == 0 else "gloo", Path(folder), timeout_s=110)
+        return try_on_workers(play, size, "shm" if size % 2 == 0 else "gloo", Path(folder), timeout_s=110)
 
 
 def world(size: int) -> list[dict[str, Any]]:
@@ -566,7 +566,7 @@ def test_what_is_done_once_is_known_to_all(size: int) -> None:
             f"{there}TypeError: on_main(<lambda>) ran, but returned a Tensor, which cannot"
         )
         assert found["json inside"] == f"{there}TypeError: Object of type object is not JSON serializable"
-        assert found["nobody"] == f"ValueError: rank={size}: there are ranks 0 to {last}"
+        assert found["no such rank"] == f"ValueError: rank={size}: there are ranks 0 to {last}"
         assert found["another run"] == "new"
 
 
@@ -586,13 +586,13 @@ def wait_long(rank: int, size: int, port: int) -> Any:
                 train(PROGRAMS["mlp, momentum, uneven last batch"]),
             ]
         dist.destroy_process_group()
-    lockstep.init(backend="gloo")  # the crew expects some group
+    lockstep.init(backend="gloo")  # the helper expects some group
     return found, said.getvalue()
 
 
 def test_others_wait_as_long_as_it_takes_and_say_for_whom() -> None:
     with reserve_port() as port:
-        by_rank = crew(wait_long, 2, port)
+        by_rank = on_workers(wait_long, 2, port)
     for rank, (found, said) in enumerate(by_rank):
         assert found["gloo"] == found["shm"] == ["done", 3.0, seen(1, "precision")["fp32"]]
         assert said == ("lockstep: rank 0 waits for rank 1 in on_main(<lambda>), 1 s\n" if rank == 0 else "")
@@ -632,11 +632,11 @@ def slow_backward(rank: int, size: int, backend: str, store: str) -> str:
     [
         ("shm", 3),
         ("gloo", 2),
-        ("gloo", 3),
+        pytest.param("gloo", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_backward_pass_is_waited_for(backend: str, size: int, tmp_path: Path) -> None:
-    digests = crew(slow_backward, size, backend, str(tmp_path / "store"))
+    digests = on_workers(slow_backward, size, backend, str(tmp_path / "store"))
     assert digests == [train(Program(mlp, adamw, samples=96), epochs=1)[0]] * size
 
 
@@ -772,7 +772,7 @@ def test_a_batch_norm_that_some_shards_skip(size: int) -> None:
 
 
 @every_world
-def test_an_embedding_that_nobody_looks_into_has_no_gradient(size: int) -> None:
+def test_an_embedding_that_is_not_used_has_no_gradient(size: int) -> None:
     used, digest = seen(size, "unused_sparse")
     assert used == [False, True, False]
     assert digest == seen(1, "unused_sparse")[1]
@@ -870,6 +870,6 @@ with lockstep.Run(seed=1, progress=False, device="cpu") as run:
 
 
 def test_children_of_the_program_can_be_ended() -> None:
-    """They inherit the handler of SIGTERM, which asks the run to stop, and nobody there would hear it."""
+    """They inherit the handler of SIGTERM, which asks the run to stop, and no run is there."""
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.strip() == str(-signal.SIGTERM), done.stderr

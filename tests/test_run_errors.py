@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
-from crew import Failure, try_crew
+from on_workers import Failure, try_on_workers
 from runs import Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
 
@@ -452,7 +452,7 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         lambda here: without_model(here, lambda run: run.save()),
         r"LockstepError: run.save has nothing to save before",
     ),
-    "once on nobody": (
+    "once on no rank": (
         lambda here: without_model(here, lambda run: run.on_main(print, rank=-1)),
         r"ValueError: rank=-1: there are ranks 0 to {last}",
     ),
@@ -545,7 +545,7 @@ def go_wrong(rank: int, size: int, backend: str, folder: Path) -> dict[str, Any]
 @functools.cache
 def outcomes(size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return try_crew(go_wrong, size, "gloo" if size == 3 else "shm", Path(folder), timeout_s=110)
+        return try_on_workers(go_wrong, size, "gloo" if size == 3 else "shm", Path(folder), timeout_s=110)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -575,7 +575,7 @@ def skip_some(rank: int, size: int, backend: str, store: str) -> Any:
             def loss(model: Any, batch: Any, number: int = number) -> Any:
                 x, y = batch
                 out = model(x)
-                odd = bool((y == 3).any())  # some shards, whoever runs them
+                odd = bool((y == 3).any())  # some shards, whichever worker runs them
                 total = nn.functional.cross_entropy(
                     InfiniteGradient.apply(out) if odd and number == 2 else out, y, reduction="sum"
                 )
@@ -599,7 +599,7 @@ def test_all_skip_together_and_go_on_with_the_same_bits(size: int) -> None:
 @functools.cache
 def skipped(size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return try_crew(skip_some, size, "gloo" if size == 3 else "shm", f"{folder}/store")
+        return try_on_workers(skip_some, size, "gloo" if size == 3 else "shm", f"{folder}/store")
 
 
 # ---- one worker fails alone -------------------------------------------------------------------------------------
@@ -641,7 +641,7 @@ def fail_alone(rank: int, size: int, backend: str, store: str, place: str) -> No
 @pytest.mark.parametrize("place", ["loss", "killed in loss", "evaluate", "log", "killed in once", "end"])
 def test_the_others_name_the_one_that_failed(place: str, backend: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    found = try_crew(fail_alone, 3, backend, str(tmp_path / "store"), place, timeout_s=SOON_S)
+    found = try_on_workers(fail_alone, 3, backend, str(tmp_path / "store"), place, timeout_s=SOON_S)
     assert time.monotonic() - began < SOON_S
     assert ("died without an error message" if "killed" in place else "ArithmeticError: of my own") in found[1]
     for rank in (0, 2):

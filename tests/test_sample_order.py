@@ -126,7 +126,7 @@ def test_it_does_not_matter_what_was_asked_before() -> None:
 
 
 def test_the_order_is_this_one() -> None:
-    """If it changes, nobody can resume a run: change it only on purpose."""
+    """If it changes, no run can be resumed: change it only on purpose."""
     assert epoch_of(Shuffled(20, 6, 7), 0) == [
         [8, 12, 1, 3, 11, 2],
         [7, 4, 6, 18, 13, 10],

@@ -1,4 +1,4 @@
-"""`lockstep scale` reaches the launcher that it means, and nobody else. That the run changes: test_recovery.py."""
+"""`lockstep scale` reaches the launcher that it means, and no other. That the run changes: test_recovery.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.launcher import scale_request
 from lockstep.launcher.scale_request import LAUNCHER_FILE, REQUEST_FILE
-from lockstep.world.process_identity import read_stat
+from lockstep.process_identity import read_stat
 from test_launch import wait_for
 
 LAUNCHER = """
@@ -76,7 +76,7 @@ def test_too_few_and_too_many_are_refused(
     assert launcher.poll() is None
 
 
-def test_whoever_has_the_number_of_a_launcher_that_was_killed_is_left_alone(
+def test_a_process_with_the_pid_of_a_launcher_that_was_killed_is_left_alone(
     launcher: Process, stranger: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher.kill()
@@ -119,7 +119,7 @@ def test_a_launcher_that_is_gone(launcher: Process, tmp_path: Path, capsys: pyte
 def test_a_launcher_elsewhere(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(tmp_path, host="elsewhere")
     assert main(["scale", str(tmp_path), "2"]) == 2
-    assert "its supervisor is on elsewhere; ask there" in capsys.readouterr().err
+    assert "its host agent is on elsewhere; ask there" in capsys.readouterr().err
     assert launcher.poll() is None
 
 

@@ -80,7 +80,7 @@ def a_wait_with_a_timeout_ends_in_time_and_the_collective_goes_on(rank: int, siz
 
 
 @CHECKS.workers(2)
-def a_work_that_nobody_waits_for_ends_too(rank: int, size: int, group: Any) -> None:
+def a_work_that_is_not_waited_for_ends_too(rank: int, size: int, group: Any) -> None:
     works = [dist.all_reduce(full(rank, LONG), group=group, async_op=True) for _ in range(3)]
     end_s = time.monotonic() + 5
     while not all(work.is_completed() for work in works) and time.monotonic() < end_s:
@@ -262,7 +262,7 @@ def a_group_over_a_tcp_store(rank: int, size: int, group: Any) -> None:
 
 
 @CHECKS.workers(2, 3)
-def a_barrier_holds_everybody(rank: int, size: int, group: Any) -> None:
+def a_barrier_holds_all_workers(rank: int, size: int, group: Any) -> None:
     for barrier in (dist.barrier, dist.monitored_barrier):
         time.sleep(0.05 * rank)
         came_s = time.monotonic()
@@ -366,9 +366,9 @@ def sparse_tensors(rank: int, size: int, group: Any) -> None:
         want = want + of(other).to_dense()
     dist.all_reduce(ours, group=group)
     assert torch.allclose(ours.to_dense(), want)
-    everybody: list[Any] = [None] * size
-    dist.all_gather_object(everybody, ours.coalesce().values().tolist())
-    assert all(values == everybody[0] for values in everybody)
+    of_all: list[Any] = [None] * size
+    dist.all_gather_object(of_all, ours.coalesce().values().tolist())
+    assert all(values == of_all[0] for values in of_all)
     ours.div_(2)  # it is an ordinary tensor afterwards
     with pytest.raises(RuntimeError, match="sparse"):
         dist.all_reduce(of(rank), op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""Every collective of shm on every kind of tensor, against plain loops over everybody's inputs, in every bit."""
+"""Every collective of shm on every kind of tensor, against plain loops over the inputs of all, in every bit."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crew import crew
-from lockstep.comm.shm import host_memory
+from lockstep.comm.shm import collectives
 from lockstep.comm.shm.collectives import SMALL_BYTES
+from on_workers import on_workers
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, kinds_of, reduced, same_bits, some
 
 # Torch 2.13 has new names for these two.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SECTION_BYTES = host_memory.LEAST_SECTION_BYTES
+SECTION_BYTES = collectives.LEAST_SECTION_BYTES
 SMALL = SMALL_BYTES // 4  # float32
 MANY = 6 * SECTION_BYTES // 4 + 37  # float32, for one rank: more rounds than there are slots
 SIZES = (0, 1, 7, SMALL - 1, SMALL, SMALL + 1, MANY)
 # In ordinary memory, with gaps, transposed, in group memory, in the middle of a tensor there, there on some workers.
 PLACES = ("plain", "gaps", "columns", "group", "middle", "mixed")
 SENT = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+three_workers_and_others = pytest.mark.parametrize(
+    "workers", [3, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (2, 4))]
+)
 
 
 class Trial:
@@ -77,11 +80,11 @@ def operation(kind: Any) -> Any:
 
 def small_slots(rank: int) -> Any:
     """A group whose slots hold little, so that what is not large takes many rounds. One worker's wish is enough."""
-    usual = host_memory.SLOT_BYTES
-    host_memory.SLOT_BYTES = 0 if rank == 0 else usual  # type: ignore[misc]
+    usual = collectives.SLOT_BYTES
+    collectives.SLOT_BYTES = 0 if rank == 0 else usual  # type: ignore[misc]
     group: Any = dist.new_group(backend="shm")
-    host_memory.SLOT_BYTES = usual  # type: ignore[misc]
-    assert group._host.memory.section_bytes == SECTION_BYTES
+    collectives.SLOT_BYTES = usual  # type: ignore[misc]
+    assert group._host.section_bytes == SECTION_BYTES
     return group
 
 
@@ -150,7 +153,7 @@ def compare_reductions(trial: Trial, group: Any) -> None:
 
 def compare_large_reductions(trial: Trial, group: Any) -> None:
     """Several rounds of slots of the usual size."""
-    numel = 6 * host_memory.SLOT_BYTES // 4 + 333
+    numel = 6 * collectives.SLOT_BYTES // 4 + 333
     ours = trial.inputs(torch.float32, numel)
     want = reduced(KINDS.SUM, ours)
     for place in ("plain", "group", "mixed"):
@@ -167,9 +170,9 @@ def reducing(rank: int, size: int) -> list[str]:
     return trial.wrong + usual.wrong
 
 
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@three_workers_and_others
 def test_reductions(workers: int) -> None:
-    assert crew(reducing, workers) == [[]] * workers
+    assert on_workers(reducing, workers) == [[]] * workers
 
 
 # ------------------------------------------------------------------------------------------------------------ moving
@@ -270,9 +273,9 @@ def moving(rank: int, size: int) -> list[str]:
     return trial.wrong
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@three_workers_and_others
 def test_moves(workers: int) -> None:
-    assert crew(moving, workers) == [[]] * workers
+    assert on_workers(moving, workers) == [[]] * workers
 
 
 # ------------------------------------------------------------------------------------------- one after the other, fast
@@ -326,6 +329,6 @@ def hurried(rank: int, size: int, seed: int) -> list[str]:
     return trial.wrong
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@three_workers_and_others
 def test_many_collectives_in_flight_waited_for_in_any_order(workers: int) -> None:
-    assert crew(hurried, workers, workers) == [[]] * workers
+    assert on_workers(hurried, workers, workers) == [[]] * workers

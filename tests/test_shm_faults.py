@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import crew  # noqa: F401  (its fork server has torch loaded already)
 import lockstep
+import on_workers  # noqa: F401  (its fork server has torch loaded already)
 from lockstep.comm.shm import ShmGroup, group as group_module
 from lockstep.errors import PeerLostError
 from lockstep.world import world
@@ -164,7 +164,7 @@ def lost_in(action: Callable[[], Any]) -> Caught:
         action()
     except PeerLostError as error:
         return Caught(error.rank, error.pid, str(error), time.monotonic())
-    raise AssertionError("nobody was lost")
+    raise AssertionError("no worker was lost")
 
 
 def check_named(caught: Caught, victim: int, folder: Path) -> None:
@@ -367,8 +367,8 @@ def aborted_under_its_hands(rank: int, size: int, folder: Path) -> Any:
     if rank == 1:
         time.sleep(30)  # never comes
     found, mine = [], torch.ones(4)
-    memory = group._host.memory
-    arrive = memory.arrive
+    sync = group._sync
+    arrive = sync.arrive
 
     def arrive_and_abort() -> int:
         phase = arrive()
@@ -377,7 +377,7 @@ def aborted_under_its_hands(rank: int, size: int, folder: Path) -> Any:
         aborting.join()
         return phase
 
-    memory.arrive = arrive_and_abort  # type: ignore[method-assign]
+    sync.arrive = arrive_and_abort  # type: ignore[method-assign]
     try:
         group.allreduce([mine]).wait()
         found.append(f"got {mine.tolist()}")

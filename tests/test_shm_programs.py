@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from crew import crew
 from lockstep import DistributedDataParallel as OurDDP
+from on_workers import on_workers
 from programs import CASES, Mlp, digest, train
 
 Program = Callable[[int, int, Path], list[str]]
@@ -215,7 +215,7 @@ def on_both(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, dict[str, Any]]]]:
-    return functools.cache(lambda size: crew(on_both, size, tmp_path_factory.mktemp("programs"), timeout_s=100))
+    return functools.cache(lambda size: on_workers(on_both, size, tmp_path_factory.mktemp("programs"), timeout_s=100))
 
 
 @pytest.mark.parametrize(("name", "workers"), [(run.__name__, size) for size in PROGRAMS for run in PROGRAMS[size]])
@@ -234,7 +234,7 @@ def buckets_and_repeats(rank: int, size: int) -> Any:
     group: Any = dist.new_group(backend="shm")
     model = OurDDP(seeded(), process_group=group, bucket_cap_mb=0.01)
     digests_of_training(model, rank, steps=2)
-    buckets = [bucket.flat for bucket in model.reducer.buckets]
+    buckets = [bucket.flat for bucket in model.reducer.core.queue.buckets]
     inside = [group._heap._segment.offset_of(flat) is not None for flat in buckets]
     wrappers = [functools.partial(wrapper, process_group=group) for wrapper in (OurDDP, TorchDDP, OurDDP)]
     return inside, [digests_of_training(wrapper(seeded()), rank) for wrapper in wrappers]
@@ -242,7 +242,7 @@ def buckets_and_repeats(rank: int, size: int) -> Any:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_our_buckets_lie_in_group_memory_and_weights_repeat_bit_for_bit(workers: int) -> None:
-    results = crew(buckets_and_repeats, workers)
+    results = on_workers(buckets_and_repeats, workers)
     for inside, _ in results:
         assert len(inside) > 1
         assert all(inside)

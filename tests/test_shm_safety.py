@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import Checks
-from crew import crew
 from lockstep import DistributedDataParallel
-from lockstep.comm.shm import ShmGroup, host_memory
+from lockstep.comm.shm import ShmGroup, collectives
 from lockstep.comm.shm.reduce_ops import Reduction
 from lockstep.errors import DesyncError, LockstepError, SharedMemoryFullError
+from on_workers import on_workers
 from plain import KINDS, reduced, same_bits, some
 from programs import train
 
@@ -85,7 +85,7 @@ def besieged(rank: int, size: int, folder: Path, uids: list[int]) -> Any:
         forged = f'{{"secret": "{"0" * 32}", "rank": 1, "size": {1 << 27}, "offer": 65536}}'
         known = forged.replace("0" * 32, store.get("secret").decode())
         for uid in uids:
-            # Who is somebody else is turned away though it knows everything; silent ones must not keep others waiting.
+            # A process that is no member is refused though it knows everything; silent ones must not block others.
             for says in (forged, "[]", "") if uid == 0 else (known, "not even JSON", ""):
                 command = [sys.executable, "-c", STRANGER, names[0], says, str(uid)]
                 strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
@@ -94,7 +94,7 @@ def besieged(rank: int, size: int, folder: Path, uids: list[int]) -> Any:
     group = ShmGroup(store, rank, size, timedelta(seconds=20))
     took_s = time.monotonic() - began_s
     group.allreduce([tensor := full(rank)]).wait()
-    dist.barrier()  # now nobody listens any more
+    dist.barrier()  # now no worker listens any more
     said = [stranger.communicate(timeout=20)[0].strip() for stranger in strangers]
     return tensor.tolist(), said, took_s if rank == 1 else 0
 
@@ -109,7 +109,7 @@ def besieged(rank: int, size: int, folder: Path, uids: list[int]) -> Any:
     ],
 )
 def test_strangers_are_turned_away_and_the_group_forms(uids: list[int], tmp_path: Path) -> None:
-    for tensor, said, took_s in crew(besieged, 2, tmp_path, uids):
+    for tensor, said, took_s in on_workers(besieged, 2, tmp_path, uids):
         assert tensor == [1] * 5
         assert set(said) <= {"given b'' and 0 descriptors"}
         assert took_s < 4
@@ -146,7 +146,7 @@ DISAGREEMENTS: dict[str, Callable[[bool, Any], Any]] = {
 
 
 @CHECKS.workers(3)
-def whoever_disagrees_is_named_by_everybody_at_once(rank: int, size: int, group: Any) -> None:
+def a_worker_that_disagrees_is_named_by_all_at_once(rank: int, size: int, group: Any) -> None:
     wrong = []
     for name, call in DISAGREEMENTS.items():
         group = dist.new_group(backend="shm", timeout=timedelta(seconds=10))
@@ -220,11 +220,11 @@ def wrong_calls(g: Any) -> dict[str, Callable[[], Any]]:
         "all_to_all of rows that cannot be shared": lambda: exchange(full(0), full(1), group=g),
         "all_to_all of splits that do not add up": lambda: exchange(full(0), full(1), [2, 3], [1, 3], group=g),
         "all_to_all, not itself": lambda: exchange(full(0), full(1), [2, 3], [3, 2], group=g),
-        "broadcast from nobody": lambda: dist.broadcast(full(1), group_src=2, group=g),
-        "reduce to nobody": lambda: dist.reduce(full(1), group_dst=-1, group=g),
+        "broadcast from no rank": lambda: dist.broadcast(full(1), group_src=2, group=g),
+        "reduce to no rank": lambda: dist.reduce(full(1), group_dst=-1, group=g),
         "send to itself": lambda: g.send([full(1)], 0, 0),
-        "send to nobody": lambda: g.send([full(1)], 5, 0),
-        "receive from nobody": lambda: g.recv([full(1)], -2, 0),
+        "send to no rank": lambda: g.send([full(1)], 5, 0),
+        "receive from no rank": lambda: g.recv([full(1)], -2, 0),
         "all_reduce of two": lambda: g.allreduce(pair),
         "memory on no device of ours": lambda: g.allocate_tensor(3, dtype=torch.float32, device=torch.device("meta")),
         "a negative size": lambda: g.allocate_tensor(-1, dtype=torch.float32, device=cpu),
@@ -335,7 +335,7 @@ def by_name(rank: int, size: int, folder: Path) -> None:
 
 
 def test_as_the_cpu_part_of_a_backend_for_several_devices(tmp_path: Path) -> None:
-    crew(by_name, 2, tmp_path)
+    on_workers(by_name, 2, tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------- scarce memory
@@ -383,17 +383,17 @@ def in_scarce_memory(rank: int, size: int, folder: Path) -> tuple[int, list[str]
             break
     dist.barrier(group=group)
     assert train(scarce, "mlp", rank, steps=3) == digests, "in ordinary memory"
-    return group._host.memory.section_bytes, digests[1::2]
+    return group._host.section_bytes, digests[1::2]
 
 
 # 64 MB is the size of /dev/shm in a container of Docker.
 @pytest.mark.parametrize(("small_folder", "workers"), [(64, 2), (64, 6), (8, 4)], indirect=["small_folder"])
 def test_where_memory_is_scarce_slots_are_smaller_and_training_goes_on(workers: int, small_folder: Path) -> None:
-    results = crew(in_scarce_memory, workers, small_folder)
+    results = on_workers(in_scarce_memory, workers, small_folder)
     assert all(digests == results[0][1] for _, digests in results)
     sections = {section for section, _ in results}
     assert len(sections) == 1
-    assert workers != 4 or sections.pop() < host_memory.SLOT_BYTES // workers
+    assert workers != 4 or sections.pop() < collectives.SLOT_BYTES // workers
 
 
 @pytest.mark.parametrize(("name", "size"), CHECKS.cases())

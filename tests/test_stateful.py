@@ -4,6 +4,7 @@ workers, after resuming, after a lost worker, and after an evaluation; or one er
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from crew import crew
 from lockstep.checkpoint.store import CheckpointStore
+from on_workers import on_workers
 from runs import use
 from stateful import FAR, OPTIMIZERS, Zoo, data, loss_of, train
 from test_recovery import KILLED, Play, kill, perform
@@ -29,7 +30,7 @@ def train_all(rank: int, size: int, backend: str, store: str, device: str) -> di
 @functools.cache
 def results(size: int, backend: str, device: str = "cpu") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = crew(train_all, size, backend, f"{folder}/store", device, timeout_s=100)
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", device, timeout_s=200)
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
@@ -66,7 +67,7 @@ def results_of_parts() -> dict[str, Any]:
     """Two steps on two workers, two on three over another backend, and the rest on one."""
     with tempfile.TemporaryDirectory() as folder:
         for size, backend, steps in ((2, "shm", 2), (3, "gloo", 4), (1, "gloo", None)):
-            found: dict[str, Any] = crew(train_part, size, backend, folder, steps, timeout_s=100)[0]
+            found: dict[str, Any] = on_workers(train_part, size, backend, folder, steps, timeout_s=200)[0]
         state = CheckpointStore(Path(folder) / "nadam").newest()
         assert state is not None
         found["state"] = {part: sorted(state.state["raw"]["model"][part]) for part in ("tensors", "grown", "numbers")}
@@ -95,10 +96,11 @@ def test_what_a_state_dict_lacks_is_a_part_of_its_own() -> None:
 def test_a_lost_worker_changes_nothing(optimizer: str, tmp_path: Path) -> None:
     """One in the step in which buffers are made, one when a step is half applied; newcomers have no such buffers."""
     program = (Path(__file__).parent / "stateful.py").read_text().replace("{", "{{").replace("}", "}}")
+    inherited = os.environ.get("PYTHONPATH", "")
     play = Play(
         workers=2,
         faults=(kill("reduced", 1, step=0), kill("committed", 0, step=5)),
-        env={"OPTIMIZER": optimizer, "PYTHONPATH": str(Path(lockstep.__file__).parent.parent)},
+        env={"OPTIMIZER": optimizer, "PYTHONPATH": f"{Path(lockstep.__file__).parent.parent}:{inherited}"},
         program=program,
     )
     show = perform(tmp_path / "run", play)
@@ -128,7 +130,7 @@ def load_into_new(rank: int, size: int, folder: str) -> tuple[str, str]:
 
 
 def test_weights_are_loaded_into_a_model_whose_buffers_have_not_grown(tmp_path: Path) -> None:
-    for trained, loaded in crew(load_into_new, 2, str(tmp_path)):
+    for trained, loaded in on_workers(load_into_new, 2, str(tmp_path)):
         assert trained == loaded
 
 
@@ -200,7 +202,7 @@ def evaluate_all(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_an_evaluation_leaves_no_trace() -> None:
-    one, *others = [crew(evaluate_all, size) for size in (1, 2, 3)]
+    one, *others = [on_workers(evaluate_all, size) for size in (1, 2, 3)]
     for name, (first, second, other, _, before, after, buffers) in one[0].items():
         assert first == second == other, name
         assert before == after, name
@@ -294,7 +296,7 @@ def refuse_all(rank: int, size: int, folder: str) -> list[tuple[str, str, int]]:
 
 
 def test_what_cannot_be_saved_or_exchanged_is_named_before_anything_is_lost(tmp_path: Path) -> None:
-    by_rank = crew(refuse_all, 2, str(tmp_path))
+    by_rank = on_workers(refuse_all, 2, str(tmp_path))
     assert by_rank[0] == by_rank[1]
     kinds, texts, steps = zip(*by_rank[0], strict=True)
     assert kinds == ("CheckpointError",) * 4 + ("ValueError",) * 7

@@ -1,4 +1,4 @@
-"""Iterable datasets: one sequence, cut the same way by everybody."""
+"""Iterable datasets: one sequence, cut the same way by all workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 import lockstep
-from crew import crew
 from lockstep.cli import main as cli
 from lockstep.data.batches import Batch, Batches, BatchSettings, DataError, Position
 from lockstep.data.sample_order import shard_ranges
 from lockstep.errors import UnevenDataError
+from on_workers import on_workers
 from samples import (
     SkippingStream,
     Stream,
@@ -305,11 +305,11 @@ def test_a_run_is_resumed_without_reading_what_it_had(tmp_path: Path) -> None:
     assert read == 80
     for kind, late, early in ((Counted, 25, 60), (Plain40, 40, 80)):
         folder = str(tmp_path / kind.__name__)
-        crew(train, 2, folder, kind, 11)  # up to sample 15 of 40 of the second epoch
+        on_workers(train, 2, folder, kind, 11)  # up to sample 15 of 40 of the second epoch
         assert train(0, 1, folder, kind) == (whole, late)
         folder = str(tmp_path / f"early {kind.__name__}")
         assert train(0, 1, folder, kind, 4)[1] == 25  # one batch is read ahead
-        assert crew(train, 2, folder, kind) == [(whole, early)] * 2
+        assert on_workers(train, 2, folder, kind) == [(whole, early)] * 2
 
 
 # ---- streams that split themselves -----------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def resume_parts(rank: int, size: int, folder: str) -> Any:
 
 
 def test_a_run_over_parts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    one, other = crew(resume_parts, 2, str(tmp_path))
+    one, other = on_workers(resume_parts, 2, str(tmp_path))
     assert one == other
     (_, counts), (_, overlap) = one
     assert [count for count, _ in counts] == [8, 8, 6, 4, 4, 1] * 2  # 21 samples on rank 0, 10 on rank 1

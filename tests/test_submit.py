@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lockstep.submit.cluster_files import (
+    Cluster,
+    ClusterJob,
+    WorkerLimits,
+    check,
+    name_after,
+    read_time,
+    train_job,
+    write_batch,
+    write_manifest,
+    write_program,
+)
 from lockstep.submit.command import main, write
-from lockstep.submit.job import Cluster, ClusterJob, WorkerLimits, check, name_after, read_time
-from lockstep.submit.k8s import JobKind, pytorch_job, train_job, write_manifest
-from lockstep.submit.ray_train import write_program
-from lockstep.submit.slurm import write_batch
-from lockstep.submit.yaml import write_yaml
 
 SMALL = ClusterJob(
     program=("train.py", "--lr", "0.1"), name="train", folder="/home/me/work", python="python3", workers=2
@@ -99,7 +106,7 @@ def test_a_task_per_worker() -> None:
     assert "\nsrun --kill-on-bad-exit=0 --cpus-per-task=6 python3 train.py --lr 0.1 &\n" in text
 
 
-def test_a_supervisor_per_node() -> None:
+def test_a_host_agent_per_node() -> None:
     text = write_batch(LASTING)
     assert directives(text)["ntasks-per-node"] == "1"
     assert directives(text)["cpus-per-task"] == "48"
@@ -162,50 +169,20 @@ def test_a_train_job_is_what_the_published_schema_says(order: ClusterJob) -> Non
     assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=["small", "large", "lasting"])
-def test_a_pytorch_job_is_what_the_published_schema_says(order: ClusterJob) -> None:
-    models = pytest.importorskip("kubeflow.training.models", reason="needs the package kubeflow-training")
-    client = pytest.importorskip("kubernetes.client", reason="needs the package kubernetes")
-
-    def follow(name: str, value: Any) -> None:
-        """Every field is one that the model has, with the type that it gives."""
-        if name.startswith("dict("):
-            inner = name[5:-1].partition(", ")[2]
-            assert all(isinstance(key, str) for key in value)
-            for one in value.values():
-                follow(inner, one)
-        elif name.startswith("list["):
-            assert isinstance(value, list)
-            for one in value:
-                follow(name[5:-1], one)
-        elif model := getattr(models, name, None) or getattr(client, name, None):
-            fields = {theirs: model.openapi_types[ours] for ours, theirs in model.attribute_map.items()}
-            for key, one in value.items():
-                assert key in fields, f"{name} has no field {key}"
-                follow(fields[key], one)
-        else:
-            assert type(value).__name__ == name, f"{value!r} should be of type {name}"
-
-    follow("KubeflowOrgV1PyTorchJob", pytorch_job(order))
+def test_resources_of_a_node() -> None:
+    trainer = train_job(ORDERS[1])["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert trainer["command"][-3:] == ["train.py", "--lr", "0.1"]
 
 
-def test_nodes_of_a_pytorch_job() -> None:
-    specs = pytorch_job(ORDERS[1])["spec"]["pytorchReplicaSpecs"]
-    assert {role: spec["replicas"] for role, spec in specs.items()} == {"Master": 1, "Worker": 3}
-    assert list(pytorch_job(ORDERS[0])["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-    (container,) = specs["Worker"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
-    assert container["command"][-3:] == ["train.py", "--lr", "0.1"]
-    assert "--node-rank=$(RANK)" in container["command"]
-
-
-def test_supervisors_in_kubernetes_share_a_secret_that_is_not_in_the_manifest() -> None:
-    text = write_manifest(ORDERS[2], JobKind.TRAIN_JOB)
+def test_host_agents_in_kubernetes_share_a_secret_that_is_not_in_the_manifest() -> None:
+    text = write_manifest(ORDERS[2])
     assert "secretKeyRef" in text
     assert "kubectl create secret generic train-secret" in text
     assert "$(PET_MASTER_ADDR):29401" in text
-    assert "secretKeyRef" not in write_manifest(ORDERS[1], JobKind.TRAIN_JOB)
-    assert "secretKeyRef" not in write_manifest(replace(ORDERS[2], nodes=1), JobKind.TRAIN_JOB)
+    assert "secretKeyRef" not in write_manifest(ORDERS[1])
+    assert "secretKeyRef" not in write_manifest(replace(ORDERS[2], nodes=1))
 
 
 def test_kubernetes_replaces_nothing_in_the_arguments_of_the_program() -> None:
@@ -213,14 +190,9 @@ def test_kubernetes_replaces_nothing_in_the_arguments_of_the_program() -> None:
     assert job["spec"]["trainer"]["command"][-2:] == ["$$(HOME)", "$x"]
 
 
-def test_what_we_write_is_yaml() -> None:
-    yaml = pytest.importorskip("yaml", reason="needs the package pyyaml")
-    words = ["no", "1e3", "0x10", "a: b", "- x", "", ODD, "plain", "true", "null", "~", "12:30", "@x", "a #b", "\ttab"]
-    value = {"words": words, "number": 3, "yes or no": True, "empty": {}, "none": [], "in": [{"a": [["b"]], "c": {}}]}
-    assert yaml.safe_load(write_yaml(value)) == value
-    for order in ORDERS:
-        assert yaml.safe_load(write_manifest(order, JobKind.TRAIN_JOB)) == train_job(order)
-        assert yaml.safe_load(write_manifest(order, JobKind.PYTORCH_JOB)) == pytorch_job(order)
+@pytest.mark.parametrize("order", [*ORDERS, replace(ORDERS[0], program=(ODD, ODD))])
+def test_a_manifest_is_json(order: ClusterJob) -> None:
+    assert json.loads(write_manifest(order)) == train_job(order)
 
 
 # ---- Ray -------------------------------------------------------------------------------------------------------------
@@ -256,7 +228,7 @@ def test_print_writes_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["--slurm"], "train.sbatch", "sbatch train.sbatch"),
         (["--slurm", "--name", "big"], "big.sbatch", "sbatch big.sbatch"),
-        (["--k8s", "--image", IMAGE], "train.yaml", "kubectl create -f train.yaml"),
+        (["--k8s", "--image", IMAGE], "train.json", "kubectl create -f train.json"),
         (["--ray"], "train_ray.py", "ray job submit --no-wait -- python train_ray.py"),
         (["--ray", "--out", "x.py"], "x.py", "ray job submit --no-wait -- python x.py"),
     ],

@@ -19,7 +19,6 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
 import lockstep
-from crew import crew
 from lockstep.errors import LockstepError
 from lockstep.train.gradient_noise import AVERAGED_STEPS, FadingMean, NoiseScale, ShardNorms
 from lockstep.train.step_timer import AFTER, APART_S, PHASES, StepTimer, StepTimes, TimedSpan, next_detailed_step
@@ -27,6 +26,7 @@ from lockstep.train.step_types import Stop
 from lockstep.train.tensorboard import TensorBoardWriter
 from lockstep.train.trace_file import TraceFile
 from lockstep.train.trace_writer import StepWindow, TraceWriter, merge
+from on_workers import on_workers
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -48,7 +48,7 @@ def times(waited_s: float) -> StepTimes:
         ([0.5], 0.5, 0.0, None),
     ],
 )
-def test_whoever_waits_least_is_waited_for(
+def test_the_worker_that_waits_least_is_waited_for(
     waits_s: list[float], exposed_s: float, waiting_s: float, for_whom: int | None
 ) -> None:
     one = times(0.5)
@@ -58,7 +58,7 @@ def test_whoever_waits_least_is_waited_for(
     assert sum(phases.values()) == pytest.approx(1.0)
 
 
-def test_a_stopwatch_gives_all_time_to_somebody() -> None:
+def test_a_stopwatch_gives_all_time_to_a_phase() -> None:
     watch = StepTimer(CPU)
     assert watch.begin_step(1) is None
     began_s = time.monotonic()
@@ -110,7 +110,7 @@ def timed(watch: StepTimer, steps: range) -> list[int]:
 
 def test_long_steps_are_timed_and_of_short_ones_a_few_without_a_rhythm() -> None:
     watch = StepTimer(CPU)
-    assert timed(watch, range(50)) == list(range(50))  # nobody knows how long they take
+    assert timed(watch, range(50)) == list(range(50))  # how long they take is not known
     watch.set_pace({0: APART_S / 10, 1: APART_S / 16})
     found = timed(watch, range(600, 5000))
     assert len(found) == pytest.approx(440, rel=0.2)
@@ -357,7 +357,7 @@ def lines_of(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     "planted", ["slow worker", pytest.param("nothing", marks=SLOW), pytest.param("slow data", marks=SLOW)]
 )
 def test_times_add_up_and_show_what_was_planted(planted: str, tmp_path: Path) -> None:
-    outcome = crew(train, 2, tmp_path, planted)
+    outcome = on_workers(train, 2, tmp_path, planted)
     for rank in range(2):
         mine = [line for line in lines_of(tmp_path, "steps") if f"-rank{rank}-" in line["file"]]
         assert sum(line["count"] for line in mine) == 100
@@ -382,7 +382,7 @@ def test_times_add_up_and_show_what_was_planted(planted: str, tmp_path: Path) ->
 
 
 def test_a_trace_says_who_wrote_it_and_how_things_are(tmp_path: Path) -> None:
-    crew(train, 2, tmp_path, "nothing")
+    on_workers(train, 2, tmp_path, "nothing")
     heads, worlds = list(lines_of(tmp_path, "head")), list(lines_of(tmp_path, "world"))
     assert {head["worker"] for head in heads} == {"rank0", "rank1"}
     assert [world["size"] for world in worlds] == [2, 2]
@@ -401,7 +401,7 @@ def test_a_trace_says_who_wrote_it_and_how_things_are(tmp_path: Path) -> None:
 @SLOW
 def test_tensorboard_gets_figures_once(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    crew(train, 2, tmp_path, "nothing", {"tensorboard": True})
+    on_workers(train, 2, tmp_path, "nothing", {"tensorboard": True})
     (file,) = (tmp_path / "tensorboard").iterdir()
     found = reader.EventAccumulator(str(file))
     found.Reload()

@@ -52,7 +52,11 @@ with lockstep.Run(seed=1, progress=False) as run:
             ["in __getitem__", 'raise ValueError(f"bad sample {i}")', "for batch in run.train"],
             marks=pytest.mark.slow,
         ),
-        ("loss", ["run.step(loss, batch)", 'model(batch[0], "too much")', "takes 2 positional arguments but 3"]),
+        pytest.param(
+            "loss",
+            ["run.step(loss, batch)", 'model(batch[0], "too much")', "takes 2 positional arguments but 3"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["dataset", "loader process", "loss"],
 )

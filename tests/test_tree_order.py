@@ -1,4 +1,4 @@
-"""Which sums are formed in which order, and that nobody's share of the summands changes it."""
+"""Which sums are formed in which order, and that no worker's share of the summands changes it."""
 
 from __future__ import annotations
 

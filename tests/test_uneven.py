@@ -12,8 +12,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from crew import crew, try_crew
 from lockstep import DistributedDataParallel as OurDDP
+from on_workers import on_workers, try_on_workers
 from programs import Mlp, digest
 
 
@@ -74,8 +74,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_uneven_inputs(case: str) -> None:
-    ours = crew(uneven, 3, OurDDP, CASES[case])
-    assert ours == crew(uneven, 3, TorchDDP, CASES[case])
+    ours = on_workers(uneven, 3, OurDDP, CASES[case])
+    assert ours == on_workers(uneven, 3, TorchDDP, CASES[case])
     assert len({tuple(seen[-2:]) for seen in ours}) == 1, "workers end with different weights"
     batches = CASES[case]["batches"]
     assert ours[0][-1] == max(r for r in range(3) if batches[r] == max(batches)), "weights of the last to finish"
@@ -96,7 +96,7 @@ def throws(rank: int, size: int) -> int:
 
 
 def test_join_can_throw_when_the_first_worker_is_through() -> None:
-    assert crew(throws, 2) == [3, 3]
+    assert on_workers(throws, 2) == [3, 3]
 
 
 def disabled(rank: int, size: int) -> bool:
@@ -108,7 +108,7 @@ def disabled(rank: int, size: int) -> bool:
 
 
 def test_join_can_be_switched_off() -> None:
-    crew(disabled, 2)
+    on_workers(disabled, 2)
 
 
 def fewer_batches(rank: int, size: int) -> None:
@@ -120,7 +120,7 @@ def fewer_batches(rank: int, size: int) -> None:
 
 
 def test_without_join_a_worker_with_fewer_batches_is_named() -> None:
-    outcomes = try_crew(with_short_patience, 2, timeout_s=30)
+    outcomes = try_on_workers(with_short_patience, 2, timeout_s=30)
     assert "DesyncError: rank 0 waits in backward pass 3" in outcomes[0]
     assert "rank 1, after 2 backward passes, has called another collective" in outcomes[0]
 

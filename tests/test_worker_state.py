@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from lockstep.control.json_pipe import JsonPipe
 from lockstep.elastic import worker_state
+from lockstep.elastic.agent_client import JsonPipe
 from lockstep.elastic.membership import Standing, Worker
 from lockstep.elastic.worker_state import BUSY_STALLS, LocalWorker, why_dead
 
@@ -41,7 +41,7 @@ def silent(program: str) -> Iterator[LocalWorker]:
 
 
 def taken_for_dead_after_s(local: LocalWorker, *, within_s: float) -> float | None:
-    """As a supervisor looks, ten times in a second."""
+    """As a host agent looks, ten times in a second."""
     while (now_s := time.monotonic()) < local.last_heard_s + within_s:
         if why_dead(local, now_s, STALL_S) is not None:
             return now_s - local.last_heard_s
@@ -66,7 +66,7 @@ def test_a_worker_that_computes_has_time() -> None:
         assert why_dead(local, now_s, STALL_S) is not None
 
 
-def test_whoever_was_heard_in_between_is_looked_at_anew() -> None:
+def test_a_worker_that_was_heard_in_between_is_looked_at_anew() -> None:
     """What it computed before its last sign of life tells nothing about the time since."""
     with silent(ASLEEP) as local:
         assert taken_for_dead_after_s(local, within_s=0.8 * STALL_S) is None
@@ -77,7 +77,7 @@ def test_whoever_was_heard_in_between_is_looked_at_anew() -> None:
 
 
 @pytest.mark.parametrize("program", [ASLEEP, BUSY])
-def test_whoever_does_not_leave_is_dead_unless_it_computes(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_leave_is_dead_unless_it_computes(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is heard all the time: only its training thread does not come."""
     monkeypatch.setattr(worker_state, "LEAVE_WITHIN_S", 2.0)
     with silent(program) as local:
@@ -96,7 +96,7 @@ def test_whoever_does_not_leave_is_dead_unless_it_computes(program: str, monkeyp
 
 
 @pytest.mark.parametrize("change", ["has no Run", "is done"])
-def test_nobody_asks_whoever_is_not_training(change: str) -> None:
+def test_a_worker_that_is_not_training_is_not_asked(change: str) -> None:
     with silent(ASLEEP) as local:
         if change == "has no Run":
             local.has_run = False

@@ -379,8 +379,8 @@ def test_workers_that_disagree_are_named() -> None:
         introduce(me={"pid": 6, "host": "x"})
 
 
-def test_a_meeting_that_nobody_comes_to_says_who_is_missing() -> None:
-    meet = Rendezvous(rendezvous.create_local_store(), 1, 12, "host:1", time.monotonic() + 0.1)
+def test_a_rendezvous_that_no_one_joins_says_who_is_missing() -> None:
+    meet = Rendezvous(dist.HashStore(), 1, 12, "host:1", time.monotonic() + 0.1)
     with pytest.raises(WorldError, match=r"rank 1 of 12 waited at host:1 for ranks 0, 2, 3, 4, 5, 6, 7, 8 and 3 more"):
         meet.exchange("x", "mine")
 
@@ -450,7 +450,7 @@ def test_in_another_place_the_old_store_does_not_count(env: pytest.MonkeyPatch, 
 def test_a_group_that_is_there_is_used_as_it_is(env: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
-    set_env(env, RANK=3, WORLD_SIZE=8)  # would be refused, but nobody asks
+    set_env(env, RANK=3, WORLD_SIZE=8)  # would be refused, but is not read
     with pytest.raises(ValueError, match="already there uses 'gloo'"):
         lockstep.init(backend="nccl", device="cpu")
     world = lockstep.init(device="cpu")
@@ -528,7 +528,7 @@ def test_one_task_of_those_that_slurm_announced_says_which_variables_announced_t
 
 @contextmanager
 def listening(port: int) -> Iterator[None]:
-    """Somebody must be listening on the port in the meantime."""
+    """Another process must be listening on the port in the meantime."""
     found: list[bool] = []
     stop = threading.Event()
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.register_on_import import register_backends
+from lockstep import terminal_log
+from lockstep.comm.register_backends import register_backends
 
 if TYPE_CHECKING:
     from lockstep.data.reader import DataError
     from lockstep.data.sample_order import ByLength, Sequential, Shuffled
     from lockstep.ddp.batchnorm import SyncBatchNorm
-    from lockstep.ddp.install import install_ddp
-    from lockstep.ddp.wrapper import DistributedDataParallel
+    from lockstep.ddp.wrapper import DistributedDataParallel, install_ddp
     from lockstep.errors import (
         CheckpointError,
         DesyncError,
@@ -39,64 +39,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULE_OF = {
-    "ByLength": "lockstep.data.sample_order",
-    "CheckpointError": "lockstep.errors",
-    "DesyncError": "lockstep.errors",
-    "DataError": "lockstep.data.reader",
-    "DirectoryInUseError": "lockstep.errors",
-    "DistributedDataParallel": "lockstep.ddp.wrapper",
-    "DivergenceError": "lockstep.errors",
-    "Sequential": "lockstep.data.sample_order",
-    "LAMB": "lockstep.train.optim",
-    "LARS": "lockstep.train.optim",
-    "LockstepError": "lockstep.errors",
-    "NonFiniteError": "lockstep.errors",
-    "PeerLostError": "lockstep.errors",
-    "ReplicaMismatchError": "lockstep.errors",
-    "Run": "lockstep.train.run",
-    "LRScaling": "lockstep.train.schedule",
-    "SharedMemoryFullError": "lockstep.errors",
-    "Shuffled": "lockstep.data.sample_order",
-    "SyncBatchNorm": "lockstep.ddp.batchnorm",
-    "UnevenDataError": "lockstep.errors",
-    "WorkerFailedError": "lockstep.errors",
-    "World": "lockstep.world.world",
-    "WorldError": "lockstep.errors",
-    "init": "lockstep.world.world",
-    "install_ddp": "lockstep.ddp.install",
-    "launch": "lockstep.notebook.launch",
+_NAMES = {
+    "data.reader": ["DataError"],
+    "data.sample_order": ["ByLength", "Sequential", "Shuffled"],
+    "ddp.batchnorm": ["SyncBatchNorm"],
+    "ddp.wrapper": ["DistributedDataParallel", "install_ddp"],
+    "errors": [
+        *["CheckpointError", "DesyncError", "DirectoryInUseError", "DivergenceError", "LockstepError"],
+        *["NonFiniteError", "PeerLostError", "ReplicaMismatchError", "SharedMemoryFullError", "UnevenDataError"],
+        *["WorkerFailedError", "WorldError"],
+    ],
+    "notebook.launch": ["launch"],
+    "train.optim": ["LAMB", "LARS"],
+    "train.run": ["Run"],
+    "train.schedule": ["LRScaling"],
+    "world.world": ["World", "init"],
 }
+_MODULE_OF = {name: f"lockstep.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "LAMB",
-    "LARS",
-    "ByLength",
-    "CheckpointError",
-    "DataError",
-    "DesyncError",
-    "DirectoryInUseError",
-    "DistributedDataParallel",
-    "DivergenceError",
-    "LRScaling",
-    "LockstepError",
-    "NonFiniteError",
-    "PeerLostError",
-    "ReplicaMismatchError",
-    "Run",
-    "Sequential",
-    "SharedMemoryFullError",
-    "Shuffled",
-    "SyncBatchNorm",
-    "UnevenDataError",
-    "WorkerFailedError",
-    "World",
-    "WorldError",
-    "init",
-    "install_ddp",
-    "launch",
-]
+    "LAMB", "LARS", "ByLength", "CheckpointError", "DataError", "DesyncError", "DirectoryInUseError",
+    "DistributedDataParallel", "DivergenceError", "LRScaling", "LockstepError", "NonFiniteError", "PeerLostError",
+    "ReplicaMismatchError", "Run", "Sequential", "SharedMemoryFullError", "Shuffled", "SyncBatchNorm",
+    "UnevenDataError", "WorkerFailedError", "World", "WorldError", "init", "install_ddp", "launch",
+]  # fmt: skip
 
+terminal_log.install()
 register_backends()
 
 

@@ -65,25 +65,20 @@ class DirectoryInUseError(LockstepError):
     """The run directory is in use by another run."""
 
 
-def refuse_unknown_options(
-    who: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str] | None = None
-) -> None:
+def refuse_unknown_options(who: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str]) -> None:
     """Raise TypeError for the first name of `given` that is not in `known`, with the name that was probably meant.
 
     who      the function that was called, such as "run.batches"
     renamed  maps names used by other libraries to the one in `known`, or to a sentence that says what to do instead
     """
     for name in given:
-        if name not in known:
-            raise TypeError(f"{who} has no option {name!r}{suggest(name, known, renamed or {})}")
-
-
-def suggest(name: str, known: Sequence[str], renamed: Mapping[str, str]) -> str:
-    """Return the end of a sentence about an unknown option: its name here, a similar one, or the list of options."""
-    instead = renamed.get(name)
-    if instead is not None:
-        return f": it is called {instead}= here" if instead in known else f": {instead}"
-    similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    if similar:
-        return f"; did you mean {similar[0]}=?"
-    return f"; it has {', '.join(known)}"
+        if name in known:
+            continue
+        instead = renamed.get(name)
+        if instead is not None:
+            advice = f": it is called {instead}= here" if instead in known else f": {instead}"
+        elif similar := difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6):
+            advice = f"; did you mean {similar[0]}=?"
+        else:
+            advice = f"; it has {', '.join(known)}"
+        raise TypeError(f"{who} has no option {name!r}{advice}")

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lockstep.settings import Settings
+
 PLACES = (
     "start", "joining", "forming", "catching-up", "sending-state", "receiving-state", "restored", "top", "forward",
     "table", "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied", "compared",
@@ -34,8 +36,8 @@ def at(place: str) -> None:
 def arm(env: Mapping[str, str]) -> None:
     """Install the faults of LOCKSTEP_FAULTS, if it is set. Raises ValueError if it is not understood."""
     global hook
-    text = env.get("LOCKSTEP_FAULTS", "").strip()
-    if not text:
+    text = Settings.from_env(env).faults
+    if text is None:
         return
     wanted = [dict(one, left=int(one.get("nth", 1))) for one in json.loads(text)]
     for one in wanted:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import LockstepError
+
+_log = logging.getLogger(__name__)
 
 LAUNCHES_KEPT: Final = 50  # earlier launches that a run directory lists, for the report of their workers' exits
 _GONE: Final = "the directory of the run is gone: make it again, or mount its disk"
@@ -139,4 +141,4 @@ class Appender:
         self._is_failing = True
 
     def _print(self, text: str) -> None:
-        print(f"lockstep: {self._what}, {self.path}, {text}", file=sys.stderr, flush=True)
+        _log.warning("%s, %s, %s", self._what, self.path, text)

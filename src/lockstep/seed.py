@@ -26,9 +26,8 @@ def derive_seed(*words: int | str) -> int:
 
 def seed_all(key: int, device: torch.device | None = None) -> None:
     """Seed the generators of torch (also that of `device`, if it is a GPU), Python and numpy."""
-    torch.default_generator.manual_seed(key)
-    if device is not None and device.type == "cuda":
-        _cuda_generator(device).manual_seed(key)
+    for generator in _torch_generators(device):
+        generator.manual_seed(key)
     random.seed(key)
     numpy_random = _numpy_random()
     if numpy_random is not None:
@@ -38,26 +37,26 @@ def seed_all(key: int, device: torch.device | None = None) -> None:
 @contextmanager
 def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Restore the state of all generators at the end of the block."""
-    on_gpu = device is not None and device.type == "cuda"
-    torch_state = torch.default_generator.get_state()
-    cuda_state = _cuda_generator(device).get_state() if on_gpu and device is not None else None
+    torch_states = [(generator, generator.get_state()) for generator in _torch_generators(device)]
     python_state, numpy_random = random.getstate(), _numpy_random()
     numpy_state = numpy_random.get_state() if numpy_random is not None else None
     try:
         yield
     finally:
-        torch.default_generator.set_state(torch_state)
-        if cuda_state is not None and device is not None:
-            _cuda_generator(device).set_state(cuda_state)
+        for generator, state in torch_states:
+            generator.set_state(state)
         random.setstate(python_state)
         if numpy_random is not None and numpy_state is not None:
             numpy_random.set_state(numpy_state)
 
 
-def _cuda_generator(device: torch.device) -> torch.Generator:
+def _torch_generators(device: torch.device | None) -> list[torch.Generator]:
+    """Return the generator of the CPU, and that of `device` if it is a GPU."""
+    if device is None or device.type != "cuda":
+        return [torch.default_generator]
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 def _numpy_random() -> Any:

@@ -1,26 +1,52 @@
-"""The collectives that `lockstep bench comm` times: their tensors, the call, and the expected result.
+"""The collectives that `lockstep bench comm` times, with their expected results; and a worker that times them in turn.
 
 The size of a collective is that of the whole vector: what every worker has before a reduce-scatter and after an
 all-gather. Elements are fp32.
+
+NOTE [rows of calls]. All backends are open in the same workers and take turns in every round (rounds.py, NOTE [paired
+rounds]). A turn is a row of calls, as many as fill ROW_S on the slowest worker; a first call that is not timed aligns
+the workers more closely than a barrier does, and brings the vector into the caches that will need it. The result is the
+time of one call in the row, Python included, on the worker for which the row took longest: a step cannot continue
+before the last worker has its result. Where calls need not wait for each other (the root of a broadcast may run ahead)
+it is the throughput of the calls, not the latency of one.
+
+The copy is the limit that memory sets: `b.copy_(a)` of the whole vector, by worker 0 alone on its one thread, while the
+other workers sleep in the barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from math import ceil
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import LockstepError
+from lockstep.bench.rounds import RoundSync, interleave, time_calls
+from lockstep.bench.workers import BenchWorker, finish_of, largest, use_device
+from lockstep.errors import LockstepError, PeerLostError
 
 ELEMENT_BYTES = 4
 PERIOD = 251  # period of the contents; a prime, so that a piece in the wrong place is detected
 PIECE = 2**20  # elements that are filled or compared at a time
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+COPY, GLOO, NCCL = "copy", "gloo", "nccl"
+SHM_GROUP = "shm, group memory"  # on tensors that the group made, as a reducer's buckets are
+SHM_OWN = "shm, own memory"  # on any other tensor
+ARMS = {"gloo": (GLOO,), "nccl": (NCCL,), "shm": (SHM_GROUP, SHM_OWN)}  # backend -> its arms
+
+ROW_S = 0.03
+MAX_CALLS = 2000
+WARMUP_CALLS = 3
+
+Call = Callable[[], object]
+T = TypeVar("T")
 
 # The names since torch 2.13; the old ones warn at every call, which takes time.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,10 +88,6 @@ class Case:
     def received(self) -> int:
         return self.share if self.op is Op.REDUCE_SCATTER else self.whole
 
-    @property
-    def in_place(self) -> bool:
-        return self.op in (Op.ALL_REDUCE, Op.BROADCAST)
-
     def __str__(self) -> str:
         return f"{self.workers} workers, {self.op}, {size_text(self.size_bytes)}"
 
@@ -80,7 +102,7 @@ class CommBuffers:
 
 def make_buffers(case: Case, allocate: Callable[[int], Tensor]) -> CommBuffers:
     sent = allocate(case.sent)
-    return CommBuffers(sent, sent if case.in_place else allocate(case.received))
+    return CommBuffers(sent, sent if case.op in (Op.ALL_REDUCE, Op.BROADCAST) else allocate(case.received))
 
 
 def make_call(case: Case, buffers: CommBuffers, group: Any) -> Callable[[], object]:
@@ -139,18 +161,15 @@ def check(case: Case, buffers: CommBuffers, rank: int, *, arm: str) -> None:
     """Raise LockstepError if a result is wrong: the time of a wrong result does not matter."""
     for first, piece in pieces(buffers.received, share=case.share):
         right = expected(case, rank, first, piece)
-        if torch.equal(piece, right):
-            continue
-        wrong = int((piece != right).nonzero()[0, 0])
-        raise LockstepError(
-            f"{case}: wrong result on {arm}: worker {rank} has {piece[wrong].item():g} at position "
-            f"{first + wrong}, and {right[wrong].item():g} is right; no time was taken"
-        )
+        if not torch.equal(piece, right):
+            wrong = int((piece != right).nonzero()[0, 0])
+            raise LockstepError(
+                f"{case}: wrong result on {arm}: worker {rank} has {piece[wrong].item():g} at position "
+                f"{first + wrong}, and {right[wrong].item():g} is right; no time was taken"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
-
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def parse_size(text: str) -> int:
@@ -170,3 +189,153 @@ def size_text(size_bytes: int) -> str:
         if size_bytes >= factor:
             return f"{size_bytes / factor:.4g} {unit}"
     return f"{size_bytes} B"
+
+
+# ----------------------------------------------------------------------------------------------------------- a worker
+
+
+@dataclass(frozen=True)
+class CommJob:
+    """The job; equal on all workers."""
+
+    cases: tuple[Case, ...]
+    backends: tuple[str, ...]
+    rounds: int
+    device: str
+
+    @property
+    def arms(self) -> list[str]:
+        return [COPY, *(arm for backend in self.backends for arm in ARMS[backend])]
+
+
+@dataclass(frozen=True)
+class CaseTimes:
+    """Times that one worker measured in one case. Only worker 0 has times of the copy."""
+
+    case: Case
+    calls: dict[str, int]  # arm -> calls in a row
+    times_ms: dict[str, list[float]]  # arm -> time of one call in each round
+    left_out: dict[str, str]  # arm -> why
+
+
+@final
+@dataclass(frozen=True)
+class CommBench:
+    """A worker with its device and its open process groups."""
+
+    worker: BenchWorker
+    device: torch.device
+    groups: dict[str, Any]  # backend -> group
+
+    @property
+    def finish(self) -> Callable[[], None]:
+        return finish_of(self.device)
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """(result of `action`, ""); if it failed on any worker, (None, message of the first that failed) on all."""
+        result, mine = None, ""
+        try:
+            result = action()
+            self.finish()
+        except PeerLostError:
+            raise
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
+            mine = (str(error).splitlines() or [""])[0] or type(error).__name__
+        messages: list[Any] = [""] * self.worker.size
+        dist.all_gather_object(messages, mine)
+        problem = next((f"worker {rank}: {text}" for rank, text in enumerate(messages) if text), "")
+        return (None if problem else result), problem
+
+
+@dataclass
+class ArmCalls:
+    """The calls of the arms that work in a case, and why the rest do not. The calls own their tensors."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def prepare_arms(case: Case, bench: CommBench) -> ArmCalls:
+    """Check the result of every arm once. Then zero the vectors, so that no row of sums overflows."""
+    arm_calls, rank = ArmCalls(), bench.worker.rank
+    own = make_buffers(case, partial(torch.empty, device=bench.device))
+    for backend, group in bench.groups.items():
+        for arm in ARMS[backend]:
+            allocate = partial(allocate_group_buffers, case, group, bench.device) if arm == SHM_GROUP else lambda: own
+            buffers, problem = bench.attempt(allocate)
+            if buffers:
+                fill(buffers, rank)
+                call = make_call(case, buffers, group)
+                _, problem = bench.attempt(call)
+            if problem:
+                arm_calls.left_out[arm] = problem
+                continue
+            assert buffers is not None
+            check(case, buffers, rank, arm=arm)
+            buffers.sent.zero_()
+            arm_calls.calls[arm] = call
+    if rank == 0:
+        # Both are written first: memory that never was is one page of zeros, which stays in the nearest cache.
+        source, target = torch.ones(case.whole, device=bench.device), torch.ones(case.whole, device=bench.device)
+        arm_calls.calls[COPY] = partial(target.copy_, source)
+    return arm_calls
+
+
+def allocate_group_buffers(case: Case, group: Any, device: torch.device) -> CommBuffers:
+    """Tensors in the group's own memory. Raises NotImplementedError if it has none for this device."""
+    owner = group if hasattr(group, "allocate_tensor") else group._get_backend(device)
+    if not owner.supports_tensor_alloc(device):
+        raise NotImplementedError(f"the group makes no tensors on {device.type}")
+
+    def allocate(elements: int) -> Tensor:
+        tensor: Tensor = owner.allocate_tensor(elements, dtype=torch.float32, device=device)
+        return tensor
+
+    return make_buffers(case, allocate)
+
+
+def calls_in_row(call_s: float, *, row_s: float = ROW_S, most: int = MAX_CALLS) -> int:
+    """Number of calls that fill `row_s`, at most `most`."""
+    return min(ceil(row_s / max(call_s, 1e-9)), most)
+
+
+def time_row(call: Call, calls: int, finish: Callable[[], None]) -> float:
+    """Milliseconds per call; see NOTE [rows of calls]."""
+    call()
+    return time_calls(call, calls, finish)
+
+
+def warm_up(call: Call | None, bench: CommBench) -> int:
+    """Run warm-up calls. Returns the number of calls in a row; equal on all workers."""
+    dist.barrier()
+    call_s = 0.0
+    if call:
+        for _ in range(WARMUP_CALLS):
+            call()
+        call_s = 1e-3 * time_row(call, WARMUP_CALLS, bench.finish)
+    return calls_in_row(largest(call_s))
+
+
+def measure(case: Case, job: CommJob, bench: CommBench) -> CaseTimes:
+    arm_calls = prepare_arms(case, bench)
+    arms = [arm for arm in job.arms if arm not in arm_calls.left_out]
+    calls = {arm: warm_up(arm_calls.calls.get(arm), bench) for arm in arms}
+    turns = {
+        arm: partial(time_row, arm_calls.calls[arm], calls[arm], bench.finish) for arm in arms if arm in arm_calls.calls
+    }
+    sync = RoundSync(barrier=dist.barrier, report=lambda text: bench.worker.send(""))  # shows that it is alive
+    times = interleave(arms, turns, job.rounds, sync)
+    dist.barrier()  # no worker frees memory that a peer still reads
+    return CaseTimes(case, calls, times, arm_calls.left_out)
+
+
+def work(worker: BenchWorker, job: CommJob) -> None:
+    torch.set_num_threads(1)
+    device = use_device(job.device, worker.rank)
+    worker.join()
+    groups = {backend: dist.new_group(backend=backend, timeout=worker.timeout) for backend in job.backends}
+    bench = CommBench(worker, device, groups)
+    for case in job.cases:
+        worker.send(str(case))
+        worker.send(measure(case, job, bench))
+    worker.leave()

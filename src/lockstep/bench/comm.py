@@ -1,32 +1,48 @@
 """`lockstep bench comm`: time of a collective on `shm`, beside Gloo, NCCL and a plain copy of as many bytes.
 
-The times are measured in comm_worker.py. This file turns them into statistics, a table, a JSON file and a plot.
+The times are measured in collectives.py. This file turns them into statistics, a table, a JSON file and a plot: time
+over size, both on logarithmic axes, as svg or png. The plot needs matplotlib, which is an extra.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.bench import plot
-from lockstep.bench.collectives import ELEMENT_BYTES, Case, Op, size_text
-from lockstep.bench.comm_worker import ARMS, COPY, GLOO, NCCL, SHM_GROUP, SHM_OWN, CaseTimes, CommJob, work
+from lockstep.bench import rounds
+from lockstep.bench.collectives import (
+    ARMS,
+    COPY,
+    ELEMENT_BYTES,
+    GLOO,
+    NCCL,
+    SHM_GROUP,
+    SHM_OWN,
+    Case,
+    CaseTimes,
+    CommJob,
+    Op,
+    size_text,
+    work,
+)
 from lockstep.bench.rounds import Estimate, estimate, paired_ratio, slowest
-from lockstep.bench.workers import Workers
-from lockstep.report.table import Column, percent, render
+from lockstep.bench.workers import Workers, device_name
+from lockstep.report.table import Column, columns, percent, render
 
 SIZES = tuple(sorted({*(4 * 4**power for power in range(14)), 25 * 2**20}))  # 4 B, 16 B, ... 4 KiB, ... 256 MiB
 QUICK_SIZES = (4, 4 * 2**10, 2**20, 25 * 2**20)
-WORKERS = (2, 4)
 SHORT = {COPY: "copy", GLOO: "gloo", NCCL: "nccl", SHM_GROUP: "shm", SHM_OWN: "shm own"}
+PLOT_KINDS = (".svg", ".png")
+COLOURS = {GLOO: "#b5473c", NCCL: "#7a5ea8", SHM_GROUP: "#1f6f8b", SHM_OWN: "#6fb1c7"}
 
 
 @dataclass(frozen=True)
@@ -115,15 +131,9 @@ def compared(arms: Iterable[str]) -> list[str]:
     return [arm for arm in arms if arm not in (COPY, GLOO)]
 
 
-def columns_of(arms: Sequence[str]) -> list[Column]:
-    return [
-        Column("op"),
-        Column("workers", right=True),
-        Column("size", right=True),
-        *(Column(f"{SHORT[arm]} ms", right=True) for arm in arms),
-        *(Column(f"gloo / {SHORT[arm]}") for arm in compared(arms)),
-        *(Column(f"copy / {SHORT[arm]}", right=True) for arm in compared(arms)),
-    ]
+def columns_of(arms: Sequence[str]) -> tuple[Column, ...]:
+    gloo, copy = ([f"{over} / {SHORT[arm]}" for arm in compared(arms)] for over in ("gloo", ">copy"))
+    return columns("op", ">workers", ">size", *(f">{SHORT[arm]} ms" for arm in arms), *gloo, *copy)
 
 
 def rows_of(results: Mapping[Case, ArmResults]) -> Iterator[tuple[str, ...]]:
@@ -135,7 +145,7 @@ def rows_of(results: Mapping[Case, ArmResults]) -> Iterator[tuple[str, ...]]:
             str(case.workers),
             size_text(case.size_bytes),
             *(milliseconds(f.call_ms.median) if (f := result[arm]) else "" for arm in arms),
-            *(times_faster(f.gloo_over) if (f := result[arm]) and f.gloo_over else "" for arm in compared(arms)),
+            *(f.gloo_over.text(digits=2) if (f := result[arm]) and f.gloo_over else "" for arm in compared(arms)),
             *(percent(f.copy_share.median) if (f := result[arm]) and f.copy_share else "" for arm in compared(arms)),
         )
 
@@ -146,10 +156,6 @@ def disturbance(load: float, cores: int) -> Iterator[str]:
         yield f"load average at the start {load:.1f}: other programs took part; measure again when the machine is quiet"
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
-
-
 def cores() -> int:
     """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -158,10 +164,6 @@ def cores() -> int:
 def milliseconds(value: float) -> str:
     """Format from a microsecond to a minute, with three digits at least."""
     return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 100 else f"{value:.1f}"
-
-
-def times_faster(ratio: Estimate) -> str:
-    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def skipped_lines(left_out: Iterable[SkippedArm]) -> Iterator[str]:
@@ -194,29 +196,24 @@ def record_of(settings: CommSettings, results: Mapping[Case, ArmResults], notes:
     }
 
 
-def panels_of(results: Mapping[Case, ArmResults]) -> list[plot.Panel]:
-    """One panel for each operation and number of workers, in the order of the measurements."""
-    panels: dict[tuple[int, Op], plot.Panel] = {}
-    for case, arms in results.items():
-        title = f"{case.op}, {case.workers} workers"
-        panel = panels.setdefault((case.workers, case.op), plot.Panel(title, {}))
-        for arm, result in arms.items():
-            panel.lines.setdefault(arm, []).append(plot.Point(case.size_bytes, result.call_ms))
-    return list(panels.values())
-
-
-# --------------------------------------------------------------------------------------------------------- measurement
-
-
-def measure(settings: CommSettings, workers: int, choice: MeasurableBackends) -> Iterator[list[CaseTimes]]:
-    """Yield the times of all workers for each case, case by case."""
-    job = CommJob(settings.cases(workers), choice.backends, settings.rounds, settings.device)
-    times_by_case: dict[Case, list[CaseTimes]] = {case: [] for case in job.cases}
-    with Workers(workers, work, job, wait_s=settings.wait_s) as processes:
-        for _, times in processes.results():
-            times_by_case[times.case].append(times)
-            if len(times_by_case[times.case]) == workers:
-                yield times_by_case[times.case]
+def show(settings: CommSettings, results: Mapping[Case, ArmResults], notes: Sequence[str], path: Path | None) -> None:
+    arms = arms_in(results)
+    legend = ["size     of the whole vector: before a reduce-scatter, after an all-gather"]
+    legend += ["ms       median of one call in a row of calls"]
+    if SHM_OWN in arms:
+        legend += ["shm      on tensors that the group made, as a reducer's buckets are; shm own: on any other"]
+    if compared(arms):
+        legend += [
+            "gloo /   median of the ratios within each round, and its 95 % interval: how many times faster than Gloo",
+            "copy /   the same for a plain copy of the vector by one worker alone: the share of its speed",
+        ]
+    head = (
+        f"collectives on {device_name(settings.device)}, torch {torch.__version__}: fp32, one thread for each worker, "
+        f"{cores()} cores;\n{settings.rounds} interleaved rounds of rows of calls, "
+        "each row as long as its slowest worker"
+    )
+    table = render(columns_of(arms), list(rows_of(results)))
+    rounds.show(head, table, [*legend, *(["", *notes] if notes else [])], record_of(settings, results, notes), path)
 
 
 def run(settings: CommSettings, json_path: Path | None, plot_path: Path | None) -> int:
@@ -230,37 +227,86 @@ def run(settings: CommSettings, json_path: Path | None, plot_path: Path | None) 
     results: dict[Case, ArmResults] = {}
     left_out: list[SkippedArm] = []
     try:
-        for workers, choice in choices.items():
-            for case_times in measure(settings, workers, choice):
-                case = case_times[0].case
-                results[case] = summarize(case_times)
-                left_out += [SkippedArm(arm, case, why) for arm, why in case_times[0].left_out.items()]
+        for count, choice in choices.items():
+            job = CommJob(settings.cases(count), choice.backends, settings.rounds, settings.device)
+            with Workers(count, work, job, wait_s=settings.wait_s) as workers:
+                for case_times in workers.results_by(lambda times: times.case):
+                    case = case_times[0].case
+                    results[case] = summarize(case_times)
+                    left_out += [SkippedArm(arm, case, why) for arm, why in case_times[0].left_out.items()]
     finally:
         if results:  # also partial results, when a worker fails or the user interrupts
-            notes += skipped_lines(left_out)
-            show(settings, results, notes)
-            if json_path:
-                record = record_of(settings, results, notes)
-                json_path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+            show(settings, results, [*notes, *skipped_lines(left_out)], json_path)
             if plot_path:
-                plot.draw(panels_of(results), plot_path, columns=len(settings.ops))
+                draw_plot(panels_of(results), plot_path, columns=len(settings.ops))
     return 0
 
 
-def show(settings: CommSettings, results: Mapping[Case, ArmResults], notes: Sequence[str]) -> None:
-    arms = arms_in(results)
-    print(
-        f"collectives on {device_name(settings.device)}, torch {torch.__version__}: fp32, one thread for each worker, "
-        f"{cores()} cores;\n{settings.rounds} interleaved rounds of rows of calls, "
-        "each row as long as its slowest worker\n"
-    )
-    print(render(columns_of(arms), list(rows_of(results))))
-    print("\nsize     of the whole vector: before a reduce-scatter, after an all-gather")
-    print("ms       median of one call in a row of calls")
-    if SHM_OWN in arms:
-        print("shm      on tensors that the group made, as a reducer's buckets are; shm own: on any other")
-    if compared(arms):
-        print("gloo /   median of the ratios within each round, and its 95 % interval: how many times faster than Gloo")
-        print("copy /   the same for a plain copy of the vector by one worker alone: the share of its speed")
-    if notes:
-        print("\n" + "\n".join(notes))
+# ---------------------------------------------------------------------------------------------------------------- plot
+
+
+@dataclass(frozen=True)
+class Point:
+    size_bytes: int
+    call_ms: Estimate
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    lines: dict[str, list[Point]]
+
+
+def panels_of(results: Mapping[Case, ArmResults]) -> list[Panel]:
+    """One panel for each operation and number of workers, in the order of the measurements."""
+    panels: dict[tuple[int, Op], Panel] = {}
+    for case, arms in results.items():
+        panel = panels.setdefault((case.workers, case.op), Panel(f"{case.op}, {case.workers} workers", {}))
+        for arm, result in arms.items():
+            panel.lines.setdefault(arm, []).append(Point(case.size_bytes, result.call_ms))
+    return list(panels.values())
+
+
+def problem_with_plot(path: Path) -> str:
+    """Why no plot can be written to this file; "" if it can. Called before the measurement."""
+    if path.suffix not in PLOT_KINDS:
+        return f"the name must end in {' or '.join(PLOT_KINDS)}"
+    if not path.absolute().parent.is_dir():
+        return f"the folder {path.absolute().parent} does not exist"
+    if importlib.util.find_spec("matplotlib") is None:
+        return "matplotlib is not installed; `pip install 'lockstep-ddp[plot]'` brings it"
+    return ""
+
+
+def draw_plot(panels: Sequence[Panel], path: Path, *, columns: int) -> None:
+    # Imported by name, so that types can be checked without the extra; not pyplot, which needs a display.
+    figure_class: Any = import_module("matplotlib.figure").Figure
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = figure_class(figsize=(4.2 * columns, 3.4 * rows + 0.5), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    for axes, panel in zip(grid, panels, strict=False):
+        draw_panel(axes, panel)
+    for axes in list(grid)[len(panels) :]:
+        axes.set_visible(False)
+    handles = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.supylabel("ms for one call")
+    figure.savefig(path, dpi=150)
+
+
+def draw_panel(axes: Any, panel: Panel) -> None:
+    for name, points in panel.lines.items():
+        points = sorted(points, key=lambda point: point.size_bytes)
+        sizes = [point.size_bytes for point in points]
+        # The copy is a lower bound.
+        style = {"color": "black", "linestyle": "--"} if name == COPY else {"color": COLOURS.get(name), "marker": "o"}
+        axes.plot(sizes, [p.call_ms.median for p in points], label=name, markersize=3, linewidth=1.3, **style)
+        low, high = [p.call_ms.low for p in points], [p.call_ms.high for p in points]
+        axes.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=4)
+    axes.set_yscale("log")
+    axes.set_title(panel.title, fontsize=10)
+    axes.xaxis.set_major_formatter(lambda size_bytes, _: size_text(round(size_bytes)))
+    axes.tick_params(axis="x", labelrotation=45, labelbottom=True, labelsize=8)
+    axes.grid(which="major", alpha=0.3)

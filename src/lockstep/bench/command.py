@@ -13,21 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from lockstep.bench import (
-    comm as bench_comm,
-    exact as bench_exact,
-    hosts as bench_hosts,
-    plot,
-    step as bench_step,
-    trace as bench_trace,
-    wrapper as bench_wrapper,
-)
+from lockstep.bench import comm, exact, hosts, step, trace, wrapper
 from lockstep.bench.collectives import Op, parse_size
-from lockstep.bench.compared_wrappers import DEFAULT_ARMS, NONE, STEP_ARMS, check_backend, load_wrapper
 from lockstep.bench.models import DEFAULT_MODELS, WORKLOADS
 from lockstep.bench.rounds import RoundPlan
 from lockstep.errors import LockstepError
@@ -40,7 +32,7 @@ def main(argv: list[str]) -> int:
         parser.error("--device cuda: torch sees no CUDA device here")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         parser.error(f"--json {arguments.json}: the folder {arguments.json.absolute().parent} does not exist")
-    if arguments.plot and (problem := plot.problem_with(arguments.plot)):
+    if arguments.plot and (problem := comm.problem_with_plot(arguments.plot)):
         parser.error(f"--plot {arguments.plot}: {problem}")
     try:
         run: Callable[[argparse.Namespace], int] = arguments.run
@@ -54,68 +46,64 @@ def main(argv: list[str]) -> int:
 
 
 def run_step(arguments: argparse.Namespace) -> int:
-    return bench_step.run(step_settings(arguments, arms=arguments.arms), arguments.json)
+    return step.run(step_settings(arguments, arms=arguments.arms), arguments.json)
 
 
 def run_exact(arguments: argparse.Namespace) -> int:
-    return bench_exact.run(step_settings(arguments, arms=()), arguments.backends, arguments.json)
+    return exact.run(step_settings(arguments, arms=()), arguments.backends, arguments.json)
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
     asked = {"rounds": arguments.rounds, "steps": arguments.steps, "quick": arguments.quick}
-    return bench_trace.run(step_settings(arguments, arms=(bench_trace.ARM,)), **asked, json_path=arguments.json)
+    return trace.run(step_settings(arguments, arms=(trace.ARM,)), **asked, json_path=arguments.json)
 
 
-def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> bench_step.StepSettings:
-    plan = RoundPlan(
-        warmup=3,
-        rounds=arguments.rounds or (7 if arguments.quick else 21),
-        steps=arguments.steps or (3 if arguments.quick else 5),
-    )
-    return bench_step.StepSettings(
+def rounds_of(arguments: argparse.Namespace) -> int:
+    return arguments.rounds or (7 if arguments.quick else 21)
+
+
+def step_settings(arguments: argparse.Namespace, *, arms: tuple[str, ...]) -> step.StepSettings:
+    return step.StepSettings(
         models=arguments.models,
         arms=arms,
         workers=arguments.workers,
         threads=arguments.threads,
         device=arguments.device or "cpu",
-        plan=plan,
+        plan=RoundPlan(3, rounds_of(arguments), arguments.steps or (3 if arguments.quick else 5)),
         wait_s=arguments.timeout_s,
     )
 
 
 def run_wrapper(arguments: argparse.Namespace) -> int:
-    settings = bench_wrapper.WrapperSettings(
-        arms=arguments.arms,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        rounds=arguments.rounds or (7 if arguments.quick else 21),
-        steps=arguments.steps,
-        batches=arguments.batches,
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = wrapper.WrapperSettings(
+        arguments.arms, device, rounds_of(arguments), arguments.steps, batches=arguments.batches
     )
-    return bench_wrapper.run(settings, arguments.json)
+    return wrapper.run(settings, arguments.json)
 
 
 def run_comm(arguments: argparse.Namespace) -> int:
-    settings = bench_comm.CommSettings(
+    settings = comm.CommSettings(
         ops=arguments.ops,
         workers=arguments.workers,
-        sizes_bytes=arguments.sizes or (bench_comm.QUICK_SIZES if arguments.quick else bench_comm.SIZES),
-        rounds=arguments.rounds or (7 if arguments.quick else 21),
+        sizes_bytes=arguments.sizes or (comm.QUICK_SIZES if arguments.quick else comm.SIZES),
+        rounds=rounds_of(arguments),
         device=arguments.device or "cpu",
         wait_s=arguments.timeout_s,
     )
-    return bench_comm.run(settings, arguments.json, arguments.plot)
+    return comm.run(settings, arguments.json, arguments.plot)
 
 
 def run_hosts(arguments: argparse.Namespace) -> int:
-    settings = bench_hosts.HostsSettings(
+    settings = hosts.HostsSettings(
         hosts=arguments.hosts,
         workers=arguments.workers,
         mbit=arguments.mbit,
-        ops=arguments.ops or (bench_hosts.QUICK_OPS if arguments.quick else tuple(Op)),
-        sizes_bytes=arguments.sizes or (bench_hosts.QUICK_SIZES if arguments.quick else bench_hosts.SIZES),
+        ops=arguments.ops or (hosts.QUICK_OPS if arguments.quick else tuple(Op)),
+        sizes_bytes=arguments.sizes or (hosts.QUICK_SIZES if arguments.quick else hosts.SIZES),
         rounds=arguments.rounds or (5 if arguments.quick else 11),
     )
-    return bench_hosts.run(settings, arguments.json)
+    return hosts.run(settings, arguments.json)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -123,89 +111,63 @@ def make_parser() -> argparse.ArgumentParser:
         prog="lockstep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="step | exact | trace | wrapper | comm | hosts")
-    step = commands.add_parser("step", help="step time on several workers: no communication, torch DDP, ours")
-    step.set_defaults(run=run_step)
-    exact = commands.add_parser("exact", help="step time of Run: exact, fast, and our DistributedDataParallel")
-    exact.set_defaults(run=run_exact, plot=None)
-    trace = commands.add_parser("trace", help="step time of Run with its trace and a view of it, and without")
-    trace.set_defaults(run=run_trace, plot=None)
-    exact.add_argument(
-        "--backends", type=backend_names, default="shm,gloo", metavar="NAMES", help="with commas (default shm,gloo)"
-    )
-    for command, models in ((step, DEFAULT_MODELS), (exact, ("mlp", "gpt")), (trace, ("small", "gpt"))):
-        command.add_argument("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
-        command.add_argument("--threads", type=positive, default=1, metavar="N", help="of each worker (default 1)")
-        command.add_argument(
-            "--models", type=model_names, default=",".join(models), metavar="NAMES",
-            help=f"of {', '.join(WORKLOADS)}, with commas (default {','.join(models)})",
-        )  # fmt: skip
-    wrapper = commands.add_parser("wrapper", help="time and memory the wrapper costs on one device, world size 1")
-    wrapper.set_defaults(run=run_wrapper)
-    wrapper.add_argument(
-        "--batches", type=batch_names, default=(), metavar="SIZES", help="such as 1x128,8x1024 (default: all)"
-    )
-    comm = commands.add_parser("comm", help="time of collectives over their size: shm, Gloo, NCCL, a plain copy")
-    comm.set_defaults(run=run_comm)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., object]:
+        """Add a command. Returns its `add_argument`."""
+        added = commands.add_parser(name, help=about)
+        added.set_defaults(run=run, plot=None, device=None)
+        return added.add_argument
+
+    of_step = command("step", run_step, "step time on several workers: no communication, torch DDP, ours")
+    of_exact = command("exact", run_exact, "step time of Run: exact, fast, and our DistributedDataParallel")
+    of_trace = command("trace", run_trace, "step time of Run with its trace and a view of it, and without")
+    of_wrapper = command("wrapper", run_wrapper, "time and memory the wrapper costs on one device, world size 1")
+    of_comm = command("comm", run_comm, "time of collectives over their size: shm, Gloo, NCCL, a plain copy")
+    of_hosts = command("hosts", run_hosts, "collectives over several hosts: hierarchy, Gloo; needs root")
+    backends = partial(distinct, allowed=["shm", "gloo"])
+    of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help="with commas (default shm,gloo)")
+    for add, models in ((of_step, DEFAULT_MODELS), (of_exact, ("mlp", "gpt")), (of_trace, ("small", "gpt"))):
+        add("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
+        add("--threads", type=positive, default=1, metavar="N", help="of each worker (default 1)")
+        some, about = ",".join(models), f"of {', '.join(WORKLOADS)}, with commas (default {','.join(models)})"
+        add("--models", type=partial(distinct, allowed=WORKLOADS), default=some, metavar="NAMES", help=about)
+    batches = partial(distinct, allowed=[str(size) for sizes in wrapper.SIZES.values() for size in sizes])
+    of_wrapper("--batches", type=batches, default=(), metavar="SIZES", help="such as 1x128,8x1024 (default: all)")
     ops = ",".join(Op)
-    comm.add_argument("--ops", type=op_names, default=ops, metavar="NAMES", help=f"with commas (default {ops})")
-    comm.add_argument(
-        "--workers", type=worker_counts, default="2,4", metavar="N,N", help="one run for each (default 2,4)"
-    )
-    comm.add_argument(
-        "--sizes", type=byte_sizes, default=(), metavar="SIZES",
-        help="such as 4,4KiB,25MiB (default: powers of four from 4 B to 256 MiB, and 25 MiB; 4 of them with --quick)",
-    )  # fmt: skip
-    comm.add_argument("--plot", type=Path, metavar="FILE", help="draw time over size to this .svg or .png file")
-    for command, arms in ((step, STEP_ARMS), (wrapper, DEFAULT_ARMS)):
-        command.set_defaults(plot=None)
-        command.add_argument(
-            "--arms", type=arm_names, default=",".join(arms), metavar="NAMES",
-            help=f"with commas (default {','.join(arms)}); a class with its dotted name, class@backend for a backend",
-        )  # fmt: skip
-    for command in (step, exact, trace, wrapper):
-        command.add_argument("--steps", type=positive, metavar="N", help="steps of each arm in a round")
-    for command in (step, exact, trace, comm):
-        command.add_argument(
-            "--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)"
-        )
-    for command in (step, exact, trace, wrapper, comm):
-        command.add_argument("--device", choices=("cpu", "cuda"))
-        rounds = "what takes 90 s, or 20 s" if command is trace else "21, or 7"
-        command.add_argument("--rounds", type=positive, metavar="N", help=f"default {rounds} with --quick")
-        command.add_argument("--quick", action="store_true", help="fewer rounds")
-        command.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    add_hosts(commands.add_parser("hosts", help="collectives over several hosts: hierarchy, Gloo; needs root"))
+    of_comm("--ops", type=op_names, default=ops, metavar="NAMES", help=f"with commas (default {ops})")
+    of_comm("--workers", type=worker_counts, default="2,4", metavar="N,N", help="one run for each (default 2,4)")
+    sizes = "such as 4,4KiB,25MiB (default: powers of four from 4 B to 256 MiB, and 25 MiB; 4 of them with --quick)"
+    of_comm("--sizes", type=byte_sizes, default=(), metavar="SIZES", help=sizes)
+    of_comm("--plot", type=Path, metavar="FILE", help="draw time over size to this .svg or .png file")
+    for add, arms in ((of_step, step.STEP_ARMS), (of_wrapper, step.DEFAULT_ARMS)):
+        some = ",".join(arms)
+        about = f"with commas (default {some}); a class with its dotted name, class@backend for a backend"
+        add("--arms", type=arm_names, default=some, metavar="NAMES", help=about)
+    for add in (of_step, of_exact, of_trace, of_wrapper):
+        add("--steps", type=positive, metavar="N", help="steps of each arm in a round")
+    for add in (of_step, of_exact, of_trace, of_comm):
+        add("--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)")
+    of_hosts("--hosts", type=positive, default=2, metavar="N", help="network namespaces (default 2)")
+    of_hosts("--workers", type=positive, default=2, metavar="N", help="on each host (default 2)")
+    of_hosts("--mbit", type=positive, default=1000, metavar="N", help="speed of a link (default 1000 Mbit/s)")
+    of_hosts("--ops", type=op_names, default=(), metavar="NAMES", help=f"of {ops} (default: all)")
+    of_hosts("--sizes", type=byte_sizes, default=(), metavar="SIZES", help="such as 4KiB,25MiB")
+    of_all = (of_step, of_exact, of_trace, of_wrapper, of_comm, of_hosts)
+    for add in of_all:
+        if add is not of_hosts:
+            add("--device", choices=("cpu", "cuda"))
+        rounds = {of_trace: "what takes 90 s, or 20 s", of_hosts: "11, or 5"}.get(add, "21, or 7")
+        quick = "an all-reduce of 25 MiB only, and fewer rounds" if add is of_hosts else "fewer rounds"
+        add("--rounds", type=positive, metavar="N", help=f"default {rounds} with --quick")
+        add("--quick", action="store_true", help=quick)
+        add("--json", type=Path, metavar="FILE", help="write all figures to this file too")
     return parser
-
-
-def add_hosts(hosts: argparse.ArgumentParser) -> None:
-    hosts.set_defaults(run=run_hosts, device=None, plot=None)
-    hosts.add_argument("--hosts", type=positive, default=2, metavar="N", help="network namespaces (default 2)")
-    hosts.add_argument("--workers", type=positive, default=2, metavar="N", help="on each host (default 2)")
-    hosts.add_argument("--mbit", type=positive, default=1000, metavar="N", help="speed of a link (default 1000 Mbit/s)")
-    hosts.add_argument("--ops", type=op_names, default=(), metavar="NAMES", help=f"of {','.join(Op)} (default: all)")
-    hosts.add_argument("--sizes", type=byte_sizes, default=(), metavar="SIZES", help="such as 4KiB,25MiB")
-    hosts.add_argument("--rounds", type=positive, metavar="N", help="default 11, or 5 with --quick")
-    hosts.add_argument("--quick", action="store_true", help="an all-reduce of 25 MiB only, and fewer rounds")
-    hosts.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
-
-
-def batch_names(text: str) -> tuple[str, ...]:
-    return distinct(text, allowed=[str(size) for sizes in bench_wrapper.SIZES.values() for size in sizes])
-
-
-def model_names(text: str) -> tuple[str, ...]:
-    return distinct(text, allowed=WORKLOADS)
-
-
-def backend_names(text: str) -> tuple[str, ...]:
-    return distinct(text, allowed=["shm", "gloo"])
 
 
 def op_names(text: str) -> tuple[Op, ...]:
@@ -233,9 +195,7 @@ def arm_names(text: str) -> tuple[str, ...]:
     names = distinct(text)
     try:
         for name in names:
-            if name != NONE:
-                load_wrapper(name)
-                check_backend(name)
+            step.check_arm(name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return names

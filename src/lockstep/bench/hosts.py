@@ -7,12 +7,10 @@ host during the calls, network headers included; the table shows the host that s
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,11 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep._torch import TCPStore
-from lockstep.bench.collectives import Case, Op, check, fill, make_buffers, make_call, size_text
+from lockstep.bench.collectives import Case, Op, calls_in_row, check, fill, make_buffers, make_call, size_text
 from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost, VirtualHosts, sent_bytes
-from lockstep.bench.rounds import Estimate, estimate, paired_ratio, rotated_order, slowest
-from lockstep.bench.workers import BenchWorker, Workers
-from lockstep.report.table import Column, render
+from lockstep.bench.rounds import Estimate, RoundSync, estimate, interleave, paired_ratio, show, slowest, time_calls
+from lockstep.bench.workers import BenchWorker, Workers, largest
+from lockstep.report.table import columns, render
 
 GLOO, HIERARCHY, EXACT = "gloo", "hierarchy", "hierarchy, exact"
 ARMS = (GLOO, HIERARCHY, EXACT)
@@ -57,9 +55,6 @@ class HostsJob:
 
     settings: HostsSettings
     hosts: tuple[NamespaceHost, ...]
-
-    def host_of(self, rank: int) -> NamespaceHost:
-        return self.hosts[rank // self.settings.workers]
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def planned_bytes(case: Case, arm: str, hosts: int) -> float | None:
 
 def work(worker: BenchWorker, job: HostsJob) -> None:
     torch.set_num_threads(1)
-    job.host_of(worker.rank).enter()
+    job.hosts[worker.rank // job.settings.workers].enter()
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     store = TCPStore(job.hosts[0].address, STORE_PORT, is_master=worker.rank == 0, timeout=worker.timeout)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.size, timeout=worker.timeout)
@@ -122,29 +117,21 @@ def measure(case: Case, worker: BenchWorker, groups: dict[str, Any], rounds: int
         call()
         check(case, buffers, worker.rank, arm=arm)
         buffers.sent.zero_()  # so that no row of sums overflows
-        row[arm] = calls_in_row(call)
-    times = HostsCaseTimes(case, {arm: [] for arm in calls}, {arm: [] for arm in calls})
-    for number in range(rounds):
-        worker.send("")  # shows that this worker is alive
-        for arm in rotated_order(list(calls), number):
-            dist.barrier()
-            before, started = sent_bytes(), time.perf_counter()
-            for _ in range(row[arm]):
-                calls[arm]()
-            times.times_ms[arm].append(1e3 * (time.perf_counter() - started) / row[arm])
-            dist.barrier()  # all workers of this host have sent their data
-            times.sent_bytes[arm].append((sent_bytes() - before) / row[arm])
-    return times
+        dist.barrier()
+        row[arm] = calls_in_row(largest(1e-3 * time_calls(call, 1)), row_s=ROW_S, most=MAX_CALLS)
+    turns = {arm: partial(time_row, call, row[arm]) for arm, call in calls.items()}
+    sync = RoundSync(barrier=dist.barrier, report=lambda text: worker.send(""))  # shows that this worker is alive
+    measured = interleave(list(calls), turns, rounds, sync)
+    times, sent = ({arm: [one[i] for one in values] for arm, values in measured.items()} for i in (0, 1))
+    return HostsCaseTimes(case, times, sent)
 
 
-def calls_in_row(call: Callable[[], object]) -> int:
-    """Number of calls that fill ROW_S; equal on all workers."""
-    dist.barrier()
-    started = time.perf_counter()
-    call()
-    call_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(call_s, op=dist.ReduceOp.MAX)
-    return min(ceil(ROW_S / call_s.item()), MAX_CALLS)
+def time_row(call: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Milliseconds, and bytes that this host has sent, per call."""
+    before = sent_bytes()
+    took_ms = time_calls(call, calls)
+    dist.barrier()  # all workers of this host have sent their data
+    return took_ms, (sent_bytes() - before) / calls
 
 
 # -------------------------------------------------------------------------------------------------- outside of workers
@@ -164,27 +151,18 @@ def summarize(workers: Sequence[HostsCaseTimes], hosts: int) -> dict[str, HostsR
     }
 
 
-COLUMNS = (
-    Column("op"),
-    Column("size", right=True),
-    Column("arm"),
-    Column("ms", right=True),
-    Column("gloo / this"),
-    Column("sent MiB", right=True),
-    Column("by plan", right=True),
-    Column("link ms", right=True),
-)
+COLUMNS = columns("op", ">size", "arm", ">ms", "gloo / this", ">sent MiB", ">by plan", ">link ms")
 
 
 def rows_of(case: Case, results: dict[str, HostsResult], mbit: int) -> Iterator[tuple[str, ...]]:
     for arm, result in results.items():
-        faster, plan = result.gloo_over, result.link_bytes
+        plan = result.link_bytes
         yield (
             case.op if arm == GLOO else "",
             size_text(case.size_bytes) if arm == GLOO else "",
             arm,
             f"{result.call_ms.median:.2f}",
-            "" if arm == GLOO else f"{faster.median:.2f} [{faster.low:.2f}, {faster.high:.2f}]",
+            "" if arm == GLOO else result.gloo_over.text(digits=2),
             f"{result.sent_bytes / 2**20:.3f}",
             "" if plan is None else f"{plan / 2**20:.3f}",
             "" if plan is None else f"{8e-3 * plan / mbit:.2f}",
@@ -193,34 +171,31 @@ def rows_of(case: Case, results: dict[str, HostsResult], mbit: int) -> Iterator[
 
 def run(settings: HostsSettings, json_path: Path | None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns that the hosts have no names
-    times: dict[Case, list[HostsCaseTimes]] = {case: [] for case in settings.cases}
     size = settings.hosts * settings.workers
     with VirtualHosts(hosts=settings.hosts, mbit=settings.mbit) as virtual:
         with Workers(size, work, HostsJob(settings, virtual.hosts), wait_s=settings.wait_s) as workers:
-            for _, message in workers.results():
-                times[message.case].append(message)
-    results = {case: summarize(case_times, settings.hosts) for case, case_times in times.items()}
-    print(
+            times = list(workers.results_by(lambda times: times.case))
+    results = {case_times[0].case: summarize(case_times, settings.hosts) for case_times in times}
+    head = (
         f"{settings.hosts} hosts on this machine, {settings.workers} workers each, links of {settings.mbit} Mbit/s; "
-        f"torch {torch.__version__}, {settings.rounds} rounds\n"
+        f"torch {torch.__version__}, {settings.rounds} rounds"
     )
-    print(render(COLUMNS, [row for case, arms in results.items() for row in rows_of(case, arms, settings.mbit)]))
-    print(
-        "\ngloo / this  median of the ratios within each round, and its 95 % interval"
-        "\nsent MiB     by the host that sends most, for one call, headers included"
-        "\nby plan      of an all-reduce over H hosts 2(H-1)/H of the message, whatever the number of workers;"
-        "\n             of Gloo's ring over N workers 2(N-1)/N"
-        "\nlink ms      that many bytes at the full speed of the link"
-    )
-    if json_path:
-        record = {
-            "lockstep": lockstep.__version__,
-            "torch": torch.__version__,
-            "settings": asdict(settings),
-            "cases": [
-                {"op": case.op, "size_bytes": case.size_bytes, "arms": {a: asdict(f) for a, f in arms.items()}}
-                for case, arms in results.items()
-            ],
-        }
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    legend = [
+        "gloo / this  median of the ratios within each round, and its 95 % interval",
+        "sent MiB     by the host that sends most, for one call, headers included",
+        "by plan      of an all-reduce over H hosts 2(H-1)/H of the message, whatever the number of workers;",
+        "             of Gloo's ring over N workers 2(N-1)/N",
+        "link ms      that many bytes at the full speed of the link",
+    ]
+    record = {
+        "lockstep": lockstep.__version__,
+        "torch": torch.__version__,
+        "settings": asdict(settings),
+        "cases": [
+            {"op": case.op, "size_bytes": case.size_bytes, "arms": {a: asdict(f) for a, f in arms.items()}}
+            for case, arms in results.items()
+        ],
+    }
+    rows = [row for case, arms in results.items() for row in rows_of(case, arms, settings.mbit)]
+    show(head, render(COLUMNS, rows), legend, record, json_path)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,8 +32,9 @@ class Workload:
     about: str
 
 
+SGD = "SGD with momentum"
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    SGD: lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
     "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
 }
@@ -82,9 +84,7 @@ def cnn(*, width: int, classes: int) -> nn.Module:
     """A small residual network with BatchNorm, so that there are buffers to synchronise, too."""
     return nn.Sequential(
         ResidualBlock(3, width, stride=1),
-        ResidualBlock(width, 2 * width, stride=2),
-        ResidualBlock(2 * width, 4 * width, stride=2),
-        ResidualBlock(4 * width, 8 * width, stride=2),
+        *(ResidualBlock(factor * width, 2 * factor * width, stride=2) for factor in (1, 2, 4)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(8 * width, classes),
@@ -177,33 +177,33 @@ def draw_tokens(generator: torch.Generator, *, rows: int, length: int, vocabular
 
 WORKLOADS = {
     "small": Workload(
-        build=lambda: mlp(width=192, layers=4),
-        batch=lambda generator: draw_rows(generator, rows=64, width=192),
-        optimizer="SGD with momentum",
+        build=partial(mlp, width=192, layers=4),
+        batch=partial(draw_rows, rows=64, width=192),
+        optimizer=SGD,
         about="4 square layers of 37 thousand parameters each, 64 rows: a step is a few milliseconds",
     ),
     "mlp": Workload(
-        build=lambda: mlp(width=2240, layers=5),
-        batch=lambda generator: draw_rows(generator, rows=16, width=2240),
-        optimizer="SGD with momentum",
+        build=partial(mlp, width=2240, layers=5),
+        batch=partial(draw_rows, rows=16, width=2240),
+        optimizer=SGD,
         about="5 square layers, 16 rows: bound by communication",
     ),
     "cnn": Workload(
-        build=lambda: cnn(width=32, classes=100),
-        batch=lambda generator: draw_images(generator, images=32, side=32, classes=100),
-        optimizer="SGD with momentum",
+        build=partial(cnn, width=32, classes=100),
+        batch=partial(draw_images, images=32, side=32, classes=100),
+        optimizer=SGD,
         about="4 residual blocks with BatchNorm, 32 images of 32x32",
     ),
     "gpt": Workload(
-        build=lambda: GptModel(GPT_SMALL),
-        batch=lambda generator: draw_tokens(generator, rows=4, length=128, vocabulary=4096),
+        build=partial(GptModel, GPT_SMALL),
+        batch=partial(draw_tokens, rows=4, length=128, vocabulary=4096),
         optimizer="AdamW",
         about="4 layers, 256 wide, causal attention, tied embedding, 4x128 tokens",
     ),
     "tiny": Workload(
-        build=lambda: mlp(width=64, layers=3),
-        batch=lambda generator: draw_rows(generator, rows=4, width=64),
-        optimizer="SGD with momentum",
+        build=partial(mlp, width=64, layers=3),
+        batch=partial(draw_rows, rows=4, width=64),
+        optimizer=SGD,
         about="3 square layers of 64: for trying the benchmark itself",
     ),
 }

@@ -1,4 +1,4 @@
-"""Interleaved rounds, and their statistics.
+"""Interleaved rounds, their statistics, and how a benchmark shows its results.
 
 NOTE [paired rounds]. The speed of a machine drifts from minute to minute, so two arms that are measured one after the
 other differ for reasons unrelated to them. Here every arm runs in every round, in an order that rotates, and arms are
@@ -7,11 +7,17 @@ compared round by round: first the ratio within each round, then the median of t
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,41 +27,54 @@ class RoundPlan:
     steps: int  # steps of each arm in a round
 
 
+@dataclass(frozen=True)
+class RoundSync:
+    """Hooks by which the processes of a benchmark stay in step."""
+
+    barrier: Callable[[], object] = lambda: None  # wait for all processes
+    finish: Callable[[], None] = lambda: None  # wait until the device has finished all queued work
+    report: Callable[[str], None] = lambda text: None
+
+
 def rotated_order(names: Sequence[str], round_number: int) -> list[str]:
     """The names, rotated by one place each round, so that each is first equally often."""
     turn = round_number % len(names)
     return [*names[turn:], *names[:turn]]
 
 
-@dataclass(frozen=True)
-class RoundSync:
-    """Hooks by which the processes of a benchmark stay in step."""
+def interleave(
+    names: Sequence[str], own_turns: Mapping[str, Callable[[], T]], rounds: int, sync: RoundSync
+) -> dict[str, list[T]]:
+    """What each turn of this process returned, one value per round; it sleeps in the turns of other processes."""
+    values: dict[str, list[T]] = {name: [] for name in own_turns}
+    for round_number in range(rounds):
+        sync.report(f"round {round_number + 1} of {rounds}")
+        for name in rotated_order(names, round_number):
+            sync.barrier()
+            if name in own_turns:
+                values[name].append(own_turns[name]())
+    return values
 
-    barrier: Callable[[], None] = lambda: None  # wait for all processes
-    finish: Callable[[], None] = lambda: None  # wait until the device has finished all queued work
-    report: Callable[[str], None] = lambda text: None
+
+def time_calls(call: Callable[[], object], calls: int, finish: Callable[[], None] = lambda: None) -> float:
+    """Milliseconds per call."""
+    finish()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    finish()
+    return 1e3 * (time.perf_counter() - started) / calls
 
 
 def time_rounds(
     names: Sequence[str], own_steps: Mapping[str, Callable[[], None]], plan: RoundPlan, sync: RoundSync
 ) -> dict[str, list[float]]:
-    """Milliseconds per step of each arm of this process, one value per round; it sleeps in the turns of other arms.
+    """Milliseconds per step of each arm of this process, one value per round.
 
     The caller has made the `plan.warmup` steps of each arm already.
     """
-    times: dict[str, list[float]] = {name: [] for name in own_steps}
-    for round_number in range(plan.rounds):
-        sync.report(f"round {round_number + 1} of {plan.rounds}")
-        for name in rotated_order(names, round_number):
-            sync.barrier()
-            if name in own_steps:
-                sync.finish()
-                started = time.perf_counter()
-                for _ in range(plan.steps):
-                    own_steps[name]()
-                sync.finish()
-                times[name].append(1e3 * (time.perf_counter() - started) / plan.steps)
-    return times
+    turns = {name: partial(time_calls, step, plan.steps, sync.finish) for name, step in own_steps.items()}
+    return interleave(names, turns, plan.rounds, sync)
 
 
 def slowest(workers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -75,7 +94,10 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return self.text(digits=3)
+
+    def text(self, *, digits: int) -> str:
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -94,3 +116,10 @@ def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> Estimat
 
 def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     return estimate([value - base for value, base in zip(values, reference, strict=True)])
+
+
+def show(head: str, table: str, legend: Sequence[str], record: Mapping[str, Any], json_path: Path | None) -> None:
+    """Print the results of a benchmark, and write them with all times to `json_path`, if there is one."""
+    print(f"{head}\n\n{table}\n\n" + "\n".join(legend))
+    if json_path:
+        json_path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")

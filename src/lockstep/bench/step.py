@@ -4,22 +4,25 @@ Every arm has worker processes of its own, which sleep in the turns of other arm
 each other's memory (an arm would reuse what another has freed), and a user runs only one of them. Communication alone
 (the same buckets, one all-reduce after the other, nothing else running) is another arm: the part of it that a wrapper
 does not hide lengthens the step.
+
+An arm is named by its class and, after an @, the backend of its process group: `lockstep@shm`. The default is Gloo.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from lockstep.bench.compared_wrappers import NONE, TORCH, backend_of, make_arm
-from lockstep.bench.models import WORKLOADS, Workload, count_parameters
+from lockstep.bench.models import OPTIMIZERS, WORKLOADS, LabeledBatch, Workload, count_parameters, digest_of, loss_of
 from lockstep.bench.rounds import (
     Estimate,
     RoundPlan,
@@ -27,11 +30,21 @@ from lockstep.bench.rounds import (
     estimate,
     paired_difference,
     paired_ratio,
+    show,
     slowest,
     time_rounds,
 )
-from lockstep.bench.workers import BenchWorker, Workers
-from lockstep.report.table import Column, megabytes, percent, render
+from lockstep.bench.run_step import KINDS, RunArm
+from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
+from lockstep.report.table import columns, megabytes, percent, render
+
+NONE, TORCH, OURS = "none", "torch", "lockstep"
+DEFAULT_ARMS = (NONE, TORCH, OURS)
+STEP_ARMS = (*DEFAULT_ARMS, f"{OURS}@shm")
+CLASSES = {TORCH: "torch.nn.parallel.DistributedDataParallel", OURS: "lockstep.DistributedDataParallel"}
+SEED = 7
+
+Wrapper = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,75 @@ class StepResult:
     rounds_ms: list[float]
 
 
+# ---------------------------------------------------------------------------------------------------------------- arms
+
+
+def backend_of(arm: str) -> str:
+    return arm.partition("@")[2] or "gloo"
+
+
+def check_arm(arm: str) -> None:
+    """Raises ValueError if this arm cannot be measured."""
+    if arm != NONE:
+        load_wrapper(arm)
+    if backend_of(arm) not in dist.Backend.backend_list:
+        known = ", ".join(dist.Backend.backend_list)
+        raise ValueError(f"arm {arm!r}: {backend_of(arm)!r} is not a backend; name one of {known}")
+
+
+def load_wrapper(arm: str) -> Wrapper:
+    """The class of an arm: `torch`, `lockstep` or a dotted name. Raises ValueError if it cannot be loaded."""
+    name = arm.partition("@")[0]
+    dotted = CLASSES.get(name, name)
+    module, _, name = dotted.rpartition(".")
+    try:
+        return cast(Wrapper, getattr(import_module(module), name))
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join((NONE, *CLASSES))
+        raise ValueError(f"arm {arm!r}: cannot load {dotted} ({error}); name one of {known} or a class") from error
+
+
+@final
+class WrapperArm:
+    """A wrapped model and its optimizer. All arms initialise their models from the same seed."""
+
+    def __init__(
+        self, name: str, workload: Workload, device: torch.device, *, autocast: bool = False, group: Any = None
+    ) -> None:
+        torch.manual_seed(SEED)
+        model = workload.build().to(device)
+        if name != NONE:
+            ids = None if device.type == "cpu" else [device.index]
+            model = load_wrapper(name)(model, device_ids=ids, process_group=group)
+        self.name, self.model = name, model
+        self.optimizer = OPTIMIZERS[workload.optimizer](model)
+        self._precision = torch.autocast(device.type, dtype=torch.bfloat16) if autocast else nullcontext()
+
+    def step(self, batch: LabeledBatch) -> None:
+        self.optimizer.zero_grad()
+        with self._precision:
+            loss = loss_of(self.model(batch.inputs), batch.targets)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+    def bucket_bytes(self) -> tuple[int, ...]:
+        """Sizes of the gradient buckets, in the order in which they are reduced; empty without a wrapper."""
+        if self.name == NONE:
+            return ()
+        log = cast(Any, self.model)._get_ddp_logging_data()
+        sizes = log.get("rebuilt_bucket_sizes") or log["bucket_sizes"]
+        return tuple(int(size) for size in str(sizes).split(","))
+
+    def digest(self) -> str:
+        return digest_of(self.model)
+
+
+def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> WrapperArm | RunArm:
+    if name.partition("@")[0] in KINDS:
+        return RunArm(name, workload, device, group=group)
+    return WrapperArm(name, workload, device, group=group)
+
+
 # ---------------------------------------------------------------------------------------------------- inside a worker
 
 
@@ -94,65 +176,46 @@ def communication_name(arm: str) -> str:
     return f"communication of {arm}"
 
 
-def turns_of(arms: tuple[str, ...]) -> list[str]:
-    """Names of all turns of a round."""
-    return [*arms, *(communication_name(arm) for arm in arms if arm != NONE)]
-
-
-def measure_model(
-    name: str, arm_name: str, settings: StepSettings, device: torch.device, report: ProgressReporter
-) -> WorkerTimes:
-    workload: Workload = WORKLOADS[name]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank(report.group))).to(device)
-    report(f"{name}: warming up")
-    arm = make_arm(arm_name, workload, device, group=report.group)
-    for turn in settings.arms:  # one after the other, as in the rounds
-        dist.barrier()
-        for _ in range(settings.plan.warmup if turn == arm_name else 0):  # afterwards the buckets are final
-            arm.step(batch)
-    own_turns: dict[str, Callable[[], None]] = {arm_name: partial(arm.step, batch)}
-    if arm_name != NONE:
-        own_turns[communication_name(arm_name)] = communication(arm.bucket_bytes(), device, report.group)
-    sync = RoundSync(
-        barrier=dist.barrier,
-        finish=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
-        report=lambda text: report(f"{name}: {text}"),
-    )
-    times = time_rounds(turns_of(settings.arms), own_turns, settings.plan, sync)
-    return WorkerTimes(name, arm_name, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
-
-
 @dataclass(frozen=True)
-class ProgressReporter:
-    """Reports the progress of a worker to the parent. Also holds the process group of its arm."""
+class ArmWorker:
+    """A worker of one arm: its device, and the process group of its arm."""
 
-    group: Any
     worker: BenchWorker
+    arm: str
+    device: torch.device
+    group: Any
 
-    def __call__(self, text: str) -> None:
-        self.worker.send(text)
+    def measure(self, model: str, settings: StepSettings) -> WorkerTimes:
+        workload, device = WORKLOADS[model], self.device
+        batch = workload.batch(torch.Generator().manual_seed(dist.get_rank(self.group))).to(device)
+        self.worker.send(f"{model}: warming up")
+        arm = make_arm(self.arm, workload, device, group=self.group)
+        for turn in settings.arms:  # one after the other, as in the rounds
+            dist.barrier()
+            for _ in range(settings.plan.warmup if turn == self.arm else 0):  # afterwards the buckets are final
+                arm.step(batch)
+        own_turns: dict[str, Callable[[], None]] = {self.arm: partial(arm.step, batch)}
+        if self.arm != NONE:
+            own_turns[communication_name(self.arm)] = communication(arm.bucket_bytes(), device, self.group)
+        sync = RoundSync(dist.barrier, finish_of(device), lambda text: self.worker.send(f"{model}: {text}"))
+        turns = [*settings.arms, *(communication_name(arm) for arm in settings.arms if arm != NONE)]
+        times = time_rounds(turns, own_turns, settings.plan, sync)
+        return WorkerTimes(model, self.arm, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
 
 
 def work(worker: BenchWorker, settings: StepSettings) -> None:
     """Measure all models, and send a WorkerTimes for each."""
     torch.set_num_threads(settings.threads)
-    device = torch.device("cpu")
-    arm_number, rank_in_arm = divmod(worker.rank, settings.workers)
-    if settings.device == "cuda":
-        device = torch.device("cuda", rank_in_arm % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    number, rank_in_arm = divmod(worker.rank, settings.workers)
+    device = use_device(settings.device, rank_in_arm)
     worker.join()
     groups = [
-        dist.new_group(
-            list(range(i * settings.workers, (i + 1) * settings.workers)),
-            timeout=worker.timeout,
-            backend=backend_of(arm),
-        )
-        for i, arm in enumerate(settings.arms)
+        dist.new_group(list(range(first, first + settings.workers)), timeout=worker.timeout, backend=backend_of(arm))
+        for first, arm in zip(range(0, worker.size, settings.workers), settings.arms, strict=True)
     ]
-    report = ProgressReporter(groups[arm_number], worker)
+    arm_worker = ArmWorker(worker, settings.arms[number], device, groups[number])
     for model in settings.models:
-        worker.send(measure_model(model, settings.arms[arm_number], settings, device, report))
+        worker.send(arm_worker.measure(model, settings))
     worker.leave()
 
 
@@ -161,11 +224,7 @@ def work(worker: BenchWorker, settings: StepSettings) -> None:
 
 def results_by_model(workers: Workers, settings: StepSettings) -> Iterator[list[WorkerTimes]]:
     """Yield the results of all workers for each model, model by model."""
-    by_model: dict[str, dict[int, WorkerTimes]] = {model: {} for model in settings.models}
-    for rank, times in workers.results():
-        by_model[times.model][rank] = times
-        if len(by_model[times.model]) == settings.processes:
-            yield [by_model[times.model][rank] for rank in range(settings.processes)]
+    return workers.results_by(lambda times: times.model)
 
 
 def worker_name(rank: int, settings: StepSettings) -> str:
@@ -203,16 +262,7 @@ def summarize(workers: list[WorkerTimes]) -> dict[str, StepResult]:
     return result
 
 
-COLUMNS = (
-    Column("model"),
-    Column("parameters", right=True),
-    Column("arm"),
-    Column("step ms", right=True),
-    Column("over torch"),
-    Column("exposed ms", right=True),
-    Column("alone ms", right=True),
-    Column("hidden", right=True),
-)
+COLUMNS = columns("model", ">parameters", "arm", ">step ms", "over torch", ">exposed ms", ">alone ms", ">hidden")
 
 
 def rows_of(model: str, parameters: int, results: dict[str, StepResult]) -> Iterator[tuple[str, ...]]:
@@ -246,33 +296,29 @@ def notes_of(model: str, results: dict[str, StepResult]) -> Iterator[str]:
 
 def run(settings: StepSettings, json_path: Path | None) -> int:
     rows: list[tuple[str, ...]] = []
-    notes: list[str] = []
+    legend = [
+        "over torch  median of the ratios within each round, and its 95 % interval",
+        "exposed     step - step of the arm that does not communicate",
+        "alone       the all-reduces of the same buckets, one after the other, with nothing else running",
+        "hidden      1 - exposed / alone; below 0 where communication and computation fight for the same cores\n",
+    ]
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
     name = partial(worker_name, settings=settings)
     with Workers(settings.processes, work, settings, wait_s=settings.wait_s, name=name) as workers:
         for results in results_by_model(workers, settings):
             model, parameters, arms = results[0].model, results[0].parameters, summarize(results)
             rows += rows_of(model, parameters, arms)
-            notes += notes_of(model, arms)
+            legend += notes_of(model, arms)
             record["models"][model] = {
                 "parameters": parameters,
                 "optimizer": WORKLOADS[model].optimizer,
                 "arms": {arm: asdict(arm_result) for arm, arm_result in arms.items()},
             }
     plan = settings.plan
-    print(
+    head = (
         f"step time on {settings.device}, torch {torch.__version__}, Gloo or what @ names: {settings.workers} workers, "
         f"{settings.threads} thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, "
-        "each round as long as its slowest worker\n"
+        "each round as long as its slowest worker"
     )
-    print(render(COLUMNS, rows))
-    print(
-        "\nover torch  median of the ratios within each round, and its 95 % interval"
-        "\nexposed     step - step of the arm that does not communicate"
-        "\nalone       the all-reduces of the same buckets, one after the other, with nothing else running"
-        "\nhidden      1 - exposed / alone; below 0 where communication and computation fight for the same cores\n"
-    )
-    print("\n".join(notes))
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    show(head, render(COLUMNS, rows), legend, record, json_path)
     return 0

@@ -8,7 +8,6 @@ what steps lose where all cores are busy.
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.models import WORKLOADS, LabeledBatch
-from lockstep.bench.rounds import RoundPlan, RoundSync, estimate, paired_ratio, slowest, time_rounds
+from lockstep.bench.rounds import RoundPlan, RoundSync, estimate, paired_ratio, show, slowest, time_calls, time_rounds
 from lockstep.bench.run_step import EXACT, RunArm
 from lockstep.bench.step import StepSettings
-from lockstep.bench.workers import BenchWorker, Workers
-from lockstep.report.table import Column, render
+from lockstep.bench.workers import BenchWorker, Workers, finish_of, largest, use_device
+from lockstep.process_identity import read_stat
+from lockstep.report.table import columns, render
 from lockstep.train.step_observer import NullObserver, StepObserver
 from lockstep.train.trace_writer import TraceWriter
 
@@ -41,15 +41,8 @@ FEWEST: Final = 21  # rounds
 TURN_S: Final = 0.1
 WITHOUT, WITH = "without", "with"
 ARM: Final = f"{EXACT}@shm"
-COLUMNS: Final = (
-    Column("model"),
-    Column("rounds", right=True),
-    Column("without ms", right=True),
-    Column("with ms", right=True),
-    Column("with over without"),
-    Column("writers", right=True),
-    Column("view", right=True),
-    Column("together", right=True),
+COLUMNS: Final = columns(
+    *("model", ">rounds", ">without ms", ">with ms", "with over without", ">writers", ">view", ">together")
 )
 
 
@@ -78,12 +71,8 @@ class TraceTimes:
 
 
 def work(worker: BenchWorker, job: TraceJob) -> None:
-    settings = job.settings
-    torch.set_num_threads(settings.threads)
-    device = torch.device("cpu")
-    if settings.device == "cuda":
-        device = torch.device("cuda", worker.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    torch.set_num_threads(job.settings.threads)
+    device = use_device(job.settings.device, worker.rank)
     worker.join()
     group = dist.new_group(timeout=worker.timeout, backend="shm")
     worker.send(f"{job.model}: warming up")
@@ -101,21 +90,16 @@ def measure(worker: BenchWorker, job: TraceJob, device: torch.device, group: Any
         arm.set_observer(observer)
         for _ in range(plan.warmup):
             arm.step(batch)
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    step_s = time_step(arm, batch, finish)
+    finish = finish_of(device)
+    step_s = largest(1e-3 * time_calls(partial(arm.step, batch), 3, finish))  # equal on all workers
     steps = job.steps or max(1, round(TURN_S / step_s))
     rounds = job.rounds or max(FEWEST, round(job.lasts_s / (2 * steps * step_s)))
     turns = {name: partial(run_turn, arm, observer, batch, steps) for name, observer in observers.items()}
     sync = RoundSync(barrier=dist.barrier, finish=finish, report=lambda text: worker.send(f"{job.model}: {text}"))
     began_s, wrote_s = time.monotonic(), writer_s()
     times = time_rounds(list(turns), turns, RoundPlan(plan.warmup, rounds, 1), sync)
-    measured = TraceTimes(
-        job.model,
-        {name: [ms / steps for ms in values] for name, values in times.items()},
-        writer_s() - wrote_s,
-        began_s,
-        time.monotonic(),
-    )
+    step_ms = {name: [ms / steps for ms in values] for name, values in times.items()}
+    measured = TraceTimes(job.model, step_ms, writer_s() - wrote_s, began_s, time.monotonic())
     observers[WITH].close(succeeded=True)
     return measured
 
@@ -124,18 +108,6 @@ def run_turn(arm: RunArm, observer: StepObserver, batch: LabeledBatch, steps: in
     arm.set_observer(observer)
     for _ in range(steps):
         arm.step(batch)
-
-
-def time_step(arm: RunArm, batch: LabeledBatch, finish: Callable[[], None]) -> float:
-    """Seconds of a step on the slowest worker; equal on all workers."""
-    finish()
-    began_s = time.perf_counter()
-    for _ in range(3):
-        arm.step(batch)
-    finish()
-    took_s = torch.tensor([(time.perf_counter() - began_s) / 3])
-    dist.all_reduce(took_s, dist.ReduceOp.MAX)
-    return float(took_s)
 
 
 def writer_s() -> float:
@@ -162,11 +134,9 @@ class WatchProcess:
                 pass
 
     def _sample_cpu(self) -> None:
-        tick_s = 1 / os.sysconf("SC_CLK_TCK")
         with suppress(OSError):
             while self._process.poll() is None:
-                fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-                self._samples.append((time.monotonic(), (int(fields[11]) + int(fields[12])) * tick_s))
+                self._samples.append((time.monotonic(), read_stat(self._process.pid).cpu_s))
                 time.sleep(0.5)
 
     def core_s(self, began_s: float, ended_s: float) -> float:
@@ -210,20 +180,18 @@ def run(settings: StepSettings, *, rounds: int | None, steps: int | None, quick:
         with tempfile.TemporaryDirectory() as folder, run_watch(Path(folder)) as view:
             job = TraceJob(model, settings, Path(folder) / "trace", QUICK_S if quick else LASTS_S, rounds, steps)
             with Workers(settings.workers, work, job, wait_s=settings.wait_s) as workers:
-                times = [worker_times for _, worker_times in workers.results()]
+                [times] = workers.results_by(lambda times: times.model)
         rows.append(row_of(times, view))
         record["models"][model] = [asdict(worker_times) for worker_times in times]
-    print(
+    head = (
         f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers and as many shards, "
-        f"{settings.threads} thread(s) each;\ninterleaved rounds, each turn as long as its slowest worker\n"
+        f"{settings.threads} thread(s) each;\ninterleaved rounds, each turn as long as its slowest worker"
     )
-    print(render(COLUMNS, rows))
-    print(
-        "\nwith over without  a step that is observed, over one that is not: median of the ratios within each round,"
-        "\n                   and its 95 % interval"
-        f"\nwriters, view      the threads that write; the view in a terminal: of the time of {os.cpu_count()} cores"
-        f"\ntogether           may be {LIMIT}"
-    )
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    legend = [
+        "with over without  a step that is observed, over one that is not: median of the ratios within each round,",
+        "                   and its 95 % interval",
+        f"writers, view      the threads that write; the view in a terminal: of the time of {os.cpu_count()} cores",
+        f"together           may be {LIMIT}",
+    ]
+    show(head, render(COLUMNS, rows), legend, record, json_path)
     return 0

@@ -16,10 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 
 from lockstep._torch import TCPStore
@@ -75,9 +77,8 @@ Work = Callable[[BenchWorker, Any], None]
 def run_worker(work: Work, worker: BenchWorker, job: Any) -> None:
     """Entry point of a worker process."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the parent ends the workers
+    # Ctrl-C reaches all processes of a terminal; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         work(worker, job)
         worker.send(WorkerDone())
@@ -148,6 +149,15 @@ class Workers:
                     self.doing = message
                     print(message, file=sys.stderr, flush=True)
 
+    def results_by(self, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
+        """Yield the results of all workers, by rank, for each `key(result)`, as soon as all have sent theirs."""
+        found: dict[Any, dict[int, Any]] = {}
+        for rank, result in self.results():
+            of_key = found.setdefault(key(result), {})
+            of_key[rank] = result
+            if len(of_key) == self.count:
+                yield [of_key[rank] for rank in range(self.count)]
+
     def _error_of(self, failure: BenchWorkerFailure, others: set[int]) -> LockstepError:
         """The error of the worker that failed first. The others fail too, because they lose it."""
         failures = [failure]
@@ -176,3 +186,28 @@ def use_loopback() -> None:
     """Make Gloo use the loopback interface, instead of looking up the host's name."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def use_device(kind: str, number: int = 0) -> torch.device:
+    """Device `number` of this kind, modulo how many there are. A CUDA device becomes the current one."""
+    if kind != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def finish_of(device: torch.device) -> Callable[[], None]:
+    """A function that waits until the device has finished all queued work."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+
+def largest(mine: float) -> float:
+    """The largest value of all workers."""
+    value = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def device_name(kind: str) -> str:
+    return torch.cuda.get_device_name(0) if kind == "cuda" else "cpu"

@@ -6,10 +6,9 @@ the wrapper.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch import HashStore
-from lockstep.bench.compared_wrappers import NONE, WrapperArm
 from lockstep.bench.models import GPT2_124M, GptModel, GptShape, Workload, count_parameters, draw_tokens
-from lockstep.bench.rounds import Estimate, RoundPlan, RoundSync, estimate, paired_ratio, time_rounds
-from lockstep.report.table import Column, megabytes, render
+from lockstep.bench.rounds import Estimate, RoundPlan, RoundSync, estimate, paired_ratio, show, time_rounds
+from lockstep.bench.step import NONE, WrapperArm
+from lockstep.bench.workers import device_name, finish_of, use_device
+from lockstep.report.table import columns, megabytes, render
 
 TINY = GptShape(layers=2, heads=2, width=32, vocabulary=128, context=32)
 
@@ -77,13 +77,8 @@ def workload_of(size: BatchSize, device: torch.device) -> Workload:
     )
 
 
-def measure_peak(arm_name: str, size: BatchSize, device: torch.device) -> int:
-    """Peak memory of an arm, measured in a process of its own, because some arms leave memory allocated."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(_peak_bytes, arm_name, size, device).result(timeout=300)
-
-
 def _peak_bytes(arm_name: str, size: BatchSize, device: torch.device) -> int:
+    """Peak memory of an arm."""
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     workload = workload_of(size, device)
@@ -104,7 +99,9 @@ def measure_size(size: BatchSize, settings: WrapperSettings, device: torch.devic
     if device.type == "cuda":
         for name in settings.arms:
             report(f"memory of {name}")
-            peaks[name] = measure_peak(name, size, device)
+            # In a process of its own, because some arms leave memory allocated.
+            with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+                peaks[name] = process.submit(_peak_bytes, name, size, device).result(timeout=300)
     workload = workload_of(size, device)
     batch = workload.batch(torch.Generator().manual_seed(0)).to(device)
     plan = RoundPlan(warmup=8, rounds=settings.rounds * size.repeats, steps=settings.steps or size.steps)
@@ -113,9 +110,8 @@ def measure_size(size: BatchSize, settings: WrapperSettings, device: torch.devic
     for arm in arms:
         for _ in range(plan.warmup):
             arm.step(batch)
-    steps: dict[str, Callable[[], None]] = {arm.name: partial(arm.step, batch) for arm in arms}
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = time_rounds(list(steps), steps, plan, RoundSync(finish=finish, report=report))
+    steps = {arm.name: partial(arm.step, batch) for arm in arms}
+    times = time_rounds(list(steps), steps, plan, RoundSync(finish=finish_of(device), report=report))
     return {
         arm.name: WrapperResult(
             step_ms=estimate(times[arm.name]),
@@ -129,15 +125,7 @@ def measure_size(size: BatchSize, settings: WrapperSettings, device: torch.devic
     }
 
 
-COLUMNS = (
-    Column("batch"),
-    Column("arm"),
-    Column("step ms", right=True),
-    Column("over none"),
-    Column("peak MiB", right=True),
-    Column("over none MiB", right=True),
-    Column("largest bucket MiB", right=True),
-)
+COLUMNS = columns("batch", "arm", ">step ms", "over none", ">peak MiB", ">over none MiB", ">largest bucket MiB")
 
 
 def rows_of(size: BatchSize, results: dict[str, WrapperResult]) -> Iterator[tuple[str, ...]]:
@@ -147,7 +135,7 @@ def rows_of(size: BatchSize, results: dict[str, WrapperResult]) -> Iterator[tupl
             "" if number else str(size),
             arm,
             f"{result.step_ms.median:.3f}",
-            f"{ratio.median:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]" if ratio and arm != NONE else "",
+            ratio.text(digits=4) if ratio and arm != NONE else "",
             megabytes(peak) if peak is not None else "",
             megabytes(more) if more is not None and arm != NONE else "",
             megabytes(max(result.bucket_bytes)) if result.bucket_bytes else "",
@@ -155,10 +143,7 @@ def rows_of(size: BatchSize, results: dict[str, WrapperResult]) -> Iterator[tupl
 
 
 def run(settings: WrapperSettings, json_path: Path | None) -> int:
-    device = torch.device(settings.device, 0) if settings.device == "cuda" else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, name = use_device(settings.device), device_name(settings.device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
     record: dict[str, Any] = {"torch": torch.__version__, "device": name, "settings": asdict(settings), "batches": {}}
     rows: list[tuple[str, ...]] = []
@@ -170,13 +155,11 @@ def run(settings: WrapperSettings, json_path: Path | None) -> int:
     finally:
         dist.destroy_process_group()
     workload = workload_of(SIZES[device.type][0], device)
-    print(
+    head = (
         f"cost of the wrapper on {name}, torch {torch.__version__}, world size 1: {workload.about},\n"
         f"{count_parameters(workload.build()) / 1e6:.2f} M parameters, bf16 autocast, {workload.optimizer}; "
-        f"{settings.rounds} interleaved rounds\n"
+        f"{settings.rounds} interleaved rounds"
     )
-    print(render(COLUMNS, rows))
-    print("\nover none: median of the ratios within each round, and its 95 % interval; peak: from construction on")
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    legend = "over none: median of the ratios within each round, and its 95 % interval; peak: from construction on"
+    show(head, render(COLUMNS, rows), [legend], record, json_path)
     return 0

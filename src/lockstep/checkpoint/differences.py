@@ -55,12 +55,13 @@ def setting_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Se
     {"options": {...}, "optimizer": [{"lr": 0.1, ...}, ...], "scheduler": {...}}: the program's options are used; the
     settings of the optimiser, and of a scheduler of the same class, are restored from the checkpoint with their state.
     """
-    found = [*_changed(saved.get("options") or {}, now.get("options") or {}, "program")]
+    options, own_options = saved.get("options") or {}, now.get("options") or {}
+    found = [*_changed(options, own_options, "program")]
     groups = list(zip(saved.get("optimizer") or [], now.get("optimizer") or [], strict=False))
     for n, (theirs, ours) in enumerate(groups):
         where = f" of parameter group {n}" if len(groups) > 1 else ""
         found += _changed(theirs, ours, "checkpoint", where)
-    if _class_of(saved) == _class_of(now):
+    if options.get("scheduler") == own_options.get("scheduler"):  # their classes
         found += _changed(saved.get("scheduler") or {}, now.get("scheduler") or {}, "checkpoint", " of the scheduler")
     return found
 
@@ -69,10 +70,6 @@ def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], counts: str, wher
     for name, value in now.items():
         if name in saved and saved[name] != value:
             yield SettingChange(_WORDS.get(name, name) + where, saved[name], value, counts)
-
-
-def _class_of(settings: Mapping[str, Any]) -> Any:
-    return (settings.get("options") or {}).get("scheduler")
 
 
 def _show(value: Any) -> str:
@@ -133,27 +130,27 @@ def _compare_optimizer(saved_state: Mapping[str, Any], now_state: Mapping[str, A
     if len(groups) != len(ours) and not _were_added(names, groups, ours, now_state["model"]):
         yield f"the optimiser has {len(groups)} groups of parameters in the checkpoint and {len(ours)} in the program"
         return
-    yield from _compare_names(names, own_names)
+    # The state of an optimiser is restored by position, so the same parameters must be at the same positions.
+    for n, (group, mine) in enumerate(zip(names, own_names, strict=False)):
+        yield from _some(
+            f"group {n} of the optimiser has {theirs} in the checkpoint where it has {own} in the program"
+            for theirs, own in zip(group, mine, strict=False)
+            if theirs != own and theirs and own
+        )
     for n, (group, mine) in enumerate(zip(groups, ours, strict=False)):
-        if len(group["params"]) != len(mine["params"]):
-            yield (
-                f"group {n} of the optimiser has {len(group['params'])} parameters in the checkpoint and "
-                f"{len(mine['params'])} in the program"
-            )
+        count, own_count = len(group["params"]), len(mine["params"])
+        if count != own_count:
+            yield f"group {n} of the optimiser has {count} parameters in the checkpoint and {own_count} in the program"
         theirs, own = ({str(name) for name in a} - {str(name) for name in b} for a, b in ((group, mine), (mine, group)))
-        if (
-            theirs - _OF_SCHEDULES and own - _OF_SCHEDULES
-        ):  # on one side only: another version of torch, which converts it
-            yield (
-                f"group {n} of the optimiser has {_list(theirs)} in the checkpoint and {_list(own)} in the program: "
-                "another optimiser"
-            )
+        # If only one side has more: another version of torch, which converts it.
+        if theirs - _OF_SCHEDULES and own - _OF_SCHEDULES:
+            what = f"{', '.join(sorted(theirs))} in the checkpoint and {', '.join(sorted(own))} in the program"
+            yield f"group {n} of the optimiser has {what}: another optimiser"
     # Before its first step, an optimiser has no state that could be compared.
-    theirs_by_key, mine_by_key = saved.get("state", {}), now.get("state", {})
-    for key in mine_by_key:
-        if key in theirs_by_key:
-            of = f"the optimiser's memory of parameter {key}: "
-            yield from compare_named(theirs_by_key[key], mine_by_key[key], of=of)
+    saved_memory = saved.get("state", {})
+    for key, memory in now.get("state", {}).items():
+        if key in saved_memory:
+            yield from compare_named(saved_memory[key], memory, of=f"the optimiser's memory of parameter {key}: ")
 
 
 def _were_added(
@@ -164,19 +161,9 @@ def _were_added(
     return len(names) == len(groups) > len(ours) and all(name in model for group in more for name in group)
 
 
-def _compare_names(names: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The state of an optimiser is restored by position, so the same parameters must be at the same positions."""
-    for n, (group, mine) in enumerate(zip(names, ours, strict=False)):
-        differ = [(theirs, own) for theirs, own in zip(group, mine, strict=False) if theirs != own and theirs and own]
-        yield from _some(
-            f"group {n} of the optimiser has {theirs} in the checkpoint where it has {own} in the program"
-            for theirs, own in differ
-        )
-
-
 def _compare_kept(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Compare only the names of registered objects: the state of an object may change its shape."""
-    added, dropped = ([name for name in a if name not in b] for a, b in ((now, saved), (saved, now)))
+    added, dropped = (name for name in now if name not in saved), (name for name in saved if name not in now)
     yield from _some(f"{name!r}, which the program keeps, is not in the checkpoint" for name in added)
     yield from _some(f"{name!r}, which the checkpoint has, the program does not keep" for name in dropped)
 
@@ -186,10 +173,6 @@ def _describe(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "(no tensor)"
-
-
-def _list(names: set[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def _some(lines: Iterator[str]) -> list[str]:

@@ -6,12 +6,13 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from lockstep.checkpoint import file_io
-from lockstep.checkpoint.safetensors_file import TensorEntry, damaged, make_header
-from lockstep.checkpoint.verify import Contents
+from lockstep.checkpoint.manifest import Contents
+from lockstep.checkpoint.state_files import TensorEntry, make_header
 from lockstep.errors import CheckpointError
 
 REGISTERED: Final = "kept"  # the part of a state with the objects given to `run.register_state`, by name
@@ -36,12 +37,8 @@ def export_safetensors(checkpoint: Path, contents: Contents, part: str, out: Pat
         for entry in entries.values():
             yield from _bytes_of(checkpoint, entry)
 
-    partial = _partial(out)
-    try:
+    with _replacing(out) as partial:
         file_io.write_new(partial, pieces())
-        _put_in_place(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
     return len(entries)
 
 
@@ -52,18 +49,13 @@ def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> 
     from lockstep.checkpoint import format as layout
 
     value = _part(layout.read(checkpoint, step=contents.manifest.step), part, checkpoint)
-    partial = _partial(out)
-    try:
-        with partial.open("xb") as file:
-            try:
-                torch.save(value, file)
-            except RuntimeError as error:  # from torch's zip writer, when the disk is full
-                raise OSError(errno.EIO, str(error).splitlines()[0], str(out)) from error
-            file.flush()
-            os.fsync(file.fileno())
-        _put_in_place(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _replacing(out) as partial, partial.open("xb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:  # from torch's zip writer, when the disk is full
+            raise OSError(errno.EIO, str(error).splitlines()[0], str(out)) from error
+        file.flush()
+        os.fsync(file.fileno())
     return sum(isinstance(entry, torch.Tensor) for entry in value.values())
 
 
@@ -93,13 +85,16 @@ def _bytes_of(checkpoint: Path, entry: TensorEntry) -> Iterator[memoryview]:
             left -= len(part)
             yield part
     if left or sha.hexdigest() != entry.sha256:
-        raise damaged(path)
+        raise file_io.damaged(path)
 
 
-def _partial(out: Path) -> Path:
-    return out.with_name(f".{out.name}.{os.getpid()}.partial")
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    os.replace(partial, out)
-    file_io.sync_directory(out.absolute().parent)
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """Yield the path of a new file beside `out`. It takes the place of `out` at the end, and is removed on an error."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, out)
+        file_io.sync_directory(out.absolute().parent)
+    finally:
+        partial.unlink(missing_ok=True)

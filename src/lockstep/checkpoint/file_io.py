@@ -1,10 +1,14 @@
-"""Reads and writes files in pieces. Hashing and disk calls release the GIL, and no thread waits for more than one."""
+"""Reads and writes the files of checkpoints, which are not trusted. Errors name the file.
+
+Files are read and written in pieces: hashing and disk calls release the GIL, and no thread waits for more than one.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import io
+import json
 import os
 import shutil
 import stat
@@ -12,11 +16,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lockstep import faults
+from lockstep import faults, strict_json
 from lockstep.errors import CheckpointError
 
 PIECE_BYTES = 4 << 20
+JSON_BYTES = 64 << 20  # limit of one JSON text; parsed, it may take thirty times as much memory
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,9 @@ def write_new(path: Path, pieces: Iterable[memoryview | bytes]) -> FileDigest:
         for piece in pieces:
             for part in split_pieces(piece):
                 faults.at("write")
-                _write_all(handle, part)
+                left = part
+                while left:
+                    left = left[os.write(handle, left) :]
                 sha.update(part)
                 size += len(part)
         faults.at("fsync")
@@ -72,6 +80,14 @@ def make_directory(path: Path) -> None:
         sync_directory(path.parent)
 
 
+def remove(path: Path) -> None:
+    """Remove a file or a directory tree, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def opened(path: Path, *, fresh: bool = False) -> Iterator[io.FileIO]:
     """Open a regular file. Raises CheckpointError for anything else: a link, or a pipe on which reading would hang.
@@ -105,29 +121,54 @@ def fill(file: io.FileIO, view: memoryview) -> bool:
     return True
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a directory tree, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def read_whole(path: Path, limit: int, *, fresh: bool = False) -> bytes:
+def read_whole(path: Path, *, fresh: bool = False) -> bytes:
+    """Return the bytes of a JSON file. Raises CheckpointError if it is larger than JSON_BYTES."""
     with opened(path, fresh=fresh) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CheckpointError(f"{path} has {size} bytes, and {limit} are the most; use an older checkpoint")
+        if size > JSON_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, and {JSON_BYTES} are the most; use an older checkpoint")
         data = bytearray(size)
         if not fill(file, memoryview(data)) or file.read(1):
             raise CheckpointError(f"{path} changed while it was read; try again")
         return bytes(data)
 
 
+def dump_json(value: Any, where: str) -> bytes:
+    """Encode deterministically: equal values give equal bytes. Raises CheckpointError if the text is too large."""
+    try:
+        text = json.dumps(value, allow_nan=False, sort_keys=True, separators=(",", ":")).encode()
+    except ValueError as error:  # a whole number of very many digits
+        raise CheckpointError(f"{where} cannot be written as JSON: {error}") from error
+    if len(text) > JSON_BYTES:
+        raise CheckpointError(
+            f"{where} takes {len(text)} bytes of JSON, and {JSON_BYTES} are the most; put large data into tensors"
+        )
+    return text
+
+
+def parse_json(data: bytes, where: Path) -> Any:
+    """Decode JSON of at most JSON_BYTES. Raises CheckpointError if it is not valid."""
+    try:
+        return strict_json.parse(data)
+    except ValueError as error:
+        raise malformed(where, str(error)) from error
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an integer from 0 to 2**63 - 1. True and False are not."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}; use an older checkpoint")
 
 
-def _write_all(handle: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(handle, data) :]
+def malformed(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not what Lockstep writes: {reason}; use an older checkpoint")
+
+
+def damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: its SHA-256 is not the one it was written with; use an older one")

@@ -1,7 +1,7 @@
 """A checkpoint on disk: tensors in safetensors files, everything else in JSON, a manifest with a digest for every byte.
 
-    step-000000123/tensors.safetensors   see safetensors_file.py
-                   state.json            see state_tree.py
+    step-000000123/tensors.safetensors   see state_files.py
+                   state.json            see state_files.py
                    manifest.json         see manifest.py
 
 Nothing is pickled, so reading a checkpoint runs no code. Every byte that is read is checked against a SHA-256, so a
@@ -16,6 +16,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,9 @@ import torch
 from torch import Tensor
 
 from lockstep import __version__
-from lockstep.checkpoint import file_io, manifest, read_json, state_tree
-from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest
-from lockstep.checkpoint.safetensors_file import TensorEntry, TensorSpec, make_header
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint import file_io, manifest, state_files
+from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest, verify
+from lockstep.checkpoint.state_files import TensorEntry, TensorSpec, make_header
 from lockstep.errors import CheckpointError
 
 # torch dtype -> its name in the safetensors format
@@ -52,7 +52,7 @@ class FlatState:
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Split a state into JSON and tensors. Raises CheckpointError, with the name, for what cannot be saved."""
-    structure, found = state_tree.flatten(state, Tensor)
+    structure, found = state_files.flatten(state, Tensor)
     tensors = {name: tensor.detach() for name, tensor in found.items()}
     for name, tensor in tensors.items():
         odd = type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta
@@ -65,24 +65,15 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 def write(directory: Path, step: int, flat: FlatState) -> Manifest:
     """Write a checkpoint into a new directory, and return its manifest. All files are synced when this returns."""
     directory.mkdir()
-    specs, text = flat.specs(), read_json.dump(flat.structure, "the state without its tensors")
+    text = file_io.dump_json(flat.structure, "the state without its tensors")
     entries: dict[str, TensorEntry] = {}
-
-    def pieces() -> Iterator[memoryview | bytes]:
-        yield make_header(specs)
-        for name, tensor in flat.tensors.items():
-            sha = hashlib.sha256()
-            for part in file_io.split_pieces(bytes_of(tensor)):
-                sha.update(part)
-                yield part
-            entries[name] = TensorEntry(specs[name], sha.hexdigest())
-
+    pieces: Iterator[memoryview | bytes] = chain([make_header(flat.specs())], _read_tensors(flat, entries))
     files = {
-        TENSORS: file_io.write_new(directory / TENSORS, pieces()),
+        TENSORS: file_io.write_new(directory / TENSORS, pieces),
         STATE: file_io.write_new(directory / STATE, [text]),
     }
     versions = {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    made = Manifest(step, time.time(), versions, state_tree.digest(flat.structure, entries), files)
+    made = Manifest(step, time.time(), versions, state_files.digest(flat.structure, entries), files)
     file_io.write_new(directory / MANIFEST, [manifest.encode(made)])
     file_io.sync_directory(directory)
     return made
@@ -105,18 +96,25 @@ def read(directory: Path, *, step: int | None = None) -> dict[Any, Any]:
         return bytes_of(tensors[name])
 
     contents = verify(directory, step=step, into=into)
-    return state_tree.restore(contents.structure, tensors, directory / STATE)
+    return state_files.restore(contents.structure, tensors, directory / STATE)
 
 
 def digest_of(flat: FlatState) -> str:
     """Return the digest of the state, as in its manifest."""
-    entries = {}
+    entries: dict[str, TensorEntry] = {}
+    for _ in _read_tensors(flat, entries):
+        pass
+    return state_files.digest(flat.structure, entries)
+
+
+def _read_tensors(flat: FlatState, entries: dict[str, TensorEntry]) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors in pieces, and add the SHA-256 of each tensor to `entries`."""
     for name, spec in flat.specs().items():
         sha = hashlib.sha256()
         for part in file_io.split_pieces(bytes_of(flat.tensors[name])):
             sha.update(part)
+            yield part
         entries[name] = TensorEntry(spec, sha.hexdigest())
-    return state_tree.digest(flat.structure, entries)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -2,26 +2,47 @@
 
 A checkpoint is written under a temporary name, synced, read back from the disk, and only then renamed: what has its
 final name was valid. After that older checkpoints are removed, but never the last two valid ones.
+
+Note [Temporary folders]
+    .step-000000123.<owner>-<n>.partial     being written
+    .step-000000123.<owner>-<n>.aside       the previous one of that step, while the new one replaces it
+    .step-000000123.<owner>-<n>.removed     being removed
+
+A process that is killed leaves its temporary folders behind. They must be removed, but not those of another writer of
+the same run that is still alive. So `owner` identifies the process: boot ID of the machine, PID namespace, PID, and
+start time. On the same machine these tell whether the process is alive. On another machine or in another container that
+cannot be known, and a folder is abandoned if nothing in it has changed for an hour. A lock would need a file that stays
+behind, and does not work on every network file system.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep import faults
-from lockstep.checkpoint import file_io, folder_names, format as layout
-from lockstep.checkpoint.folder_names import Use
+from lockstep.checkpoint import file_io, format as layout
 from lockstep.checkpoint.format import FlatState
-from lockstep.checkpoint.verify import looks_valid, verify
+from lockstep.checkpoint.manifest import directory_name, looks_valid, names_in, step_of, steps_in, verify
 from lockstep.errors import CheckpointError
+from lockstep.process_identity import read_stat
 
 KEPT = 2  # least number of valid checkpoints that are kept
 READ_TRIES = 10
+OLD_S = 3600.0  # age of an abandoned temporary folder of another machine
+
+_TEMPORARY = re.compile(r"\.(step-\d{9,18})\.([0-9a-z-]+)-(\d+)\.(partial|aside|removed)")
+_UNKNOWN = "unknown"
+_count = itertools.count()
+_in_use: set[str] = set()  # temporary names that this process uses
 
 
 @dataclass(frozen=True)
@@ -86,9 +107,7 @@ class CheckpointStore:
         if self._is_saved(path, flat):
             return path if fence is None or fence() else None
         self._make_directory()
-        partial, aside = (
-            folder_names.new_temporary_folder(self.directory, step, use) for use in (Use.PARTIAL, Use.ASIDE)
-        )
+        partial, aside = (new_temporary_folder(self.directory, step, use) for use in (Use.PARTIAL, Use.ASIDE))
         try:
             written = layout.write(partial, step, flat)
             if verify(partial, step=step, fresh=True).manifest != written:
@@ -101,28 +120,26 @@ class CheckpointStore:
         finally:
             # `aside` is not removed: after an error it may be the only copy. The next `prune` restores or removes it.
             shutil.rmtree(partial, ignore_errors=True)
-            folder_names.release_name(partial)
-            folder_names.release_name(aside)
+            release_name(partial)
+            release_name(aside)
 
     def prune(self, written: int) -> None:
         """Remove outdated checkpoints, after `written` was saved, and temporary folders of killed writers."""
         self._clean_up(now=self.path_of(written).stat().st_ctime)  # by the clock of the file system
-        for step in choose_outdated(
-            folder_names.steps_in(self.directory), self._is_valid, written=written, kept=self._kept
-        ):
+        for step in choose_outdated(steps_in(self.directory), self._is_valid, written=written, kept=self._kept):
             faults.at("prune")
-            removed = folder_names.new_temporary_folder(self.directory, step, Use.REMOVED)
+            removed = new_temporary_folder(self.directory, step, Use.REMOVED)
             try:
                 # Renamed first, so that no incomplete checkpoint has a final name.
                 self.path_of(step).rename(removed)
                 file_io.remove(removed)
             finally:
-                folder_names.release_name(removed)
+                release_name(removed)
 
     def _clean_up(self, *, now: float) -> None:
         """Remove abandoned temporary folders; one set aside whose step has no checkpoint gets its name back."""
-        for folder in folder_names.temporary_folders(self.directory):
-            if not folder_names.is_abandoned(folder, now=now):
+        for folder in temporary_folders(self.directory):
+            if not is_abandoned(folder, now=now):
                 continue
             if folder.use is Use.ASIDE and not os.path.lexists(self.path_of(folder.step)):
                 folder.path.rename(self.path_of(folder.step))
@@ -132,11 +149,9 @@ class CheckpointStore:
     def _is_saved(self, path: Path, flat: FlatState) -> bool:
         """Whether exactly this state is saved there already."""
         try:
-            if not path.is_dir() or verify(path).manifest.state_sha256 != layout.digest_of(flat):
-                return False
+            return path.is_dir() and verify(path).manifest.state_sha256 == layout.digest_of(flat)
         except CheckpointError:
             return False
-        return True
 
     def _put_in_place(self, partial: Path, path: Path, aside: Path) -> None:
         faults.at("rename")
@@ -190,37 +205,112 @@ class CheckpointStore:
                     self._known_valid.add(step)
                     return LoadedCheckpoint(step, path, state, tuple(skipped))
             else:
-                return self._refuse(skipped) if skipped else None
+                if not skipped:
+                    return None
+                reasons = "; ".join(bad.reason for bad in skipped)
+                raise CheckpointError(
+                    f"none of the {len(skipped)} checkpoints in {self.directory} can be used: {reasons}. Bring back a "
+                    "copy, or begin anew in another directory"
+                )
         raise CheckpointError(f"{self.directory}: checkpoints are removed faster than they can be read; keep more")
-
-    def _refuse(self, skipped: list[Skipped]) -> NoReturn:
-        reasons = "; ".join(bad.reason for bad in skipped)
-        raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {self.directory} can be used: {reasons}. Bring back a copy, or "
-            "begin anew in another directory"
-        )
 
     def latest(self) -> dict[Any, Any] | None:
         found = self.newest()
         return found.state if found is not None else None
 
     def path_of(self, step: int) -> Path:
-        return self.directory / folder_names.directory_name(step)
+        return self.directory / directory_name(step)
 
     def last(self) -> Path | None:
         """Return the path of the newest checkpoint; None if there is none or the directory cannot be read."""
         try:
-            steps = folder_names.steps_in(self.directory)
+            steps = steps_in(self.directory)
         except OSError:
             return None
         return self.path_of(steps[-1]) if steps else None
 
     def _candidates(self) -> list[tuple[int, Path]]:
         try:
-            steps = folder_names.steps_in(self.directory)
-            folders = folder_names.temporary_folders(self.directory)
+            steps = steps_in(self.directory)
+            folders = temporary_folders(self.directory)
         except OSError as error:
             raise file_io.unreadable(self.directory, error) from error
         found = [(step, self.path_of(step)) for step in steps]
         found += [(one.step, one.path) for one in folders if one.use is Use.ASIDE and one.step not in steps]
         return sorted(found, reverse=True)
+
+
+# ---- temporary folders: see Note [Temporary folders] -----------------------------------------------------------------
+
+
+class Use(Enum):
+    PARTIAL = "partial"
+    ASIDE = "aside"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True)
+class TemporaryFolder:
+    """A directory that exists briefly, unless the process that created it was killed."""
+
+    path: Path
+    step: int
+    use: Use
+    owner: str
+
+
+def temporary_folders(folder: Path) -> list[TemporaryFolder]:
+    found = []
+    for name in sorted(names_in(folder)):
+        match = _TEMPORARY.fullmatch(name)
+        step = step_of(match[1]) if match else None
+        if match and step is not None:
+            found.append(TemporaryFolder(folder / name, step, Use(match[4]), match[2]))
+    return found
+
+
+def new_temporary_folder(folder: Path, step: int, use: Use) -> Path:
+    """Return a unique path. The caller must call `release_name` when it no longer uses it."""
+    name = f".{directory_name(step)}.{_identity(os.getpid())}-{next(_count)}.{use.value}"
+    _in_use.add(name)
+    return folder / name
+
+
+def release_name(path: Path) -> None:
+    _in_use.discard(path.name)
+
+
+def is_abandoned(folder: TemporaryFolder, *, now: float) -> bool:
+    """Whether the owner has ended. `now` is by the clock of the file system, which may differ from this machine's."""
+    boot, _, rest = folder.owner.partition("-")
+    space, _, rest = rest.partition("-")
+    pid = rest.partition("-")[0]
+    here = _identity(os.getpid())
+    if folder.owner == here:
+        return folder.path.name not in _in_use
+    if pid.isdecimal() and here.startswith(f"{boot}-{space}-") and boot != _UNKNOWN:
+        return _identity(int(pid)) != folder.owner
+    return now - _last_modified(folder.path) > OLD_S
+
+
+def _identity(pid: int) -> str:
+    """Identity of a process of this machine. It ends in 0 if there is none; without /proc: "unknown-0-<pid>-0"."""
+    boot, space, started = _UNKNOWN, 0, "0"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:12] or _UNKNOWN
+    with suppress(OSError):
+        space = os.stat("/proc/self/ns/pid").st_ino
+    with suppress(OSError):
+        stat = read_stat(pid)
+        if stat.state not in "ZX":  # a killed process stays as a zombie (Z) until its parent waits for it
+            started = stat.started
+    return f"{boot}-{space}-{pid}-{started}"
+
+
+def _last_modified(path: Path) -> float:
+    """Return the latest modification time of the folder and its files; 0 if it no longer exists."""
+    modified = 0.0
+    for place in (path, *(path / name for name in names_in(path))):
+        with suppress(OSError):
+            modified = max(modified, os.lstat(place).st_mtime)
+    return modified

@@ -6,13 +6,12 @@ that waits. The second copy is allocated when it is first needed, and both are k
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,6 +21,8 @@ from lockstep import faults, run_files
 from lockstep.checkpoint.format import FlatState, flatten
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 30.0  # while `drain` waits
 
@@ -87,7 +88,11 @@ class CheckpointWriter:
             writing, for_s = self._writing, time.monotonic() - self._started_s
         if replaced is not None:
             assert writing is not None
-            self._report(describe_replaced(replaced.step, step, writing=writing.step, for_s=for_s))
+            self._report(
+                f"the checkpoint of step {replaced.step} was still waiting when that of step {step} came, which takes "
+                f"its place: step {writing.step} is being written for {for_s:.1f} s; save less often, or to a faster "
+                "disk"
+            )
         request = None
         try:
             faults.at("copy")
@@ -111,7 +116,7 @@ class CheckpointWriter:
             waited = time.monotonic() - began
             left = REPORT_EVERY_S if timeout_s is None else min(REPORT_EVERY_S, timeout_s - waited)
             with self._changed:
-                if self._changed.wait_for(self._is_idle, max(left, 0.0)):
+                if self._changed.wait_for(lambda: self._writing is None, max(left, 0.0)):
                     return True
                 writing, for_s = self._writing, time.monotonic() - self._started_s
             if timeout_s is not None and time.monotonic() - began >= timeout_s:
@@ -133,13 +138,8 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _is_idle(self) -> bool:
-        return self._writing is None
 
     def _start(self, request: _WriteRequest | None) -> None:
         """Make `request` the one that is written; None: there is none. The caller holds the lock."""
@@ -174,13 +174,14 @@ class CheckpointWriter:
         try:
             self._store.prune(step)
         except Exception as error:
-            self._report(describe_not_removed(step, path, error))
+            problem = f"older ones could not be removed: {error}; remove them"
+            self._report(f"the checkpoint of step {step} is in {path}, but {problem}")
 
     def _report(self, text: str) -> None:
         try:
             self._on_problem(text)
         except Exception as error:
-            print(f"lockstep: {text} (and on_problem failed: {error!r})", file=sys.stderr, flush=True)
+            _log.error("%s (and on_problem failed: %r)", text, error)
 
 
 class HostCopies:
@@ -228,9 +229,6 @@ def _host_memory(tensor: Tensor) -> Tensor:
     raise MemoryError(reason)
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
-
-
 def describe_failure(step: int, path: Path, error: BaseException, last: Path | None) -> str:
     """Say which checkpoint was not written and why, which is the last one, and what to do. One line."""
     what, advice = f"{type(error).__name__}: {error}", "please report it"
@@ -244,15 +242,4 @@ def describe_failure(step: int, path: Path, error: BaseException, last: Path | N
     return (
         f"the checkpoint of step {step} was not written to {path}: {what}; {kept}; training goes on, and the next save "
         f"tries again; {advice}"
-    )
-
-
-def describe_not_removed(step: int, path: Path, error: BaseException) -> str:
-    return f"the checkpoint of step {step} is in {path}, but older ones could not be removed: {error}; remove them"
-
-
-def describe_replaced(step: int, newer: int, *, writing: int, for_s: float) -> str:
-    return (
-        f"the checkpoint of step {step} was still waiting when that of step {newer} came, which takes its place: step "
-        f"{writing} is being written for {for_s:.1f} s; save less often, or to a faster disk"
     )

@@ -84,9 +84,8 @@ def likely_cause(found: dict[Variant, Difference | None]) -> str:
             "dataset's own (random, numpy, the time), or an operation that is not deterministic. "
             "Run(audit_every=1) names the module"
         )
-    if all(
-        found[variant] is not None for variant in variants[1:] if variant.resumed_after is None
-    ):  # the resumed one ends on one worker
+    # The resumed one ends on one worker.
+    if all(found[variant] is not None for variant in variants[1:] if variant.resumed_after is None):
         return (
             "the program depends on the workers: on the rank, on the size of the world, on what a worker did before "
             "(a counter, a cache), or exact=False was given to the Run"
@@ -129,11 +128,9 @@ def _start(
 ) -> None:
     """Runs the program once, to its end. Raises RuntimeError with the end of its output if it fails."""
     env = {**os.environ, "LOCKSTEP_STATE_LOG": str(folder / "state_log.jsonl"), **more}
-    command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--log-dir", str(folder / "logs")]
+    command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--log-dir", str(folder / "logs"), *program]
     try:
-        done = subprocess.run(
-            [*command, *program], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{variant.name}: not done after {timeout_s:g} s; see --timeout-s and --steps") from None
     if done.returncode != 0:
@@ -193,9 +190,8 @@ def _certify(program: list[str], workers: list[int], chosen: argparse.Namespace,
             reference = records
             steps, calls = sum(not call for _, call in records), sum(bool(call) for _, call in records)
             tensors = len(next(record for (_, call), record in records.items() if not call)["tensors"])
-            print(
-                f"{steps} steps, {calls} evaluation{'s' * (calls != 1)}, {tensors} tensors ({took_s:.0f} s)", flush=True
-            )
+            counts = f"{steps} steps, {calls} evaluation{'s' * (calls != 1)}, {tensors} tensors"
+            print(f"{counts} ({took_s:.0f} s)", flush=True)
             continue
         found[variant] = first_difference(reference, records)
         print(f"{found[variant] or 'the same bits'} ({took_s:.0f} s)", flush=True)
@@ -205,9 +201,8 @@ def _certify(program: list[str], workers: list[int], chosen: argparse.Namespace,
         chosen.json.write_text(json.dumps({"program": program, "holds": holds, "differences": lines}, indent=1) + "\n")
     if holds:
         numbers = ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}" if len(workers) > 1 else str(workers[0])
-        print(
-            f"certified: {' '.join(program)} has the same bits on {numbers} workers, resumed, and with one of 3 killed"
-        )
+        claim = f"has the same bits on {numbers} workers, resumed, and with one of 3 killed"
+        print(f"certified: {' '.join(program)} {claim}")
         return 0
     print(f"NOT certified. Likely cause: {likely_cause(found)}")
     return 1

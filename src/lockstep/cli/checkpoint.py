@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import folder_names, manifest, state_tree
+from lockstep.checkpoint import manifest, state_files
 from lockstep.checkpoint.export import export_safetensors, export_torch
-from lockstep.checkpoint.safetensors_file import TensorEntry
-from lockstep.checkpoint.verify import Contents, verify
+from lockstep.checkpoint.manifest import Contents, verify
+from lockstep.checkpoint.state_files import TensorEntry
 from lockstep.errors import CheckpointError
+from lockstep.report.table import columns, render
 
 LARGEST = 8
 
@@ -74,12 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="lockstep checkpoint",
-        description="Look at checkpoints, verify them, and take weights out.",
-        epilog=_ABOUT,
-        formatter_class=raw,
-    )
+    about = "Look at checkpoints, verify them, and take weights out."
+    parser = argparse.ArgumentParser("lockstep checkpoint", description=about, epilog=_ABOUT, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
     def add(name: str, call: Any, about: str) -> argparse.ArgumentParser:
@@ -113,13 +110,13 @@ def _ls(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
-    lines = [("step", "saved", "size", "state", "verified")]
+    lines = []
     for row in rows:
         verdict = {True: "yes", False: f"NO: {row.reason}", None: "not read"}[row.verified]
         digest = row.state_sha256[:12] if row.state_sha256 else "-"
         step = "-" if row.step is None else str(row.step)
         lines.append((step, _time(row.saved_at), _size(row.bytes), digest, verdict))
-    _print_table(lines)
+    print(render(columns("step", "saved", "size", "state", "verified"), lines))
     return 0
 
 
@@ -134,7 +131,7 @@ def _show(chosen: argparse.Namespace) -> int:
     path, contents = _choose(chosen.directory, chosen.step)
     state = contents.outline(path)
     parts = {
-        _shown(name): [e for _, e in state_tree.walk(value) if isinstance(e, TensorEntry)]
+        _shown(name): [e for _, e in state_files.walk(value) if isinstance(e, TensorEntry)]
         for name, value in state.items()
     }
     facts = {name: state[name] for name in ("run", "batches", "loss_scale") if isinstance(state.get(name), Mapping)}
@@ -158,16 +155,14 @@ def _show(chosen: argparse.Namespace) -> int:
     print(f"  versions   {_pairs(listed.versions)}")
     for name, about in facts.items():
         print(f"  {name:<10} {_pairs(about)}")
-    _print_table(
-        [("part", "tensors", "size", "dtypes")]
-        + [(p, str(len(e)), _size(_sum(e)), " ".join(sorted({x.spec.dtype for x in e}))) for p, e in parts.items() if e]
-    )
+    lines = [
+        (p, str(len(e)), _size(_sum(e)), " ".join(sorted({x.spec.dtype for x in e}))) for p, e in parts.items() if e
+    ]
+    print(render(columns("part", "tensors", "size", "dtypes"), lines))
     entries = sorted(contents.tensors.items(), key=lambda item: -item[1].spec.bytes)
     some = entries if chosen.tensors else entries[:LARGEST]
-    _print_table(
-        [("tensor", "dtype", "shape", "bytes")]
-        + [(_shown(n), e.spec.dtype, str(list(e.spec.shape)), str(e.spec.bytes)) for n, e in some]
-    )
+    lines = [(_shown(n), e.spec.dtype, str(list(e.spec.shape)), str(e.spec.bytes)) for n, e in some]
+    print(render(columns("tensor", "dtype", "shape", "bytes"), lines))
     if len(some) < len(entries):
         print(f"and {len(entries) - len(some)} smaller ones: --tensors shows all")
     return 0
@@ -196,21 +191,21 @@ def _checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise UsageError(f"there is no directory {directory}")
     directory = directory.resolve()
-    if folder_names.step_of(directory.name) is not None or (directory / manifest.MANIFEST).exists():
+    if manifest.step_of(directory.name) is not None or (directory / manifest.MANIFEST).exists():
         return [directory]
     for folder in (directory / "checkpoints", directory):
-        steps = folder_names.steps_in(folder)
+        steps = manifest.steps_in(folder)
         if steps:
-            return [folder / folder_names.directory_name(step) for step in steps]
+            return [folder / manifest.directory_name(step) for step in steps]
     raise UsageError(f"{directory} has no checkpoints: neither step-000000001 and so on, nor a folder `checkpoints`")
 
 
 def _choose(directory: Path, step: int | None) -> tuple[Path, Contents]:
     paths = _checkpoints(directory)
     if step is not None:
-        fitting = [path for path in paths if folder_names.step_of(path.name) == step]
+        fitting = [path for path in paths if manifest.step_of(path.name) == step]
         if not fitting:
-            there = ", ".join(str(folder_names.step_of(path.name)) for path in paths)
+            there = ", ".join(str(manifest.step_of(path.name)) for path in paths)
             raise UsageError(f"{directory} has no checkpoint of step {step}; there are {there}")
         return fitting[0], verify(fitting[0])
     for path in reversed(paths):
@@ -238,7 +233,7 @@ def _check(path: Path, *, quick: bool) -> CheckpointRow:
     except CheckpointError as error:
         reason, verified = str(error), False
     if listed is None:
-        return CheckpointRow(folder_names.step_of(path.name), str(path), None, None, None, verified, reason)
+        return CheckpointRow(manifest.step_of(path.name), str(path), None, None, None, verified, reason)
     return CheckpointRow(listed.step, str(path), listed.saved_at, listed.bytes, listed.state_sha256, verified, reason)
 
 
@@ -248,12 +243,6 @@ def _check(path: Path, *, quick: bool) -> CheckpointRow:
 def _refuse(text: str, status: int) -> int:
     print(f"lockstep: {text}", file=sys.stderr)
     return status
-
-
-def _print_table(lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _sum(entries: Sequence[TensorEntry]) -> int:

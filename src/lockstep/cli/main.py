@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from lockstep import __version__
-from lockstep.cli import ledger, run, scale
+from lockstep.cli import run
+from lockstep.errors import LockstepError
+from lockstep.launcher import scale_request
 
 _EPILOG = """\
 commands:
   run     start a training program on several workers of this machine, or of several
   submit  write what SLURM, Kubernetes or Ray need to start a training program
   doctor  look at this machine, start two workers as a trial, and say what to change
-  watch   show how a run is doing, from anywhere, while it goes on
+  watch   show how a run is doing, from anywhere, while it runs
   demo    train on two to four workers, kill one, and show that the result is that of one worker (about a minute)
   report  say where the time of a run went, as a page and in the terminal
-  scale   change the number of workers of a run that goes on
+  scale   change the number of workers of a run in progress
   certify prove on your own program that any number of workers, and a killed one, give the same bits
   ledger  prove that a run has used every sample exactly once in every epoch
   checkpoint  list, verify, show and export what a run has saved
@@ -30,8 +35,6 @@ examples:
   lockstep run --help
 """
 
-# Commands whose options are part of the parser here.
-_HERE = {"run": run, "scale": scale, "ledger": ledger}
 # Commands that parse all their options themselves, --help included; they are imported when they are called.
 _ELSEWHERE = {
     "demo": "lockstep.demo.show",
@@ -51,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
         return status or 0
     chosen = parser.parse_args(arguments)
-    if chosen.command in _HERE:
-        status = _HERE[chosen.command].main(chosen)
-        return status or 0
+    here = {"run": run.main, "scale": _scale, "ledger": _ledger}
+    if chosen.command in here:
+        return here[chosen.command](chosen)
     parser.print_help()
     return 2
 
@@ -68,11 +71,59 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     commands = parser.add_subparsers(prog="lockstep", dest="command", metavar="command", help=argparse.SUPPRESS)
-    for command in _HERE.values():
-        command.add_parser(commands)
+    run.add_parser(commands)
+    about = "Change the number of workers of a run that was started with --min or --max."
+    scale = commands.add_parser("scale", description=about)
+    about = "its folder of logs, or the directory of its lockstep.Run"
+    scale.add_argument("run", type=Path, metavar="RUN", help=about)
+    scale.add_argument("workers", type=run.worker_count, metavar="N", help="how many workers it shall have")
+    about = "Prove that a run has used every sample exactly once in every epoch, whatever happened."
+    ledger = commands.add_parser("ledger", description=about)
+    ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
+    ledger.add_argument("--json", action="store_true", help="for programs")
     for name in _ELSEWHERE:
         commands.add_parser(name, add_help=False)
     return parser
+
+
+def _scale(chosen: argparse.Namespace) -> int:
+    """Asks a run that was started with --min or --max for another number of workers."""
+    try:
+        scale_request.request_workers(chosen.run, chosen.workers)
+    except scale_request.OutOfBounds as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except scale_request.NotRunning as error:
+        print(
+            f"lockstep: {chosen.run} is not a run that goes on and was started with --min or --max ({error}); give the "
+            "folder of its logs, which `lockstep run` prints or takes as --log-dir",
+            file=sys.stderr,
+        )
+        return 2
+    print(f"asked for {chosen.workers} workers; its output says when it has them")
+    return 0
+
+
+def _ledger(chosen: argparse.Namespace) -> int:
+    """Proves that a run has used every sample exactly once in every epoch."""
+    from lockstep.data.ledger import prove
+
+    try:
+        proof = prove(chosen.run)
+    except (LockstepError, OSError) as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps(asdict(proof) | {"holds": proof.holds}))
+        return 0 if proof.holds else 1
+    for epoch in proof.epochs:
+        verdict = "each sample once" if epoch.complete else "as far as it came, each once" if epoch.exact else ""
+        said = epoch.problem or epoch.note or verdict
+        print(f"epoch {epoch.number}: {epoch.steps} steps, {epoch.samples} samples: {said}")
+    again = f", resumed {proof.restarts} times" if proof.restarts else ""
+    holds = "proven" if proof.claims_each_once else "no step is missing, and none was applied twice"
+    print(f"{proof.steps} steps over {proof.samples} samples{again}: {holds if proof.holds else 'DOES NOT HOLD'}")
+    return 0 if proof.holds else 1
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.arguments import host_count, seconds, worker_count
-from lockstep.control.secret import VARIABLE, new_secret, read_secret
+from lockstep.control.wire import VARIABLE, new_secret, read_secret
 from lockstep.errors import LockstepError
 from lockstep.failures.postmortem import could_not_start, show
 from lockstep.launcher.exit_policy import count_workers
@@ -26,7 +27,8 @@ from lockstep.launcher.hosts import (
 )
 from lockstep.launcher.job import ElasticOptions, Job, count_cores, count_gpus
 from lockstep.launcher.output import piped_through, print_message
-from lockstep.launcher.run_job import supervise
+from lockstep.launcher.run_job import run_job
+from lockstep.settings import Settings
 
 _EPILOG = """\
 Everything after the script's name belongs to the script. A program that runs under torchrun runs here unchanged:
@@ -45,6 +47,30 @@ The exit status is 2, and nothing is started, if the command line makes no sense
 """
 
 
+def count_of(what: str) -> Callable[[str], int]:
+    """The type of an argument that is a number of something, 1 or more."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}; it takes 1 or more")
+        return int(text)
+
+    return count
+
+
+worker_count = count_of("workers")
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value >= 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
 def add_parser(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` returns."""
     parser = commands.add_parser(
@@ -55,75 +81,44 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "-n",
-        dest="workers",
-        type=worker_count,
-        metavar="N",
-        help="how many workers, on each host (default: one per visible GPU; without a GPU one per core, at most four)",
-    )
-    parser.add_argument("--drop-in", action="store_true", help="put our DistributedDataParallel in torch's place first")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="for the output of each worker, rank0.log and so on; what is there is written over "
-        "(default: lockstep-logs/<time>-<process>)",
-    )
-    parser.add_argument(
-        "--plain", action="store_true", help="no picture of the progress, only lines (so it is without a terminal)"
-    )
-    parser.add_argument(
-        "--grace-s",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds between asking a worker to end and killing it (default: 10)",
-    )
-    parser.add_argument(
-        "--min",
-        dest="least",
-        type=worker_count,
-        metavar="N",
-        help="lost workers are replaced, and the others go on meanwhile as long as there are N (needs a lockstep.Run)",
-    )
-    parser.add_argument(
-        "--max", dest="most", type=worker_count, metavar="N", help="the most workers that `lockstep scale` may ask for"
-    )
-    parser.add_argument(
-        "--stall-s",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="with --min or --max: a worker without a sign of life for so long counts as lost (default: 10)",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        metavar="N|5m",
-        help="steps, or a time in s, m or h, between checkpoints of a lockstep.Run that does not say itself",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="a lockstep.Run starts over: what is in its directory is moved to `previous-1` there, and not resumed",
-    )
-    several = parser.add_argument_group(
-        "several hosts", "start the same command on each; LOCKSTEP_JOB_SECRET must be set"
-    )
-    several.add_argument("--hosts", type=host_count, metavar="N", help="how many (default: 1)")
-    several.add_argument("--rendezvous", metavar="HOST:PORT", help="an address of the host that is to keep the records")
-    several.add_argument("--store", metavar="etcd://HOST:2379,..", help="keep the records in an etcd instead")
-    several.add_argument("--secret-file", type=Path, metavar="FILE", help="in place of LOCKSTEP_JOB_SECRET")
+    add = parser.add_argument
+    about = "how many workers, on each host (default: one per visible GPU; without a GPU one per core, at most four)"
+    add("-n", dest="workers", type=worker_count, metavar="N", help=about)
+    add("--drop-in", action="store_true", help="put our DistributedDataParallel in torch's place first")
+    about = "for the output of each worker, rank0.log and so on; what is there is written over "
+    add("--log-dir", type=Path, metavar="DIR", help=about + "(default: lockstep-logs/<time>-<process>)")
+    about = "no picture of the progress, only lines (so it is without a terminal)"
+    add("--plain", action="store_true", help=about)
+    about = "seconds between asking a worker to end and killing it (default: 10)"
+    add("--grace-s", type=seconds, default=10.0, metavar="S", help=about)
+    about = "lost workers are replaced, and the others continue meanwhile as long as there are N (needs a lockstep.Run)"
+    add("--min", dest="least", type=worker_count, metavar="N", help=about)
+    about = "the most workers that `lockstep scale` may ask for"
+    add("--max", dest="most", type=worker_count, metavar="N", help=about)
+    about = "with --min or --max: a worker without a sign of life for so long counts as lost (default: 10)"
+    add("--stall-s", type=seconds, default=10.0, metavar="S", help=about)
+    about = "steps, or a time in s, m or h, between checkpoints of a lockstep.Run that does not say itself"
+    add("--checkpoint-every", metavar="N|5m", help=about)
+    about = "a lockstep.Run starts over: what is in its directory is moved to `previous-1` there, and not resumed"
+    add("--fresh", action="store_true", help=about)
+    add("-m", dest="module", action="store_true", help="run a module, like `python -m`")
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    about = "start the same command on each; LOCKSTEP_JOB_SECRET must be set"
+    add = parser.add_argument_group("several hosts", about).add_argument
+    add("--hosts", type=count_of("hosts"), metavar="N", help="how many (default: 1)")
+    add("--rendezvous", metavar="HOST:PORT", help="an address of the host that is to keep the records")
+    add("--store", metavar="etcd://HOST:2379,..", help="keep the records in an etcd instead")
+    add("--secret-file", type=Path, metavar="FILE", help="in place of LOCKSTEP_JOB_SECRET")
     for name, default_s, what in (
         ("--lease-s", 5.0, "a host that was not heard of for so long is lost"),
         ("--give-up-s", 600.0, "end without reaching the records for so long"),
-        ("--stuck-s", 300.0, "of hosts that do not reach each other while nothing goes on for so long, leave one out"),
+        (
+            "--stuck-s",
+            300.0,
+            "of hosts that do not reach each other while training does not continue for so long, leave one out",
+        ),
     ):
-        several.add_argument(
-            name, type=seconds, default=default_s, metavar="S", help=f"{what} (default: {default_s:g})"
-        )
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, like `python -m`")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        add(name, type=seconds, default=default_s, metavar="S", help=f"{what} (default: {default_s:g})")
     parser.set_defaults(parser=parser)
 
 
@@ -141,7 +136,7 @@ def main(chosen: argparse.Namespace) -> int:
         refuse(f"there is no script {program[0]!r}, seen from {os.getcwd()}")
     workers = chosen.workers or count_workers(os.environ, gpus=count_gpus(), cores=count_cores())
     try:
-        hosts = _read_hosts(chosen)
+        hosts = _read_hosts(chosen, Settings.from_env(os.environ))
     except (OSError, ValueError) as error:
         refuse(str(error))
     elastic, total = None, workers * (hosts.count if hosts is not None else 1)
@@ -152,16 +147,13 @@ def main(chosen: argparse.Namespace) -> int:
             all_of = f"-n {workers}" if hosts is None else f"--hosts {hosts.count} times -n {workers}"
             refuse(f"{all_of} must be at least --min ({elastic.least}) and at most --max ({elastic.most})")
     log_dir = (chosen.log_dir or Path("lockstep-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
-    log_dir = (
-        log_dir / hosts.title if hosts is not None else log_dir
-    )  # a folder per host: all hosts may share --log-dir
+    if hosts is not None:
+        log_dir /= hosts.title  # a folder per host: all hosts may share --log-dir
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"cannot write logs to {log_dir}: {error.strerror}; choose another folder with --log-dir")
-    command = [*(["-m"] if chosen.module else []), *program]
-    if chosen.drop_in:
-        command = ["--drop-in", *command]
+    command = [*(["--drop-in"] if chosen.drop_in else []), *(["-m"] if chosen.module else []), *program]
     if chosen.checkpoint_every is not None:
         os.environ["LOCKSTEP_CHECKPOINT_EVERY"] = chosen.checkpoint_every
     if chosen.fresh:
@@ -170,7 +162,7 @@ def main(chosen: argparse.Namespace) -> int:
         if hosts is not None:
             wait_for_address(hosts, print_message)
         with nullcontext() if chosen.plain else _live_view(log_dir):
-            return supervise(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
+            return run_job(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
     except (LockstepError, OSError) as error:
         show(could_not_start(error, workers))
         return 1
@@ -187,7 +179,7 @@ def _live_view(log_dir: Path) -> AbstractContextManager[None]:
     return piped_through([sys.executable, "-m", "lockstep.report.live_view", str(log_dir)])
 
 
-def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:
+def _read_hosts(chosen: argparse.Namespace, settings: Settings) -> Hosts | None:
     """Returns None for a run on this host only. Raises ValueError for options that do not go together."""
     where = chosen.store or chosen.rendezvous
     if where is None:
@@ -209,7 +201,7 @@ def _read_hosts(chosen: argparse.Namespace) -> Hosts | None:
     if not SHORTEST_LEASE_S <= chosen.lease_s <= LONGEST_LEASE_S:
         raise ValueError(f"--lease-s {chosen.lease_s:g} must be {SHORTEST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
     times_s = (chosen.lease_s, chosen.give_up_s, chosen.stuck_s)
-    return Hosts(chosen.hosts, where, make_host_name(os.environ), secret, *times_s)
+    return Hosts(chosen.hosts, where, make_host_name(settings.host), secret, *times_s)
 
 
 def _module_exists(name: str) -> bool:

@@ -12,22 +12,23 @@ needs may close its connections and leave while this worker still receives from 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lockstep._torch import PrefixStore, ProcessGroupGloo, Store, TCPStore
-from lockstep.comm import deferred_destroy
+from lockstep.settings import Settings
 
 POLL_INTERVAL_S = 0.25
 GRACE_S = 2.0
@@ -71,7 +72,53 @@ class ConnectionTracker:
                 if not connection.getsockopt(*_LISTENS):
                     connection.shutdown(socket.SHUT_RDWR)
                 elif self._made is None:  # a listener must stay open: Gloo would end the process
-                    _release_listener(connection.getsockname(), 2 * self._size)
+                    for number in range(2 * self._size):
+                        address = connection.getsockname()[:2]
+                        with socket.create_connection(address, timeout=CONNECT_TIMEOUT_S) as caller:
+                            caller.sendall(struct.pack("=q", number))
+
+
+class DeferredDestroy:
+    """Destroys aborted process groups in a background thread.
+
+    Gloo's destructor waits for its operations. One that has missed that its connection is closed (Note [Aborting Gloo])
+    ends at the group's timeout, half an hour later. The thread that drops the last reference to such a group would
+    block as long: the training thread in the middle of a step, if the garbage collector finds the group in a cycle, or
+    the interpreter at exit. So an aborted group is kept alive here, and destroyed by a thread of its own once no other
+    reference is left.
+    """
+
+    OWN_REFERENCES: Final = 3  # during the check: the list's, the loop variable's, and getrefcount's argument
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self._lock = threading.Lock()
+
+    def keep_alive(self, group: Any) -> None:
+        """Take a reference to the group that also outlives the interpreter's shutdown. Calling again has no effect."""
+        with self._lock:
+            if not any(group is one for one in self.kept):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                self.kept.append(group)
+
+    def destroy_unreferenced(self) -> None:
+        """Destroy the kept groups that have no other reference, in threads. Call it after a garbage collection."""
+        with self._lock:
+            unreferenced = []
+            for n in reversed(range(len(self.kept))):
+                group = self.kept[n]
+                if sys.getrefcount(group) == self.OWN_REFERENCES + 1:  # and the one taken by `keep_alive`
+                    unreferenced.append(self.kept.pop(n))
+            group = None
+        while unreferenced:
+            threading.Thread(target=_release, args=(unreferenced.pop(),), name="lockstep-destroy", daemon=True).start()
+
+
+def _release(group: Any) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+deferred_destroy = DeferredDestroy()  # of this process
 
 
 class AbortableGroup(Protocol):
@@ -89,7 +136,7 @@ class AbortableGroup(Protocol):
 
 class Nccl:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        if host := os.environ.get("LOCKSTEP_HOST", "").strip():
+        if host := Settings.from_env(os.environ).host:
             os.environ.setdefault("NCCL_HOSTID", host)  # else NCCL refuses hosts that share a GPU
         make: Any = dist.ProcessGroupNCCL
         options = make.Options()
@@ -119,11 +166,13 @@ class Gloo:
             # With TORCH_GLOO_LAZY_INIT there are fewer: operations on later connections end at the timeout only.
             made = _sockets() - before
         store_port = _port_of(store)
-        connections = {
-            number: ends for number in made if (ends := _endpoints_of(number[0])) and not ends.uses_port(store_port)
-        }
-        self._remote_ends = {number: ends.remote for number, ends in connections.items()}
-        self._store.set(str(rank), json.dumps([ends.local for ends in connections.values()]))
+        self._remote_ends, local_ends = {}, []
+        for number in made:
+            ends = _ends_of(number[0])
+            if ends is not None and store_port not in (ends[0][1], ends[1][1]):
+                local_ends.append(ends[0])
+                self._remote_ends[number] = ends[1]
+        self._store.set(str(rank), json.dumps(local_ends))
         self._grace_s = GRACE_S if size > 2 else TWO_WORKERS_GRACE_S
 
     def wait(self, work: Any) -> None:
@@ -166,17 +215,6 @@ class Gloo:
         return [rank for rank, ends in local_ends.items() if any(list(remote) in ends for remote in lost)]
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    """The two ends of a connection, as (address, port)."""
-
-    local: tuple[str, int]
-    remote: tuple[str, int]
-
-    def uses_port(self, port: int | None) -> bool:
-        return port in (self.local[1], self.remote[1])
-
-
 def _sockets() -> set[tuple[int, str]]:
     """Return (descriptor, kernel's name) of every open socket: a descriptor alone may be reused for another socket."""
     found = set()
@@ -188,27 +226,17 @@ def _sockets() -> set[tuple[int, str]]:
     return found
 
 
-def _release_listener(address: Any, pairs: int) -> None:
-    """See Note [Releasing a Gloo listener]."""
-    for number in range(pairs):
-        with socket.create_connection(address[:2], timeout=CONNECT_TIMEOUT_S) as connection:
-            connection.sendall(struct.pack("=q", number))
-
-
 def _duplicate(descriptor: int) -> socket.socket:
     """Return a second handle to a socket that torch owns: closing it leaves the original open."""
     return socket.socket(fileno=os.dup(descriptor))
 
 
-def _endpoints_of(descriptor: int) -> Endpoints | None:
-    """Return the ends of an IPv4 or IPv6 connection; None for any other socket."""
-    try:
-        with _duplicate(descriptor) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return None
-            return Endpoints(connection.getsockname()[:2], connection.getpeername()[:2])
-    except OSError:
-        return None
+def _ends_of(descriptor: int) -> tuple[tuple[str, int], tuple[str, int]] | None:
+    """Return the local and the remote (address, port) of an IPv4 or IPv6 connection; None for any other socket."""
+    with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            return connection.getsockname()[:2], connection.getpeername()[:2]
+    return None
 
 
 def _is_closed(descriptor: int) -> bool:

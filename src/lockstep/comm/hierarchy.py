@@ -18,7 +18,7 @@ once on each host; with it they are sent as float32.
 Note [Aborting]
 After a collective has failed on one worker, others still wait for data from it. So a worker that fails aborts its
 subgroups, that of its host and that of its column; the workers in them fail and abort theirs, and within milliseconds
-all workers have failed. Which worker was lost first they read from the store (lost_worker_board.py).
+all workers have failed. Which worker was lost first they read from the store (`publish_first_loss`).
 """
 
 from __future__ import annotations
@@ -35,30 +35,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep._torch import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    Backend,
-    BackendConfig,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    Store,
-    distributed_state,
-)
+from lockstep import _torch
+from lockstep.comm import host_groups
 from lockstep.comm.abortable_group import AbortableGroup, Gloo, Nccl
 from lockstep.comm.flatten_tensors import check_list, check_sizes, copy_back, first_tensor, flatten, single_tensor
-from lockstep.comm.host_groups import ConnectionBroken, NativeSubgroup, Subgroup, TreeSubgroup
-from lockstep.comm.host_layout import group_by_host
-from lockstep.comm.host_rendezvous import HostRendezvous, LocalGroup, Network, describe_this_worker
-from lockstep.comm.lost_worker_board import LostWorkerBoard, LostWorkerRecord, call_with_timeout, is_dead_or_stopped
+from lockstep.comm.host_groups import ConnectionBroken, MemberInfo, NativeSubgroup, Subgroup, TreeSubgroup
 from lockstep.comm.pipelined_collectives import PipelinedCollectives, StagedCollectives
 from lockstep.comm.shm import ShmGroup
 from lockstep.comm.shm.executor import CollectiveExecutor, ShmWork
 from lockstep.comm.shm.reduce_ops import Reduction, parse_reduction
 from lockstep.errors import LockstepError, PeerLostError
+from lockstep.process_identity import is_dead_or_stopped
+from lockstep.settings import Settings
+from lockstep.world.rendezvous import call_with_timeout, publish_first_loss, read_first_loss
 
 CLOSE_S = 5.0
 
@@ -66,19 +55,18 @@ CLOSE_S = 5.0
 @dataclass(frozen=True)
 class HierarchyOptions:
     exact: bool = False  # Note [Order of sums]
-    local: LocalGroup = ShmGroup
+    local: host_groups.LocalGroup = ShmGroup
     global_ranks: Sequence[int] = ()  # of the members, if this is a subgroup; used in errors
 
     @staticmethod
     def from_environment(global_ranks: Sequence[int] = ()) -> HierarchyOptions:
-        return HierarchyOptions(
-            exact=os.environ.get("LOCKSTEP_EXACT", "").strip() not in ("", "0"), global_ranks=global_ranks
-        )
+        return HierarchyOptions(exact=Settings.from_env(os.environ).exact, global_ranks=global_ranks)
 
+
+AnyCollectives = PipelinedCollectives | StagedCollectives
 
 # Torch's stub files have other overloads in every version, so the type checker sees `Any`.
 _ProcessGroup: Any = dist.ProcessGroup
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -99,26 +87,23 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group over several hosts."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, *, options: HierarchyOptions | None = None
+        self, store: _torch.Store, rank: int, size: int, timeout: timedelta, *, options: HierarchyOptions | None = None
     ) -> None:
         super().__init__(rank, size)
         options = options or HierarchyOptions.from_environment()
         global_ranks = list(options.global_ranks) or list(range(size))
-        self._store, self._rank, self._size = store, rank, size
-        self._exact = options.exact
-        self._rendezvous = HostRendezvous(store, rank, size, timeout)
-        self._members = self._rendezvous.exchange_members(describe_this_worker(global_ranks[rank], exact=options.exact))
-        self.layout = group_by_host([member.host for member in self._members], rank)
+        self._store, self._rank, self._size, self._exact = store, rank, size, options.exact
+        self._rendezvous = host_groups.HostRendezvous(store, rank, size, timeout)
+        self._members = self._rendezvous.exchange_members(global_ranks[rank], exact=options.exact)
+        self.layout = host_groups.group_by_host([member.host for member in self._members], rank)
         self._flat = TreeSubgroup(self._rendezvous.create_flat(Gloo), rank, size)
-        self._local = self._rendezvous.create_local(
-            self.layout, options.local, [global_ranks[r] for r in self.layout.local_ranks]
-        )
+        local_ranks = [global_ranks[r] for r in self.layout.local_ranks]
+        self._local = self._rendezvous.create_local(self.layout, options.local, local_ranks)
         self._subgroups: list[Subgroup] = [self._local, self._flat]  # to shut down
         self._on_host = self._create_collectives(Gloo)
-        self._on_gpu: PipelinedCollectives | StagedCollectives | None = None
+        self._on_gpu: AnyCollectives | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._executor = CollectiveExecutor(f"hierarchy-{rank}")
-        self._board = LostWorkerBoard(store)
         self._failure: LockstepError | None = None
         self._calls = 0
         self._handled_devices: dict[str, bool] = {}  # by device type, once it is known
@@ -130,12 +115,12 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             self._register_fallback(self._flat.transport, device_type, dist.ProcessGroup.BackendType.GLOO)
 
-    def _create_collectives(self, network: Network) -> PipelinedCollectives:
+    def _create_collectives(self, network: host_groups.Network) -> PipelinedCollectives:
         across = self._rendezvous.create_column(self.layout, network)
         self._subgroups.append(across)
         return PipelinedCollectives(self.layout, local=self._local, across=across, flat=self._flat, exact=self._exact)
 
-    def _collectives(self, device: torch.device) -> PipelinedCollectives | StagedCollectives:
+    def _collectives(self, device: torch.device) -> AnyCollectives:
         if device.type == "cpu":
             return self._on_host
         if self._on_gpu is None:
@@ -146,15 +131,14 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     def _handles(self, device_type: str) -> bool:
         """Whether this backend handles tensors of this device type. Torch knows only after it has created the group."""
         if device_type not in self._handled_devices:
-            config = distributed_state().pg_backend_config.get(self)
+            config = _torch.distributed_state().pg_backend_config.get(self)
             if config is None:
                 return True  # torch did not create this group, or is about to
-            name = BackendConfig(Backend(config)).get_device_backend_map().get(device_type, "hierarchy")
+            name = _torch.BackendConfig(_torch.Backend(config)).get_device_backend_map().get(device_type, "hierarchy")
             self._handled_devices[device_type] = name == "hierarchy"
             if name == "nccl":
-                self._register_fallback(
-                    self._rendezvous.create_flat(Nccl), device_type, dist.ProcessGroup.BackendType.NCCL
-                )
+                nccl = self._rendezvous.create_flat(Nccl)
+                self._register_fallback(nccl, device_type, dist.ProcessGroup.BackendType.NCCL)
         return self._handled_devices[device_type]
 
     def _register_fallback(self, transport: AbortableGroup, device_type: str, backend_type: Any) -> None:
@@ -165,7 +149,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     @_for_own_devices
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
-        opts, tensor = opts or AllreduceOptions(), single_tensor(tensors)
+        opts, tensor = opts or _torch.AllreduceOptions(), single_tensor(tensors)
         if tensor.is_sparse:
             work: dist.Work = self._fallback.allreduce([tensor], opts)
             return work
@@ -174,7 +158,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     @_for_own_devices
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or AllreduceCoalescedOptions()
+        opts = opts or _torch.AllreduceCoalescedOptions()
         reductions = [self._reduction(opts, tensor) for tensor in tensors]
 
         def job() -> None:
@@ -193,7 +177,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     @_for_own_devices
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
         """Run an all-reduce, which sends hardly more; only the root keeps the result."""
-        opts, tensor = opts or ReduceOptions(), single_tensor(tensors)
+        opts, tensor = opts or _torch.ReduceOptions(), single_tensor(tensors)
         reduction, root = self._reduction(opts, tensor), opts.rootRank
 
         def job() -> None:
@@ -204,17 +188,21 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit("reduce", [tensor], opts, job)
 
-    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def _write(self, tensor: Tensor, collective: Callable[[AnyCollectives, Tensor], None]) -> None:
+        """Run a collective that writes this tensor; it gets the tensor as flat memory."""
         flat = flatten(tensor)
         if flat.numel():
-            self._collectives(flat.device).all_reduce(flat, reduction)
+            collective(self._collectives(flat.device), flat)
             copy_back(flat, tensor)
+
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        self._write(tensor, lambda collectives, flat: collectives.all_reduce(flat, reduction))
 
     @_for_own_devices
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        opts = opts or ReduceScatterOptions()
+        opts = opts or _torch.ReduceScatterOptions()
         reductions = [self._reduction(opts, tensor) for tensor in inputs]
         for output, data in zip(outputs, inputs, strict=True):
             check_sizes("reduce_scatter", whole=data, part=output, size=self._size)
@@ -233,7 +221,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
-        opts, output, rows = opts or ReduceScatterOptions(), single_tensor(outputs), list(inputs[0])
+        opts, output, rows = opts or _torch.ReduceScatterOptions(), single_tensor(outputs), list(inputs[0])
         reduction = self._reduction(opts, output)
         check_list("reduce_scatter", rows, like=output, size=self._size)
 
@@ -243,25 +231,19 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit("reduce_scatter", [output], opts, job)
 
     def _reduce_scatter(self, output: Tensor, whole: Tensor, reduction: Reduction) -> None:
-        flat = flatten(output)
-        if flat.numel():
-            self._collectives(flat.device).reduce_scatter(flat, whole, reduction)
-            copy_back(flat, output)
+        self._write(output, lambda collectives, flat: collectives.reduce_scatter(flat, whole, reduction))
 
     # ---- broadcast and all-gather -----------------------------------------------------------------------------------
 
     @_for_own_devices
     def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
-        opts, tensor = opts or BroadcastOptions(), single_tensor(tensors)
+        opts, tensor = opts or _torch.BroadcastOptions(), single_tensor(tensors)
         root = opts.rootRank
 
-        def job() -> None:
-            flat = flatten(tensor)
-            if flat.numel():
-                self._collectives(flat.device).broadcast(flat.view(torch.uint8), root)
-                copy_back(flat, tensor)
+        def run(collectives: AnyCollectives, flat: Tensor) -> None:
+            collectives.broadcast(flat.view(torch.uint8), root)
 
-        return self._submit("broadcast", [tensor], opts, job)
+        return self._submit("broadcast", [tensor], opts, lambda: self._write(tensor, run))
 
     @_for_own_devices
     def allgather_into_tensor_coalesced(
@@ -277,7 +259,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
                     self._collectives(flat.device).all_gather(flat, flatten(data))
                     copy_back(flat, output)
 
-        return self._submit("all_gather", outputs, opts or AllgatherOptions(), job)
+        return self._submit("all_gather", outputs, opts or _torch.AllgatherOptions(), job)
 
     @_for_own_devices
     def _allgather_base(self, output: Tensor, data: Tensor, opts: Any = None) -> dist.Work:
@@ -298,7 +280,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
                 for row, values in zip(rows, whole.view(self._size, -1), strict=True):
                     copy_back(values, row)
 
-        return self._submit("all_gather", rows, opts or AllgatherOptions(), job)
+        return self._submit("all_gather", rows, opts or _torch.AllgatherOptions(), job)
 
     # Names of these methods since torch 2.13.
     reduce_scatter_single = _reduce_scatter_base
@@ -308,7 +290,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Complete after everything that was called before it."""
-        opts = opts or BarrierOptions()
+        opts = opts or _torch.BarrierOptions()
         return self._submit("barrier", [], opts, lambda: self._flat.barrier(opts)())
 
     # ---- queries by torch -------------------------------------------------------------------------------------------
@@ -316,10 +298,9 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "hierarchy"
 
-    def _get_backend_name(self) -> str:
-        return "hierarchy"
+    _get_backend_name = getBackendName
 
-    def get_group_store(self) -> Store:
+    def get_group_store(self) -> _torch.Store:
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
@@ -339,10 +320,12 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Make every wait, here and on the other workers, fail."""
-        mine = self._members[self._rank]
-        text = f"{mine} aborted the group; form a new one"
+        text = f"{self._members[self._rank]} aborted the group; form a new one"
         self._abort_subgroups(LockstepError(text))
-        self._board.publish(LostWorkerRecord(mine.rank, mine.pid, text))
+        self._publish_loss(self._members[self._rank], text)
+
+    def _publish_loss(self, lost: MemberInfo, text: str) -> PeerLostError:
+        return publish_first_loss(self._store, PeerLostError(text, rank=lost.rank, pid=lost.pid))
 
     def shutdown(self) -> None:
         self._executor.close(CLOSE_S)
@@ -364,16 +347,15 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls += 1
         where = f"{name} #{self._calls}"
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if device is None:
+        ready: Any = None if device is None else torch.cuda.current_stream(device).record_event()
 
-            def run(work: ShmWork, spin: bool) -> None:
+        def run(work: ShmWork, spin: bool) -> None:
+            if device is None:
                 self._run(where, job)
-
-            return self._executor.submit(run, tensors, wait=not opts.asyncOp)
-        ready = torch.cuda.current_stream(device).record_event()
-
-        def run_on_gpu(work: ShmWork, spin: bool) -> None:
-            stream = self._stream(device)
+                return
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 self._run(where, job)
@@ -382,12 +364,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.record_stream(stream)  # its memory must not be reused before the collective is done
             work.sync_stream = lambda: torch.cuda.current_stream(device).wait_event(done)
 
-        return self._executor.submit(run_on_gpu, tensors, wait=not opts.asyncOp)
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+        return self._executor.submit(run, tensors, wait=not opts.asyncOp)
 
     def _run(self, where: str, job: Callable[[], object]) -> None:
         if self._failure is not None:
@@ -403,55 +380,32 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         mine = self._members[self._rank]
         if not isinstance(error, (PeerLostError, ConnectionBroken)):
             text = f"{mine} failed in {where}, and the group with it: {error}"
-            self._board.publish(LostWorkerRecord(mine.rank, mine.pid, text))
+            self._publish_loss(mine, text)
             return error if isinstance(error, LockstepError) else LockstepError(text)
-        if (
-            isinstance(error, PeerLostError)
-            and error.rank is not None
-            and error.pid is not None
-            and is_dead_or_stopped(error.pid)
-        ):
-            return self._board.publish(
-                LostWorkerRecord(error.rank, error.pid, f"{error} (seen by {mine} in {where})")
-            ).error()
+        if isinstance(error, PeerLostError):
+            if error.rank is not None and error.pid is not None and is_dead_or_stopped(error.pid):
+                text = f"{error} (seen by {mine} in {where})"
+                return publish_first_loss(self._store, PeerLostError(text, rank=error.rank, pid=error.pid))
+            text = f"{error}; who was lost first cannot be told from here ({mine}, in {where})"
+            return read_first_loss(self._store) or PeerLostError(text)
         # The disconnected peers may be lost, or may have aborted because of another worker. Check at once which ones
         # have disconnected, before others do so as a consequence.
-        disconnected = (
-            call_with_timeout(error.subgroup.disconnected_ranks) if isinstance(error, ConnectionBroken) else None
-        )
-        record = self._board.read()
-        if record is not None:
-            return record.error()
-        if isinstance(error, PeerLostError):
-            return PeerLostError(f"{error}; who was lost first cannot be told from here ({mine}, in {where})")
-        members = self._ranks_of(error.subgroup)
+        disconnected = call_with_timeout(error.subgroup.disconnected_ranks)
+        if (first := read_first_loss(self._store)) is not None:
+            return first
+        if error.subgroup is self._local:
+            members: Sequence[int] = self.layout.local_ranks
+        else:
+            members = range(self._size) if error.subgroup is self._flat else self.layout.column
         suspects = disconnected or [rank for rank in range(len(members)) if rank != error.subgroup.rank]
         lost = [self._members[members[rank]] for rank in suspects]
         text = (
             f"{mine} lost the connection to {' or '.join(map(str, lost))} in {where}: it is gone or hangs, or the "
             f"network is; its own output says why. The connection said: {error}"
         )
-        return (
-            self._board.publish(LostWorkerRecord(lost[0].rank, lost[0].pid, text)).error()
-            if len(lost) == 1
-            else PeerLostError(text)
-        )
-
-    def _ranks_of(self, subgroup: Subgroup) -> Sequence[int]:
-        if subgroup is self._local:
-            return self.layout.local_ranks
-        return range(self._size) if subgroup is self._flat else self.layout.column
+        return self._publish_loss(lost[0], text) if len(lost) == 1 else PeerLostError(text)
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         reduction = parse_reduction(opts.reduceOp, self._size, tensor.dtype)
         reduction.check(tensor.dtype)
         return reduction
-
-
-def create(made: Any, options: Any) -> dist.ProcessGroup:
-    """Create a group. The signature is that of torch's `Backend.register_backend(..., extended_api=True)`."""
-    wanted = HierarchyOptions.from_environment(made.global_ranks_in_group)
-    group: dist.ProcessGroup = HierarchicalGroup(
-        made.store, made.group_rank, made.group_size, made.timeout, options=wanted
-    )
-    return group

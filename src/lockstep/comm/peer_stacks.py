@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.world.process_identity import read_stat
+from lockstep.process_identity import read_stat
 
 REPLY_TIMEOUT_S: Final = 1.0
 MAX_FRAMES: Final = 12
@@ -101,12 +101,9 @@ def _serve_requests(listener: socket.socket) -> None:
             connection.settimeout(REPLY_TIMEOUT_S)
             _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user in (0, os.getuid()):
-                reply = json.dumps({"waits": _main_waits(), "stack": main_stack()})
+                waits = _waits.get(threading.main_thread().ident or 0, "")
+                reply = json.dumps({"waits": waits, "stack": main_stack()})
                 connection.sendall(reply.encode()[:MAX_REPLY_BYTES])
-
-
-def _main_waits() -> str:
-    return _waits.get(threading.main_thread().ident or 0, "")
 
 
 def main_stack() -> str:

@@ -29,10 +29,11 @@ from lockstep import _torch
 from lockstep._torch import Store
 from lockstep.comm import peer_stacks
 from lockstep.comm.abortable_wait import POLL_INTERVAL_S, check_aborted, done_within, wait_without_limit
-from lockstep.comm.lost_worker_board import LostWorkerBoard, LostWorkerRecord
 from lockstep.comm.peer_stacks import request_stack
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
-from lockstep.world.process_identity import read_stat
+from lockstep.process_identity import is_dead
+from lockstep.settings import Settings
+from lockstep.world.rendezvous import publish_first_loss
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ LOST_PHRASES = (
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an error of a collective means that a worker was lost: a PeerLostError, or a message of Gloo or NCCL."""
-    if isinstance(error, PeerLostError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PHRASES)
+    return isinstance(error, PeerLostError) or (
+        isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PHRASES)
+    )
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,21 @@ def diagnose(
     One about calls of the Run is certain: those at one position are the same on all workers.
     """
     for peer in peers:
+        who = f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
+        text = ""
         if peer.left is not None:
-            return PeerLostError(
-                f"rank {peer.rank} (pid {peer.pid} on {peer.host}) left after {peer.passes} backward passes: "
-                f"{peer.left}. Rank {own.rank} was waiting for it in {where}. If it merely had fewer batches, wrap the "
-                "training loop in `with model.join():`, or give every worker the same number.",
-                rank=peer.rank,
-                pid=peer.pid,
+            text = (
+                f"{who} left after {peer.passes} backward passes: {peer.left}. Rank {own.rank} was waiting for it in "
+                f"{where}. If it merely had fewer batches, wrap the training loop in `with model.join():`, or give "
+                "every worker the same number."
             )
-        if peer.rank in dead:
-            return PeerLostError(
-                f"rank {peer.rank} (pid {peer.pid} on {peer.host}) died without an error message (last report after "
-                f"{peer.passes} backward passes): killed, or out of memory. Rank {own.rank} was waiting for "
-                f"it in {where}. Look at the end of its log.",
-                rank=peer.rank,
-                pid=peer.pid,
+        elif peer.rank in dead:
+            text = (
+                f"{who} died without an error message (last report after {peer.passes} backward passes): killed, or "
+                f"out of memory. Rank {own.rank} was waiting for it in {where}. Look at the end of its log."
             )
+        if text:
+            return PeerLostError(text, rank=peer.rank, pid=peer.pid)
     if (elsewhere := find_other_call(own, peers)) is not None:
         return elsewhere
     for peer in peers:
@@ -201,12 +201,14 @@ class Reporter:
     def diagnose(self, where: str) -> LockstepError | None:
         """Return why this worker waits in `where`, if this or another worker knows; None otherwise."""
         peers = self.read_reports()
-        error = diagnose(self.make_report(), peers, dead=self.find_dead(peers), where=where)
+        here = socket.gethostname()
+        dead = [peer.rank for peer in peers if peer.pid and peer.host == here and is_dead(peer.pid)]
+        error = diagnose(self.make_report(), peers, dead=dead, where=where)
         if not isinstance(error, PeerLostError) or error.rank is None:
             return error
         # A worker that has lost another one ends too, and is then missed by others: the first record counts.
-        first = LostWorkerBoard(self._store).publish(LostWorkerRecord(error.rank, error.pid or 0, str(error)))
-        return error if first.rank == error.rank else first.error()
+        first = publish_first_loss(self._store, error)
+        return error if first.rank == error.rank else first
 
     def describe_stall(self, where: str, waited_s: float) -> str:
         """Describe which workers are in the collective, which are missing, and what those are doing."""
@@ -229,11 +231,6 @@ class Reporter:
                 lines.append(f"  rank {peer.rank}: {reply.failure}")
         return "\n".join(lines)
 
-    def find_dead(self, reports: Sequence[WorkerReport]) -> list[int]:
-        """Return the workers of this host whose process is dead."""
-        here = socket.gethostname()
-        return [r.rank for r in reports if r.pid and r.host == here and not _is_running(r.pid)]
-
 
 class PeerWatch:
     """Waits for collectives of one group, and diagnoses those that fail or stall."""
@@ -243,7 +240,7 @@ class PeerWatch:
         self._reporter, self._group = Reporter.of(group), weakref.ref(group)
         self._polls = polls
         self._suspicion = ""
-        self._stall_s = float(os.environ.get("LOCKSTEP_STALL_S", "10"))
+        self._stall_s = Settings.from_env(os.environ).stall_s
 
     def enter(self) -> None:
         if self._reporter is not None:
@@ -345,16 +342,3 @@ def _store_of(group: dist.ProcessGroup) -> Store | None:
         return cast(Store, store.clone())
     except (KeyError, RuntimeError, AttributeError, NotImplementedError):
         return None
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return read_stat(pid).state not in "ZX"  # zombie or dead
-    except OSError:
-        return True

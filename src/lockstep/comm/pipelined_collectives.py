@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from lockstep.comm.host_groups import NativeSubgroup, OpType, ScratchBuffers, Subgroup, no_op, ring_can_reduce
-from lockstep.comm.host_layout import HostLayout, chunk_bytes, split_range
+from lockstep.comm import host_groups
+from lockstep.comm.host_groups import HostLayout, NativeSubgroup, OpType, Subgroup, chunk_bytes, no_op, split_range
 from lockstep.comm.shm.reduce_ops import Reduction
 
 # If the workers of a host together send no more than this, an additional hop takes longer than the bytes that it saves
@@ -40,12 +40,8 @@ class PipelinedCollectives:
 
     def __init__(self, layout: HostLayout, *, local: Subgroup, across: Subgroup, flat: Subgroup, exact: bool) -> None:
         self.layout, self.local, self.across, self.flat = layout, local, across, flat
-        self.exact = exact
-        self._scratch = ScratchBuffers()
-
-    @property
-    def _hosts(self) -> int:
-        return len(self.layout.hosts)
+        self.exact, self._hosts = exact, len(layout.hosts)
+        self._scratch = host_groups.ScratchBuffers()
 
     def _is_small(self, tensor: Tensor) -> bool:
         return tensor.nbytes * self.layout.num_columns <= SMALL_BYTES
@@ -58,8 +54,7 @@ class PipelinedCollectives:
         if is_local or self._is_small(tensor):
             self._all_reduce_small(tensor, reduction)
             return
-        pieces = self._hosts * self.layout.num_columns
-        step = _round_up(-(-chunk_bytes(tensor.nbytes, pieces) // tensor.itemsize), pieces)
+        step = _chunk_numel(tensor, self._hosts * self.layout.num_columns)
         run_interleaved(self._all_reduce_chunk(tensor[span], reduction) for span in split_range(tensor.numel(), step))
 
     def _all_reduce_small(self, tensor: Tensor, reduction: Reduction) -> None:
@@ -87,7 +82,7 @@ class PipelinedCollectives:
         """Reduce slice i of each host's i-th worker over all hosts."""
         op, layout, finish = _op_type(reduction), self.layout, no_op
         mine = slices[layout.local_rank].view(self._hosts, -1) if layout.has_column else None
-        if not self.exact and ring_can_reduce(slices.dtype, op):
+        if not self.exact and host_groups.ring_can_reduce(slices.dtype, op):
             if mine is not None:
                 finish = self.across.all_reduce(mine, op)
             yield
@@ -112,11 +107,10 @@ class PipelinedCollectives:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Send one copy to each host."""
-        num_columns = self.layout.num_columns
         if self._hosts == 1 or self._is_small(tensor):
             self._broadcast_small(tensor, root)
             return
-        step = _round_up(-(-chunk_bytes(tensor.nbytes, num_columns) // tensor.itemsize), num_columns)
+        step = _chunk_numel(tensor, self.layout.num_columns)
         run_interleaved(self._broadcast_chunk(tensor[span], root) for span in split_range(tensor.numel(), step))
 
     def _broadcast_small(self, tensor: Tensor, root: int) -> None:
@@ -150,7 +144,7 @@ class PipelinedCollectives:
             rows[self.layout.rank].copy_(mine)
             self.flat.all_gather(rows)()
             return
-        step = -(-chunk_bytes(whole.nbytes, self.layout.size) // (whole.itemsize * self.layout.size))
+        step = _chunk_numel(whole, self.layout.size) // self.layout.size
         run_interleaved(self._all_gather_chunk(rows[:, span], mine[span]) for span in split_range(mine.numel(), step))
 
     def _all_gather_chunk(self, rows: Tensor, mine: Tensor) -> Iterator[None]:
@@ -175,7 +169,7 @@ class PipelinedCollectives:
             mine.copy_(copy.view(self.layout.size, -1)[self.layout.rank])
             return
         rows = whole.view(self.layout.size, -1)
-        step = -(-chunk_bytes(whole.nbytes, self.layout.size) // (whole.itemsize * self.layout.size))
+        step = _chunk_numel(whole, self.layout.size) // self.layout.size
         run_interleaved(
             self._reduce_scatter_chunk(mine[span], rows[:, span], reduction) for span in split_range(mine.numel(), step)
         )
@@ -296,6 +290,11 @@ def _average(total: Tensor, reduction: Reduction) -> None:
     if reduction.kind == OpType.AVG:
         whole_numbers = not (total.dtype.is_floating_point or total.dtype.is_complex)
         total.div_(reduction.size, rounding_mode="trunc" if whole_numbers else None)
+
+
+def _chunk_numel(tensor: Tensor, pieces: int) -> int:
+    """Return the number of elements of a chunk, if each chunk is divided into so many pieces of equal size."""
+    return _round_up(-(-chunk_bytes(tensor.nbytes, pieces) // tensor.itemsize), pieces)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -12,17 +12,23 @@ Note [Half-precision rows]
 Gradients may be sent in half precision. Then the gradient of every *shard* is rounded, sums are computed in float32,
 and the result is rounded once, so that the distribution of shards does not matter here either. A row that is a sum of
 several shards stays float32.
+
+Note [Collective thread]
+Every worker must make the same calls in the same order. A job of two collectives with a sum between them can neither be
+started as a whole nor be waited for in the middle of a backward pass. So it runs in a thread of its own, on a process
+group that no other thread uses.
 """
 
 from __future__ import annotations
 
 import functools
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +37,6 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm import tree_order
-from lockstep.comm.collective_thread import CollectiveThread, PendingResult
 from lockstep.comm.peer_watch import PeerWatch
 from lockstep.comm.register_backends import backend_name
 from lockstep.comm.tree_order import Subtree
@@ -41,6 +46,7 @@ ALIGN = 64  # in elements: sections begin at cache lines
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
+Job = Callable[[], Tensor]
 
 
 class ReduceMethod(Enum):
@@ -49,6 +55,89 @@ class ReduceMethod(Enum):
     SINGLE_WORKER = auto()  # no communication
     ALL_REDUCE = auto()  # one all-reduce of the backend
     TREE = auto()  # Note [Canonical all-reduce]
+
+
+class PendingResult:
+    """The future result of a job."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: Tensor | None = None
+        self._error: BaseException | None = None
+        self.ended_s: float | None = None
+        self._event: Any = None  # CUDA event: the result is valid on streams that wait for it
+
+    def run(self, job: Job, stream: Any = None) -> None:
+        """Run the job and keep its result, or the exception that it raises."""
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                self._result = job()
+                self._event = None if stream is None else stream.record_event()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.ended_s = time.monotonic()
+            self._done.set()
+
+    def done_within(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def wait(self) -> Tensor:
+        """Return the result, on a GPU ordered after the job on the current stream, or raise the job's exception."""
+        # No deadline here: every collective inside the job has one.
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        assert self._result is not None
+        return self._result
+
+
+class CollectiveThread:
+    """Runs jobs in a thread while the caller continues; on a GPU, on a stream of its own. See Note [Collective thread].
+
+    NCCL needs no thread (`threaded=False`): its collectives and the sums between them are queued on the stream, and the
+    host does not wait.
+    """
+
+    def __init__(self, device: torch.device, *, threaded: bool) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        if threaded:
+            self._jobs = queue.SimpleQueue()
+            # The thread holds the queue and not this object, which can so be garbage collected; it is a daemon, so that
+            # a pending wait does not keep the process alive.
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="lockstep-collectives", daemon=True).start()
+
+    def submit(self, job: Job) -> PendingResult:
+        pending, stream = PendingResult(), self._stream
+        ready: Any = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
+
+        def run() -> None:
+            if stream is not None:
+                stream.wait_event(ready)
+            pending.run(job, stream)
+
+        if self._jobs is None:
+            run()
+        else:
+            self._jobs.put(run)
+        return pending
+
+    def close(self) -> None:
+        """End the thread after the jobs that were submitted."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # else its tensors would stay allocated until the next job
 
 
 @dataclass
@@ -64,6 +153,9 @@ class SumBuffers:
     started_s: float = 0.0
     finished_s: float | None = None  # None if the time of completion was not recorded
     scale: Scale = field(default=lambda: 1.0)
+
+    def set_finished(self, _done: Any) -> None:
+        self.finished_s = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -110,14 +202,12 @@ class ShardSum:
         self.subtrees = self._trees[self._rank]  # this worker's
         self._summands = self.shards if exact else self.size
         self._row_per_shard = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
-        self._exact = exact
-        self.is_timed = False
+        self._exact, self.is_timed = exact, False
         self._backend = backend = backend_name(group, device)
         self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
         self._watch = PeerWatch(group, polls=device.type == "cpu")
-        self._thread = (
-            CollectiveThread(device, threaded=backend != "nccl") if self._method is ReduceMethod.TREE else None
-        )
+        by_tree = self._method is ReduceMethod.TREE
+        self._thread = CollectiveThread(device, threaded=backend != "nccl") if by_tree else None
         self._via_host = backend == "gloo" and device.type == "cuda"  # Gloo cannot exchange CUDA tensors
         # On the CPU the shm backend allocates the buffers, and scales the sum itself.
         self._shm = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
@@ -137,8 +227,7 @@ class ShardSum:
     def allocate(self, numel: int, dtype: torch.dtype) -> SumBuffers:
         """Allocate the buffers of a sum of `numel` elements. The caller fills `rows`, one row per subtree."""
         rows = len(self.subtrees)
-        per = -(-numel // self.size) if self._method is ReduceMethod.TREE else numel
-        padded = -(-per // ALIGN) * ALIGN * self.size if self._method is ReduceMethod.TREE else numel
+        padded = -(-numel // (self.size * ALIGN)) * ALIGN * self.size if self._method is ReduceMethod.TREE else numel
         sends_half = self._row_per_shard and self._method is not ReduceMethod.SINGLE_WORKER
         row_dtype = dtype if dtype not in HALF_DTYPES or sends_half else torch.float32
         if dtype in HALF_DTYPES and self._method is ReduceMethod.ALL_REDUCE and self._exact and self._shm is None:
@@ -159,18 +248,17 @@ class ShardSum:
             buffers.sent = None
         elif self._thread is not None:
             buffers.sent = self._thread.submit(lambda: self._reduce_by_tree(buffers))
-        elif self._scales:
+        elif self._shm is not None:
             group: Any = self.group
             buffers.sent = group.all_reduce_scaled(buffers.rows[0], scale)
         else:
             buffers.sent = self.group.allreduce([buffers.rows[0]], dist.AllreduceOptions())
             if self.is_timed and self.device.type == "cpu":
-                buffers.sent.get_future().add_done_callback(partial(_set_finished, buffers))
+                buffers.sent.get_future().add_done_callback(buffers.set_finished)
 
     def finished_s(self, buffers: SumBuffers) -> float:
         """Return the time at which a sum completed. Call it after `result`. Exact only while `is_timed`."""
-        ended_s = getattr(buffers.sent, "ended_s", None)
-        return ended_s or buffers.finished_s or time.monotonic()
+        return getattr(buffers.sent, "ended_s", None) or buffers.finished_s or time.monotonic()
 
     def result(self, buffers: SumBuffers, where: str) -> Tensor:
         """Wait for the sum, and return it times the scale, flat. Valid until the rows are written again."""
@@ -180,18 +268,14 @@ class ShardSum:
         if buffers.sent is not None:
             self._watch.wait(buffers.sent, where)
         total = buffers.rows[0]
-        if buffers.sent is None or not self._scales:
+        if buffers.sent is None or self._shm is None:
             total.mul_(buffers.scale())
         return total.to(buffers.dtype)
 
-    @property
-    def _scales(self) -> bool:
-        return self._shm is not None
-
-    def start_small_sum(self, table: Tensor) -> PendingResult | Any:
+    def start_small_sum(self, table: Tensor) -> Any:
         """Start a small sum over workers, in place, after the sums before it. Call `wait` with the result."""
         if self._method is ReduceMethod.SINGLE_WORKER:
-            return _Finished()
+            return None
         if self._thread is None:
             return self.group.allreduce([table], dist.AllreduceOptions())
 
@@ -240,9 +324,7 @@ class ShardSum:
         if isinstance(pending, PendingResult):
             self._watch.wait_for(pending.done_within, where)
             pending.wait()
-        elif isinstance(pending, _Finished):
-            pending.wait()
-        else:
+        elif pending is not None:
             self._watch.wait(pending, where)
 
     @functools.cached_property
@@ -291,7 +373,8 @@ class ShardSum:
         if self._backend == "gloo":
             self._exchange(list(torch.split(received, receive_sizes)), list(torch.split(packed, send_sizes)))
         else:
-            self._wait(self.group.alltoall_base(received, packed, receive_sizes, send_sizes), "all_to_all")
+            work = self.group.alltoall_base(received, packed, receive_sizes, send_sizes)
+            self._watch.wait(work, "the all_to_all of gradients")
         faults.at("exchange")
         total = self._add(list(received.to(self.device).view(-1, per)))
         section = whole[self._rank * per : (self._rank + 1) * per]
@@ -299,7 +382,7 @@ class ShardSum:
         if self._backend == "gloo":
             self._exchange(list(torch.split(whole, per)), [section] * self.size)
         else:
-            self._wait(self.group._allgather_base(whole, section), "all_gather")
+            self._watch.wait(self.group._allgather_base(whole, section), "the all_gather of gradients")
         return whole.to(self.device)
 
     def _exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
@@ -322,13 +405,6 @@ class ShardSum:
             rows[dst].add_(rows[src])
         return rows[0]
 
-    def _wait(self, work: Any, what: str) -> None:
-        self._watch.wait(work, f"the {what} of gradients")
-
-
-def _set_finished(buffers: SumBuffers, _done: Any) -> None:
-    buffers.finished_s = time.monotonic()
-
 
 def choose_method(
     trees: Sequence[tuple[Subtree, ...]], shards: int, *, exact: bool, adds_by_tree: bool
@@ -338,14 +414,9 @@ def choose_method(
         return ReduceMethod.SINGLE_WORKER
     if not exact:
         return ReduceMethod.ALL_REDUCE
-    one_each = all(len(nodes) == 1 for nodes in trees)
-    if one_each and len(trees) == 2:
-        return ReduceMethod.ALL_REDUCE
-    return (
-        ReduceMethod.ALL_REDUCE
-        if adds_by_tree and tree_order.is_tree_over_workers(trees, shards)
-        else ReduceMethod.TREE
-    )
+    two_summands = len(trees) == 2 and all(len(nodes) == 1 for nodes in trees)
+    by_backend = two_summands or (adds_by_tree and tree_order.is_tree_over_workers(trees, shards))
+    return ReduceMethod.ALL_REDUCE if by_backend else ReduceMethod.TREE
 
 
 def add_coalesced(left: Tensor, right: Tensor) -> Tensor:
@@ -358,8 +429,3 @@ def add_coalesced(left: Tensor, right: Tensor) -> Tensor:
 def coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     """Make a sparse tensor from indices that are known to be sorted and unique."""
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)
-
-
-class _Finished:
-    def wait(self) -> None:
-        pass

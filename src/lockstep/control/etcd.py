@@ -1,34 +1,286 @@
 """etcd as the control store: a small bridge process between the host agent, which must not block, and etcd.
 
 The host agent has one end of a socketpair, and uses RemoteStoreClient on it as with any control store. The bridge has
-the other end as its standard input, and sends requests to etcd; it may use threads. When it cannot reach etcd, it sends
-the client the reason and exits. To the client that is a lost connection: it starts another bridge after a while. When
-the host agent is gone, the bridge's input ends, and it exits.
+the other end as its standard input, and sends requests to the JSON gateway of etcd (3.4 and later); it may use threads,
+and blocks, with deadlines. When it cannot reach etcd, it sends the client the reason and exits. To the client that is a
+lost connection: it starts another bridge after a while. When the host agent is gone, the bridge's input ends, and it
+exits.
+
+Of several endpoints the one that last answered is used first. A request that could not be sent, or may be repeated, is
+sent to the next; a transaction that was sent and not answered is not: it may have been carried out.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import http.client
+import json
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Final, NoReturn, final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar, final
 
-from lockstep.control.etcd_gateway import Etcd, Gateway, Listing, Refused, Unreachable
-from lockstep.control.frames import Channel, Message, WireError
-from lockstep.control.messages import check_request, cut_pages, cut_round, entry_as_row
-from lockstep.control.secret import VARIABLE, read_secret
-from lockstep.control.sockets import parse_addresses
-from lockstep.control.store import check_key, check_revision, copy_value
+from lockstep.control.connection import READ_BYTES, Address, configure_socket, parse_addresses
+from lockstep.control.store import Change, Json, StoreEntry, check_key, check_revision, copy_value, write_json
+from lockstep.control.wire import (
+    VARIABLE,
+    Channel,
+    Message,
+    WireError,
+    change_as_row,
+    check_request,
+    cut_pages,
+    cut_round,
+    entry_as_row,
+    read_secret,
+)
+from lockstep.errors import LockstepError
 
-READ_BYTES: Final = 65536
-LIST_PAGE: Final = 64
 CLOSE_S: Final = 3.0
 FINAL_MESSAGE_S: Final = 1.0
+CONNECT_S: Final = 1.0
+ANSWER_S: Final = 1.5
+QUIET_S: Final = 5.0  # a watch without events for so long is restarted: its etcd member may be cut off unnoticed
+LIST_AT_ONCE: Final = 64
+# Codes with which etcd refuses a request: a bad argument, no such lease, no room. Others are errors of the endpoint.
+_REFUSED: Final = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 8: "RESOURCE_EXHAUSTED"}
+
+T = TypeVar("T")
+Exchange: TypeAlias = tuple[http.client.HTTPConnection, http.client.HTTPResponse]
+
+
+class Unreachable(LockstepError):
+    """No endpoint gives a valid answer."""
+
+
+class Refused(LockstepError):
+    """etcd refuses the request. Nothing has changed."""
+
+
+class _EndpointError(Exception):
+    """A request to one endpoint failed. `sent`: it may have been carried out."""
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+@dataclass(frozen=True)
+class Listing:
+    changes: list[Change]
+    revision: int
+
+
+@dataclass(frozen=True)
+class TransactionResult:
+    """Whether a transaction was carried out, and the revision of the last change of its key (0 if it is not known)."""
+
+    done: bool
+    revision: int
+
+
+@final
+class Gateway:
+    """Sends requests to the first endpoint that answers. Several threads may use it."""
+
+    def __init__(self, endpoints: list[Address]) -> None:
+        self._endpoints = list(endpoints)
+        self._lock = threading.Lock()
+
+    def call(self, path: str, body: Json, *, once: bool = False) -> Json:
+        """Send a request. `once`: not to another endpoint if the first may have carried it out."""
+        return self._first_answer(lambda endpoint: _call(endpoint, path, body), once=once)
+
+    def watch(self, body: Json) -> Iterator[Json]:
+        """The results of one stream, until it breaks or is quiet for QUIET_S. Raises Unreachable if none starts."""
+        connection, response = self._first_answer(lambda endpoint: _begin_watch(endpoint, body), once=False)
+        with closing(connection):
+            connection.sock.settimeout(QUIET_S)
+            try:
+                while line := response.readline():
+                    yield _result(json.loads(line))
+            except (OSError, http.client.HTTPException, ValueError, _EndpointError):
+                return  # the caller starts another stream, at another endpoint if need be
+
+    def _first_answer(self, ask: Callable[[Address], T], *, once: bool) -> T:
+        with self._lock:
+            order = list(self._endpoints)
+        problems = []
+        for endpoint in order:
+            try:
+                result = ask(endpoint)
+            except _EndpointError as problem:
+                problems.append(f"{endpoint[0]}:{endpoint[1]}: {problem}")
+                with self._lock:  # to the end of the queue
+                    self._endpoints.sort(key=lambda one: one == endpoint)
+                if once and problem.sent:
+                    break
+                continue
+            return result
+        raise Unreachable("etcd does not answer; " + "; ".join(problems))
+
+
+def _call(endpoint: Address, path: str, body: Json) -> Json:
+    connection, response = _send(endpoint, path, body)
+    with closing(connection), _endpoint_errors(connection, OSError, http.client.HTTPException, ValueError, sent=True):
+        return _result(json.loads(response.read()))
+
+
+def _begin_watch(endpoint: Address, body: Json) -> Exchange:
+    connection, response = _send(endpoint, "/v3/watch", body)
+    with _endpoint_errors(connection, OSError, http.client.HTTPException, ValueError, sent=True):
+        if not _result(json.loads(response.readline())).get("created"):
+            raise _EndpointError("no watch was created", sent=True)
+    return connection, response
+
+
+def _send(endpoint: Address, path: str, body: Json) -> Exchange:
+    connection = http.client.HTTPConnection(*endpoint, timeout=CONNECT_S)
+    with _endpoint_errors(connection, OSError, sent=False):
+        connection.connect()
+        assert connection.sock is not None
+        configure_socket(connection.sock)
+        connection.sock.settimeout(ANSWER_S)
+    with _endpoint_errors(connection, OSError, http.client.HTTPException, sent=True):
+        # Without it, an etcd member that has lost its cluster would let a watch wait forever.
+        connection.request("POST", path, write_json(body), {"Grpc-Metadata-hasleader": "true"})
+        return connection, connection.getresponse()
+
+
+@contextmanager
+def _endpoint_errors(connection: http.client.HTTPConnection, *errors: type[Exception], sent: bool) -> Iterator[None]:
+    """Close the connection after any exception, and raise _EndpointError in place of one of `errors`."""
+    try:
+        yield
+    except BaseException as error:
+        connection.close()
+        if not isinstance(error, errors):
+            raise
+        text = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        raise _EndpointError(text, sent=sent) from None
+
+
+def _result(answer: Json) -> Json:
+    """The result in an answer: streams wrap results and errors. Raises Refused or _EndpointError for an error."""
+    error = answer.get("error")
+    if error is None:
+        return answer.get("result", answer)
+    details = error if isinstance(error, dict) else answer
+    code = details.get("code", details.get("grpc_code"))
+    message = details.get("message") or str(error)
+    if code in _REFUSED:
+        raise Refused(message)
+    raise _EndpointError(f"{message} (code {code})", sent=True)
+
+
+@final
+class Etcd:
+    """The operations of a control store. The revision of a key is etcd's `mod_revision`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def list(self, prefix: str, after: str = "", *, most: int | None = None) -> Listing:
+        """All keys below the prefix as of one revision; only keys greater than `after`, at most `most`."""
+        start, end = prefix.encode(), _end_of(prefix)
+        if after:
+            start = max(start, after.encode() + b"\0")
+        found: list[Change] = []
+        revision = 0
+        while True:
+            limit = LIST_AT_ONCE if most is None else min(LIST_AT_ONCE, most - len(found))
+            body = {"key": _encode(start), "range_end": _encode(end), "limit": limit, "revision": revision}
+            answer = self._gateway.call("/v3/kv/range", body)
+            revision = revision or int(answer["header"]["revision"])
+            rows = answer.get("kvs", [])
+            found += [_as_change(row) for row in rows]
+            if not answer.get("more") or len(found) == most:
+                return Listing(found, revision)
+            start = base64.b64decode(rows[-1]["key"]) + b"\0"
+
+    def get(self, key: str) -> StoreEntry | None:
+        rows = self._gateway.call("/v3/kv/range", {"key": _encode(key.encode())}).get("kvs", [])
+        return _as_change(rows[0]).entry if rows else None
+
+    def cas(self, key: str, value: Json, revision: int, lease: str | None) -> TransactionResult:
+        put = {"key": _encode(key.encode()), "value": _encode(write_json(value).encode()), "lease": lease or "0"}
+        return self._transact(key, revision, {"request_put": put})
+
+    def delete(self, key: str, revision: int) -> TransactionResult:
+        if revision == 0:  # to etcd that is a key that does not exist, and deleting it succeeds
+            return TransactionResult(False, 0)
+        return self._transact(key, revision, {"request_delete_range": {"key": _encode(key.encode())}})
+
+    def grant(self, ttl_s: float) -> str:
+        """Returns the id of a new lease. etcd uses whole seconds, and may grant more; HeldLease uses the exact TTL."""
+        return str(self._gateway.call("/v3/lease/grant", {"TTL": math.ceil(ttl_s)})["ID"])
+
+    def keep_alive(self, lease: str) -> bool:
+        return int(self._gateway.call("/v3/lease/keepalive", {"ID": lease}).get("TTL", 0)) > 0
+
+    def revoke(self, lease: str) -> bool:
+        try:
+            self._gateway.call("/v3/lease/revoke", {"ID": lease})
+        except Refused:
+            return False
+        return True
+
+    def watch(self, prefix: str, after: int) -> Iterator[Listing]:
+        """The changes below the prefix after a revision, endless; ends only if etcd has compacted that revision."""
+        while True:
+            keys = {"key": _encode(prefix.encode()), "range_end": _encode(_end_of(prefix))}
+            for result in self._gateway.watch({"create_request": {**keys, "start_revision": after + 1}}):
+                if result.get("canceled"):
+                    if int(result.get("compact_revision", 0)):
+                        return
+                    break
+                changes = [_as_change(event["kv"], event.get("type", "PUT")) for event in result.get("events", [])]
+                if changes:
+                    after = max(change.revision for change in changes)
+                    yield Listing(changes, after)
+
+    def _transact(self, key: str, revision: int, success: Json) -> TransactionResult:
+        same = {"key": _encode(key.encode()), "target": "MOD", "mod_revision": revision, "result": "EQUAL"}
+        read_key = {"request_range": {"key": _encode(key.encode())}}
+        body = {"compare": [same], "success": [success], "failure": [read_key]}
+        answer = self._gateway.call("/v3/kv/txn", body, once=True)
+        if answer.get("succeeded"):
+            return TransactionResult(True, int(answer["header"]["revision"]))
+        rows = answer["responses"][0]["response_range"].get("kvs", [])
+        return TransactionResult(False, _as_change(rows[0]).revision if rows else 0)
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _end_of(prefix: str) -> bytes:
+    """The first key after all keys that begin with the prefix. UTF-8 never contains the byte 255."""
+    data = prefix.encode()
+    return data[:-1] + bytes([data[-1] + 1])
+
+
+def _as_change(row: dict[str, Any], kind: str = "PUT") -> Change:
+    key, revision = base64.b64decode(row["key"]).decode(errors="replace"), int(row["mod_revision"])
+    if kind == "DELETE":
+        return Change(key, revision, None)
+    try:
+        value = json.loads(base64.b64decode(row.get("value", "")))
+    except ValueError:
+        text = f"the value of {key!r} in etcd is no JSON and not ours; give the job a prefix of its own"
+        raise Unreachable(text) from None
+    lease = row.get("lease", "0")
+    return Change(key, revision, StoreEntry(value, revision, None if lease == "0" else lease))
+
+
+# --------------------------------------------------------------------------------------------------------- the bridge
 
 
 @final
@@ -131,18 +383,16 @@ def answer(etcd: Etcd, request: Message) -> Message:
         case {"do": "get", "key": key}:
             return {"entry": entry_as_row(key, etcd.get(check_key(key)))}
         case {"do": "list", "prefix": prefix, "after": after}:
-            listed = etcd.list(check_key(prefix), after, most=LIST_PAGE)
+            listed = etcd.list(check_key(prefix), after, most=LIST_AT_ONCE)
             pages = cut_pages(listed.changes)
-            rows = [entry_as_row(one.key, one.entry) for one in pages[0]]
-            return {"entries": rows, "more": len(pages) > 1 or len(listed.changes) == LIST_PAGE}
+            more = len(pages) > 1 or len(listed.changes) == LIST_AT_ONCE
+            return {"entries": [change_as_row(one) for one in pages[0]], "more": more}
         case {"do": "cas", "key": key, "value": value, "revision": revision, "lease": lease}:
             check_revision(revision)
-            result = etcd.cas(check_key(key), copy_value(value), revision, lease)
-            return {"done": result.done, "revision": result.last.revision}
+            return vars(etcd.cas(check_key(key), copy_value(value), revision, lease))
         case {"do": "delete", "key": key, "revision": revision}:
             check_revision(revision)
-            result = etcd.delete(check_key(key), revision)
-            return {"done": result.done, "revision": result.last.revision}
+            return vars(etcd.delete(check_key(key), revision))
         case {"do": "grant", "ttl_s": ttl_s}:
             return {"lease": etcd.grant(ttl_s)}
         case {"do": "keep_alive", "lease": lease}:

@@ -10,27 +10,26 @@ import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
-from lockstep.control.frames import Message, WireError
-from lockstep.control.messages import Push, message_as_push, read_field
-from lockstep.control.reconnect import ProgressTimeout, ReconnectingLink
-from lockstep.control.secret import new_secret
-from lockstep.control.sockets import Dial, TcpDial, parse_addresses
-from lockstep.control.store import Json, StoreEntry, check_revision, copy_value
-from lockstep.control.store_client import (
+from lockstep.control.connection import Dial, ProgressTimeout, ReconnectingLink, TcpDial, parse_addresses
+from lockstep.control.store import (
     ClientOptions,
     ControlError,
     HeldLease,
+    Json,
     OnLost,
     StoreClient,
+    StoreEntry,
     ThenBool,
     ThenEntry,
     check_below,
+    check_revision,
+    copy_value,
     no_lease_error,
 )
+from lockstep.control.wire import Message, Push, WireError, message_as_push, new_secret, read_field
 
 
 def connect_store(
@@ -47,9 +46,8 @@ def connect_store(
     elif len(addresses) == 1:
         dial = TcpDial(*addresses[0])
     else:
-        raise ValueError(
-            f"{where!r} names {len(addresses)} hosts, and only one can hold the store; or is it etcd://...?"
-        )
+        count = len(addresses)
+        raise ValueError(f"{where!r} names {count} hosts, and only one can hold the store; or is it etcd://...?")
     return RemoteStoreClient(dial, secret, selector, options=options, on_lost=on_lost)
 
 
@@ -84,14 +82,6 @@ class Mirror:
             self.revision, self.is_whole = push.revision, True
 
 
-@dataclass(frozen=True)
-class _PendingResult:
-    """An answer that is delivered when the mirror has reached its revision."""
-
-    revision: int
-    deliver: Callable[[], None]
-
-
 @final
 class RemoteStoreClient:
     """Satisfies StoreClient. Registers sockets with `selector`; the data of each key is an object with `ready(mask)`.
@@ -104,27 +94,18 @@ class RemoteStoreClient:
         self, dial: Dial, secret: bytes, selector: selectors.BaseSelector, *, options: ClientOptions, on_lost: OnLost
     ) -> None:
         self._options, self._on_lost = options, on_lost
+        timeout_s, on_open, on_push = options.answer_timeout_s, self._on_open, self._on_push
         self._link = ReconnectingLink(
-            dial,
-            secret,
-            selector,
-            answer_timeout_s=options.answer_timeout_s,
-            on_open=self._on_open,
-            on_push=self._on_push,
+            dial, secret, selector, answer_timeout_s=timeout_s, on_open=on_open, on_push=on_push
         )
-        self._progress = ProgressTimeout(options.answer_timeout_s)
+        self._progress = ProgressTimeout(timeout_s)
         self._mirror = Mirror()
-        self._pending_results: deque[_PendingResult] = deque()
+        # (revision, deliver) of answers; each is delivered when the mirror has reached its revision
+        self._pending_results: deque[tuple[int, Callable[[], None]]] = deque()
         self._events: deque[Callable[[], None]] = deque()
         self._lease = HeldLease(options.ttl_s)
         self._stale_lease: str | None = None  # an expired lease that the store may still have
         self._lease_requested = self._watching = False  # on this connection
-
-    def __enter__(self) -> RemoteStoreClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def is_connected(self) -> bool:
@@ -151,31 +132,36 @@ class RemoteStoreClient:
         value = copy_value(value)
         lease = self._lease.id if leased else None
 
-        def on_answer(answer: Message | ControlError) -> None:
-            if isinstance(answer, ControlError):
-                self._events.append(lambda: then(answer))
-                return
-            at = read_field(answer, "revision", int)
-            entry = StoreEntry(value, at, lease) if read_field(answer, "done", bool) else None
-            self._pending_results.append(_PendingResult(at, lambda: then(entry)))
+        def result(done: bool, at: int) -> StoreEntry | None:
+            return StoreEntry(value, at, lease) if done else None
 
         if leased and lease is None and self.is_connected:
-            on_answer(no_lease_error(key))
+            self._events.append(lambda: then(no_lease_error(key)))
         else:
-            self._request("cas", on_answer, key=key, value=value, revision=revision, lease=lease)
+            self._write("cas", then, result, key=key, value=value, revision=revision, lease=lease)
 
     def delete(self, key: str, revision: int, *, then: ThenBool) -> None:
         check_below(key, self._options.prefix)
         check_revision(revision)
+        self._write("delete", then, lambda done, at: done, key=key, revision=revision)
+
+    def _write(
+        self, do: str, then: Callable[[Any], None], result: Callable[[bool, int], Any], **fields: Json
+    ) -> None:  # fmt: skip
+        """Send a request. `then` gets the error, or what `result` makes of the answer once the mirror shows it."""
 
         def on_answer(answer: Message | ControlError) -> None:
             if isinstance(answer, ControlError):
                 self._events.append(lambda: then(answer))
                 return
-            done = read_field(answer, "done", bool)
-            self._pending_results.append(_PendingResult(read_field(answer, "revision", int), lambda: then(done)))
+            done, at = read_field(answer, "done", bool), read_field(answer, "revision", int)
+            self._pending_results.append((at, lambda: then(result(done, at))))
 
-        self._request("delete", on_answer, key=key, revision=revision)
+        if self.is_connected:
+            self._link.request(do, on_answer, **fields)
+        else:
+            text = f"the control store was not asked to {do} {fields['key']!r}: {self.disconnect_reason}"
+            on_answer(ControlError(text, may_have_happened=False))
 
     def tick(self, now_s: float) -> float:
         next_s = min(self._renew_lease(now_s), self._deliver_results(now_s))
@@ -190,13 +176,6 @@ class RemoteStoreClient:
         self._lease.clear()
         self._link.close()
 
-    def _request(self, do: str, on_answer: Callable[[Message | ControlError], None], **fields: Json) -> None:
-        if self.is_connected:
-            self._link.request(do, on_answer, **fields)
-        else:
-            text = f"the control store was not asked to {do} {fields['key']!r}: {self.disconnect_reason}"
-            on_answer(ControlError(text, may_have_happened=False))
-
     # ------------------------------------------------------------------------------------------------- the lease
 
     def _on_open(self) -> None:
@@ -208,9 +187,8 @@ class RemoteStoreClient:
         held = self._lease
         if held.is_expired(now_s):
             self._stale_lease = held.id
-            self._on_lease_lost(
-                f"it was not renewed for {held.ttl_s:g} s; {self.disconnect_reason or 'the store does not answer'}"
-            )
+            why = self.disconnect_reason or "the store does not answer"
+            self._on_lease_lost(f"it was not renewed for {held.ttl_s:g} s; {why}")
         if self._link.is_open and not self._lease_requested and (now_s >= held.renew_at_s or not self._watching):
             self._request_lease(now_s)
         if self._link.is_open and not self._lease_requested:
@@ -259,11 +237,10 @@ class RemoteStoreClient:
 
     def _deliver_results(self, now_s: float) -> float:
         """Deliver the answers that the mirror shows by now; after the connection is lost, all: they did happen."""
-        while self._pending_results and (
-            self._pending_results[0].revision <= self._mirror.revision or not self.is_connected
-        ):
-            self._events.append(self._pending_results.popleft().deliver)
-        waiting = self._link.is_open and (bool(self._pending_results) or not self._mirror.is_whole)
+        results = self._pending_results
+        while results and (results[0][0] <= self._mirror.revision or not self.is_connected):
+            self._events.append(results.popleft()[1])
+        waiting = self._link.is_open and (bool(results) or not self._mirror.is_whole)
         end_s = self._progress.deadline_s(now_s, waiting=waiting)
         if now_s >= end_s:
             self._link.drop(f"it answers, but no records came for {self._progress.limit_s:g} s")

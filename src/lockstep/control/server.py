@@ -1,6 +1,6 @@
 """The control store on a TCP port, for the agents of other hosts. Driven by the selector loop of its owner.
 
-A peer gets no byte before it has proved that it knows the secret (frames.py), and has only a few seconds to do so. What
+A peer gets no byte before it has proved that it knows the secret (wire.py), and has only a few seconds to do so. What
 unauthenticated peers can use is bounded: MAX_UNAUTHENTICATED connections of a few bytes each, of which the oldest is
 closed for a new one. A peer that violates the protocol is disconnected without an answer.
 """
@@ -15,18 +15,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final, final
 
-from lockstep.control.frames import Channel, Message, WireError
-from lockstep.control.messages import Push, check_request, cut_pages, entry_as_row, follow
-from lockstep.control.sockets import configure_socket
+from lockstep.control.connection import LARGEST_BUFFER_BYTES, READ_BYTES, Address, configure_socket, listen, own_address
 from lockstep.control.store import Change, ControlStore
+from lockstep.control.wire import (
+    Channel,
+    Message,
+    Push,
+    WireError,
+    change_as_row,
+    check_request,
+    cut_pages,
+    entry_as_row,
+    follow,
+)
 
 MAX_UNAUTHENTICATED: Final = 64
 MOST_CONNECTIONS: Final = 1024
 AUTHENTICATE_WITHIN_S: Final = 5.0
 STALLED_S: Final = 30.0  # how long a peer may read nothing of what waits to be sent to it
-READ_BYTES: Final = 65536
 PUSH_BELOW_BYTES: Final = 1 << 20  # no push is added to a larger buffer: what changes meanwhile is sent later
-LARGEST_BUFFER_BYTES: Final = 8 << 20
 ACCEPTS_AT_ONCE: Final = 16
 PAUSE_S: Final = 0.5
 
@@ -39,7 +46,7 @@ def answer(store: ControlStore, request: Message, now_s: float) -> Message:
         case {"do": "list", "prefix": prefix, "after": after}:
             found = sorted((key, entry) for key, entry in store.list(prefix).items() if key > after)
             pages = cut_pages(Change(key, entry.revision, entry) for key, entry in found)
-            return {"entries": [entry_as_row(one.key, one.entry) for one in pages[0]], "more": len(pages) > 1}
+            return {"entries": [change_as_row(one) for one in pages[0]], "more": len(pages) > 1}
         case {"do": "cas", "key": key, "value": value, "revision": revision, "lease": lease}:
             return {"done": store.cas(key, value, revision, lease) is not None, "revision": store.changed_at(key)}
         case {"do": "delete", "key": key, "revision": revision}:
@@ -61,35 +68,19 @@ class Server:
     """
 
     def __init__(
-        self,
-        store: ControlStore,
-        secret: bytes,
-        selector: selectors.BaseSelector,
-        *,
-        host: str,
-        port: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: ControlStore, secret: bytes, selector: selectors.BaseSelector, *, host: str, port: int = 0
     ) -> None:
-        self._store, self._secret, self._selector, self._clock = store, secret, selector, clock
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=256)
-        self._listener.setblocking(False)
+        self._store, self._secret, self._selector = store, secret, selector
+        self._listener = listen(host, port, backlog=256)
         self._is_listening, self._accept_at_s = False, -math.inf
         self._connections: dict[_Connection, None] = {}
         self._unauthenticated: dict[_Connection, None] = {}  # in the order in which they were accepted
         self._notified_revision = store.revision
         self._listen(True)
 
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+    def address(self) -> Address:
+        return own_address(self._listener)
 
     @property
     def connections(self) -> int:
@@ -104,7 +95,7 @@ class Server:
                 return
             except OSError:  # out of descriptors: drop unauthenticated peers, and accept none for a moment
                 self._drop_all(list(self._unauthenticated))
-                self._accept_at_s = self._clock() + PAUSE_S
+                self._accept_at_s = time.monotonic() + PAUSE_S
                 self._listen(False)
                 return
             self._admit(accepted)
@@ -112,7 +103,10 @@ class Server:
     def tick(self, now_s: float) -> float:
         self._listen(now_s >= self._accept_at_s)
         self._store.expire(now_s)
-        self._notify()
+        if self._notified_revision != self._store.revision:
+            self._notified_revision = self._store.revision
+            for connection in list(self._connections):
+                self._serve(connection, 0)  # it may watch what has changed
         self._drop_all([one for one in self._unauthenticated if now_s >= one.accepted_s + AUTHENTICATE_WITHIN_S])
         self._drop_all([one for one in self._connections if one.out and now_s >= one.last_sent_s + STALLED_S])
         ends = [one.accepted_s + AUTHENTICATE_WITHIN_S for one in self._unauthenticated]
@@ -143,7 +137,7 @@ class Server:
         except OSError:  # it is closed already
             accepted.close()
             return
-        connection = _Connection(accepted, self._secret, self._serve, self._clock)
+        connection = _Connection(accepted, self._secret, self._serve)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         self._connections[connection] = self._unauthenticated[connection] = None
 
@@ -173,20 +167,10 @@ class Server:
             result: Message = {"done": True}
         else:
             try:
-                result = answer(self._store, request, self._clock())
+                result = answer(self._store, request, time.monotonic())
             except ValueError as error:
                 result = {"error": str(error)}
         connection.send(connection.channel.outgoing({"id": request["id"], **result}))
-
-    def _notify(self) -> None:
-        if self._notified_revision == self._store.revision:
-            return
-        self._notified_revision = self._store.revision
-        for connection in list(self._connections):
-            try:
-                self._send_pushes(connection)
-            except OSError:
-                self._drop_all([connection])
 
     def _send_pushes(self, connection: _Connection) -> None:
         """Send what is buffered, and add pushes for a watcher as long as it reads them."""
@@ -214,12 +198,10 @@ class Server:
 
 @final
 class _Connection:
-    def __init__(
-        self, sock: socket.socket, secret: bytes, serve: Callable[[_Connection, int], None], clock: Callable[[], float]
-    ) -> None:
-        self.sock, self._serve, self._clock = sock, serve, clock
+    def __init__(self, sock: socket.socket, secret: bytes, serve: Callable[[_Connection, int], None]) -> None:
+        self.sock, self._serve = sock, serve
         self.channel = Channel(secret, is_server=True)
-        self.accepted_s = self.last_sent_s = clock()
+        self.accepted_s = self.last_sent_s = time.monotonic()
         self.out = bytearray()
         self.mask = selectors.EVENT_READ
         self.pushes: Iterator[Push | None] | None = None
@@ -231,7 +213,7 @@ class _Connection:
 
     def send(self, data: bytes) -> None:
         if not self.out:
-            self.last_sent_s = self._clock()
+            self.last_sent_s = time.monotonic()
         self.out += data
         self.flush()
 
@@ -239,6 +221,6 @@ class _Connection:
         with suppress(BlockingIOError):
             while self.out:
                 del self.out[: self.sock.send(self.out)]
-                self.last_sent_s = self._clock()
+                self.last_sent_s = time.monotonic()
         if len(self.out) > LARGEST_BUFFER_BYTES:
             raise ConnectionAbortedError("a peer sends requests and does not read the answers")

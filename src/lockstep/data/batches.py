@@ -1,7 +1,7 @@
 """The batches of one worker: prefetched, resumable from a few integers, and independent of the number of workers.
 
-    sample order      ->  LoadRequest   ->  Reader in loader processes  ->  PackedBatch  ->  on the device  ->  Batch
-    (sample_order.py)     (load_plan.py)    (reader.py, iterable.py)        (loader.py)      (prefetch.py)
+    sample order      ->  LoadRequest  ->  Reader in loader processes  ->  PackedBatch, on the device  ->  Batch
+    (sample_order.py)     (loader.py)      (reader.py, streams.py)         (packed_batch.py)
 
 The batches of all epochs form one sequence, and `Batches` has a position in it. Batches are loaded before the position
 reaches them; the position moves when a batch is returned to the training loop.
@@ -9,22 +9,27 @@ reaches them; the position moves when a batch is returned to the training loop.
 
 from __future__ import annotations
 
+import logging
 import pickle
-import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from typing import Any, Final
 
 import torch
 from torch.utils.data import Sampler
 
-from lockstep.data.iterable import Source, StreamReader
-from lockstep.data.load_plan import batch_samples, choose_order, make_request, plan_requests
-from lockstep.data.loader import LoaderLostError, LoaderSettings, load
-from lockstep.data.packed_batch import map_leaves
-from lockstep.data.prefetch import move_to_device, prefetch_to_device
+from lockstep.data.loader import (
+    LoaderLostError,
+    LoaderSettings,
+    batch_samples,
+    choose_order,
+    load,
+    make_request,
+    plan_requests,
+)
+from lockstep.data.packed_batch import map_leaves, move_to_device, prefetch_to_device
 from lockstep.data.reader import (
     Batch,
     Collate,
@@ -48,11 +53,14 @@ from lockstep.data.sample_order import (
     count_all_steps,
     count_steps,
     fingerprint_of,
+    is_int,
     name_order,
     shards_of_rank,
 )
-from lockstep.data.split_streams import Assembler, Exchange, count_parts
+from lockstep.data.streams import Assembler, Exchange, Source, StreamReader, count_parts
 from lockstep.errors import refuse_unknown_options
+
+_log = logging.getLogger(__name__)
 
 TRIES: Final = 3  # attempts to load a batch whose loader process is lost
 
@@ -103,36 +111,27 @@ class BatchSettings:
     split: str | None = None  # "worker": the stream yields different samples on each worker; None: the same on all
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("global_batch_size", 1),
-            ("shards", 1),
-            ("epochs", 1),
-            ("num_workers", 0),
-            ("prefetch_factor", 1),
+        for name, least, more in (
+            ("global_batch_size", 1, ": the samples of a step, over all workers"),
+            ("shards", 1, ""),
+            ("epochs", 1, ", or None for no end"),
+            ("num_workers", 0, ""),
+            ("prefetch_factor", 1, ""),
         ):
             value = getattr(self, name)
-            if name == "epochs" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                more = {
-                    "epochs": ", or None for no end",
-                    "global_batch_size": ": the samples of a step, over all workers",
-                }
-                raise ValueError(
-                    f"{name}={value!r}, which must be a whole number of {least} or more{more.get(name, '')}"
-                )
+            if not (is_int(value) and value >= least) and not (name == "epochs" and value is None):
+                raise ValueError(f"{name}={value!r}, which must be a whole number of {least} or more{more}")
         if self.shards > self.global_batch_size:
             raise ValueError(
                 f"shards={self.shards} of a batch of {self.global_batch_size} samples: some would always be empty; "
                 f"set shards={self.global_batch_size} or less, or a larger global_batch_size"
             )
-        if self.collate_fn is not None and not callable(self.collate_fn):
+        collate, split = self.collate_fn, self.split
+        if collate is not None and not callable(collate):
+            raise ValueError(f"collate_fn={collate!r} cannot be called; give a function: list of samples -> data")
+        if split not in (None, "worker"):
             raise ValueError(
-                f"collate_fn={self.collate_fn!r} cannot be called; give a function: list of samples -> data"
-            )
-        if self.split not in (None, "worker"):
-            raise ValueError(
-                f'split={self.split!r} is not known; "worker" is for streams that give each worker its own samples'
+                f'split={split!r} is not known; "worker" is for streams that give each worker its own samples'
             )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r}, which must be more than 0 seconds")
@@ -170,7 +169,7 @@ class Batches:
         """
         check_seed(seed)
         self.wait_s = 0.0  # total time spent waiting for batches
-        self._dataset, self._settings, self._device = dataset, settings, device
+        self.dataset, self.settings, self._device = dataset, settings, device
         self._division = Division(settings.shards, shards_of_rank(settings.shards, size, rank), joined)
         self._order = choose_order(dataset, settings.global_batch_size, settings.drop_last, seed=seed, order=order)
         self._context = LoadContext(seed, rank, settings.collate_fn, draws_random_numbers(dataset), device)
@@ -183,9 +182,8 @@ class Batches:
                     f'split="worker" for a {type(dataset).__name__}: a map-style dataset is not split; leave it out: '
                     "Lockstep deals the samples out"
                 )
-            drop_last = settings.drop_last
             self._parts = count_parts(settings.global_batch_size, settings.shards, size)
-            self._assembler = Assembler(self._division, self._parts, drop_last=drop_last, exchange=exchange)
+            self._assembler = Assembler(self._division, self._parts, settings.drop_last, exchange)
         self._position = Position()
         self._stream_states: dict[Position, StreamState] = {}  # before the current batch, and before the next one
         self._loading: Generator[Any, None, None] | None = None  # yields batches from the position on, once started
@@ -199,24 +197,16 @@ class Batches:
         return self._position
 
     @property
-    def settings(self) -> BatchSettings:
-        return self._settings
-
-    @property
-    def dataset(self) -> Any:
-        return self._dataset
-
-    @property
     def ended(self) -> bool:
         """No batch is left."""
-        return self._settings.epochs is not None and self._position.epoch >= self._settings.epochs
+        return self.settings.epochs is not None and self._position.epoch >= self.settings.epochs
 
     @property
     def steps_in_all(self) -> int | None:
         """Number of batches in all epochs; None if there is no end or the number cannot be known."""
-        if self._order is None or self._settings.epochs is None:
+        if self._order is None or self.settings.epochs is None:
             return None
-        return count_all_steps(self._order, self._settings.epochs)
+        return count_all_steps(self._order, self.settings.epochs)
 
     def seek(self, position: Position) -> None:
         """Make the batch at `position` the next one. Raises ValueError if its epoch has fewer steps."""
@@ -236,7 +226,7 @@ class Batches:
             raise ValueError(
                 f'split="worker": these batches are of {len(self._parts)} workers, and cannot be of {size}'
             )
-        mine = shards_of_rank(self._settings.shards, size, rank)
+        mine = shards_of_rank(self.settings.shards, size, rank)
         if (rank, mine) == (self._context.rank, self._division.mine):
             return
         self._stop_loading()
@@ -246,13 +236,10 @@ class Batches:
     def state(self, at: Position | None = None) -> dict[str, Any]:
         """State from which any number of workers can resume at `at`: the position (default) or the current batch's."""
         here = at or self._position
-        state: dict[str, Any] = {"epoch": here.epoch, "step": here.step, "number": here.number, **self._identity()}
-        state["order"] = self.order_name
-        sampled = self._fingerprint(here)
-        if sampled is not None:
+        state: dict[str, Any] = {**asdict(here), **self._identity(), "order": self.order_name}
+        if (sampled := self._fingerprint(here)) is not None:
             state["sampled"] = sampled
-        if here in self._stream_states:
-            stream = self._stream_states[here]
+        if (stream := self._stream_states.get(here)) is not None:
             state["stream"] = {"state": pickle.loads(stream.state), "coming": stream.coming}
         return state
 
@@ -280,14 +267,12 @@ class Batches:
             why = "; ".join(differ)
             if state.get("workers", 0) != identity.get("workers", 0):
                 raise ValueError(
-                    f'cannot resume {here}: with split="worker" the samples '
-                    f"of a step depend on the number of workers, which must stay the same inside an epoch: {why}. "
-                    "Start as many workers as before"
+                    f'cannot resume {here}: with split="worker" the samples of a step depend on the number of workers, '
+                    f"which must stay the same inside an epoch: {why}. Start as many workers as before"
                 )
             raise ValueError(
-                f"cannot resume {here}, which now has other samples: "
-                f"{why}. Use the same again, or seek(Position(epoch={position.epoch}, "
-                f"number={position.number})) to begin that epoch anew"
+                f"cannot resume {here}, which now has other samples: {why}. Use the same again, or "
+                f"seek(Position(epoch={position.epoch}, number={position.number})) to begin that epoch anew"
             )
         was = state.get("order", self.order_name)  # older states do not have it
         if was != self.order_name:
@@ -310,7 +295,7 @@ class Batches:
         """Description of the sample order; equal orders have equal descriptions."""
         if self._order is None:
             return "a stream"
-        return name_order(self._order, samples=len(self._dataset), seed=self._context.seed)
+        return name_order(self._order, samples=len(self.dataset), seed=self._context.seed)
 
     def _fingerprint(self, position: Position) -> int | None:
         """Fingerprint of the samples around a position; None at an epoch's start, or if the order's name suffices."""
@@ -321,24 +306,23 @@ class Batches:
     def facts(self) -> dict[str, Any]:
         """What the ledger records about the samples and their order."""
         order = "a stream" if self._order is None else type(self._order).__name__
-        drop_last = bool(getattr(self._order, "drop_last", self._settings.drop_last))
+        drop_last = bool(getattr(self._order, "drop_last", self.settings.drop_last))
         facts = {**self._identity(), "order": order, "drop_last": drop_last}
         if isinstance(self._order, Shuffled) and self._order.seed != self._context.seed:
             facts["order_seed"] = self._order.seed
         if isinstance(self._order, Shuffled | Sequential | ByLength) and self._order.size != facts["samples"]:
             facts["order_size"] = self._order.size
-        if self._settings.split is not None:
-            facts["split"] = self._settings.split
+        if self.settings.split is not None:
+            facts["split"] = self.settings.split
         if isinstance(self._order, SamplerOrder):
-            once = self._order.uses_each_once(len(self._dataset))
-            facts |= {"sampler": self._order.name, "each_once": once}
-            facts["epoch_steps"] = count_all_steps(self._order, 1)
+            once = self._order.uses_each_once(len(self.dataset))
+            facts |= {"sampler": self._order.name, "each_once": once, "epoch_steps": count_all_steps(self._order, 1)}
         return facts
 
     def _identity(self) -> dict[str, int]:
         """The settings that decide which samples are at a position."""
-        samples = -1 if self._order is None else len(self._dataset)
-        found = {"global_batch_size": self._settings.global_batch_size, "samples": samples, "seed": self._context.seed}
+        samples = -1 if self._order is None else len(self.dataset)
+        found = {"global_batch_size": self.settings.global_batch_size, "samples": samples, "seed": self._context.seed}
         return found | ({"workers": len(self._parts)} if self._assembler is not None else {})
 
     # ---- batches -----------------------------------------------------------------------------------------------------
@@ -348,7 +332,10 @@ class Batches:
         try:
             while not self.ended:
                 began = time.perf_counter()
-                batch = self._receive() if self._assembler is None else self._assemble(self._assembler)
+                if self._assembler is None:
+                    batch = self._receive()
+                else:
+                    batch = self._assembler.assemble(self._position, self._receive)
                 self.wait_s += time.perf_counter() - began
                 if batch is None:
                     return
@@ -358,8 +345,8 @@ class Batches:
                 yield batch
                 if self._active_iterator is not token:
                     raise RuntimeError(
-                        f"rank {self._context.rank}: another loop over these batches has begun since; "
-                        "they have one position, so make a second Batches for a loop inside a loop"
+                        f"rank {self._context.rank}: another loop over these batches has begun since; they have one "
+                        "position, so make a second Batches for a loop inside a loop"
                     )
         finally:
             if self._active_iterator is token:
@@ -373,22 +360,19 @@ class Batches:
         """
         if self._order is None:
             raise TypeError(
-                f"rank {self._context.rank}: {type(self._dataset).__name__} is a stream, "
-                "and of that no single batch can be fetched; iterate, or use a map-style dataset"
+                f"rank {self._context.rank}: {type(self.dataset).__name__} is a stream, and of that no single batch "
+                "can be fetched; iterate, or use a map-style dataset"
             )
         numbers, steps = list(shards), count_steps(self._order, position.epoch)
-        if not all(0 <= number < self._settings.shards for number in numbers):
-            raise ValueError(f"shards={numbers}: this batch has shards 0 to {self._settings.shards - 1}")
+        if not all(0 <= number < self.settings.shards for number in numbers):
+            raise ValueError(f"shards={numbers}: this batch has shards 0 to {self.settings.shards - 1}")
         if position.step >= steps:
             raise ValueError(f"{position}: epoch {position.epoch} has only {steps} steps")
-        division = Division(self._settings.shards, numbers)
-        samples = batch_samples(self._order, position, len(self._dataset))
-        request = make_request(samples, position, division, ends_epoch=position.step == steps - 1)
-        batch: Batch = move_to_device(self._device, batch_or_raise(Reader(self._dataset, self._context)[request]))
+        samples = batch_samples(self._order, position, len(self.dataset))
+        division, is_last = Division(self.settings.shards, numbers), position.step == steps - 1
+        request = make_request(samples, position, division, ends_epoch=is_last)
+        batch: Batch = move_to_device(self._device, batch_or_raise(Reader(self.dataset, self._context)[request]))
         return batch
-
-    def _assemble(self, assembler: Assembler) -> Batch:
-        return assembler.assemble(self._position, self._receive)
 
     def _receive(self) -> Batch | None:
         for tries_left in reversed(range(TRIES)):
@@ -400,11 +384,11 @@ class Batches:
                 self._stop_loading()
                 if not tries_left:
                     raise
-                print(f"lockstep: {error}; another one is started", file=sys.stderr, flush=True)
+                _log.warning("%s; another one is started", error)
         raise AssertionError("unreachable")
 
     def _start_loading(self) -> Generator[Any, None, None]:
-        settings, order, start = self._settings, self._order, self._position
+        settings, order, start = self.settings, self._order, self._position
         how = LoaderSettings(
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
@@ -418,14 +402,14 @@ class Batches:
         if order is None:
             is_part = self._assembler is not None
             samples = self._parts[self._context.rank] if is_part else settings.global_batch_size
-            source = Source(self._dataset, samples, settings.drop_last, settings.epochs, is_part)
+            source = Source(self.dataset, samples, settings.drop_last, settings.epochs, is_part)
             stream = StreamReader(source, context, self._division, start, self._stream_states.get(start))
             batches = load(stream, count(), how)
         else:
             requests = plan_requests(
-                order, start, settings.epochs, self._division, size=len(self._dataset), is_compared=self._is_compared
+                order, start, settings.epochs, self._division, size=len(self.dataset), is_compared=self._is_compared
             )
-            batches = load(Reader(self._dataset, context), requests, how)
+            batches = load(Reader(self.dataset, context), requests, how)
         return prefetch_to_device(batches, self._device)
 
     def _stop_loading(self) -> None:

@@ -43,7 +43,7 @@ WRITE_EVERY_S: Final = 1.0
 MOST_WAITING: Final = 4096  # entries that are not written yet
 MOST_SEEN: Final = 8192  # hashes that are kept of an epoch
 _FACTS: Final = ("samples", "global_batch_size", "seed", "order", "drop_last")  # required in the first line
-_WORD: Final = 2**64
+WORD: Final = 2**64  # fingerprints and hashes are integers below it
 _AT_ONCE: Final = 1 << 20
 
 
@@ -55,14 +55,15 @@ def fingerprint(samples: Sequence[int] | range) -> int:
         x = torch.arange(samples.start, samples.stop, samples.step)
     else:
         x = torch.tensor(samples, dtype=torch.int64)
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return int((x ^ _shifted(x, 31)).sum()) % _WORD
+    x = x + signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
+    return int((x ^ _shifted(x, 31)).sum()) % WORD
 
 
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word
+def signed(word: int) -> int:
+    """Return the same 64 bits as a signed integer, for torch."""
+    return word - WORD if word >= WORD // 2 else word
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -73,7 +74,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=8)
 def fingerprint_of_all(samples: int) -> int:
     starts = range(0, samples, _AT_ONCE)
-    return sum(fingerprint(range(at, min(at + _AT_ONCE, samples))) for at in starts) % _WORD
+    return sum(fingerprint(range(at, min(at + _AT_ONCE, samples))) for at in starts) % WORD
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,16 @@ class LedgerEntry:
     samples: int
     fingerprint: int
     seen: tuple[int, ...] = ()  # hashes of the samples of a stream that splits itself: see Note [Hashes]
-    below: int = _WORD  # only hashes below this limit were kept
+    below: int = WORD  # only hashes below this limit were kept
 
     def merged(self, after: LedgerEntry) -> LedgerEntry:
-        total = (self.fingerprint + after.fingerprint) % _WORD
+        total = (self.fingerprint + after.fingerprint) % WORD
         seen, below = self.seen + after.seen, min(self.below, after.below)
         return LedgerEntry(self.start, after.stop, self.epoch, self.samples + after.samples, total, seen, below)
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
-        if self.below == _WORD and not self.seen:
+        if self.below == WORD and not self.seen:
             del fields["seen"], fields["below"]
         return fields
 
@@ -106,12 +107,12 @@ class _HashLimit:
 
     epoch: int = -1
     count: int = 0  # hashes kept
-    below: int = _WORD
+    below: int = WORD
 
     def select(self, epoch: int, seen: Sequence[int]) -> tuple[int, ...]:
         """Return the hashes below the limit, and halve the limit if there are too many."""
         if epoch != self.epoch:
-            self.epoch, self.count, self.below = epoch, 0, _WORD
+            self.epoch, self.count, self.below = epoch, 0, WORD
         kept = tuple(word for word in seen if word < self.below)
         self.count += len(kept)
         if self.count > MOST_SEEN:
@@ -156,7 +157,7 @@ class Ledger:
     ) -> None:
         """Record an applied step, and write from time to time. `seen`: hashes of samples that have no numbers."""
         kept = self._hash_limit.select(epoch, seen) if seen else ()
-        below = self._hash_limit.below if seen else _WORD
+        below = self._hash_limit.below if seen else WORD
         self._waiting.append(LedgerEntry(number, number + 1, epoch, samples, fingerprint, kept, below))
         due = time.monotonic() - self._wrote_s > WRITE_EVERY_S or len(self._waiting) > MOST_WAITING // 2
         if writes and due:
@@ -173,7 +174,8 @@ class Ledger:
             if size == 0 and self._begin is None:
                 self._begin = self._beginning  # the worker that had to write it was lost before it did
             if self._begin is None and self._end.size != size:
-                self._end = LedgerEnd(size=-1, step=_end_of(self._file.path))  # another worker has written since
+                # Another worker has written since.
+                self._end = LedgerEnd(size=-1, step=_read(self._file.path).end if self._file.path.exists() else 0)
         except (OSError, LockstepError) as error:
             self._file.report_failure(error)
             return
@@ -210,10 +212,6 @@ def _size_of(path: Path) -> int:
             return os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return 0
-
-
-def _end_of(path: Path) -> int:
-    return _read(path).end if path.exists() else 0
 
 
 # ---- the proof -------------------------------------------------------------------------------------------------------
@@ -310,43 +308,57 @@ def prove(directory: Path) -> Proof:
         what = f"does not say {', '.join(missing)} in its first line" if read.end else "is empty"
         raise LockstepError(f"{path} {what}: the run was lost before it had noted a step, or the file is damaged")
     size = int(read.facts["samples"])
-    if size < 0 and read.facts.get("split") == "worker":
-        return _prove_split(read)
-    if size < 0:
+    is_split = size < 0 and read.facts.get("split") == "worker"
+    if size < 0 and not is_split:
         raise LockstepError(f"{path} is of a stream, whose samples have no numbers; there is nothing to prove")
     epochs = []
     for number in sorted({entry.epoch for entry in read.entries}):
         parts = [entry for entry in read.entries if entry.epoch == number]
-        facts = read.of_epoch[number]
-        if facts.get("each_once", True):
-            epochs.append(_check_epoch(number, parts, _order(facts), int(facts.get("order_size", facts["samples"]))))
-        else:
-            epochs.append(_count_epoch(number, parts, facts))
-    problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
-    return Proof(read.end, read.restarts, size, epochs, problems)
-
-
-def _prove_split(read: LedgerContents) -> Proof:
-    """Check, for a stream that splits itself, that no sample was used twice in an epoch."""
-    epochs = []
-    for number in sorted({entry.epoch for entry in read.entries}):
-        parts = [entry for entry in read.entries if entry.epoch == number]
-        below = min(entry.below for entry in parts)
-        seen = [word for entry in parts for word in entry.seen if word < below]
-        again = len(seen) - len(set(seen))
-        note = f"{len(seen)} of them compared by content, none came twice"
-        problem = (
-            f"{again} of {len(seen)} samples that were compared came twice: two workers have read the same part of the "
-            "stream, or it has equal samples"
-        )
         steps, samples = sum(entry.stop - entry.start for entry in parts), sum(entry.samples for entry in parts)
-        epochs.append(
-            EpochProof(
-                number, steps, samples, complete=False, exact=not again, problem=problem if again else "", note=note
-            )
-        )
+        facts = read.of_epoch[number]
+        if is_split:
+            epochs.append(_check_split(number, steps, samples, parts))
+        elif facts.get("each_once", True):
+            total = sum(entry.fingerprint for entry in parts) % WORD
+            epochs.append(_check_epoch(number, steps, samples, total, facts))
+        else:
+            note = f"chosen by {facts['sampler']}, which need not use each sample once"
+            epochs.append(EpochProof(number, steps, samples, steps == facts.get("epoch_steps"), exact=False, note=note))
     problems = [f"epoch {epoch.number}: {epoch.problem}" for epoch in epochs if epoch.problem]
-    return Proof(read.end, read.restarts, sum(epoch.samples for epoch in epochs), epochs, problems)
+    samples = sum(epoch.samples for epoch in epochs) if is_split else size
+    return Proof(read.end, read.restarts, samples, epochs, problems)
+
+
+def _check_split(number: int, steps: int, samples: int, parts: Sequence[LedgerEntry]) -> EpochProof:
+    """Check, for a stream that splits itself, that no sample was used twice in an epoch."""
+    below = min(entry.below for entry in parts)
+    seen = [word for entry in parts for word in entry.seen if word < below]
+    again = len(seen) - len(set(seen))
+    note = f"{len(seen)} of them compared by content, none came twice"
+    problem = (
+        f"{again} of {len(seen)} samples that were compared came twice: two workers have read the same part of the "
+        "stream, or it has equal samples"
+    )
+    return EpochProof(number, steps, samples, False, not again, problem if again else "", note)
+
+
+def _check_epoch(number: int, steps: int, samples: int, total: int, facts: dict[str, Any]) -> EpochProof:
+    """Check that these are the samples that an epoch must have. `total` is their fingerprint."""
+    order, size = _order(facts), int(facts.get("order_size", facts["samples"]))
+    planned = count_steps(order, number) if order is not None else None
+    complete = steps == planned if planned is not None else samples >= size
+    if not complete and (order is None or steps > (planned or 0)):
+        problem = "" if samples <= size else f"{samples} samples were used, and there are {size}"
+        return EpochProof(number, steps, samples, complete=False, exact=False, problem=problem)
+    if order is not None and (order.drop_last or not complete):
+        # The order is known, and so are the samples of these steps.
+        wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
+        right = (samples, total) == (len(wanted), fingerprint(wanted))
+    else:
+        right = (samples, total) == (size, fingerprint_of_all(size))
+    wrong = f"{samples} samples were used, but not each of {size} once"
+    problem = wrong if complete else "other samples were used than were due"
+    return EpochProof(number, steps, samples, complete, right, "" if right else problem)
 
 
 def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:
@@ -355,37 +367,3 @@ def _order(facts: dict[str, Any]) -> Shuffled | Sequential | None:
     if facts["order"] == "Shuffled":
         return Shuffled(size, batch, seed, drop_last)
     return Sequential(size, batch, drop_last) if facts["order"] == "Sequential" else None
-
-
-def _count_epoch(number: int, parts: Sequence[LedgerEntry], facts: dict[str, Any]) -> EpochProof:
-    """Count the steps and samples of an epoch whose sampler may use a sample twice or not at all."""
-    steps, samples = sum(entry.stop - entry.start for entry in parts), sum(entry.samples for entry in parts)
-    note = f"chosen by {facts['sampler']}, which need not use each sample once"
-    return EpochProof(number, steps, samples, complete=steps == facts.get("epoch_steps"), exact=False, note=note)
-
-
-def _check_epoch(
-    number: int, parts: Sequence[LedgerEntry], order: Shuffled | Sequential | None, size: int
-) -> EpochProof:
-    steps = sum(entry.stop - entry.start for entry in parts)
-    samples = sum(entry.samples for entry in parts)
-    total = sum(entry.fingerprint for entry in parts) % _WORD
-    planned = count_steps(order, number) if order is not None else None
-    complete = steps == planned if planned is not None else samples >= size
-    if not complete:
-        # If the order is known, so are the samples of these steps.
-        if order is None or steps > (planned or 0):
-            problem = "" if samples <= size else f"{samples} samples were used, and there are {size}"
-            return EpochProof(number, steps, samples, complete=False, exact=False, problem=problem)
-        wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
-        right = (len(wanted), fingerprint(wanted)) == (samples, total)
-        return EpochProof(
-            number, steps, samples, False, right, "" if right else "other samples were used than were due"
-        )
-    if order is not None and order.drop_last:
-        wanted = [sample for step in range(steps) for sample in order.batch(number, step)]
-        right = (len(wanted), fingerprint(wanted)) == (samples, total)
-    else:
-        right = (samples, total) == (size, fingerprint_of_all(size))
-    problem = "" if right else f"{samples} samples were used, but not each of {size} once"
-    return EpochProof(number, steps, samples, True, right, problem)

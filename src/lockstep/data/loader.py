@@ -1,4 +1,4 @@
-"""Runs torch's DataLoader, which loads one worker's part of a batch at a time, and manages its processes.
+"""Makes the load requests of a sample order, and runs torch's DataLoader and its processes to load them.
 
 Note [Loader processes do not outlive the worker]
 Loader processes end when the generator is closed, which happens when the consumer stops iterating, raises, or is
@@ -20,29 +20,156 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import operator
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep import _torch
 from lockstep._torch import raise_if_worker_failed, remove_worker_pids, set_worker_pids
-from lockstep.data.fd_channel import FdChannel, set_own_channel
-from lockstep.data.packed_batch import PackedBatch, pack
-from lockstep.data.reader import DataError
+from lockstep.data.ledger import fingerprint
+from lockstep.data.packed_batch import FdChannel, PackedBatch, pack, set_own_channel
+from lockstep.data.reader import DataError, LoadFailure, LoadRequest
+from lockstep.data.sample_order import Division, Order, Position, SamplerOrder, Shuffled, count_steps, positions_from
 
 _PR_SET_PDEATHSIG: Final = 1
 _LOST_PHRASES: Final = ("exited unexpectedly", "is killed by signal")
+COMPARED_SAMPLES: Final = 4  # samples whose content all workers compare, in one batch after each start
 CHECK_EVERY_S: Final = 1.0  # how often DataLoader checks whether its processes are alive
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def plan_requests(
+    order: Order, start: Position, epochs: int | None, division: Division, *, size: int, is_compared: bool = False
+) -> Iterator[LoadRequest | LoadFailure]:
+    """Yield every request from `start` on. An error of the order ends them, as a LoadFailure after earlier batches.
+
+    is_compared  the step compares the order between workers; for orders that are not Lockstep's own
+    """
+    is_alone = len(division.mine) == division.shards
+    try:
+        for position, ends_epoch in positions_from(order, start, epochs):
+            samples = batch_samples(order, position, size)
+            request = make_request(samples, position, division, ends_epoch=ends_epoch)
+            # One batch compares the content of samples; if the order is compared, that is the second batch.
+            if position.number == start.number + is_compared and not is_alone:
+                count = min(COMPARED_SAMPLES, len(samples))  # evenly spaced
+                yield replace(request, compared=tuple(samples[n * len(samples) // count] for n in range(count)))
+            else:
+                yield replace(request, content=fingerprint(samples) or 1) if is_compared else request
+    except Exception as error:
+        kind = ValueError if isinstance(error, ValueError) else DataError
+        # A new exception, because it is sent to a loader process and back, and not every exception can be pickled.
+        yield LoadFailure(kind(f"{type(order).__name__}, as order of the samples: {error}"), error)
+
+
+def make_request(samples: Sequence[int], position: Position, division: Division, *, ends_epoch: bool) -> LoadRequest:
+    shards = tuple((number, samples[places.start : places.stop]) for number, places in division.of(len(samples)))
+    return LoadRequest(position, ends_epoch, len(samples), division.shards, shards)
+
+
+def batch_samples(order: Order, position: Position, size: int) -> list[int]:
+    """Return the sample numbers of a batch. Raises ValueError if the order returns anything that the dataset lacks."""
+    who = f"{type(order).__name__}.batch(epoch={position.epoch}, step={position.step})"
+    given = order.batch(position.epoch, position.step)
+    try:
+        samples = list(map(operator.index, given.tolist() if hasattr(given, "tolist") else given))
+    except TypeError as error:
+        raise ValueError(f"{who} must be a list of sample numbers, not {given!r}") from error
+    if not samples:
+        raise ValueError(f"{who} has no samples; every batch has one at least")
+    if min(samples) < 0 or max(samples) >= size:
+        wrong = next(sample for sample in samples if not 0 <= sample < size)
+        raise ValueError(f"{who} contains sample {wrong}; the dataset has samples 0 to {size - 1}")
+    return samples
+
+
+def choose_order(
+    dataset: Any, global_batch_size: int, drop_last: bool, *, seed: int, order: Order | Sampler[Any] | None
+) -> Order | None:
+    """Return the sample order for this dataset; None for a stream, which has its own.
+
+    Raises ValueError if `dataset` is not a dataset, or if `order` does not fit it.
+    """
+    kind = type(dataset).__name__
+    refuse_loader(dataset)
+    # torch gives every dataset, iterable ones too, a __getitem__ that fails.
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        _check_stream(dataset, order)
+        return None
+    if order is None:
+        if len(dataset) < global_batch_size:
+            raise ValueError(
+                f"the dataset ({kind}) has {len(dataset)} samples, fewer than one global batch of {global_batch_size}; "
+                "use a smaller global_batch_size"
+            )
+        order = Shuffled(len(dataset), global_batch_size, seed, drop_last)
+    if isinstance(order, Sampler):
+        order = SamplerOrder(order, global_batch_size, seed, drop_last)
+    _check_order(order, dataset, global_batch_size, drop_last)
+    return order
+
+
+def refuse_loader(dataset: Any) -> None:
+    """Raise ValueError for a DataLoader: it is iterable, and would be taken for a stream of whole batches."""
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            "a DataLoader where a dataset belongs: give `loader.dataset`; Lockstep makes the batches, shuffles and "
+            "deals them out (the options of a loader are called num_workers=, collate_fn= and drop_last= here, and its "
+            "sampler order=)"
+        )
+
+
+def _check_order(order: Order, dataset: Any, global_batch_size: int, drop_last: bool) -> None:
+    if not isinstance(order, Order):
+        raise ValueError(
+            f"order={order!r} is no torch Sampler, and has no steps(epoch) and batch(epoch, step); see "
+            "lockstep.data.sample_order.Order"
+        )
+    kind, size = type(order).__name__, len(dataset)
+    # These attributes of an order are optional.
+    if (its_batch := getattr(order, "global_batch_size", global_batch_size)) != global_batch_size:
+        raise ValueError(
+            f"{kind} has batches of {its_batch}, but global_batch_size={global_batch_size}; make them equal"
+        )
+    if (its_size := getattr(order, "size", size)) > size:
+        raise ValueError(f"{kind} is an order of {its_size} samples, but the dataset has {size}; make them equal")
+    if drop_last and not getattr(order, "drop_last", False):
+        raise ValueError(
+            f"drop_last=True with {kind}, which makes the batches and keeps them all; give it to the order"
+        )
+    count_steps(order, 0)
+    batch_samples(order, Position(), size)
+
+
+def _check_stream(dataset: Any, order: Order | Sampler[Any] | None) -> None:
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__iter__"):
+        raise ValueError(
+            f"a {kind} is no dataset: it needs __getitem__ and __len__ (map-style), or __iter__ (iterable)"
+        )
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"a {kind} can be iterated over only once, and not be resumed; "
+            "give an object whose __iter__ starts from the beginning each time"
+        )
+    if order is not None:
+        raise ValueError(f"order={order!r} for a {kind}: an iterable dataset has the order it comes in; leave it out")
+
+
+# ---- loader processes ------------------------------------------------------------------------------------------------
 
 _gc_was_enabled: list[bool] = []  # before the fork that is in progress
 
@@ -153,7 +280,8 @@ def _start(
         generator=torch.Generator(),  # otherwise starting would draw from the global generator
         **options,
     )
-    with _current(how.device):  # memory is pinned for the device that is current now
+    is_gpu = how.device.type == "cuda"
+    with torch.cuda.device(how.device) if is_gpu else nullcontext():  # memory is pinned for the device that is current
         batches: Any = iter(loader)
     if getattr(batches, "_worker_pids_set", False):
         remove_worker_pids(id(batches))
@@ -163,12 +291,11 @@ def _start(
 
 def _explain(error: Exception, how: LoaderSettings, codes: Collection[int]) -> str:
     who = f"rank {how.rank}: loading with {how.num_workers} loader processes failed: {type(error).__name__}: {error}"
-    if codes:
-        who += f" (exit status {', '.join(map(str, sorted(codes)))})"
+    status = f" (exit status {', '.join(map(str, sorted(codes)))})" if codes else ""
     if "timed out" in str(error):
-        return f"{who}; the dataset hangs or is very slow: raise timeout_s, or try num_workers=0 to see where"
+        return f"{who}{status}; the dataset hangs or is very slow: raise timeout_s, or try num_workers=0 to see where"
     advice = "use a smaller num_workers= or prefetch_factor="
-    return f"{who}; if a process was killed, the machine may be short of memory: {advice}"
+    return f"{who}{status}; if a process was killed, the machine may be short of memory: {advice}"
 
 
 def _parent_to_follow() -> int | None:
@@ -193,7 +320,3 @@ def _init_loader_process(
     if hide_worker_info:
         # Most iterable datasets would split themselves by it. See Note [Every worker reads the whole stream].
         _torch.loader_worker._worker_info = None
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -13,28 +13,39 @@ split into training and test samples), or that lists files in file-system order,
 ledger, which records sample numbers, would not notice. So all workers read some samples of the first batch after each
 start, in the process that loads; their hash is sent with the batch, and the step refuses batches whose hashes differ.
 The samples are read twice: if the two hashes differ, the samples are random and say nothing about the dataset.
+
+Note [Equal content]
+The hash is used to find out whether two workers have read the same samples. A false alarm would stop a correct run, so
+only what is certainly part of the data is hashed: tensors, arrays, images, numbers, strings, bytes, and containers and
+objects of these. Of anything else only the name of its type is hashed. Sets are hashed independently of their order,
+which differs between processes.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import pickle
+import struct
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lockstep import _torch
-from lockstep.data.ledger import fingerprint
-from lockstep.data.sample_digest import hash_of_samples
+from lockstep.data.ledger import WORD, fingerprint
 from lockstep.data.sample_order import Position, shard_ranges
 from lockstep.errors import LockstepError
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
+
+_HASHED_LEVELS: Final = 20  # of nested containers in a sample; of deeper ones only the type is hashed
 
 _HOW_TO_USE_A_BATCH: Final = """a batch is handed to run.step; the data is inside your loss function:
     for batch in run.train(batches, optimizer):
@@ -170,13 +181,10 @@ class LoadContext:
 
         Raises DataError if the collate function fails.
         """
-        if self.collate_fn is None:
-            collate: Collate = _collate_here
-        else:
-            collate = self.collate_fn
+        if self.collate_fn is not None:
             seed_all(derive_seed(self.seed, "collate", position.epoch, position.step, shard), self.device)
         try:
-            return collate(items)
+            return _collate_here(items) if self.collate_fn is None else self.collate_fn(items)
         except Exception as error:
             if self.collate_fn is None:
                 why = f"{find_difference(items, names) or _words(error)}; if samples differ in shape, give collate_fn="
@@ -198,43 +206,28 @@ class Reader:
     def __getitem__(self, request: LoadRequest | LoadFailure) -> Batch | LoadFailure:
         if isinstance(request, LoadFailure):
             return request
+        here = request.position
         try:
             with self.context.keeping_random_state():
-                shards = [
-                    Shard(
-                        number,
-                        len(samples),
-                        self._load(samples, request.position, number) if samples else None,
-                        fingerprint(samples),
-                    )
-                    for number, samples in request.shards
-                ]
-                content = request.content or self._hash_of(request.compared, request.position)
+                shards = []
+                for number, samples in request.shards:
+                    data = self._load(samples, here, number) if samples else None
+                    shards.append(Shard(number, len(samples), data, fingerprint(samples)))
+                content = request.content or self._hash_of(request.compared, here)
         except DataError as error:
             return LoadFailure(error, error.__cause__)
-        here = request.position
-        return Batch(
-            here.epoch,
-            here.step,
-            here.number,
-            request.count,
-            request.ends_epoch,
-            tuple(shards),
-            request.of_shards,
-            content,
-        )
+        place, count = (here.epoch, here.step, here.number), request.count
+        return Batch(*place, count, request.ends_epoch, tuple(shards), request.of_shards, content)
 
     def _hash_of(self, samples: Sequence[int], position: Position) -> int:
         """64-bit hash of these samples; 0 if there are none, one cannot be read, or reading them twice differs."""
         if not samples:
             return 0
         try:
-            first, second = (
-                hash_of_samples([self._load_one(sample, position) for sample in samples]) for _ in range(2)
-            )
+            first, again = (hash_of_samples([self._load_one(n, position) for n in samples]) for _ in range(2))
         except DataError:  # reported by the worker that trains on the sample
             return 0
-        return first if first == second else 0
+        return first if first == again else 0
 
     def _load(self, samples: Sequence[int], position: Position, shard: int) -> Any:
         if self.context.collate_fn is None and (columns := gather(self.dataset, samples)) is not None:
@@ -299,20 +292,12 @@ def find_difference(items: Sequence[Any], names: Sequence[int], field: str = "")
         one, other = _outline(first), _outline(item)
         if one != other:
             return f"sample {names[0]} {one} and sample {name} {other}{at}"
-    if isinstance(first, Mapping):
-        keys: Sequence[Any] = list(first)
-    elif isinstance(first, list | tuple):
-        keys = range(len(first))
-    else:
-        return None
-    return next(
-        (
-            found
-            for key in keys
-            if (found := find_difference([item[key] for item in items], names, f"{field}[{key!r}]")) is not None
-        ),
-        None,
-    )
+    is_list = isinstance(first, list | tuple)
+    for key in range(len(first)) if is_list else first if isinstance(first, Mapping) else ():
+        found = find_difference([item[key] for item in items], names, f"{field}[{key!r}]")
+        if found is not None:
+            return found
+    return None
 
 
 def _outline(value: Any) -> str:
@@ -345,3 +330,73 @@ def _portable(cause: BaseException) -> BaseException:
         twin = RuntimeError(_words(cause))
     twin.add_note("in the loader process:\n" + "".join(traceback.format_exception(cause)))
     return twin
+
+
+# ---- content of samples: see Note [Equal content] --------------------------------------------------------------------
+
+
+def hash_of_sample(sample: Any) -> int:
+    """Return a 64-bit hash that is never 0."""
+    digest = hashlib.blake2b(digest_size=8)
+    _hash(digest, sample, 0)
+    return int.from_bytes(digest.digest(), "big") or 1
+
+
+def hash_of_samples(samples: Iterable[Any]) -> int:
+    """Return a 64-bit hash of all samples in their order. It is never 0."""
+    digest = hashlib.blake2b(digest_size=8)
+    for sample in samples:
+        digest.update(hash_of_sample(sample).to_bytes(8, "big"))
+    return int.from_bytes(digest.digest(), "big") or 1
+
+
+def _hash(digest: Any, value: Any, level: int) -> None:
+    """Hash a value, preceded by its type, so that 1, True, 1.0 and "1" differ."""
+    digest.update(f"<{type(value).__qualname__}>".encode())
+    if level > _HASHED_LEVELS or value is None:
+        return
+    if isinstance(value, str | bytes | bytearray):
+        raw = value.encode(errors="surrogatepass") if isinstance(value, str) else value
+        digest.update(len(raw).to_bytes(8, "big"))
+        digest.update(raw)
+    elif isinstance(value, float):
+        digest.update(struct.pack(">d", value))
+    elif isinstance(value, Number):
+        digest.update(repr(value).encode())
+    elif isinstance(value, torch.Tensor):
+        _hash_tensor(digest, value)
+    elif isinstance(value, Mapping):
+        for key, inside in value.items():
+            _hash(digest, key, level + 1)
+            _hash(digest, inside, level + 1)
+    elif isinstance(value, Set):
+        total = sum(hash_of_sample(inside) for inside in value) % WORD
+        digest.update(total.to_bytes(8, "big"))
+    elif callable(getattr(value, "tobytes", None)):  # numpy arrays and scalars, images, array.array, memoryview
+        _hash_array(digest, value)
+    elif isinstance(value, Sequence):
+        digest.update(len(value).to_bytes(8, "big"))
+        for inside in value:
+            _hash(digest, inside, level + 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        for name, inside in sorted(vars(value).items()):
+            _hash(digest, name, level + 1)
+            _hash(digest, inside, level + 1)
+
+
+def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
+    digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        return
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    digest.update(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b"")
+
+
+def _hash_array(digest: Any, array: Any) -> None:
+    if str(getattr(array, "dtype", "")) == "object":  # its bytes are memory addresses
+        digest.update(repr(getattr(array, "shape", "")).encode())
+        return
+    for name in ("dtype", "shape", "size", "mode"):
+        fact = getattr(array, name, None)
+        digest.update(repr(fact).encode() if isinstance(fact, str | int | tuple) else str(fact).encode())
+    digest.update(array.tobytes())

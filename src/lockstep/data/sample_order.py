@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -51,16 +53,14 @@ class Position:
     number: int = 0  # of batches before it, in all epochs
 
     def __post_init__(self) -> None:
-        for name in ("epoch", "step", "number"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 0:
+        for name, value in vars(self).items():
+            if not is_int(value) or value < 0:
                 raise ValueError(f"Position({name}={value!r}): batches are counted 0, 1, 2, ...")
 
     def after(self, *, ends_epoch: bool) -> Position:
         """Return the next position. `ends_epoch`: whether the batch at this one is the last of its epoch."""
-        if ends_epoch:
-            return Position(self.epoch + 1, 0, self.number + 1)
-        return Position(self.epoch, self.step + 1, self.number + 1)
+        epoch, step = (self.epoch + 1, 0) if ends_epoch else (self.epoch, self.step + 1)
+        return Position(epoch, step, self.number + 1)
 
 
 def shard_ranges(count: int, shards: int) -> list[range]:
@@ -117,8 +117,8 @@ def positions_from(order: Order, start: Position, epochs: int | None) -> Iterato
 
 def count_steps(order: Order, epoch: int) -> int:
     steps = order.steps(epoch)
-    if not _is_int(steps) or steps < 1:
-        raise ValueError(f"{_name(order)}.steps({epoch}) is {steps!r}; an epoch has at least one batch")
+    if not is_int(steps) or steps < 1:
+        raise ValueError(f"{type(order).__name__}.steps({epoch}) is {steps!r}; an epoch has at least one batch")
     return steps
 
 
@@ -148,7 +148,7 @@ def name_order(order: Order, *, samples: int, seed: int) -> str:
     shown = [(name, getattr(order, name)) for name in known if getattr(order, name, usual[name]) != usual[name]]
     if isinstance(order, ByLength):
         shown.append(("lengths", f"{order.fingerprint:x}"))
-    return _name(order) + (f"({', '.join(f'{name}={value}' for name, value in shown)})" if shown else "")
+    return type(order).__name__ + (f"({', '.join(f'{name}={value}' for name, value in shown)})" if shown else "")
 
 
 def fingerprint_of(order: Order, epoch: int, step: int) -> int | None:
@@ -180,7 +180,7 @@ class Shuffled:
     _cached: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the last epoch
 
     def __post_init__(self) -> None:
-        _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
+        _check(self)
         check_seed(self.seed)
 
     def steps(self, epoch: int) -> int:
@@ -188,10 +188,8 @@ class Shuffled:
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
-        if epoch not in self._cached:
-            self._cached.clear()
-            self._cached[epoch] = _permutation(self.size, derive_seed(self.seed, "order", epoch))
-        return _as_list(self._cached[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
+        make = functools.partial(_permutation, self.size, derive_seed(self.seed, "order", epoch))
+        return _slice(_of_epoch(self._cached, epoch, make), self.global_batch_size, step)
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ class Sequential:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
+        _check(self)
 
     def steps(self, epoch: int) -> int:
         return _count(self.size, self.global_batch_size, self.drop_last)
@@ -234,9 +232,9 @@ class ByLength:
         if lengths.dim() != 1:
             raise ValueError(f"ByLength: lengths has shape {tuple(lengths.shape)}; give one number for each sample")
         object.__setattr__(self, "lengths", lengths)
-        _check(self, size=self.size, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
+        _check(self)
         check_seed(self.seed)
-        if not _is_int(self.pool) or self.pool < 1:
+        if not is_int(self.pool) or self.pool < 1:
             raise ValueError(f"ByLength(pool={self.pool!r}): say how many batches are sorted together, 1 or more")
 
     @property
@@ -253,10 +251,7 @@ class ByLength:
 
     def batch(self, epoch: int, step: int) -> list[int]:
         _check_step(self, epoch, step)
-        if epoch not in self._cached:
-            self._cached.clear()
-            self._cached[epoch] = self._arrange(epoch)
-        return _as_list(self._cached[epoch][step * self.global_batch_size : (step + 1) * self.global_batch_size])
+        return _slice(_of_epoch(self._cached, epoch, lambda: self._arrange(epoch)), self.global_batch_size, step)
 
     def _arrange(self, epoch: int) -> Tensor:
         """Return the samples of an epoch, batch after batch."""
@@ -336,17 +331,10 @@ class SamplerOrder:
 
     def fingerprint(self, epoch: int) -> int:
         """Return a 63-bit hash of the samples of an epoch in their order."""
-        batches = self._batches(epoch)
-        if epoch not in self._fingerprints:
-            self._fingerprints.clear()
-            self._fingerprints[epoch] = derive_seed(repr(batches))
-        return self._fingerprints[epoch]
+        return _of_epoch(self._fingerprints, epoch, lambda: derive_seed(repr(self._batches(epoch))))
 
     def _batches(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._cached:
-            self._cached.clear()
-            self._cached[epoch] = self._draw(epoch)
-        return self._cached[epoch]
+        return _of_epoch(self._cached, epoch, lambda: self._draw(epoch))
 
     def _draw(self, epoch: int) -> list[list[int]]:
         key = derive_seed(self.seed, "sampler", epoch)
@@ -378,7 +366,7 @@ def _samplers_in(sampler: Any) -> list[Any]:
 
 def check_seed(seed: int) -> None:
     # A key is derived from the printed form: 7, 7.0 and numpy's 7 would be three different seeds.
-    if not _is_int(seed):
+    if not is_int(seed):
         raise ValueError(f"seed={seed!r} is a {type(seed).__name__}; give a plain int")
 
 
@@ -388,8 +376,16 @@ def _permutation(size: int, key: int) -> Tensor:
     return torch.randperm(size, generator=generator, dtype=torch.int32 if size < 2**31 else torch.int64)
 
 
-def _as_list(samples: Tensor) -> list[int]:
-    numbers: list[int] = samples.tolist()
+def _of_epoch(cached: dict[int, T], epoch: int, make: Callable[[], T]) -> T:
+    """Return the value for an epoch, from `cached` if possible; only the last one is kept."""
+    if epoch not in cached:
+        cached.clear()
+        cached[epoch] = make()
+    return cached[epoch]
+
+
+def _slice(samples: Tensor, size: int, step: int) -> list[int]:
+    numbers: list[int] = samples[step * size : (step + 1) * size].tolist()
     return numbers
 
 
@@ -397,26 +393,23 @@ def _count(size: int, global_batch_size: int, drop_last: bool) -> int:
     return size // global_batch_size if drop_last else -(-size // global_batch_size)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _name(order: Order) -> str:
-    return type(order).__name__
-
-
-def _check(order: Order, *, size: int, global_batch_size: int, drop_last: bool) -> None:
-    for name, value in (("size", size), ("global_batch_size", global_batch_size)):
-        if not _is_int(value) or value < 1:
-            raise ValueError(f"{_name(order)}: {name}={value!r}, which must be a whole number of 1 or more")
-    if drop_last and size < global_batch_size:
+def _check(order: Shuffled | Sequential | ByLength) -> None:
+    for name in ("size", "global_batch_size"):
+        value = getattr(order, name)
+        if not is_int(value) or value < 1:
+            raise ValueError(f"{type(order).__name__}: {name}={value!r}, which must be a whole number of 1 or more")
+    if order.drop_last and order.size < order.global_batch_size:
         raise ValueError(
-            f"{_name(order)}: {size} samples make no batch of {global_batch_size} with drop_last=True; "
-            "use a smaller global_batch_size, or keep the incomplete batch"
+            f"{type(order).__name__}: {order.size} samples make no batch of {order.global_batch_size} with "
+            "drop_last=True; use a smaller global_batch_size, or keep the incomplete batch"
         )
 
 
 def _check_step(order: Order, epoch: int, step: int) -> None:
     steps = order.steps(epoch)
     if not 0 <= step < steps:
-        raise ValueError(f"{_name(order)}: epoch {epoch} has steps 0 to {steps - 1}, and no step {step}")
+        raise ValueError(f"{type(order).__name__}: epoch {epoch} has steps 0 to {steps - 1}, and no step {step}")

@@ -151,7 +151,7 @@ def _gather_statistics(rows: Tensor, eps: float, group: Any) -> _Statistics:
 
 def _own_statistics(rows: Tensor) -> Tensor:
     """[mean of every channel, M2 of every channel, count], all zeros without rows."""
-    channels, dtype = rows.size(1), _dtype_of_sums(rows)
+    channels, dtype = rows.size(1), torch.float64 if rows.dtype == torch.float64 else torch.float32
     values = rows.numel() // channels
     if values == 0:
         return torch.zeros(2 * channels + 1, dtype=dtype, device=rows.device)
@@ -162,17 +162,10 @@ def _own_statistics(rows: Tensor) -> Tensor:
     return torch.cat([mean, var.mul_(values), var.new_full((1,), values)])
 
 
-def _dtype_of_sums(rows: Tensor) -> torch.dtype:
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
-
-
 def _is_dense(rows: Tensor) -> bool:
     """Whether the layout is one for which torch has fast loops."""
-    return (
-        rows.is_contiguous()
-        or rows.is_contiguous(memory_format=torch.channels_last)
-        or rows.is_contiguous(memory_format=torch.channels_last_3d)
-    )
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    return any(rows.is_contiguous(memory_format=f) for f in formats)
 
 
 def _gather_table(mine: Tensor, group: Any) -> Tensor:
@@ -252,8 +245,8 @@ def _affine(rows: Tensor, weight: Tensor | None, bias: Tensor | None, whole: _St
     output: Tensor
     if rows.is_cuda:
         output = torch.batch_norm_elemt(rows, scale, shift, whole.mean, whole.inverse_std, whole.eps)
-        return output
-    output = torch.native_batch_norm(rows, scale, shift, whole.mean, whole.var, False, 0.0, whole.eps)[0]
+    else:
+        output = torch.native_batch_norm(rows, scale, shift, whole.mean, whole.var, False, 0.0, whole.eps)[0]
     return output
 
 
@@ -264,15 +257,9 @@ def _gradient(grad: Tensor, rows: Tensor, scale: Tensor, totals: Tensor, whole: 
     """
     output: Tensor
     if rows.is_cuda:
+        products, counts = totals[1] / whole.inverse_std, whole.counts.to(torch.int32)
         output = torch.batch_norm_backward_elemt(
-            grad,
-            rows,
-            whole.mean,
-            whole.inverse_std,
-            scale,
-            totals[0],
-            totals[1] / whole.inverse_std,
-            whole.counts.to(torch.int32),
+            grad, rows, whole.mean, whole.inverse_std, scale, totals[0], products, counts
         )
         return output
     slope = scale * whole.inverse_std

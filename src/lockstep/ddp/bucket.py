@@ -48,11 +48,7 @@ class Caps:
         for a late gradient would be sent after the user's own collectives, or on another worker before them.
         The order of a model that may have unused parameters is never learned, so it gets its final buckets at once.
         """
-        if self.each_bytes:
-            return self.each_bytes
-        if not may_have_unused:
-            return (sys.maxsize,)
-        return self.once_order_is_known()
+        return self.once_order_is_known() if may_have_unused or self.each_bytes else (sys.maxsize,)
 
     def once_order_is_known(self) -> tuple[int, ...]:
         return self.each_bytes or (self.first_bytes, self.cap_bytes)
@@ -130,20 +126,16 @@ class FillMode:
             torch.mul(source, 1.0 / self.divisor, out=target)
 
     def scale_in_place(self, gradient: Tensor) -> None:
-        if self.divisor == 1:
-            return
-        if self.ownership is Ownership.BUCKET_VIEW:
-            gradient.div_(self.divisor)
-        else:
-            gradient.mul_(1.0 / self.divisor)
+        self._scale(gradient, divide=self.ownership is Ownership.BUCKET_VIEW)
 
     def scale_flat(self, flat: Tensor) -> None:
-        if self.divisor == 1:
-            return
-        if self.divide_flat:
-            flat.div_(self.divisor)
-        else:
-            flat.mul_(1.0 / self.divisor)
+        self._scale(flat, divide=self.divide_flat)
+
+    def _scale(self, tensor: Tensor, *, divide: bool) -> None:
+        if self.divisor != 1 and divide:
+            tensor.div_(self.divisor)
+        elif self.divisor != 1:
+            tensor.mul_(1.0 / self.divisor)
 
 
 class Bucket:
@@ -236,28 +228,26 @@ class Bucket:
         if self.opened:
             return
         self.opened = True
-        if ownership is Ownership.HANDED_OVER:
-            if self.flat is None or not self._is_unshared():
-                self.flat = self._allocate(self.numel, self.dtype, self.device)
-            self.views = self.split(self.flat)
-        elif self.flat is None or not self.views:
-            if self.flat is None:
-                self.flat = self._allocate(self.numel, self.dtype, self.device)
+        handed_over = ownership is Ownership.HANDED_OVER
+        if self.flat is None or (handed_over and self._users() > self._lent()):
+            self.flat, self.views = self._allocate(self.numel, self.dtype, self.device), []
+        if handed_over or not self.views:
             self.views = self.split(self.flat)
 
-    def _is_unshared(self) -> bool:
+    def _users(self) -> int:
+        """The number of other tensors that share the memory of the buffer."""
         assert self.flat is not None
-        lent = sum(p.grad is not None and self.aliases(i, p.grad) for i, p in enumerate(self.parameters))
         storage = self.flat.untyped_storage()
-        # Two references are ours: the flat tensor, and `storage`.
-        return int(_torch.storage_use_count(storage._cdata)) <= 2 + lent
+        return int(_torch.storage_use_count(storage._cdata)) - 2  # two are ours: the flat tensor, and `storage`
+
+    def _lent(self) -> int:
+        return sum(p.grad is not None and self.aliases(i, p.grad) for i, p in enumerate(self.parameters))
 
     def free_if_unused(self) -> None:
         """Free the buffer if nothing else refers to it. Called before forward and backward, which need the memory."""
         if self.flat is not None and not self.sparse:
             self.views = []
-            storage = self.flat.untyped_storage()
-            if int(_torch.storage_use_count(storage._cdata)) <= 2:
+            if self._users() <= 0:
                 self.flat = None
 
     # -- gradients in ------------------------------------------------------------------------------------------------
@@ -396,13 +386,10 @@ class Bucket:
     def split_result(self, result: Tensor) -> list[Tensor]:
         """Pieces of the reduced buffer, one for each parameter."""
         assert self.flat is not None
-        if result.data_ptr() == self.flat.data_ptr() and result.dtype == self.flat.dtype:
+        pairs = self.dtype.is_complex and not result.is_complex()
+        if result.data_ptr() == self.flat.data_ptr() and (pairs or result.dtype == self.flat.dtype):
             return self.views
-        if self.dtype.is_complex and not result.is_complex():
-            if result.data_ptr() == self.flat.data_ptr():
-                return self.views
-            result = torch.view_as_complex(result.view(-1, 2))
-        return self.split(result)
+        return self.split(torch.view_as_complex(result.view(-1, 2)) if pairs else result)
 
 
 def piece_of(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:

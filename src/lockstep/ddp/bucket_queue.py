@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from lockstep.ddp import backward_errors
-from lockstep.ddp.bucket import Bucket, BucketPlan, Caps, FillMode, Ownership
+from lockstep.ddp.backward_pass import GraphUse, IterationClock, ParameterUsage, ready_twice
+from lockstep.ddp.bucket import Bucket, Caps, FillMode, Ownership, pack
 from lockstep.ddp.bucket_reduce import Exchange
-from lockstep.ddp.logging_data import IterationClock
-from lockstep.ddp.unused_parameters import ParameterUsage
+from lockstep.ddp.replica import Leaf
 
 
 @dataclass(frozen=True)
@@ -30,27 +28,29 @@ class BucketQueue:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        leaves: Sequence[Leaf],
         *,
-        names: Sequence[str],
-        sparse: Sequence[bool],
         exchange: Exchange,
         usage: ParameterUsage,
+        clock: IterationClock,
         options: ReducerOptions,
     ) -> None:
-        self._parameters = parameters
-        self._names = names
-        self._sparse = sparse
+        self._parameters = [leaf.parameter for leaf in leaves]
+        self._names = [leaf.name for leaf in leaves]
+        self._sparse = [leaf.sparse for leaf in leaves]
         self._exchange = exchange
         self._usage = usage
+        self._clock = clock
         self._options = options
-        self._on_accelerator = parameters[0].device.type != "cpu"
+        self._on_accelerator = self._parameters[0].device.type != "cpu"
         self.is_batched = options.batched_copy or self._on_accelerator
         self.bucket_dtype: torch.dtype | None = None  # None: that of the parameters
         self.optimizer_in_backward = False  # the communication hook has applied and dropped the gradients
-        self.clock: IterationClock | None = None  # None: this iteration is not timed
-        self.existed = [False] * len(parameters)  # gradients that were there before the running backward pass
+        self.existed = [False] * len(leaves)  # gradients that were there before the running backward pass
         self.buckets_reduced = 0
+        self.last_order: list[int] = []  # parameters in the order in which their gradients arrived
+        self.has_rebuilt = False  # the buckets are packed in that order
+        self.lay_out()
 
     def configure(self, *, is_shared: bool) -> None:
         """Derive the mode of operation; called again when the group, the hook or `is_shared` changes.
@@ -60,23 +60,26 @@ class BucketQueue:
         if self._options.gradient_as_bucket_view:
             self.ownership = Ownership.BUCKET_VIEW
         else:
-            copied = self._exchange.has_hook or is_shared
+            copied = self._exchange.hook is not None or is_shared
             self.ownership = Ownership.COPIED if copied else Ownership.HANDED_OVER
         # The mean over one worker is the gradient itself, unless a hook, a Python group or another reducer uses it.
         handed_over = self.ownership is Ownership.HANDED_OVER
         self.nothing_to_send = self._exchange.group.size() == 1 and not self._exchange.is_python and handed_over
         self._frees_buffers = self._on_accelerator and handed_over and not self.nothing_to_send
 
-    def lay_out(self, plans: Sequence[BucketPlan]) -> None:
-        """Replace the buckets."""
+    # -- layout ------------------------------------------------------------------------------------------------------
+
+    def lay_out(self, order: Sequence[int] | None = None) -> None:
+        """Replace the buckets. `order`: that in which gradients arrive, once it is known."""
+        caps, options = self._options.caps, self._options
+        if order is None:
+            limits = caps.before_order_is_known(may_have_unused=options.find_unused and not options.static_graph)
+        else:
+            limits = caps.once_order_is_known()
+        plans = pack(self._parameters, limits, sparse=self._sparse, order=order)
+        allocate = self._exchange.allocate
         self.buckets = [
-            Bucket(
-                n,
-                p,
-                self._parameters,
-                sparse=self._sparse[p.indices[0]] and len(p.indices) == 1,
-                allocate=self._exchange.allocate,
-            )
+            Bucket(n, p, self._parameters, sparse=self._sparse[p.indices[0]], allocate=allocate)
             for n, p in enumerate(plans)
         ]
         if self.bucket_dtype is not None:
@@ -87,13 +90,34 @@ class BucketQueue:
         self._next = 0
         self.is_ready = [False] * len(self._parameters)
 
+    @property
+    def should_rebuild(self) -> bool:
+        return self._usage.graph is not GraphUse.SEARCHED and not self.has_rebuilt
+
+    def rebuild(self) -> bool:
+        """Pack the buckets again, in the order in which gradients arrived on rank 0. Returns whether that was due."""
+        if not self.should_rebuild or len(self.last_order) != len(self._parameters):
+            return False
+        order = self._exchange.broadcast_order(self.last_order)
+        self.has_rebuilt = True
+        self.lay_out(order)
+        if self._options.gradient_as_bucket_view:
+            self._move_gradients_into_views()
+        return True
+
+    def _move_gradients_into_views(self) -> None:
+        with torch.no_grad():
+            for bucket in (b for b in self.buckets if not b.sparse):
+                bucket.open(Ownership.BUCKET_VIEW)
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    if parameter.grad is not None and parameter.grad.dtype == view.dtype:
+                        view.copy_(parameter.grad)
+                        parameter.grad = view
+
     def set_dtype(self, dtype: torch.dtype) -> None:
         self.bucket_dtype = dtype
         for bucket in self.buckets:
             bucket.cast(dtype)
-
-    def bucket_of(self, index: int) -> Bucket:
-        return self._home[index][0]
 
     def arrives_in_order(self, order: Sequence[int]) -> bool:
         """Whether gradients arrived in the order of the buckets, and a hook on the last one of each would be enough."""
@@ -108,15 +132,21 @@ class BucketQueue:
             and all([i for i in order if self._home[i][0] is b] == list(b.plan.indices) for b in self.buckets)
         )
 
+    # -- one backward pass -------------------------------------------------------------------------------------------
+
     def begin(self) -> None:
         """Before a backward pass: no gradient is ready, no bucket sent."""
         self._next = 0
         self.buckets_reduced = 0
         self.is_ready = [False] * len(self._parameters)
-        self._exchange.reset_divisor()
-        self.reset_buckets()
+        self._exchange.begin()
+        for bucket in self.buckets:
+            bucket.reset()
 
-    def reset_buckets(self) -> None:
+    def reset(self) -> None:
+        """Drop a backward pass that did not end, and the order of gradients."""
+        self.has_rebuilt = False
+        self.last_order = []
         for bucket in self.buckets:
             bucket.reset()
 
@@ -128,23 +158,34 @@ class BucketQueue:
     def record_existing_gradients(self) -> None:
         self.existed = [p.grad is not None for p in self._parameters]
 
-    # -- sending -----------------------------------------------------------------------------------------------------
-
     def mark_ready(self, index: int) -> None:
         """The gradient of this parameter is complete: copy it into its bucket. Raises if it was complete before."""
         if self.is_ready[index]:
-            raise RuntimeError(backward_errors.ready_twice(index, self._names[index], self._options.find_unused))
+            raise RuntimeError(ready_twice(index, self._names[index], self._options.find_unused))
         self.is_ready[index] = True
         bucket, slot = self._home[index]
         if not (self.is_batched or bucket.sparse or self.nothing_to_send or self._is_skipped(bucket)):
             bucket.copy_in(slot, self._fill_mode(), existed=self.existed[index])
         bucket.pending -= 1
 
-    def mark_bucket_ready(self, bucket: Bucket) -> None:
-        """All gradients of this bucket are complete. Only if `is_batched`, or if there is nothing to send."""
+    def mark_bucket_ready(self, last: int) -> bool:
+        """With the gradient of `last`, all of its bucket are complete. Only if `is_batched`, or with nothing to send.
+
+        Returns False, and marks none, if one of them is missing.
+        """
+        bucket = self._home[last][0]
+        if any(p.grad is None for p in bucket.parameters):
+            return False
         bucket.pending = 0
         for i in bucket.plan.indices:
             self.is_ready[i] = True
+        return True
+
+    def mark_rest_ready(self, reached: Sequence[bool]) -> None:
+        """At the end of a backward pass. `reached`: by parameter, whether the pass has computed its gradient."""
+        for i, ready in enumerate(self.is_ready):
+            if not ready and (reached[i] or self._parameters[i].grad is not None):
+                self.mark_ready(i)
 
     def send_ready(self) -> bool:
         """Send complete buckets, strictly in order. Returns True if the last one has just been sent."""
@@ -156,8 +197,8 @@ class BucketQueue:
         return self._next == len(self.buckets)
 
     def _send(self, bucket: Bucket) -> None:
-        if bucket.number == 0 and self.clock is not None:
-            self.clock.mark("comm_start")
+        if bucket.number == 0:
+            self._clock.mark("comm_start")
         bucket.sent = None
         if self.nothing_to_send or self._is_skipped(bucket):
             return
@@ -174,58 +215,47 @@ class BucketQueue:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def finish(self, iteration: int, *, may_have_unused: bool) -> None:
-        """Wait for all buckets, and assign the reduced gradients. `iteration` is used in error messages.
+    def finish(self) -> None:
+        """Wait for all buckets, and assign the reduced gradients.
 
-        With `may_have_unused`, a parameter that no worker has used keeps its gradient as it was.
+        A parameter that no worker has used keeps its gradient as it was.
         """
-        if self.nothing_to_send:
-            return
-        for bucket in self.buckets:
-            self._finish(bucket, iteration, may_have_unused)
+        if not self.nothing_to_send:
+            for bucket in self.buckets:
+                self._finish(bucket)
 
-    def _finish(self, bucket: Bucket, iteration: int, may_have_unused: bool) -> None:
+    def _finish(self, bucket: Bucket) -> None:
         if bucket.sent is None:
             if not bucket.sparse:
                 bucket.restore()
             return
-        result = self._exchange.result(bucket, self._location(bucket, iteration))
+        result = self._exchange.result(bucket, self._location(bucket))
         bucket.sent = None
-        unused_everywhere = self._usage.is_unused_everywhere
         if bucket.sparse:
             assert bucket.flat is not None
             bucket.flat.copy_(result)
-            if bucket.parameters[0].grad is None and not (
-                may_have_unused and unused_everywhere(bucket.plan.indices[0])
-            ):
+            if bucket.parameters[0].grad is None and not self._is_untouched(bucket.plan.indices[0]):
                 bucket.parameters[0].grad = bucket.flat
             bucket.flat = None
             return
         if self.optimizer_in_backward:
             return
-        untouched = [may_have_unused and unused_everywhere(i) for i in bucket.plan.indices]
+        untouched = [self._is_untouched(i) for i in bucket.plan.indices]
         late = bucket.assign_gradients(result, self.ownership, untouched)
         if late:
             index = bucket.plan.indices[late[0]]
-            raise RuntimeError(backward_errors.ready_twice(index, self._names[index], self._options.find_unused))
+            raise RuntimeError(ready_twice(index, self._names[index], self._options.find_unused))
 
-    def _location(self, bucket: Bucket, iteration: int) -> str:
+    def _is_untouched(self, index: int) -> bool:
+        return self._usage.graph is not GraphUse.ALL and self._usage.is_unused_everywhere(index)
+
+    def _location(self, bucket: Bucket) -> str:
         first, last = self._names[bucket.plan.indices[0]], self._names[bucket.plan.indices[-1]]
         span = first if first == last else f"{first} .. {last}"
-        return f"backward pass {iteration}, bucket {bucket.number + 1} of {len(self.buckets)} ({span})"
+        return f"backward pass {self._clock.iterations}, bucket {bucket.number + 1} of {len(self.buckets)} ({span})"
 
     def restore_unsent(self) -> None:
         """After an error: gradients that were accumulated before this backward pass get their tensors back."""
         for bucket in self.buckets:
             if bucket.sent is None and not bucket.sparse:
                 bucket.restore()
-
-    def move_gradients_into_views(self) -> None:
-        """After a new layout with gradient_as_bucket_view=True: existing gradients become views of the new buckets."""
-        with torch.no_grad():
-            for bucket in (b for b in self.buckets if not b.sparse):
-                bucket.open(Ownership.BUCKET_VIEW)
-                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    if parameter.grad is not None and parameter.grad.dtype == view.dtype:
-                        view.copy_(parameter.grad)
-                        parameter.grad = view

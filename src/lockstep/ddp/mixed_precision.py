@@ -7,42 +7,30 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from typing import Any, Protocol
+from itertools import filterfalse
+from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep._torch import alloc_storage, free_storage, mixed_precision_hook
 from lockstep.ddp.autograd_graph import accumulator
-from lockstep.ddp.comm_hooks import CommHook
-from lockstep.ddp.reducer_interface import TorchReducer
-
-
-class MixedPrecisionDDP(Protocol):
-    """What mixed precision uses of the wrapper."""
-
-    module: nn.Module
-    reducer: TorchReducer
-    mixed_precision: Any  # torch's _MixedPrecision
-
-    def register_comm_hook(self, state: object, hook: CommHook) -> None: ...
+from lockstep.ddp.wrapper_interface import TorchInterface
 
 
 class MixedPrecision:
     """Attributes on parameters (`_mp_param`, `_fp_param`, `_ddp_mp_hook_state`) have the names torch's hook expects."""
 
-    def __init__(self, ddp: MixedPrecisionDDP) -> None:
+    def __init__(self, ddp: TorchInterface) -> None:
         self._ddp = weakref.ref(ddp)
         self._dtype = ddp.mixed_precision.param_dtype
         self._copied: dict[nn.Module, deque[Any]] = {}
         self._stream = torch.Stream()
-        self._index = {p: i for i, p in enumerate(ddp.reducer.parameters)}
-        for parameter in ddp.module.parameters():
-            if not _is_ignored(parameter):
-                self._prepare(parameter)
-        for buffer in ddp.module.buffers():
-            if not _is_ignored(buffer):
-                buffer.data = buffer.to(dtype=ddp.mixed_precision.buffer_dtype)
+        self._index = {p: i for i, p in enumerate(ddp.reducer.core.parameters)}
+        for parameter in filterfalse(_is_ignored, ddp.module.parameters()):
+            self._prepare(parameter)
+        for buffer in filterfalse(_is_ignored, ddp.module.buffers()):
+            buffer.data = buffer.to(dtype=ddp.mixed_precision.buffer_dtype)
         ddp.module.register_forward_pre_hook(self._make_copies, with_kwargs=True)
         for module in ddp.module.modules():
             module.register_forward_pre_hook(self._use_copies, with_kwargs=True)
@@ -60,9 +48,8 @@ class MixedPrecision:
         self._copied = defaultdict(deque)
         with self._stream:
             for module in root.modules():
-                for parameter in module.parameters(recurse=False):
-                    if not _is_ignored(parameter):
-                        self._make_copy(parameter)
+                for parameter in filterfalse(_is_ignored, module.parameters(recurse=False)):
+                    self._make_copy(parameter)
                 copied = torch.Event()
                 copied.record()
                 self._copied[module].append(copied)

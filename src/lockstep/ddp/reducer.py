@@ -20,155 +20,64 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.ddp import autograd_graph, backward_errors, grad_hooks
-from lockstep.ddp.backward_pass import BackwardPass, ForwardPass, PassPhase
-from lockstep.ddp.bucket import Bucket, pack
+from lockstep._torch import call_when_backward_ends
+from lockstep.ddp import autograd_graph
+from lockstep.ddp.autograd_graph import HookMode, ReducerHooks
+from lockstep.ddp.backward_pass import (
+    BackwardPass,
+    ForwardPass,
+    GraphUse,
+    IterationClock,
+    ParameterUsage,
+    PassPhase,
+    unfinished,
+)
 from lockstep.ddp.bucket_queue import BucketQueue, ReducerOptions
 from lockstep.ddp.bucket_reduce import Exchange
-from lockstep.ddp.grad_hooks import GradHooks, HookMode
-from lockstep.ddp.logging_data import FIRST_SAMPLED, DDPLogger, IterationClock
-from lockstep.ddp.unused_parameters import ParameterUsage
+from lockstep.ddp.replica import Leaf
 
 CHECK_EVERY = 16  # steps between two checks for missing gradients, with one worker
-STABLE_STEPS = 2  # steps with the same order before only the last parameter of each bucket keeps its hook
 
 
 class Reducer:
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        *,
-        names: Sequence[str],
-        sparse: Sequence[bool],
-        group: dist.ProcessGroup,
-        options: ReducerOptions,
-    ) -> None:
-        self.parameters = list(parameters)
-        self.names = list(names)
-        self.sparse = list(sparse)
+    def __init__(self, leaves: Sequence[Leaf], *, group: dist.ProcessGroup, options: ReducerOptions) -> None:
+        self.parameters = [leaf.parameter for leaf in leaves]
+        self.names = [leaf.name for leaf in leaves]
         self.options = options
-        self.static_graph = False
-        self.iterations = 0
-        self.sample_rate = 100
         self.clock = IterationClock()
-        self.has_rebuilt = False
-        self.last_order: list[int] = []
-        self.is_sampled = False
         self.is_shared = False  # another reducer has hooks on the same parameters
-        self.device = self.parameters[0].device
-        self.exchange = Exchange(group, self.device)
-        self.usage = ParameterUsage(len(self.parameters), self.device)
-        self.queue = BucketQueue(
-            self.parameters, names=self.names, sparse=sparse, exchange=self.exchange, usage=self.usage, options=options
-        )
-        self.hook_mode = HookMode.ALL_PARAMETERS
-        self._grad_hooks = GradHooks(self.parameters)
-        self._logger: weakref.ref[DDPLogger] | None = None
+        self.exchange = Exchange(group, self.parameters[0].device)
+        self.usage = ParameterUsage(len(leaves), self.parameters[0].device, find_unused=options.find_unused)
+        self.queue = BucketQueue(leaves, exchange=self.exchange, usage=self.usage, clock=self.clock, options=options)
+        self.futures: list[Future[Any]] = []  # of buffer hooks, which the end of the backward pass waits for
+        self.error_log: weakref.WeakMethod[Callable[[Exception], None]] | None = None  # called with each error
         self._lock = threading.Lock()  # autograd runs one backward thread per device of a model over several devices
-        self._futures: list[Future[Any]] = []
-        self._uses: list[int] | None = None  # static graph: gradients per parameter and pass, once learned
         self._pass = BackwardPass()
-        self._steady_steps = 0
-
-        may_have_unused = options.find_unused and not options.static_graph
-        limits = options.caps.before_order_is_known(may_have_unused=may_have_unused)
-        self.queue.lay_out(pack(self.parameters, limits, sparse=self.sparse))
-        self._register_all_hooks()
-        others = grad_hooks.register_listener(self, self.parameters)
+        self.hooks = ReducerHooks(self.parameters, self.gradient_arrived)
+        others = autograd_graph.register_listener(self, self.parameters)
         for reducer in {self, *others} if others else ():
             reducer.is_shared = True
-            reducer._configure()
-        self._configure()
+            reducer.configure()
+        self.configure()
 
     def __del__(self) -> None:
-        self._grad_hooks.remove()
+        self.hooks.remove()
 
-    # -- set-up ------------------------------------------------------------------------------------------------------
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.exchange.group
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self.queue.buckets
-
-    @property
-    def buckets_reduced(self) -> int:
-        return self.queue.buckets_reduced
-
-    def _configure(self) -> None:
+    def configure(self) -> None:
         """Called again when the group, the communication hook or `is_shared` has changed."""
         self.queue.configure(is_shared=self.is_shared)
-        self._return_to_all_hooks()
-
-    @property
-    def learns_static_graph(self) -> bool:
-        return self.static_graph and self._uses is None
-
-    @property
-    def tracks_use(self) -> bool:
-        return self.learns_static_graph or (self.options.find_unused and not self.static_graph)
-
-    # -- autograd hooks ----------------------------------------------------------------------------------------------
-
-    def _register_all_hooks(self) -> None:
-        self._grad_hooks.register(range(len(self.parameters)), self._gradient_arrived)
-        self.hook_mode = HookMode.ALL_PARAMETERS
-
-    def _register_few_hooks(self) -> None:
-        """See Note [Few hooks] in grad_hooks.py."""
-        self._grad_hooks.remove_and_renew_nodes()
-        last = [b.plan.indices[-1] for b in self.queue.buckets]
-        if self.queue.nothing_to_send:
-            self._grad_hooks.register(last[-1:], self._last_parameter_arrived)
-            self.hook_mode = HookMode.LAST_PARAMETER
-        else:
-            self._grad_hooks.register(last, self._last_of_bucket_arrived)
-            self.hook_mode = HookMode.LAST_OF_BUCKET
-
-    def _return_to_all_hooks(self) -> None:
-        self._steady_steps = -STABLE_STEPS
-        if self.hook_mode is not HookMode.ALL_PARAMETERS:
-            self._register_all_hooks()
-
-    def _gradient_arrived(self, index: int) -> None:
-        self._guarded(self._on_gradient, index)
-
-    def _last_of_bucket_arrived(self, index: int) -> None:
-        self._guarded(self._on_last_of_bucket, index)
-
-    def _last_parameter_arrived(self, index: int) -> None:
-        self._guarded(self._on_last_parameter, index)
-
-    def _guarded(self, call: Callable[[int], None], index: int) -> None:
-        with self._lock:
-            try:
-                if torch.is_grad_enabled():  # backward(create_graph=True)
-                    with torch.no_grad():
-                        call(index)
-                else:
-                    call(index)
-            except Exception as error:
-                self._log_error(error)
-                raise
+        self.hooks.return_to_all()
 
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def prepare_for_forward(self) -> None:
-        self.iterations = n = self.iterations + 1
-        self.is_sampled = n <= FIRST_SAMPLED or n % self.sample_rate == 0
-        self.queue.clock = None
-        if self.is_sampled:
-            self.clock = self.queue.clock = IterationClock()
-            self.clock.mark("forward_start")
+        self.clock.begin()
         self.queue.free_unused_buffers()
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """The next backward pass will be reduced. `outputs` are the tensors that the forward returned."""
-        if self.is_sampled:
-            self.clock.mark("backward_start")
-        if self.hook_mode is HookMode.LAST_PARAMETER:
+        self.clock.mark("backward_start")
+        if self.hooks.mode is HookMode.LAST_PARAMETER:
             self._pass.phase = PassPhase.ARMED
             return
         self._arm()
@@ -176,7 +85,7 @@ class Reducer:
             self.queue.record_existing_gradients()  # nothing will report the start of the backward pass, so look now
 
     def _arm(self) -> None:
-        self._pass.arm(self._uses or ())
+        self._pass.arm(self.usage.uses)
         self.queue.begin()
 
     def _backward_started(self, forward: ForwardPass) -> None:
@@ -187,63 +96,70 @@ class Reducer:
         with self._lock:
             current = self._pass
             if forward.reduced:
-                current.is_stale = True
-                autograd_graph.when_backward_ends(current.clear_stale)
+                current.see_stale_start()
                 return
             if current.phase is PassPhase.IDLE:
                 # The backward pass of a later forward was reduced first. This one is to be reduced as well.
                 self._arm()
                 current.armed_late = True
             current.forwards.append(forward)
-            if current.start_seen or current.phase is PassPhase.REDUCING:
+            if current.phase is PassPhase.REDUCING or not current.see_start(self._backward_ended):
                 return
-            current.start_seen = True
-            autograd_graph.when_backward_ends(self._backward_ended)
             self.queue.record_existing_gradients()
-            if self.options.find_unused and not self.static_graph:
+            if self.usage.graph is GraphUse.SEARCHED:
                 current.reached = self._search_unused()
-            if self.hook_mode is HookMode.LAST_OF_BUCKET and not self._few_hooks_suffice():
-                self._return_to_all_hooks()
+            if self.hooks.mode is HookMode.LAST_OF_BUCKET:
+                few_suffice = not any(self.queue.existed) and all(self.hooks.will_be_reached())
+                if not few_suffice:
+                    self.hooks.return_to_all()
             self.queue.free_unused_buffers()
-
-    def _few_hooks_suffice(self) -> bool:
-        nodes = list(self._grad_hooks.nodes.values())
-        return not any(self.queue.existed) and all(autograd_graph.will_be_reached(nodes))
 
     def _search_unused(self) -> list[bool]:
         with autograd_graph.profiled("search_unused_parameters"):
-            return autograd_graph.will_be_reached(list(self._grad_hooks.nodes.values()))
+            return self.hooks.will_be_reached()
 
     def _backward_ended(self) -> None:
         current = self._pass
         current.start_seen = False
-        if current.phase is PassPhase.ARMED:  # it was autograd.grad(): no gradient arrived
-            current.forwards = []
-            if current.armed_late:
-                current.phase = PassPhase.IDLE
-        elif current.phase is PassPhase.REDUCING and self.learns_static_graph:
-            self._delay_all_reduce()
+        if current.phase is PassPhase.ARMED:
+            current.end_without_gradients()
+        elif current.phase is PassPhase.REDUCING and self.usage.graph is GraphUse.LEARNING:
+            self._send_all_of_learned_graph()
         elif current.phase is PassPhase.REDUCING and current.send_at_end:
             self._send_all_at_end()
 
     # -- gradients that arrive ---------------------------------------------------------------------------------------
 
+    def gradient_arrived(self, index: int) -> None:
+        """Called by the autograd hooks. Errors are also recorded in the logging data."""
+        with self._lock:
+            try:
+                if torch.is_grad_enabled():  # backward(create_graph=True)
+                    with torch.no_grad():
+                        self._on_gradient(index)
+                else:
+                    self._on_gradient(index)
+            except Exception as error:
+                self._log_error(error)
+                raise
+
     def _on_gradient(self, index: int) -> None:
-        if self.tracks_use and self.parameters[index].grad is not None:
-            self.usage.mark_used(index)
-        current = self._pass
+        if self.hooks.mode is not HookMode.ALL_PARAMETERS:
+            if self.hooks.mode is HookMode.LAST_OF_BUCKET:
+                self._on_last_of_bucket(index)
+            else:
+                self._on_last_parameter()
+            return
+        current, usage = self._pass, self.usage
+        if usage.is_tracked and self.parameters[index].grad is not None:
+            usage.mark_used(index)
         if current.phase is not PassPhase.REDUCING and not self._start_reducing():
             return
-        if self.learns_static_graph:
+        if usage.graph is GraphUse.LEARNING:
             current.static_counts[index] += 1
             return
-        if self._uses is not None:
-            uses_left = current.uses_left
-            uses_left[index] -= 1
-            if uses_left[index] < 0:
-                raise RuntimeError(backward_errors.graph_changed(self.names[index]))
-            if uses_left[index] > 0:
-                return
+        if usage.graph is GraphUse.LEARNED and not current.is_last_use(index, self.names):
+            return
         if current.send_at_end:
             return
         current.order.append(index)
@@ -256,158 +172,114 @@ class Reducer:
         current = self._pass
         if current.phase is not PassPhase.REDUCING and not self._start_reducing():
             return
-        queue = self.queue
-        bucket = queue.bucket_of(index)
-        if not current.start_seen or any(p.grad is None for p in bucket.parameters):
-            self._fall_back_to_sending_at_end()
+        if current.start_seen and self.queue.mark_bucket_ready(index):
+            if self.queue.send_ready():
+                self._after_last_bucket()
             return
-        queue.mark_bucket_ready(bucket)
-        if queue.send_ready():
-            self._after_last_bucket()
+        # Gradients arrive in another order than before: only at the end is it known which ones have arrived.
+        self.hooks.return_to_all()
+        current.send_at_end = True
+        nodes = [autograd_graph.accumulator(p) for p in self.parameters]
+        current.reached = autograd_graph.will_be_reached(nodes)
+        current.see_start(self._backward_ended)
 
-    def _on_last_parameter(self, _index: int) -> None:
+    def _on_last_parameter(self) -> None:
         """With one worker: the gradients are final as they arrive."""
-        current = self._pass
-        if current.phase is not PassPhase.ARMED:
+        if self._pass.phase is not PassPhase.ARMED:
             return
-        current.phase = PassPhase.IDLE
-        if self.is_sampled:
-            for event in ("comm_start", "backward_end", "comm_end"):
-                self.clock.mark(event)
-        if self.iterations % CHECK_EVERY == 0 and any(p.grad is None for p in self.parameters):
-            self._return_to_all_hooks()  # some are unused, or an optimiser inside the backward pass has dropped them
+        self._pass.phase = PassPhase.IDLE
+        for event in ("comm_start", "backward_end", "comm_end"):
+            self.clock.mark(event)
+        if self.clock.iterations % CHECK_EVERY == 0 and any(p.grad is None for p in self.parameters):
+            self.hooks.return_to_all()  # some are unused, or an optimiser inside the backward pass has dropped them
 
     def _start_reducing(self) -> bool:
         """At a gradient outside REDUCING. Returns whether it belongs to a backward pass that is to be reduced."""
-        current = self._pass
-        if current.phase is PassPhase.IDLE:
-            if current.is_stale and not self.queue.nothing_to_send:
-                current.is_stale = False  # the error ends the backward pass, so its end callback will not run
-                raise RuntimeError(backward_errors.BACKWARD_TWICE)
+        current, usage = self._pass, self.usage
+        if not current.begin_reducing(stale_is_error=not self.queue.nothing_to_send):
             return False
-        current.phase = PassPhase.REDUCING
         self.exchange.watch.enter()
-        if self.learns_static_graph:
+        if usage.graph is GraphUse.LEARNING:
             current.static_counts = [0] * len(self.parameters)
-            if not current.start_seen:
-                current.start_seen = True
-                autograd_graph.when_backward_ends(self._backward_ended)
+            current.see_start(self._backward_ended)
             return True
-        if not self.static_graph and self.options.find_unused:
-            reached = current.reached if current.reached is not None else self._search_unused()
-            self.usage.set_unused([i for i, yes in enumerate(reached) if not yes])
-        for i in self.usage.unused:
+        if usage.graph is GraphUse.SEARCHED:
+            usage.set_unused(current.reached if current.reached is not None else self._search_unused())
+        for i in usage.unused:
             self.queue.mark_ready(i)
         return True
 
-    def _fall_back_to_sending_at_end(self) -> None:
-        """Gradients arrive in another order than before: only at the end is it known which ones have arrived."""
-        self._return_to_all_hooks()
-        current = self._pass
-        current.send_at_end = True
-        current.reached = autograd_graph.will_be_reached([autograd_graph.accumulator(p) for p in self.parameters])
-        if not current.start_seen:
-            current.start_seen = True
-            autograd_graph.when_backward_ends(self._backward_ended)
-
     def _after_last_bucket(self) -> None:
-        self._share_usage()
-        autograd_graph.when_backward_ends(self._finish)
-
-    def _share_usage(self) -> None:
-        if self.options.find_unused and not self.static_graph:
-            self.usage.start_all_reduce(self.group)
+        self.usage.share(self.exchange.group)
+        call_when_backward_ends(self._finish)
 
     # -- the end of a backward pass ----------------------------------------------------------------------------------
 
     def _send_all_at_end(self) -> None:
-        queue, reached = self.queue, self._pass.reached
-        assert reached is not None
+        assert self._pass.reached is not None
         with torch.no_grad():
-            for i, ready in enumerate(queue.is_ready):
-                if not ready and (reached[i] or self.parameters[i].grad is not None):
-                    queue.mark_ready(i)
-            if queue.send_ready():
-                self._share_usage()
+            self.queue.mark_rest_ready(self._pass.reached)
+            if self.queue.send_ready():
+                self.usage.share(self.exchange.group)
                 self._finish()
 
-    def _delay_all_reduce(self) -> None:
+    def _send_all_of_learned_graph(self) -> None:
         """At the end of the first backward pass of a static graph the gradients per parameter are known."""
-        current = self._pass
-        if not self.learns_static_graph or current.phase is not PassPhase.REDUCING:
-            return
+        counts = self._pass.static_counts
         with torch.no_grad():
-            self.usage.start_all_reduce(self.group)
-            self.usage.unused = [i for i, n in enumerate(current.static_counts) if n == 0]
+            self.usage.share(self.exchange.group)
+            self.usage.unused = [i for i, n in enumerate(counts) if n == 0]
             for i in range(len(self.parameters)):
                 self.queue.mark_ready(i)
             self.queue.send_ready()
             self._finalize()
-            self._uses = current.static_counts
+            self.usage.uses = counts
+            self.usage.set_graph(GraphUse.LEARNED)
 
     def _finish(self) -> None:
-        if self.is_sampled:
-            self.clock.mark("backward_end")
-        if self._uses is not None:
-            self._pass.order += self.usage.unused
+        self.clock.mark("backward_end")
+        order, queue, usage = self._pass.order, self.queue, self.usage
+        if usage.graph is GraphUse.LEARNED:
+            order += usage.unused
         with torch.no_grad():
             self._finalize()
-        self._count_steady_steps()
+        steady = (
+            queue.has_rebuilt
+            and self.hooks.mode is HookMode.ALL_PARAMETERS
+            and all(n == 1 for n in usage.uses)
+            and queue.arrives_in_order(order)
+        )
+        if self.hooks.count_step(steady=steady):
+            last = [b.plan.indices[-1] for b in queue.buckets]
+            if queue.nothing_to_send:
+                self.hooks.reduce_to(HookMode.LAST_PARAMETER, last[-1:])
+            else:
+                self.hooks.reduce_to(HookMode.LAST_OF_BUCKET, last)
 
     def _finalize(self) -> None:
-        current = self._pass
-        current.end()
+        self._pass.end()
         try:
-            with self._logging_errors():
-                self.queue.finish(self.iterations, may_have_unused=self.options.find_unused or self.static_graph)
-                for future in self._futures:
+            with self.logging_errors():
+                self.queue.finish()
+                for future in self.futures:
                     future.wait()
         finally:
             self.exchange.watch.leave()
-            self._futures = []
+            self.futures = []
             self.exchange.join_work = None
-        self.usage.wait()  # also if its result was not needed: the next all-reduce must not overtake it
-        if self.learns_static_graph:
-            self.usage.counts()  # read in every later step, when the tensor may have been freed
-        elif not self.static_graph:
-            self.usage.clear()
-        if current.order:
-            self.last_order = list(current.order)
-        if self.is_sampled:
-            self.clock.at.setdefault("backward_end", self.clock.at.get("comm_start", 0))
-            self.clock.mark("comm_end")
+        self.usage.finish()
+        if self._pass.order:
+            self.queue.last_order = list(self._pass.order)
+        self.clock.mark_end()
 
-    def _count_steady_steps(self) -> None:
-        """Register few hooks after `STABLE_STEPS` backward passes in which gradients arrived in the same order."""
-        steady = (
-            self.has_rebuilt
-            and self.hook_mode is HookMode.ALL_PARAMETERS
-            and (self._uses is None or all(n == 1 for n in self._uses))
-            and self.queue.arrives_in_order(self._pass.order)
-        )
-        self._steady_steps = self._steady_steps + 1 if steady else min(self._steady_steps, 0)
-        if self._steady_steps >= STABLE_STEPS:
-            self._steady_steps = 0
-            self._register_few_hooks()
-
-    # -- rebuilding --------------------------------------------------------------------------------------------------
-
-    @property
-    def should_rebuild(self) -> bool:
-        return (self.static_graph or not self.options.find_unused) and not self.has_rebuilt
+    # -- between two iterations --------------------------------------------------------------------------------------
 
     def rebuild(self) -> bool:
         """Before the second forward: pack the buckets again, in the order in which gradients arrived on rank 0."""
         self.check_finished()
-        if not self.should_rebuild or len(self.last_order) != len(self.parameters):
+        if not self.queue.rebuild():
             return False
-        order = self.exchange.broadcast_order(self.last_order)
-        self.has_rebuilt = True
-        limits = self.options.caps.once_order_is_known()
-        self.queue.lay_out(pack(self.parameters, limits, sparse=self.sparse, order=order))
-        self._return_to_all_hooks()
-        if self.options.gradient_as_bucket_view:
-            self.queue.move_gradients_into_views()
+        self.hooks.return_to_all()
         return True
 
     def check_finished(self) -> None:
@@ -415,28 +287,25 @@ class Reducer:
         if self._pass.phase is not PassPhase.REDUCING:
             return
         self.queue.restore_unsent()
-        missing = {i: self.names[i] for i, ready in enumerate(self.queue.is_ready) if not ready}
-        message = backward_errors.unfinished(
-            rank=self.group.rank(),
-            missing=missing,
+        message = unfinished(
+            rank=self.exchange.group.rank(),
+            missing={i: self.names[i] for i, ready in enumerate(self.queue.is_ready) if not ready},
             find_unused=self.options.find_unused,
-            static_graph=self.static_graph,
+            static_graph=self.usage.is_static,
         )
-        with self._logging_errors():
+        with self.logging_errors():
             raise RuntimeError(message)
 
     def reset(self) -> None:
         """Drop a backward pass that did not end, and the order of gradients."""
         self._pass.phase = PassPhase.IDLE
-        self._return_to_all_hooks()
-        self.has_rebuilt = False
-        self.last_order = []
-        self._pass.forwards, self._futures, self.exchange.join_work = [], [], None
+        self.hooks.return_to_all()
+        self._pass.forwards, self.futures, self.exchange.join_work = [], [], None
         self.usage.clear()
-        self.queue.reset_buckets()
+        self.queue.reset()
 
     @contextmanager
-    def _logging_errors(self) -> Iterator[None]:
+    def logging_errors(self) -> Iterator[None]:
         """Errors that leave this context are also recorded in the logging data."""
         try:
             yield
@@ -445,5 +314,5 @@ class Reducer:
             raise
 
     def _log_error(self, error: Exception) -> None:
-        if self._logger is not None and (logger := self._logger()) is not None:
-            logger.error(error)
+        if self.error_log is not None and (log := self.error_log()) is not None:
+            log(error)

@@ -1,8 +1,11 @@
-"""Replicas of a module: what their state consists of, checks that they start equal, and synchronisation of buffers."""
+"""Replicas of a module: what their state consists of, digests of it, checks that they start equal, and synchronisation
+of buffers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm import agreement
-from lockstep.comm.broadcast import Broadcast
+from lockstep.comm.agreement import Broadcast
 from lockstep.errors import ReplicaMismatchError
 
 
@@ -38,11 +41,66 @@ def trained_leaves(module: nn.Module, ignored: set[str]) -> list[Leaf]:
 
 
 def state_of(module: nn.Module, ignored: set[str], *, buffers: bool = True) -> dict[str, Tensor]:
-    """Everything that must be equal on all workers, by name."""
+    """Weights and buffers that must be equal on all workers, by name."""
     named: dict[str, Tensor] = {n: p.detach() for n, p in module.named_parameters() if n not in ignored}
     if buffers:
         named |= {n: b.detach() for n, b in module.named_buffers() if n not in ignored}
     return named
+
+
+def named_state(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Everything that must be equal on all workers, by name: weights, buffers and the optimiser's state."""
+    named = state_of(module, set())
+    if optimizer is None:
+        return named
+    of_parameter = {p: name for name, p in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for n, parameter in enumerate(group["params"]):
+            owner = of_parameter.get(parameter, f"parameter {n}")
+            state = optimizer.state.get(parameter, {})
+            named |= {f"{key} of {owner}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return named
+
+
+def cheap_digests(tensors: Iterable[Tensor]) -> list[int]:
+    """The sum of bit patterns of each tensor, 64 bits. One changed bit always changes it. One transfer per device."""
+    sums = [sum_of_bits(tensor.detach()) for tensor in tensors]
+    found: dict[int, int] = {}
+    for device in {total.device for total in sums}:
+        there = [n for n, total in enumerate(sums) if total.device == device]
+        found |= zip(there, torch.stack([sums[n] for n in there]).tolist(), strict=True)
+    return [int(found[n]) for n in range(len(sums))]
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of the tensor's bit patterns, as a tensor on the same device."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return sum_of_bits(tensor.indices()) * 3 + sum_of_bits(tensor.values())
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.numel() // 8 * 8  # eight bytes at a time is fourteen times as fast as four
+    total = flat[:words].view(torch.int64).sum()
+    return total + flat[words:].sum(dtype=torch.int64) if words < flat.numel() else total
+
+
+def sha256_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and values, in the order of names."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        tensor = tensor.coalesce().to_dense() if tensor.is_sparse else tensor
+        tensor = tensor.contiguous().cpu()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def differences(states: Sequence[Sequence[int]]) -> list[int]:
+    """The positions at which the lists are not all equal."""
+    return [n for n, values in enumerate(zip(*states, strict=True)) if len(set(values)) > 1]
 
 
 def copy_state(group: dist.ProcessGroup, module: nn.Module, ignored: set[str], *, source: int, buffers: bool) -> None:
@@ -99,7 +157,7 @@ def check_same_values(
     Raises ReplicaMismatchError on all workers, with the name of the first tensor that differs.
     """
     state = state_of(module, ignored, buffers=buffers)
-    mine = {name: _digest(_local(tensor)) for name, tensor in state.items()}
+    mine = dict(zip(state, cheap_digests(map(_local, state.values())), strict=True))
     if agreement.all_equal(group, agreement.fingerprint(mine), device=device):
         return
     of_all_ranks = agreement.gather_values(group, mine, device=device)
@@ -110,16 +168,6 @@ def check_same_values(
             raise ReplicaMismatchError(
                 f"the replicas hold different values: {name} differs between rank 0 and rank {ranks}. {advice}"
             )
-
-
-def _digest(tensor: Tensor) -> int:
-    """A sum over the bit patterns: equal tensors have equal sums on any device."""
-    if tensor.numel() == 0:
-        return 0
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    width = next(w for w in (4, 2, 1) if flat.numel() % w == 0)
-    as_integers = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
-    return int(as_integers.sum(dtype=torch.int64).item())
 
 
 class ReplicaBuffers:

@@ -10,32 +10,31 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch
 from lockstep._torch import cast_forward_inputs, move_to_device
 from lockstep.ddp import arguments, replica
-from lockstep.ddp.autograd_graph import find_tensors, profiled
+from lockstep.ddp.autograd_graph import HookMode, find_tensors, profiled
 from lockstep.ddp.batchnorm import needs_gpu
 from lockstep.ddp.bucket import Caps
 from lockstep.ddp.bucket_queue import ReducerOptions
-from lockstep.ddp.comm_hooks import BUILT_IN, CommHook, check_signature
-from lockstep.ddp.delayed_all_reduce import DelayedReduce
-from lockstep.ddp.grad_hooks import HookMode
-from lockstep.ddp.join import DDPJoinHook, any_worker_syncs
-from lockstep.ddp.logging_data import DDPLogger
+from lockstep.ddp.bucket_reduce import DelayedReduce
 from lockstep.ddp.mixed_precision import MixedPrecision
-from lockstep.ddp.reducer_interface import TorchReducer
-from lockstep.ddp.wrapper_interface import TorchDDP, TorchInterface
+from lockstep.ddp.reducer import Reducer
+from lockstep.ddp.reducer_interface import DDPLogger, TorchReducer
+from lockstep.ddp.wrapper_interface import TorchDDP, TorchInterface, any_worker_syncs
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,12 @@ class DistributedDataParallel(TorchInterface):
         if self._delay_all_reduce_all_params:
             return
         if init_sync:
-            self._make_equal(leaves, buffers=buffer_sync.at_start)
+            replica.check_same_shapes(self.process_group, leaves, self.device)
+            replica.copy_state(
+                self.process_group, module, self.parameters_to_ignore, source=0, buffers=buffer_sync.at_start
+            )
+            if self.process_group.size() > 1:
+                self._check_values(buffers=buffer_sync.at_start, advice=_UNEQUAL_COPY)
         self._build(leaves, static_graph=static_graph)
         if mixed_precision is not None:
             self._mixed = MixedPrecision(self)
@@ -155,12 +159,6 @@ class DistributedDataParallel(TorchInterface):
         self.bucket_bytes_cap_list = list(caps.each_bytes)
         self.bucket_bytes_cap_default = caps.first_bytes < caps.cap_bytes
 
-    def _make_equal(self, leaves: Sequence[replica.Leaf], *, buffers: bool) -> None:
-        replica.check_same_shapes(self.process_group, leaves, self.device)
-        replica.copy_state(self.process_group, self.module, self.parameters_to_ignore, source=0, buffers=buffers)
-        if self.process_group.size() > 1:
-            self._check_values(buffers=buffers, advice=_UNEQUAL_COPY)
-
     def _check_values(self, *, buffers: bool, advice: str) -> None:
         replica.check_same_values(
             self.process_group, self.module, self.parameters_to_ignore, self.device, buffers=buffers, advice=advice
@@ -168,29 +166,23 @@ class DistributedDataParallel(TorchInterface):
 
     def _build(self, leaves: Sequence[replica.Leaf], *, static_graph: bool) -> None:
         self._buffers_of_module = replica.ReplicaBuffers(self.module, self.parameters_to_ignore)
-        self.reducer = TorchReducer(
-            [leaf.parameter for leaf in leaves],
-            names=[leaf.name for leaf in leaves],
-            sparse=[leaf.sparse for leaf in leaves],
-            group=self.process_group,
-            options=ReducerOptions(
-                caps=self._caps,
-                find_unused=self.find_unused_parameters,
-                gradient_as_bucket_view=self.gradient_as_bucket_view,
-                static_graph=static_graph,
-                skip_unused=self.skip_all_reduce_unused_params,
-                batched_copy=self.batched_grad_copy,
-            ),
+        options = ReducerOptions(
+            caps=self._caps,
+            find_unused=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_unused=self.skip_all_reduce_unused_params,
+            batched_copy=self.batched_grad_copy,
         )
-        sync_bn = any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())
+        self.reducer = TorchReducer(Reducer(leaves, group=self.process_group, options=options))
         self.logger = DDPLogger(
-            self.reducer,
+            self.reducer.core,
             {
                 "module_name": type(self.module).__name__,
                 "device_ids": ", ".join(map(str, self.device_ids or ())),
                 "output_device": -1 if self.output_device is None else self.output_device,
                 "broadcast_buffers": int(self.forward_sync_buffers),
-                "has_sync_bn": int(sync_bn),
+                "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
             },
         )
         if static_graph:
@@ -215,14 +207,14 @@ class DistributedDataParallel(TorchInterface):
             self._lazy_init_ran = True
         has_grad = torch.is_grad_enabled()
         if has_grad and self.require_backward_grad_sync:
-            if self.reducer.is_sampled:
+            if self.reducer.core.clock.is_sampled:
                 assert self.logger is not None
                 self.logger.sample()
-            self.reducer.prepare_for_forward()
+            self.reducer.core.prepare_for_forward()
         join_work = Join.notify_join_context(self)
         if join_work:
             self.reducer._set_forward_pass_work_handle(join_work, self._divide_by_initial_world_size)
-        if has_grad and self.reducer.rebuild():
+        if has_grad and self.reducer.core.rebuild():
             logger.info("buckets rebuilt in the order in which gradients arrived")
             self._has_rebuilt_buckets = True
         if not self._values_checked and has_grad and not self._join_config.enable:
@@ -238,7 +230,11 @@ class DistributedDataParallel(TorchInterface):
         """Move inputs to the module's device, and cast them for mixed precision."""
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            if not kwargs and self.mixed_precision is None and all(_is_on_device(x, device) for x in inputs):
+            if (
+                not kwargs
+                and self.mixed_precision is None
+                and all(type(x) is Tensor and x.device == device for x in inputs)
+            ):
                 return inputs, kwargs
             moved, moved_kwargs = move_to_device(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
             inputs, kwargs = moved[0], moved_kwargs[0]
@@ -264,8 +260,9 @@ class DistributedDataParallel(TorchInterface):
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             if not self.require_forward_param_sync:  # nn.Module makes assignments expensive
                 self.require_forward_param_sync = True
-            outputs = () if self.reducer.hook_mode is HookMode.LAST_PARAMETER else tuple(find_tensors(output))
-            self.reducer.prepare_for_backward(outputs)
+            reducer = self.reducer.core
+            outputs = () if reducer.hooks.mode is HookMode.LAST_PARAMETER else tuple(find_tensors(output))
+            reducer.prepare_for_backward(outputs)
         else:
             # Buffers are not synchronised before a forward that follows one without gradient synchronisation.
             self.require_forward_param_sync = False
@@ -294,63 +291,6 @@ class DistributedDataParallel(TorchInterface):
         hook = _torch.optimizer_in_backward_hook()(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
         self.reducer._set_optimizer_in_backward()
-
-    # -- communication hooks -----------------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduce buckets with `hook(state, bucket) -> Future[Tensor]` instead of the all-reduce. Only once."""
-        self._check_comm_hook(hook)
-        assert self.logger is not None
-        self.reducer.register_comm_hook(state, hook)
-        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
-        self._comm_hooks.append((hook, state))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        assert self.logger is not None
-        self.reducer.register_comm_hook(self.process_group, BUILT_IN[comm_hook_type])
-        self.logger._set_comm_hook_name(str(comm_hook_type))
-
-    def _check_comm_hook(self, hook: Any) -> None:
-        try:
-            check_signature(hook)
-        except (TypeError, ValueError) as error:
-            self._log_and_throw(type(error), str(error))
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Sequence[Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Register an optimiser that steps each parameter as soon as its gradient has been averaged."""
-        overlapped = _torch.overlapped_optimizer()(optim, optim_params, *args, **kwargs)
-        try:
-            overlapped.register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(
-                f"{optim} does not support overlapped DDP; use SGD, Adam or AdamW, or step it after backward."
-            ) from error
-
-    # -- uneven inputs -----------------------------------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train with unequal numbers of batches: a worker without inputs takes part in the others' collectives."""
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return DDPJoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 
@@ -390,12 +330,24 @@ class DistributedDataParallel(TorchInterface):
             )
 
 
-def _is_on_device(value: Any, device: torch.device) -> bool:
-    return type(value) is Tensor and value.device == device
-
-
+@cache
 def _exclude_from_dynamo() -> None:
     """Make torch.compile compile the module inside the wrapper but not the wrapper itself, as with torch's own."""
-    if not getattr(_exclude_from_dynamo, "done", False):
-        _torch.exclude_from_compiler("lockstep.ddp")
-        _exclude_from_dynamo.done = True  # type: ignore[attr-defined]
+    _torch.exclude_from_compiler("lockstep.ddp")
+
+
+def install_ddp() -> None:
+    """Make `torch.nn.parallel.DistributedDataParallel` our class, also in modules that have imported it before.
+
+    Rebinds every module-level name that refers to torch's class; modules that are imported later get ours from
+    torch's modules. Calling it again does nothing.
+    """
+    for name, module in list(sys.modules.items()):
+        if module is None or name.partition(".")[0] == "lockstep":
+            continue
+        try:
+            names = [key for key, value in vars(module).items() if value is TorchDDP]
+        except TypeError:  # some programs put objects into sys.modules that are not modules
+            continue
+        for key in names:
+            setattr(module, key, DistributedDataParallel)

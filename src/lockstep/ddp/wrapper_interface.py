@@ -1,25 +1,28 @@
-"""Torch's methods of the wrapper that are not part of a training step: buffers, and what libraries call.
+"""Torch's methods of the wrapper that are not part of a training step: buffers, communication hooks, uneven inputs, and
+what libraries call.
 
-`DistributedDataParallel` in wrapper.py derives from this class, and sets the attributes that are declared here.
+`DistributedDataParallel` in wrapper.py derives from `TorchInterface`, and sets the attributes that are declared there.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
+from lockstep import _torch
 from lockstep._torch import BufferCommHook, BufferCommHookLocation, move_to_device, preserve_version_counter
+from lockstep.comm.abortable_wait import wait_without_limit
 from lockstep.ddp import replica
-from lockstep.ddp.join import highest_rank
-from lockstep.ddp.logging_data import DDPLogger
-from lockstep.ddp.reducer_interface import TorchReducer
+from lockstep.ddp.bucket_reduce import BUILT_IN, CommHook, check_signature
+from lockstep.ddp.reducer_interface import DDPLogger, TorchReducer
 
 if TYPE_CHECKING:
 
@@ -43,12 +46,16 @@ class TorchInterface(TorchDDP):
     parameters_to_ignore: set[str]
     static_graph: bool
     find_unused_parameters: bool
+    mixed_precision: Any  # torch's _MixedPrecision
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     use_side_stream_for_tensor_copies: bool
     _buffers_of_module: replica.ReplicaBuffers
     _has_rebuilt_buckets: bool
     _ddp_sink_clone: bool
+    _comm_hooks: list[tuple[Callable[..., Any], object]]
+    _divide_by_initial_world_size: bool
+    _authoritative_rank: int
 
     def _log_and_throw(self, kind: type[Exception], message: str) -> NoReturn:
         error = kind(message)
@@ -95,7 +102,7 @@ class TorchInterface(TorchDDP):
             # An earlier forward may have saved these tensors for a backward pass that has not run; it stays valid.
             with (
                 preserve_version_counter(tuple(self.modules_buffers)),
-                self.reducer.exchange.watch.explain_errors("the synchronisation of buffers"),
+                self.reducer.core.exchange.watch.explain_errors("the synchronisation of buffers"),
             ):
                 self._sync_module_buffers(source)
 
@@ -122,10 +129,7 @@ class TorchInterface(TorchDDP):
         self._buffers_of_module.refresh()
 
     def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[..., Any],
-        comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD,
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD
     ) -> None:
         """Use `hook(state, {name: buffer})` instead of the broadcast from rank 0. It may return a list of futures."""
         if not callable(hook):
@@ -133,6 +137,59 @@ class TorchInterface(TorchDDP):
         self.buffer_hook = BufferCommHook(
             buffer_comm_hook=hook, buffer_comm_hook_state=state, buffer_comm_hook_location=comm_hook_location
         )
+
+    # -- communication hooks -----------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Reduce buckets with `hook(state, bucket) -> Future[Tensor]` instead of the all-reduce. Only once."""
+        self._check_comm_hook(hook)
+        assert self.logger is not None
+        self.reducer.register_comm_hook(state, hook)
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        assert self.logger is not None
+        self.reducer.register_comm_hook(self.process_group, BUILT_IN[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        try:
+            check_signature(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Sequence[Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Register an optimiser that steps each parameter as soon as its gradient has been averaged."""
+        overlapped = _torch.overlapped_optimizer()(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{optim} does not support overlapped DDP; use SGD, Adam or AdamW, or step it after backward."
+            ) from error
+
+    # -- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Train with unequal numbers of batches: a worker without inputs takes part in the others' collectives."""
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return DDPJoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
 
     # -- torch's other methods ---------------------------------------------------------------------------------------
 
@@ -239,8 +296,73 @@ class TorchInterface(TorchDDP):
     ) -> None:
         """Parameters and buffers with these full names are neither made equal at the start nor averaged."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        named: list[Mapping[str, Tensor]] = [dict(module.named_parameters()), dict(module.named_buffers())]
-        for tensors in named:
-            for name, tensor in tensors.items():
-                if name in params_and_buffers_to_ignore:
-                    tensor._ddp_ignored = True  # type: ignore[attr-defined]
+        named: Iterator[tuple[str, Any]] = chain(module.named_parameters(), module.named_buffers())
+        for name, tensor in named:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True
+
+
+class DDPJoinHook(JoinHook):
+    """Uneven inputs: a worker that has run out of batches makes the collective calls that the others wait for.
+
+    The context manager that runs it is torch's `torch.distributed.algorithms.Join`.
+    """
+
+    def __init__(self, ddp: TorchInterface, *, divide_by_initial_world_size: bool) -> None:
+        assert ddp.logger is not None
+        ddp.logger._set_uneven_input_join()
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        self.ddp = ddp
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Make the calls of one step of the other workers, in the same order, with contributions of zero."""
+        ddp = self.ddp
+        ddp.reducer.core.rebuild()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_module_buffers(highest_rank(ddp.process_group, ddp.device, candidate=False))
+        syncs = any_worker_syncs(ddp.process_group, ddp.device, we_do=False, wait=True)
+        ddp.require_forward_param_sync = syncs
+        if not syncs:
+            return
+        watch = ddp.reducer.core.exchange.watch
+        watch.enter()
+        for future in [ddp.reducer._run_comm_hook(b) for b in ddp.reducer._get_zeros_like_grad_buckets()]:
+            future.wait()
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            nothing = torch.zeros(len(ddp.reducer.core.parameters), dtype=torch.int32, device=ddp.device)
+            wait_without_limit(ddp.process_group.allreduce([nothing], dist.AllreduceOptions()))
+        watch.leave()
+        ddp.reducer._push_all_rebuilt_params()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All workers end with the weights of the last worker to finish."""
+        ddp = self.ddp
+        ddp._authoritative_rank = highest_rank(ddp.process_group, ddp.device, candidate=is_last_joiner)
+        source, buffers = ddp._authoritative_rank, ddp.forward_sync_buffers
+        replica.copy_state(ddp.process_group, ddp.module, ddp.parameters_to_ignore, source=source, buffers=buffers)
+
+
+def any_worker_syncs(group: dist.ProcessGroup, device: torch.device, *, we_do: bool, wait: bool) -> bool:
+    """Whether the backward pass of this step will be reduced. Collective.
+
+    A worker that still has inputs knows the answer, and returns `we_do` at once; one that has joined waits for it.
+    """
+    count = torch.full((1,), float(we_do), device=device)
+    work = group.allreduce([count], dist.AllreduceOptions())
+    if not wait:
+        return we_do
+    wait_without_limit(work)
+    return bool(count.item() != 0)
+
+
+def highest_rank(group: dist.ProcessGroup, device: torch.device, *, candidate: bool) -> int:
+    """The highest rank among the workers that pass `candidate=True`; equal on all workers. Collective."""
+    ours = group.rank() if candidate else -1
+    rank = torch.tensor([ours], device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    wait_without_limit(group.allreduce([rank], options))
+    highest = int(rank.item())
+    assert highest >= 0, "no worker was a candidate"
+    return highest

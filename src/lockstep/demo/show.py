@@ -21,7 +21,8 @@ from typing import Any, Final
 from lockstep.errors import LockstepError
 from lockstep.launcher.exit_policy import count_workers
 from lockstep.launcher.job import count_cores, count_gpus
-from lockstep.report.live_status import find_run, read_status
+from lockstep.report.live_status import read_status
+from lockstep.report.run_folder import find_run
 
 KILL_AT: Final = 0.4  # after this part of the steps
 QUICK_EPOCHS: Final = 12
@@ -74,7 +75,7 @@ class DemoRun:
 
 class DemoRunner:
     def __init__(self, directory: Path, *, plain: bool, quick: bool) -> None:
-        self._directory, self._plain, self._quick = directory, plain, quick
+        self._directory, self._plain, self.quick = directory, plain, quick
 
     def print(self, text: str) -> None:
         is_title = not text.startswith(" ")
@@ -88,7 +89,7 @@ class DemoRunner:
         command += ["--plain"] if self._plain else []
         command += ["--log-dir", str(self._directory / "logs" / name)]
         command += ["-m", f"lockstep.demo.{which}", "--directory", str(folder)]
-        command += ["--epochs", str(QUICK_EPOCHS)] if self._quick else []
+        command += ["--epochs", str(QUICK_EPOCHS)] if self.quick else []
         with subprocess.Popen(command) as process:
             try:
                 if kills:
@@ -135,9 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     if directory.exists() and any(directory.iterdir()):
         parser.error(f"{directory} is not empty; give another --directory")
     try:
-        return run_demo(
-            DemoRunner(directory, plain=chosen.plain, quick=chosen.quick), directory, workers, quick=chosen.quick
-        )
+        return run_demo(DemoRunner(directory, plain=chosen.plain, quick=chosen.quick), workers)
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
@@ -145,14 +144,14 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
-def run_demo(runner: DemoRunner, directory: Path, workers: int, *, quick: bool) -> int:
+def run_demo(runner: DemoRunner, workers: int) -> int:
     began_s = time.monotonic()
     runner.print(f"1. Handwritten digits on {workers} workers. One of them will be killed, in the middle.")
     many = runner.train("digits", "digits", workers=workers, kills=True)
     runner.print("2. The same on one worker, undisturbed.")
     alone = runner.train("digits", "digits-alone", workers=1)
     text = None
-    if not quick:
+    if not runner.quick:
         runner.print(f"3. A character GPT on {workers} workers.")
         text = runner.train("text", "text", workers=workers)
     runner.print("What came out")
@@ -162,9 +161,8 @@ def run_demo(runner: DemoRunner, directory: Path, workers: int, *, quick: bool) 
     runner.print(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
     verdict = "the same bits" if is_same else "NOT the same: please report it"
     runner.print(f"               {alone.digest[:16]}… on one: {verdict}")
-    runner.print(
-        "  killed       " + (f"and the others continued after {1000 * took:.0f} ms" if took else "none in time")
-    )
+    killed = f"and the others continued after {1000 * took:.0f} ms" if took else "none in time"
+    runner.print(f"  killed       {killed}")
     runner.print(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
     if not math.isnan(together + one):  # NaN if a run was too short
         runner.print(
@@ -174,13 +172,9 @@ def run_demo(runner: DemoRunner, directory: Path, workers: int, *, quick: bool) 
     if text is not None:
         wrote = " ".join(text.result["text"][-42:].split())
         runner.print(f"  GPT          {text.result['nats']:.2f} nats per character; it writes: “{wrote}”")
-    _report(many.folder)
+    from lockstep.report.command import write_report
+
+    print(f"  report       {os.path.relpath(write_report(many.folder))}", flush=True)
     runner.print(f"  took         {time.monotonic() - began_s:.0f} s")
     print("\n" + NEXT.format(workers=workers))
     return 0 if is_same else 1
-
-
-def _report(folder: Path) -> None:
-    from lockstep.report.command import write_report
-
-    print(f"  report       {os.path.relpath(write_report(folder))}", flush=True)

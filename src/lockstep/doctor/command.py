@@ -1,17 +1,27 @@
-"""`lockstep doctor`: checks this machine, starts two workers as a trial, and prints findings."""
+"""`lockstep doctor`: checks this machine, starts two workers as a trial, and prints findings.
+
+python -m lockstep.doctor.command FILE      the program of the trial's workers; rank 0 writes its result to FILE
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from lockstep.doctor.facts import inspect_machine
 from lockstep.doctor.judge import Finding, Level, judge
-from lockstep.doctor.trial import try_workers
+
+WORKERS: Final = 2
+WITHIN_S: Final = 90.0
+WORDS: Final = 1 << 18  # 1 MiB
 
 _ABOUT = """\
 Look at this machine, and at the variables that launchers set, as a worker would find them; start two workers as a
@@ -69,3 +79,54 @@ def _as_json(finding: Finding) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'s' * (number != 1)}"
+
+
+# ---- the trial: `lockstep run` starts two real workers, and they sum a tensor ----------------------------------------
+
+
+def try_workers() -> Finding:
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
+        result_file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "lockstep", "run", "-n", str(WORKERS), "--log-dir", f"{folder}/logs"]
+        command += ["-m", "lockstep.doctor.command", str(result_file)]
+        began_s = time.monotonic()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+        except subprocess.TimeoutExpired:
+            found = f"{WORKERS} workers did not find each other within {WITHIN_S:.0f} s"
+            return Finding(Level.BAD, "trial", found, "look for a firewall, or a name that stands for another machine")
+        took_s = time.monotonic() - began_s
+        if done.returncode != 0 or not result_file.exists():
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            last = lines[-1] if lines else "they printed nothing"
+            return Finding(Level.BAD, "trial", f"{WORKERS} workers failed: {last}", "the lines above may tell why")
+        result = json.loads(result_file.read_text())
+    what = f"{WORKERS} workers on {result['device']} over {result['backend']}: started in {took_s:.1f} s"
+    return Finding(Level.GOOD, "trial", f"{what}, 1 MiB added up in {1e3 * result['seconds']:.2f} ms")
+
+
+def work(result_file: Path) -> None:
+    """Runs in each worker."""
+    import torch
+    import torch.distributed as dist
+
+    import lockstep
+
+    world = lockstep.init()
+    tensor = torch.full((WORDS,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(tensor)
+    began_s, rounds = time.monotonic(), 10
+    for _ in range(rounds):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    expected = world.size * (world.size + 1) / 2
+    if not bool((tensor == expected).all()):
+        sys.exit(f"the sum is {float(tensor[0])}, and should be {expected}")
+    if world.rank == 0:
+        seconds = (time.monotonic() - began_s) / rounds
+        result = {"backend": world.backend, "device": world.device.type, "seconds": seconds}  # per all_reduce
+        result_file.write_text(json.dumps(result))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

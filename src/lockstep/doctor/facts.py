@@ -17,6 +17,8 @@ from typing import Any, Final
 
 from lockstep import __version__
 from lockstep.errors import WorldError
+from lockstep.launcher.job import count_cores, count_gpus
+from lockstep.settings import Settings
 from lockstep.world.environment import RankAssignment, detect
 
 TORCH_WITHIN_S: Final = 120.0
@@ -99,6 +101,7 @@ class Machine:
     place: RankAssignment | None  # rank and size that a launcher has set; None: there is no launcher
     place_problem: str = ""
     master_problem: str = ""  # with MASTER_ADDR or MASTER_PORT
+    settings_problem: str = ""  # with a LOCKSTEP_* variable
     python: tuple[int, ...] = field(default_factory=lambda: tuple(sys.version_info[:3]))
     lockstep: str = __version__
 
@@ -110,28 +113,34 @@ def inspect_machine(env: Mapping[str, str], directory: Path) -> Machine:
         place = detect(env)
     except WorldError as error:
         place_problem = str(error)
+    settings, settings_problem = Settings(), ""
+    try:
+        settings = Settings.from_env(env)
+    except ValueError as error:
+        settings_problem = str(error)
     host, memory = socket.gethostname(), _read_meminfo()
     return Machine(
         host=host,
         torch=ask_torch(),
         cores=os.cpu_count() or 1,
-        usable_cores=len(os.sched_getaffinity(0)),
+        usable_cores=count_cores(),
         quota_cores=cgroup_cores(),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),
         memory_limit_bytes=cgroup_memory(),
-        shm=space_of(Path(env.get("LOCKSTEP_SHM_DIR") or "/dev/shm")),
+        shm=space_of(Path(settings.shm_dir or "/dev/shm")),
         directory=space_of(directory),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         host_addresses=addresses_of(host),
         loopback_problem=_try_loopback(),
-        driver_gpus=_count_driver_gpus(),
+        driver_gpus=count_gpus(),
         clock_is_set=_is_clock_set(),
         env=env,
         place=place,
         place_problem=place_problem,
         master_problem=_try_master(env, place),
+        settings_problem=settings_problem,
     )
 
 
@@ -170,9 +179,7 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     texts = [_read(folder / "memory.max") for folder in _groups(root, membership)]
     texts.append(_read(root / "memory" / "memory.limit_in_bytes"))
     limits = [int(text) for text in texts if text.isdigit()]
-    return min(
-        (limit for limit in limits if limit < 1 << 60), default=None
-    )  # cgroup v1 has a huge number for "no limit"
+    return min((one for one in limits if one < 1 << 60), default=None)  # cgroup v1 has a huge number for "no limit"
 
 
 def _groups(root: Path, membership: Path) -> list[Path]:
@@ -214,11 +221,9 @@ def space_of(path: Path) -> Space:
 def addresses_of(host: str) -> tuple[str, ...]:
     """Resolves the name in a process of its own, with a timeout: a name server that does not answer takes minutes."""
     program = "import socket, sys; print(*sorted({one[4][0] for one in socket.getaddrinfo(sys.argv[1], None)}))"
+    command = [sys.executable, "-c", program, host]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, host],
-            capture_output=True, text=True, timeout=RESOLVE_WITHIN_S, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
         return ()
     return tuple(done.stdout.split()) if done.returncode == 0 else ()
@@ -249,13 +254,6 @@ def _try_master(env: Mapping[str, str], place: RankAssignment | None) -> str:
             return ""
     except (OSError, OverflowError) as error:
         return f"MASTER_PORT={env['MASTER_PORT']} cannot be listened on: {error}"
-
-
-def _count_driver_gpus() -> int:
-    try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        return 0
 
 
 def _is_clock_set() -> bool | None:

@@ -117,8 +117,7 @@ def _interfaces(machine: Machine) -> Iterator[Finding]:
         exact = variable.startswith("GLOO")  # NCCL takes beginnings of names
         for name in wanted.split(","):
             if not any(one == name or (not exact and one.startswith(name)) for one in machine.interfaces):
-                there = ", ".join(machine.interfaces)
-                advice = f"set it to one of: {there}; or unset it"
+                advice = f"set it to one of: {', '.join(machine.interfaces)}; or unset it"
                 yield Finding(Level.BAD, "network", f"{variable}={wanted}: there is no interface {name}", advice)
     for variable in _SLOWER:
         if machine.env.get(variable, "0") not in ("", "0"):
@@ -182,12 +181,13 @@ def _launch(machine: Machine) -> Iterator[Finding]:
         found = f"a SLURM job of {tasks} tasks, and this shell is none of them: a program started here is alone"
         yield Finding(Level.WARN, "launch", found, f"start it with srun, which makes {tasks} workers of it")
     else:
-        yield Finding(
-            Level.GOOD, "launch", "no launcher has started this process: `lockstep run -n N train.py` starts workers"
-        )
+        found = "no launcher has started this process: `lockstep run -n N train.py` starts workers"
+        yield Finding(Level.GOOD, "launch", found)
     if machine.master_problem:
         advice = "choose another port or host, or leave it out: `lockstep run` finds a free one"
         yield Finding(Level.BAD, "launch", machine.master_problem, advice)
+    if machine.settings_problem:
+        yield Finding(Level.BAD, "settings", machine.settings_problem)
 
 
 def _clock(machine: Machine) -> Iterator[Finding]:

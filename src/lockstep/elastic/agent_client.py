@@ -1,12 +1,16 @@
-"""A worker's connection to the agent of its host (`host_agent`) in an elastic run.
+"""A worker's connection to the agent of its host (`host_agent`) in an elastic run: AgentClient, and the pipe.
 
-A thread reads the agent's messages, so that an order to leave arrives in the middle of a collective, and sends
-heartbeats. Everything else is done by the training thread.
+A message is one line of JSON, over a pair of connected sockets. The worker inherits its end, so no other process can
+use it: it needs neither a port nor a secret. When either side dies, the other reads the end of the stream.
+
+In the worker a thread reads the agent's messages, so that an order to leave arrives in the middle of a collective, and
+sends heartbeats. Everything else is done by the training thread.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import select
 import signal
@@ -18,24 +22,101 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lockstep.control.json_pipe import READ_BYTES, Message, MessageParser, encode
 from lockstep.elastic.membership import Generation, Position, from_json
 from lockstep.errors import LockstepError
 
 VARIABLE: Final = "LOCKSTEP_AGENT"  # the file descriptor of this worker's end of the pipe
 BEAT_EVERY_S: Final = 0.25
 ORDER_WITHIN_S: Final = 20.0
+LONGEST_LINE_BYTES: Final = 16 << 20
+MAX_UNSENT_BYTES: Final = 64 << 20
+READ_BYTES: Final = 1 << 16
+
+Message = dict[str, Any]
+
+
+class JsonPipeError(Exception):
+    """The other side sent something that is not a message."""
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class MessageParser:
+    """Splits a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > LONGEST_LINE_BYTES:
+            raise JsonPipeError(f"a line of more than {LONGEST_LINE_BYTES} bytes")
+        messages = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError as error:
+                raise JsonPipeError(f"a line that is not JSON: {error}") from None
+            if not isinstance(message, dict):
+                raise JsonPipeError(f"a line that is not an object: {line[:80]!r}")
+            messages.append(message)
+        return messages
+
+
+class JsonPipe:
+    """The host agent's end. It never blocks, because a worker that was stopped does not read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._parser = sock, MessageParser()
+        self._unsent = b""
+        self.ended = False
+        sock.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: Message) -> None:
+        if not self.ended:
+            self._unsent += encode(message)
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            if len(self._unsent) > MAX_UNSENT_BYTES:
+                self.ended = True
+        except OSError:
+            self.ended = True
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived. Sets `ended` when no more will follow."""
+        messages: list[Message] = []
+        try:
+            while not self.ended:
+                data = self._socket.recv(READ_BYTES)
+                self.ended = not data
+                messages += self._parser.feed(data)
+        except BlockingIOError:
+            pass
+        except (OSError, JsonPipeError):
+            self.ended = True
+        return messages
+
+    def close(self) -> None:
+        self.ended = True
+        self._socket.close()
 
 
 class GenerationEnded(LockstepError):
     """This worker has left its generation: what it was doing is done again in the next one."""
-
-
-class Released(SystemExit):
-    """This worker is not needed any more. Ends its program with status 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +155,7 @@ class AgentClient:
         self._changed = threading.Condition()
         self._identity: WorkerIdentity | None = None
         self._lease_until_s = 0.0
-        self._joined: JoinedGeneration | None = None
+        self._joined = JoinedGeneration(Generation(0), rank=0)  # until the first order to join
         self._leave: dict[int, str] = {}  # why this worker has to leave, by generation
         self._last_left = 0  # the number of the generation that this worker last left
         self._closing = -1
@@ -129,11 +210,9 @@ class AgentClient:
             match message["do"]:
                 case "welcome":
                     self._identity = WorkerIdentity(message["id"], message["slot"], message["wanted"])
-                    self.call_log = [(what, result) for what, result in message["journal"]]
-                    self.loop_began, self._told_generation = message["loop"], message["generation"]
+                    self._read_call_log(message, message["journal"])
                 case "journal":
-                    self.call_log += [(what, result) for what, result in message["entries"]]
-                    self.loop_began, self._told_generation = message["loop"], message["generation"]
+                    self._read_call_log(message, message["entries"])
                 case "lease":
                     self._lease_until_s = message["until_s"]
                 case "join":
@@ -151,6 +230,10 @@ class AgentClient:
         if message["do"] == "leave" and message["generation"] == self.generation:
             self.on_leave()
 
+    def _read_call_log(self, message: Message, entries: list[Any]) -> None:
+        self.call_log += [(what, result) for what, result in entries]
+        self.loop_began, self._told_generation = message["loop"], message["generation"]
+
     # -- the training thread -----------------------------------------------------------------------------------------
 
     def send(self, what: str, **more: Any) -> None:
@@ -158,20 +241,15 @@ class AgentClient:
             self._socket.sendall(encode({"say": what, **more}))
 
     def wait_for_generation(self) -> JoinedGeneration:
-        """Wait for the next generation that has this worker as a member. Raises Released if there will be none."""
+        """Wait for the next generation that has this worker as a member. Raises SystemExit(0) if there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._released or self._is_next_known())
+            self._changed.wait_for(lambda: self._released or self._joined.generation.number > self.generation)
             if self._released:
-                raise Released
-            assert self._joined is not None
+                raise SystemExit(0)  # this worker is not needed any more
             joined = self._joined
             self.generation = joined.generation.number
         self.send("inside", generation=self.generation)
         return joined
-
-    def _is_next_known(self) -> bool:
-        joined = self._joined
-        return joined is not None and joined.generation.number > self.generation
 
     def wait_for_call(self, count: int) -> bool:
         """Wait until the call log has `count` entries, unless the others are not in their loop yet.

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch import Store, set_group_timeout
-from lockstep.comm import deferred_destroy
-from lockstep.comm.abortable_group import ConnectionTracker
+from lockstep.comm.abortable_group import ConnectionTracker, deferred_destroy
 from lockstep.comm.abortable_wait import mark_aborted
 from lockstep.comm.register_backends import is_lockstep_group
 from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration

@@ -1,7 +1,7 @@
 """The launcher of an elastic run on one host: it replaces workers that are lost, while the others continue.
 
 `membership` decides which workers are in which generation, `host_workers` carries that out on this host, and
-`restart_policy` decides whether a replacement makes sense. Each of the other hosts has an agent like this one
+`worker_state` decides whether a replacement makes sense. Each of the other hosts has an agent like this one
 (`other_hosts`); the state that they share is in the store (`records`).
 """
 
@@ -18,8 +18,7 @@ from lockstep.elastic.host_workers import HostWorkers
 from lockstep.elastic.membership import OrderAction, Standing, Want
 from lockstep.elastic.other_hosts import OtherHosts, RunEnd
 from lockstep.elastic.records import Records
-from lockstep.elastic.restart_policy import WorkerFailure, start_at_s, why_give_up
-from lockstep.elastic.worker_state import LocalWorker, why_dead
+from lockstep.elastic.worker_state import LocalWorker, WorkerFailure, start_at_s, why_dead, why_give_up
 from lockstep.failures.card import Card
 from lockstep.failures.postmortem import show
 from lockstep.launcher import scale_request
@@ -29,8 +28,6 @@ from lockstep.launcher.exit_policy import (
     PREEMPTED,
     Action,
     Exit,
-    LaunchState,
-    decide,
     describe,
     exit_status,
     is_lost_peer,
@@ -39,7 +36,7 @@ from lockstep.launcher.hosts import HOST, StoreConnection, key_prefix, workers_o
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import clear_write_timeout, print_message, set_write_timeout
 from lockstep.launcher.parent_watch import ParentWatch
-from lockstep.launcher.worker_process import WorkerProcess
+from lockstep.launcher.worker_group import WorkerProcess
 
 LOOK_EVERY_S: Final = 0.1
 SCREEN_S: Final = 1.0  # how long a write to the screen may block
@@ -70,7 +67,6 @@ class HostAgent(HostProcesses):
         self._last_pass_s = time.monotonic()
         self._start_at_s = 0.0
         self._has_ended = False  # the program has ended on some worker, perhaps without ever creating a Run
-        self._abandoned: set[int] = set()  # numbers of workers that were stopped, because the lease ended for example
         self._run_end: RunEnd | None = None  # set if another host ended the run, or the store is lost
         self._other_hosts: OtherHosts | None = None
 
@@ -84,12 +80,11 @@ class HostAgent(HostProcesses):
         else:
             self._connection = StoreConnection.open(hosts, self._selector, self._on_lease_lost)
             self._records = Records(hosts.name, self._connection.client, want, prefix=key_prefix(hosts.secret))
-            run_options = {"--hosts": hosts.count, "-n": job.workers, "--min": bounds.least, "--max": bounds.most}
             self._other_hosts = OtherHosts(
                 hosts,
                 records=self._records,
                 connection=self._connection,
-                run_options=run_options,
+                run_options={"--hosts": hosts.count, "-n": job.workers, "--min": bounds.least, "--max": bounds.most},
                 selector=self._selector,
             )
         self._host_workers = HostWorkers(self._records, self._events)
@@ -125,22 +120,10 @@ class HostAgent(HostProcesses):
             wait_s = self._manage(now_s)
             if self._is_done():
                 break
-            if not self._is_ending:
-                self._wait_for_events(wait_s)
-                continue
-            decision = decide(
-                LaunchState(
-                    now_s=now_s,
-                    alive=len(self._running()),
-                    grace_s=self._grace_s(),
-                    stop_sent_at_s=self._stop_sent_at_s,
-                    interrupts=self._interrupts,
-                    killed=self._killed,
-                )
-            )
-            if decision.act is Action.DONE:
+            act = self._decide(now_s).act if self._is_ending else Action.WAIT
+            if act is Action.DONE:
                 break
-            if decision.act is Action.KILL:
+            if act is Action.KILL:
                 self._kill()
             self._wait_for_events(wait_s)
         if self._other_hosts is not None:
@@ -184,8 +167,7 @@ class HostAgent(HostProcesses):
         for local in list(self._host_workers.workers.values()):
             if local.pipe.has_unsent:
                 local.pipe.flush()
-            why_killed = why_dead(local, now_s, self._elastic.stall_s)
-            if why_killed is not None:
+            if (why_killed := why_dead(local, now_s, self._elastic.stall_s)) is not None:
                 self._kill_worker(local, why_killed)
         if self._other_hosts is not None:
             self._check_other_hosts(self._other_hosts, now_s)
@@ -211,11 +193,6 @@ class HostAgent(HostProcesses):
         many = 1 if self._hosts is None else self._hosts.count
         return workers_on_host(self._host_workers.want.workers, many, names.index(self._records.name))
 
-    def _needed(self) -> list[int]:
-        """The numbers of the running workers, without those that were released because there are too many."""
-        numbers = [worker.rank for worker in self._running()]
-        return [number for number in numbers if not self._local_workers[number].released]
-
     def _release_surplus(self) -> None:
         """Release newcomers if fewer workers are wanted by now. Surplus members are left out of the next generation."""
         surplus = len(self._needed()) - self._share()
@@ -226,39 +203,23 @@ class HostAgent(HostProcesses):
                 self._host_workers.release(local, "there are enough without it")
                 surplus -= 1
 
-    def _kill_latecomers(self) -> None:
-        """Kill the workers that have not joined yet: the program is over."""
-        members = self._records.generation.members
-        for number, local in self._local_workers.items():
-            worker, standing = self._workers[number], local.record.standing
-            late = standing is Standing.STARTING or (standing is Standing.READY and local.id not in members)
-            if worker.alive and not worker.stop_sent and late:
-                worker.stop_sent = True
-                self._signal_group(worker, signal.SIGKILL)
-
     def _handle_signal(self, number: int) -> None:
-        if number == scale_request.REQUEST_SIGNAL:
-            self._rescale()
-        else:
+        if number != scale_request.REQUEST_SIGNAL:
             super()._handle_signal(number)
-
-    def _rescale(self) -> None:
-        """`lockstep scale` has written how many workers are wanted."""
-        try:
+            return
+        try:  # `lockstep scale` has written how many workers are wanted
             wanted = scale_request.read_request(self._job.log_dir)
         except (OSError, ValueError) as error:
             file = self._job.log_dir / scale_request.REQUEST_FILE
             print_message(f"SIGUSR2: no number of workers in {file} ({error}); use `lockstep scale`")
             return
         least, most = self._elastic.least, self._most()
-        if not least <= wanted <= most:
-            shards = f", for the run has {most} shards" if most < self._elastic.most else ""
-            print_message(
-                f"{wanted} workers are wanted, but there can be {least} to {most}{shards}: nothing is changed"
-            )
-            return
-        print_message(f"{wanted} workers are wanted")
-        self._records.set_want(Want(wanted, least, self._elastic.most))
+        if least <= wanted <= most:
+            print_message(f"{wanted} workers are wanted")
+            self._records.set_want(Want(wanted, least, self._elastic.most))
+        else:
+            can_be = f"{least} to {most}{f', for the run has {most} shards' if most < self._elastic.most else ''}"
+            print_message(f"{wanted} workers are wanted, but there can be {can_be}: nothing is changed")
 
     # -- other hosts -------------------------------------------------------------------------------------------------
 
@@ -270,16 +231,6 @@ class HostAgent(HostProcesses):
         self._stop_workers(why, "it can be reached again")
         if self._other_hosts is not None:
             self._other_hosts.reset()
-
-    def _stop_workers(self, why: str, until: str) -> None:
-        mine = [worker for worker in self._running() if worker.rank not in self._abandoned]
-        stopped = f"{len(mine)} worker{'s' if len(mine) > 1 else ''} of this host"
-        print_message(f"{why}; {stopped} must stop, and others are started when {until}" if mine else why)
-        for worker in mine:
-            self._abandoned.add(worker.rank)
-            worker.stop_sent = True
-            self._signal_group(worker, signal.SIGKILL)
-        self._host_workers.remove_all()
 
     def _check_other_hosts(self, other_hosts: OtherHosts, now_s: float) -> None:
         host_workers = self._host_workers
@@ -318,9 +269,8 @@ class HostAgent(HostProcesses):
             early = self._reap(worker)
             is_lost = early or code not in (0, PREEMPTED)
             self._events.record("lost" if is_lost else "ended", worker=local.id, code=code)
-            self._exits.append(
-                Exit(worker.rank, code, at_s, is_lost_peer(worker.last_lines()), worker.stop_sent, early)
-            )
+            lost_peer = is_lost_peer(worker.last_lines())
+            self._exits.append(Exit(worker.rank, code, at_s, lost_peer, worker.stop_sent, early))
             if worker.rank in self._abandoned:
                 continue
             released = any(do is OrderAction.RELEASE for do, _ in local.orders_sent)
@@ -341,9 +291,7 @@ class HostAgent(HostProcesses):
     def _handle_loss(self, worker: WorkerProcess, at_s: float, *, early: bool = False) -> None:
         words, code = worker.last_lines(), worker.process.returncode
         assert code is not None
-        error = words[-1] if code > 0 and words else ""
-        if early:
-            error = EARLY
+        error = EARLY if early else words[-1] if code > 0 and words else ""
         failure = WorkerFailure(worker.rank, at_s, self._host_workers.newest[0], self._host_workers.current[0], error)
         self._failures.append(failure)
         if self._is_ending or self._gave_up is not None or (self._host_workers.is_over and worker.stop_sent):
@@ -384,8 +332,8 @@ class HostAgent(HostProcesses):
             self._give_up(self._undecided.pop(), NO_RUN)
 
     def _give_up(self, failure: WorkerFailure, why: str) -> None:
-        first = next(one for one in self._failures if one.newest == failure.newest and one.error == failure.error)
-        self._gave_up = first
+        same = (one for one in self._failures if one.newest == failure.newest and one.error == failure.error)
+        self._gave_up = next(same)
         print_message(f"giving up: {why}")
         worker, exits = self._workers[failure.worker], [one for one in self._exits if one.rank == failure.worker]
         how = failure.error if exits[-1].early else describe(exits[-1].code)
@@ -416,9 +364,7 @@ class HostAgent(HostProcesses):
             codes = [one.code for one in self._exits if one.code in (0, PREEMPTED)]
             ended, over = self._host_workers.is_over or PREEMPTED in codes, self._records.over
             stopped_s = self._stop_sent_at_s
-            too_late = stopped_s is not None and not any(
-                one.at_s >= stopped_s for one in self._exits
-            )  # all had ended before
+            too_late = stopped_s is not None and all(one.at_s < stopped_s for one in self._exits)
             preempted = INTERRUPTED if self._stop_signal == signal.SIGINT else PREEMPTED
             if ended and (self._stop_signal is None or too_late):
                 return preempted if PREEMPTED in codes else over["status"] if over is not None else 0

@@ -11,18 +11,18 @@ import signal
 import socket
 from contextlib import suppress
 
-from lockstep.control.json_pipe import JsonPipe
-from lockstep.elastic.agent_client import VARIABLE
+from lockstep.elastic.agent_client import VARIABLE, JsonPipe
 from lockstep.elastic.host_workers import HostWorkers
+from lockstep.elastic.membership import Standing
+from lockstep.elastic.records import Records
 from lockstep.elastic.worker_state import LocalWorker
-from lockstep.launcher.events import Events
 from lockstep.launcher.exit_policy import PREEMPTED
-from lockstep.launcher.fork_server_client import ForkRequest, ForkServer
+from lockstep.launcher.fork_server import ForkRequest, ForkServer
+from lockstep.launcher.hosts import Events
 from lockstep.launcher.job import Job, count_cores, worker_env
 from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch
-from lockstep.launcher.worker_group import WorkerGroup
-from lockstep.launcher.worker_process import WorkerProcess
+from lockstep.launcher.worker_group import WorkerGroup, WorkerProcess
 
 
 class _PipeReader:
@@ -39,6 +39,7 @@ class _PipeReader:
 
 class HostProcesses(WorkerGroup):
     _port: int
+    _records: Records
     _host_workers: HostWorkers
 
     def __init__(self, job: Job, parent_watch: ParentWatch) -> None:
@@ -47,6 +48,7 @@ class HostProcesses(WorkerGroup):
         self._events = Events(job.log_dir / "events.jsonl")
         self._fork_server: ForkServer | None = None
         self._local_workers: dict[int, LocalWorker] = {}  # by worker number
+        self._abandoned: set[int] = set()  # numbers of workers that were stopped, because the lease ended for example
         self._ended_groups: list[WorkerProcess] = []  # ended workers with processes of their group still to be reaped
 
     def _start_worker(self) -> None:
@@ -78,6 +80,11 @@ class HostProcesses(WorkerGroup):
         self._fork_server.close()
         self._fork_server = None
 
+    def _needed(self) -> list[int]:
+        """The numbers of the running workers, without those that were released because there are too many."""
+        numbers = [worker.rank for worker in self._running()]
+        return [number for number in numbers if not self._local_workers[number].released]
+
     def _number_of(self, local: LocalWorker) -> int:
         return next(n for n, one in self._local_workers.items() if one is local)
 
@@ -90,6 +97,26 @@ class HostProcesses(WorkerGroup):
             print_message(f"{worker.name} (pid {worker.process.pid}) is killed: {why}")
             worker.stop_sent = True
             self._signal_group(worker, signal.SIGKILL)
+
+    def _kill_latecomers(self) -> None:
+        """Kill the workers that have not joined yet: the program is over."""
+        members = self._records.generation.members
+        for number, local in self._local_workers.items():
+            worker, standing = self._workers[number], local.record.standing
+            late = standing is Standing.STARTING or (standing is Standing.READY and local.id not in members)
+            if worker.alive and not worker.stop_sent and late:
+                worker.stop_sent = True
+                self._signal_group(worker, signal.SIGKILL)
+
+    def _stop_workers(self, why: str, until: str) -> None:
+        mine = [worker for worker in self._running() if worker.rank not in self._abandoned]
+        stopped = f"{len(mine)} worker{'s' if len(mine) > 1 else ''} of this host"
+        print_message(f"{why}; {stopped} must stop, and others are started when {until}" if mine else why)
+        for worker in mine:
+            self._abandoned.add(worker.rank)
+            worker.stop_sent = True
+            self._signal_group(worker, signal.SIGKILL)
+        self._host_workers.remove_all()
 
     def _kill(self) -> None:
         super()._kill()

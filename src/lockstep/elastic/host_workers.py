@@ -8,11 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
-from lockstep.control.json_pipe import JsonPipe, Message
-from lockstep.elastic.call_log import CallLog
-from lockstep.elastic.generation_store import GenerationStore
+from lockstep.elastic.agent_client import JsonPipe, Message
 from lockstep.elastic.membership import (
     START,
     Generation,
@@ -25,8 +23,9 @@ from lockstep.elastic.membership import (
     next_generation,
     orders,
 )
-from lockstep.elastic.records import Records
+from lockstep.elastic.records import CallLog, GenerationStore, Records
 from lockstep.elastic.worker_state import LocalWorker
+from lockstep.launcher.hosts import Events
 
 LEASE_EVERY_S: Final = 0.5  # how often workers are sent the time until which the lease of this host holds
 
@@ -35,19 +34,11 @@ QUIT_WITHIN_S: Final = 5.0
 QUIT_ELSEWHERE_WITHIN_S: Final = 10.0
 
 
-class EventLog(Protocol):
-    """Prints messages for the user, and records events for programs."""
-
-    def print(self, text: str) -> None: ...
-
-    def record(self, event: str, **facts: Any) -> None: ...
-
-
 @final
 class HostWorkers:
     """See membership.py, Note [Rules for host agents]."""
 
-    def __init__(self, records: Records, events: EventLog) -> None:
+    def __init__(self, records: Records, events: Events) -> None:
         self._records, self._events = records, events
         self._call_log, self._generation_store = CallLog(records), GenerationStore(records.client, records.keys.values)
         self.workers: dict[str, LocalWorker] = {}
@@ -187,18 +178,15 @@ class HostWorkers:
                 local.left_run, local.position, local.is_calling = True, message["position"], bool(message["calling"])
             case "ready":
                 position = _position(message["position"])
-                local.record = replace(
-                    local.record, standing=Standing.READY, generation=int(message["told"]), position=position
-                )
+                local.record = Worker(local.id, Standing.READY, int(message["told"]), position)
             case "inside":
                 local.leave_sent_s = None
                 local.record = replace(local.record, standing=Standing.INSIDE, generation=int(message["generation"]))
             case "left":
                 local.leave_sent_s = None
-                local.record = Worker(
-                    local.id, Standing.LEFT, int(message["generation"]), _position(message["position"])
-                )
-                self._record_progress(message["position"])
+                position = _position(message["position"])
+                local.record = Worker(local.id, Standing.LEFT, int(message["generation"]), position)
+                self._record_progress(position)
             case "journal":
                 self._call_log.publish(local.record, int(message["first"]), message["entries"])
             case "limit":

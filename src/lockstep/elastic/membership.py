@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -108,7 +108,7 @@ def _close(now: Generation, workers: Mapping[str, Worker], want: Want) -> Genera
     if size > want.workers:
         why = f"{_count(want.workers)} wanted"
     elif newcomers and size < want.workers:
-        why = _join_ids(newcomers[: want.workers - size], "joins", "join")
+        why = _join_names([worker.id for worker in newcomers[: want.workers - size]], "joins", "join")
     elif size < want.least:  # it was formed only to finish a step
         why = f"at least {_count(want.least)} wanted"
     else:
@@ -223,16 +223,12 @@ def _why_next(now: Generation, workers: Mapping[str, Worker], chosen: Sequence[W
     gone = [member for member in now.members if member not in workers]
     if gone:
         return _join_names(gone, "was lost", "were lost")
-    newcomers = [worker for worker in chosen if worker.id not in now.members]
+    newcomers = [worker.id for worker in chosen if worker.id not in now.members]
     if newcomers:
-        return _join_ids(newcomers, "joins", "join")
+        return _join_names(newcomers, "joins", "join")
     if len(now.members) > want.workers:
         return f"{_count(want.workers)} wanted"
     return _why_broken(now, workers)
-
-
-def _join_ids(workers: Sequence[Worker], one: str, many: str) -> str:
-    return _join_names([worker.id for worker in workers], one, many)
 
 
 def _join_names(names: Sequence[str], one: str, many: str) -> str:
@@ -315,12 +311,16 @@ def _order_for_other(worker: Worker, now: Generation, *, over: bool) -> tuple[Or
 
 # --------------------------------------------------------------------------------------------------------------- JSON
 
-Json = dict[str, object]
 Record = TypeVar("Record", bound=Generation | HostRecord | Want | Worker)
 
 
-def as_json(record: Generation | HostRecord | Want | Worker) -> Json:
-    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
+def as_json(value: Any) -> Any:
+    """A record, or what is in one, as plain JSON."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [as_json(one) for one in value]
+    return {name: as_json(one) for name, one in vars(value).items()} if is_dataclass(value) else value
 
 
 def from_json(kind: type[Record], value: object) -> Record:
@@ -337,20 +337,9 @@ def from_json(kind: type[Record], value: object) -> Record:
         except ValueError as error:
             raise ValueError(f"{name}.{field}: {error}") from None
     record = kind(**read)
-    wrong = _find_wrong(record)
-    if wrong:
+    if wrong := _find_wrong(record):
         raise ValueError(f"{name}: {wrong}")
     return record
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    return value
 
 
 def _find_wrong(record: object) -> str:

@@ -1,6 +1,15 @@
 """The other hosts of a run, as this one sees them: which are present, which are cut off, and when the run has ended.
 
 It observes, and publishes what it observed. `host_agent` decides what that means for the workers of this host.
+
+Note [Hosts that cannot reach each other]
+Two hosts that both reach the store count as alive. If they do not reach each other, their workers wait for each other,
+in a collective or to connect, and no worker is missing. A long call looks the same from outside. So a host whose
+workers have made no progress for half of --stuck-s probes the ports of the others; it names those that it has not
+reached for the other half in a record under its lease. All hosts conclude the same from these records: `left_out` says
+which hosts have to stop their workers. They may return when no record names such a pair any more.
+
+A host that never reached a port although the run made progress does not name it: then a firewall blocks only that port.
 """
 
 from __future__ import annotations
@@ -8,15 +17,144 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-from collections.abc import Mapping
+import socket
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
-from lockstep.elastic.reachability import Reachability, left_out, unreachable_from
+from lockstep.control.connection import Address, listen, own_address
 from lockstep.elastic.records import Records
+from lockstep.errors import LockstepError
 from lockstep.launcher.hosts import HostContact, Hosts, StoreConnection, address_towards, display_name
 
 STAY_LEASES: Final = 2.0  # leases for which the host with the store waits for hosts that have not ended
+PROBE_EVERY_S: Final = 1.0
+PROBE_TIMEOUT_S: Final = 3.0  # how long a connection attempt may take
+ACCEPTS_AT_ONCE: Final = 16
+
+
+def left_out(complaints: Mapping[str, Collection[str]]) -> set[str]:
+    """The hosts that must stop so that all others reach each other: first those in most pairs that do not.
+
+    `complaints` has, by host, the hosts that it does not reach.
+    """
+    pairs = {frozenset((one, peer)) for one, others in complaints.items() for peer in others if one != peer}
+    out: set[str] = set()
+    while pairs:
+        counts = Counter(name for pair in pairs for name in pair)
+        worst = max(counts, key=lambda name: (counts[name], name))
+        out.add(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return out
+
+
+def unreachable_from(name: str, complaints: Mapping[str, Collection[str]]) -> list[str]:
+    """The hosts that do not reach `name`, or that `name` does not reach."""
+    return sorted({*complaints.get(name, ()), *(one for one, others in complaints.items() if name in others)})
+
+
+@dataclass
+class _Peer:
+    """What is known about the port of another host."""
+
+    owner: Reachability
+    address: Address
+    connection: socket.socket | None = None
+    probed_s: float = -1e9
+    reached: bool = False  # ever
+    unreached_since_s: float | None = None
+
+    def ready(self, mask: int) -> None:
+        """The probe has ended."""
+        if self.connection is not None:
+            reached = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+            self.owner.record_result(self, reached=reached)
+
+
+@final
+class Reachability:
+    """Listens on a port, and probes those of the other hosts.
+
+    Registers sockets with `selector`; the data of each key is an object with `ready(mask)`.
+    """
+
+    def __init__(self, address: str, selector: selectors.BaseSelector) -> None:
+        try:
+            self._listener = listen(address, 0, backlog=64)
+        except OSError as error:
+            raise LockstepError(
+                f"cannot listen on {address}, the address for the other hosts: {error}; GLOO_SOCKET_IFNAME "
+                "chooses another interface"
+            ) from error
+        self.address = own_address(self._listener)
+        self._selector = selector
+        self._peers: dict[str, _Peer] = {}
+        selector.register(self._listener, selectors.EVENT_READ, self)
+
+    def ready(self, mask: int) -> None:
+        """Accept probes and close them: the connection itself is the answer."""
+        with suppress(OSError):
+            for _ in range(ACCEPTS_AT_ONCE):
+                self._listener.accept()[0].close()
+
+    def probe(self, now_s: float, addresses: Mapping[str, Address], *, probe_all: bool) -> None:
+        """Start the probes that are due: of hosts not reached yet or no longer; with `probe_all`, of all hosts."""
+        for name in self._peers.keys() - addresses.keys():
+            self._close_probe(self._peers.pop(name))
+        for name, address in addresses.items():
+            peer = self._peers.setdefault(name, _Peer(self, address))
+            if peer.connection is not None and now_s >= peer.probed_s + PROBE_TIMEOUT_S:
+                self.record_result(peer, reached=False)
+            due = peer.connection is None and now_s >= peer.probed_s + PROBE_EVERY_S
+            if due and (probe_all or not peer.reached or peer.unreached_since_s is not None):
+                self._start_probe(peer, now_s)
+
+    def unreached(self, now_s: float, for_s: float, *, include_never_reached: bool) -> set[str]:
+        """The hosts that have not answered for `for_s`; those that never answered only if `include_never_reached`."""
+        return {
+            name
+            for name, peer in self._peers.items()
+            if peer.unreached_since_s is not None
+            and now_s - peer.unreached_since_s >= for_s
+            and (peer.reached or include_never_reached)
+        }
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            self._close_probe(peer)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def _start_probe(self, peer: _Peer, now_s: float) -> None:
+        peer.probed_s = now_s
+        family = socket.AF_INET6 if ":" in peer.address[0] else socket.AF_INET
+        peer.connection = sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect(peer.address)
+        except BlockingIOError:
+            pass
+        except OSError:  # no route to the host, for example
+            sock.close()
+            peer.connection = None
+            self.record_result(peer, reached=False)
+            return
+        self._selector.register(sock, selectors.EVENT_WRITE, peer)
+
+    def record_result(self, peer: _Peer, *, reached: bool) -> None:
+        self._close_probe(peer)
+        if reached:
+            peer.reached, peer.unreached_since_s = True, None
+        elif peer.unreached_since_s is None:
+            peer.unreached_since_s = peer.probed_s
+
+    def _close_probe(self, peer: _Peer) -> None:
+        if peer.connection is not None:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            peer.connection = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +204,7 @@ class OtherHosts:
     ) -> None:
         self._hosts, self._records, self._connection, self._run_options = hosts, records, connection, dict(run_options)
         self._contact = HostContact(hosts)
+        self.stay_s = STAY_LEASES * hosts.lease_s  # how long to wait at most while `must_stay`
         self._progress = ProgressClock()
         self._unreached: set[str] = set()  # hosts that this one does not reach
         self._left_out: set[str] = set()  # hosts that are left out because other hosts do not reach them
@@ -79,7 +218,7 @@ class OtherHosts:
             self._reachability.close()
 
     def start(self) -> None:
-        self._records.publish_run_options(**self._run_options)
+        self._records.publish(self._records.keys.run_options, self._run_options)
 
     # -- the store, and which hosts are present ----------------------------------------------------------------------
 
@@ -114,7 +253,7 @@ class OtherHosts:
         return self._records.name in self._left_out
 
     def check_network(self, now_s: float, *, inside: bool, progress_count: int) -> list[NetworkEvent]:
-        """Probe the other hosts and publish the result (reachability.py, Note [Hosts that cannot reach each other]).
+        """Probe the other hosts and publish the result (Note [Hosts that cannot reach each other]).
 
         `inside`: a worker of this host is in a generation.
         """
@@ -125,9 +264,8 @@ class OtherHosts:
         stalled_s = self._progress.stalled_s(now_s, records.generation.number, progress_count) if inside else 0.0
         others = {name: (str(one["door"][0]), int(one["door"][1])) for name, one in networks.items()}
         reachability.probe(now_s, others, probe_all=stalled_s >= half_s)
-        unreached = reachability.unreached(
-            now_s, half_s, include_never_reached=inside and not self._progress.has_progressed
-        )
+        is_new = inside and not self._progress.has_progressed
+        unreached = reachability.unreached(now_s, half_s, include_never_reached=is_new)
         self._unreached &= reachability.unreached(now_s, 0.0, include_never_reached=True)
         events = []
         if stalled_s >= self._hosts.stuck_s:
@@ -146,11 +284,8 @@ class OtherHosts:
             others = " and ".join(map(display_name, unreachable_from(name, complaints)))
             text = f"host {display_name(name)} is left out: it and {others} do not reach each other"
             events.append(NetworkEvent(text, stops_this_host=name == self._records.name))
-        returned = [
-            NetworkEvent(f"host {display_name(name)} is not left out any more")
-            for name in sorted(before - self._left_out)
-        ]
-        return events + returned
+        returned = [display_name(name) for name in sorted(before - self._left_out)]
+        return events + [NetworkEvent(f"host {name} is not left out any more") for name in returned]
 
     def reset(self) -> None:
         """Start over like a new host: the lease has ended, and with it what this host published."""
@@ -160,11 +295,6 @@ class OtherHosts:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    @property
-    def stay_s(self) -> float:
-        """How long to wait at most while `must_stay`."""
-        return STAY_LEASES * self._hosts.lease_s
-
     def leave(self, ended_by: int | None) -> None:
         """Publish that this host ends. `ended_by` is the signal that ended it in the middle of the run, if any."""
         if self._connection.keeps_store and ended_by is not None:
@@ -172,7 +302,7 @@ class OtherHosts:
             why = f"{display_name(self._records.name)}, which kept the store, was ended by {name}"
             self._records.publish_failure(status=128 + ended_by, why=why)
         if self._records.is_listed:
-            self._records.leave()
+            self._records.publish(self._records.keys.left + self._records.name, True)
 
     @property
     def must_stay(self) -> bool:

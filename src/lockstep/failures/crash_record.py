@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Final, final
 
 from lockstep.failures import traceback_parser
+from lockstep.settings import Settings
 
 LONGEST_TRACE: Final = 200_000
 LONGEST_LINE: Final = 300
@@ -48,9 +49,12 @@ def path_of(folder: Path, pid: int) -> Path:
     return folder / f"failure-{pid}.json"
 
 
-def write(folder: Path, facts: CrashRecord) -> bool:
-    """Writes the record atomically. Returns False if that fails: a full disk must not hide the error itself."""
-    path = path_of(folder, facts.pid)
+def mark_path(folder: Path, pid: int) -> Path:
+    return folder / f"in-run-{pid}.json"
+
+
+def write(path: Path, facts: CrashRecord | RunMark) -> bool:
+    """Writes the file atomically. Returns False if that fails: a full disk must not hide the error itself."""
     with suppress(OSError):
         path.with_suffix(".new").write_text(json.dumps(asdict(facts)))
         path.with_suffix(".new").replace(path)
@@ -75,10 +79,6 @@ class RunMark:
 
     is_left: bool = False  # the Run was left by an exception or at interpreter exit; False: the worker is inside
     facts: CrashRecord | None = None  # record of the sys.exit() that left it, if so (the name is the JSON key)
-
-
-def mark_path(folder: Path, pid: int) -> Path:
-    return folder / f"in-run-{pid}.json"
 
 
 def take_mark(folder: Path, pid: int) -> RunMark | None:
@@ -106,9 +106,10 @@ class CrashHook:
         """`where` returns what is known about the place of the failure, for the card."""
         self._where, self._pid = where, os.getpid()
         # No record in a process that a worker has started: the launcher would not read it.
-        is_worker = env.get("LOCKSTEP_LAUNCHER") == str(os.getppid())
-        self._folder = Path(env["LOCKSTEP_RUN_DIR"]) if is_worker and env.get("LOCKSTEP_RUN_DIR") else None
-        self._prints_all = env.get("LOCKSTEP_TRACEBACK", "").strip().lower() == "full"
+        settings = Settings.from_env(env)
+        is_worker = settings.launcher == os.getppid()
+        self._folder = Path(settings.run_dir) if is_worker and settings.run_dir else None
+        self._prints_all = (settings.traceback or "").lower() == "full"
         self._before = sys.excepthook
         self._is_removed = False
 
@@ -130,32 +131,29 @@ class CrashHook:
 
     def record_exit(self, error: SystemExit) -> None:
         """Records a sys.exit() that is a failure, for which Python prints no traceback."""
-        if self._folder is None or os.getpid() != self._pid:
-            return
-        how = f"({error.code})" if isinstance(error.code, int) else f" with the message: {error.code}"
-        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
-        self._write(ENDED_ITSELF, f"the program called sys.exit{how}", trace, error.__traceback__, is_printed=True)
+        if self._folder is not None and os.getpid() == self._pid:
+            how = f"({error.code})" if isinstance(error.code, int) else f" with the message: {error.code}"
+            write(path_of(self._folder, self._pid), self._describe_exit(error, f"the program called sys.exit{how}"))
 
     def mark_run(self, mark: RunMark | None) -> None:
         """Writes this mark for the launcher, if there is one; None removes it."""
         if self._folder is None or os.getpid() != self._pid:
             return
         path = mark_path(self._folder, self._pid)
+        if mark is not None:
+            write(path, mark)
+            return
         with suppress(OSError):
-            if mark is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.with_suffix(".new").write_text(json.dumps(asdict(mark)))
-                path.with_suffix(".new").replace(path)
+            path.unlink(missing_ok=True)
 
     def describe_exit(self, error: SystemExit) -> CrashRecord:
         """Returns the record of a sys.exit() that has left a Run."""
+        code = "" if error.code is None else error.code
+        return self._describe_exit(error, f"the program called sys.exit({code}) in the middle of its Run")
+
+    def _describe_exit(self, error: SystemExit, text: str) -> CrashRecord:
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
-        text = f"the program called sys.exit({'' if error.code is None else error.code}) in the middle of its Run"
-        where: dict[str, Any] = {}
-        with suppress(Exception):
-            where = self._where(error.__traceback__)
-        return CrashRecord(self._pid, socket.gethostname(), ENDED_ITSELF, text, trace, where, is_printed=True)
+        return self._describe(ENDED_ITSELF, text, trace, error.__traceback__, is_printed=True)
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
         """Returns False if the caller has to print the full traceback."""
@@ -165,7 +163,8 @@ class CrashHook:
         short = "".join(exception.format())
         if self._folder is not None and isinstance(error, Exception):
             text, shown = str(error), {"short": short, "left_out": left_out, "is_printed": self._prints_all}
-            if not self._write(kind.__name__, text, full, trace, **shown) or self._prints_all:
+            facts = self._describe(kind.__name__, text, full, trace, **shown)
+            if not write(path_of(self._folder, self._pid), facts) or self._prints_all:
                 return False
             print(f"{kind.__name__}: {text}".splitlines()[0][:LONGEST_LINE], file=sys.stderr, flush=True)
             return True
@@ -176,9 +175,8 @@ class CrashHook:
         print(f"{short}{note}", file=sys.stderr, flush=True)
         return True
 
-    def _write(self, kind: str, text: str, full: str, trace: TracebackType | None, **shown: Any) -> bool:
-        assert self._folder is not None
+    def _describe(self, kind: str, text: str, full: str, trace: TracebackType | None, **shown: Any) -> CrashRecord:
         where: dict[str, Any] = {}
         with suppress(Exception):
             where = self._where(trace)
-        return write(self._folder, CrashRecord(self._pid, socket.gethostname(), kind, text, full, where, **shown))
+        return CrashRecord(self._pid, socket.gethostname(), kind, text, full, where, **shown)

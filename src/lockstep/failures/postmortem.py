@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.failures import traceback_parser
-from lockstep.failures.card import ASCII, LINES, WIDTH, Box, Card, draw
-from lockstep.failures.causes import TOO_EARLY, Evidence, advise, explain
+from lockstep.failures.card import ASCII, LINES, TOO_EARLY, WIDTH, Card, Evidence, advise, draw, explain
 from lockstep.failures.crash_record import ENDED_ITSELF, CrashRecord
 from lockstep.failures.traceback_parser import Frame, ParsedError
 from lockstep.launcher.exit_policy import describe
@@ -53,21 +52,22 @@ def describe_failure(worker: FailedWorker, crash: CrashRecord | None) -> Card:
 
 def make_card(worker: FailedWorker, crash: CrashRecord | None, seen: dict[str, Any]) -> Card:
     """Returns the card; pure. `seen` is how far the worker was, if there is no crash record."""
-    found = (
-        parse_record(crash)
-        if crash is not None
-        else traceback_parser.read(worker.last_lines)
-        if not worker.early
-        else ParsedError()
-    )
+    if crash is not None:
+        found = parse_record(crash)
+    else:
+        found = ParsedError() if worker.early else traceback_parser.read(worker.last_lines)
     evidence = Evidence(found.what, "\n".join(worker.last_lines), worker.code, worker.out_of_memory, worker.stop_sent)
     cause = TOO_EARLY if worker.early else explain(evidence)
     if found.cause and cause is None:
         cause = explain(Evidence(found.cause, "", worker.code))
     early = _EARLY.search(found.what)
     ended_itself = crash is not None and crash.kind == ENDED_ITSELF  # for which Python prints no traceback
-    what = found.what or _ended(worker)
-    if ended_itself and (last := _last_line(worker)) and last not in what:
+    last = next((line.strip()[:300] for line in reversed(worker.last_lines) if line.strip()), "")
+    what = found.what
+    if not what:  # it ended without an exception
+        what = describe(worker.code, early=worker.early).partition(";")[0]
+        what += f"; its last output: {last}" if last else "; it printed nothing"
+    if ended_itself and last and last not in what:
         what += f"; its last output: {last}"
     if found.cause:
         what += f"\nbecause of {found.cause}"
@@ -158,39 +158,17 @@ def could_not_start(error: Exception, workers: int) -> Card:
 def show(card: Card) -> None:
     """Prints the card. Call it last."""
     with suppress(OSError):
-        write_all(2, ("\n" + draw(card, width=_width(), box=_box())).encode(errors="replace"))
-
-
-def _ended(worker: FailedWorker) -> str:
-    """Describes an end without an exception."""
-    ended, last = describe(worker.code, early=worker.early).partition(";")[0], _last_line(worker)
-    return ended + (f"; its last output: {last}" if last else "; it printed nothing")
-
-
-def _last_line(worker: FailedWorker) -> str:
-    return next((line.strip()[:300] for line in reversed(worker.last_lines) if line.strip()), "")
+        box, width = ASCII, WIDTH
+        if os.isatty(2):
+            width = shutil.get_terminal_size((WIDTH, 24)).columns
+            box = LINES if "utf" in (getattr(sys.stderr, "encoding", None) or "").lower() else ASCII
+        write_all(2, ("\n" + draw(card, width=width, box=box)).encode(errors="replace"))
 
 
 def _place(frame: Frame | None) -> tuple[str, ...]:
     if frame is None:
         return ()
     function = f", in {frame.function}" if frame.function and frame.function != "<module>" else ""
-    lines = [f"{_short(frame.file)}:{frame.line}{function}"]
-    return (*lines, f"    {frame.source}") if frame.source else tuple(lines)
-
-
-def _short(file: str) -> str:
-    """Returns the path relative to the working folder, if it is below it."""
-    here = os.path.relpath(file) if os.path.isabs(file) else file
-    return file if here.startswith("..") else here
-
-
-def _box() -> Box:
-    with suppress(OSError):
-        if os.isatty(2) and "utf" in (getattr(sys.stderr, "encoding", None) or "").lower():
-            return LINES
-    return ASCII
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((WIDTH, 24)).columns if os.isatty(2) else WIDTH
+    here = os.path.relpath(frame.file) if os.path.isabs(frame.file) else frame.file
+    file = frame.file if here.startswith("..") else here  # relative to the working folder, if it is below it
+    return (f"{file}:{frame.line}{function}", *([f"    {frame.source}"] if frame.source else []))

@@ -22,8 +22,7 @@ _FRAME: Final = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, 
 _NOT_THE_EXCEPTION: Final = re.compile(
     r"^(\[[A-Z]\d{4} |lockstep: |Exception ignored|terminate called|in the loader process)"
 )
-_OURS: Final = str(Path(__file__).parents[1])
-_STANDARD: Final = sysconfig.get_paths()["stdlib"]
+_BELOW_PROGRAMS: Final = ("<frozen", f"{Path(__file__).parents[1]}/", f"{sysconfig.get_paths()['stdlib']}/")
 
 
 @dataclass(frozen=True)
@@ -137,15 +136,11 @@ def cut_text(text: str) -> str:
 def is_foundation(file: str) -> bool:
     """Whether the file belongs to torch, lockstep or Python itself."""
     package = re.search(r"/(?:site|dist)-packages/(\w+)/", file)
-    if package is not None:
-        return package[1] in ("torch", "lockstep")
-    return file.startswith(("<frozen", _OURS + "/", _STANDARD + "/"))
+    return package[1] in ("torch", "lockstep") if package is not None else file.startswith(_BELOW_PROGRAMS)
 
 
 def is_users(file: str) -> bool:
-    if file.startswith(("<frozen", _OURS + "/", _STANDARD + "/")):
-        return False
-    return "/site-packages/" not in file and "/dist-packages/" not in file
+    return not file.startswith(_BELOW_PROGRAMS) and "/site-packages/" not in file and "/dist-packages/" not in file
 
 
 def shorten(what: str) -> str:

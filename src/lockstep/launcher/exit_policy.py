@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from lockstep.failures.traceback_parser import BY_CAUSE, MEANWHILE
+
 PREEMPTED: Final = 75  # exit status of a worker or run that saved and ended after a signal: EX_TEMPFAIL, "try again"
 INTERRUPTED: Final = 128 + signal.SIGINT  # the same after Ctrl-C: of the launcher, or of a run without a launcher
 
@@ -29,10 +31,6 @@ _LOST_PEER = re.compile(
     r"|peerlost|lost the store|ncclRemoteError|remote process exited|failed to recv|recvValue failed"
     r"|DistNetworkError|timed out waiting",
     re.IGNORECASE,
-)
-_CHAINED = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
 )
 
 
@@ -161,7 +159,7 @@ def last_output(errors: str, everything: str) -> list[str]:
     if not starts:
         return everything.rstrip().splitlines()[-SHOWN_LINES_WITHOUT_TRACEBACK:]
     begin = starts.pop()
-    while starts and any(line.lstrip(" |") in _CHAINED for line in lines[starts[-1] : begin]):
+    while starts and any(line.lstrip(" |") in (BY_CAUSE, MEANWHILE) for line in lines[starts[-1] : begin]):
         begin = starts.pop()
     return lines[begin:][-SHOWN_LINES:]
 

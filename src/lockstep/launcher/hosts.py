@@ -1,6 +1,6 @@
 """A run on several hosts: host names, the connection to the control store, and the network interface to use.
 
-Every host has a supervisor. The supervisor whose own address is the rendezvous serves the control store, the others
+Every host has a host agent. The host agent whose own address is the rendezvous serves the control store, the others
 connect to it; with etcd all of them connect. What is decided there: see elastic/membership.py, elastic/host_workers.py.
 """
 
@@ -11,25 +11,26 @@ import fcntl
 import functools
 import hashlib
 import hmac
+import json
 import re
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
+from lockstep.control.connection import Address, parse_addresses
 from lockstep.control.remote_store import connect_store
 from lockstep.control.server import Server
-from lockstep.control.sockets import Address, parse_addresses
-from lockstep.control.store import ControlStore
-from lockstep.control.store_client import PREFIX, ClientOptions, LocalStoreClient, OnLost, StoreClient
+from lockstep.control.store import PREFIX, ClientOptions, ControlStore, LocalStoreClient, OnLost, StoreClient
 from lockstep.errors import LockstepError
+from lockstep.launcher.output import print_message
 
 HOST: Final = "h0"  # the name of the host in a run on one host
 LEASE_S: Final = 5.0
@@ -48,7 +49,7 @@ class Hosts:
 
     count: int
     where: str  # HOST:PORT of the host that serves the store, or etcd://HOST:PORT,...
-    name: str  # of this host; unique to this supervisor
+    name: str  # of this host; unique to this host agent
     secret: bytes = field(repr=False)
     lease_s: float = LEASE_S
     give_up_s: float = 600.0  # the run ends after so long without the store
@@ -59,9 +60,9 @@ class Hosts:
         return display_name(self.name)
 
 
-def make_host_name(env: Mapping[str, str]) -> str:
-    """Returns LOCKSTEP_HOST or the host's own name, with a random suffix, so that ids are never reused."""
-    wish = env.get("LOCKSTEP_HOST", "").strip() or socket.gethostname().partition(".")[0]
+def make_host_name(wish: str | None) -> str:
+    """Returns `wish` or the host's own name, with a random suffix, so that ids are never reused."""
+    wish = wish or socket.gethostname().partition(".")[0]
     plain = re.sub(r"[^A-Za-z0-9_-]+", "-", wish).strip("-")[:_LONGEST_NAME] or "host"
     return f"{plain}-{secrets.token_hex(3)}"
 
@@ -74,6 +75,25 @@ def display_name(name: str) -> str:
 def name_workers(text: str) -> str:
     """Replaces ids of workers in a text by "worker 3 on node1"."""
     return re.sub(r"\b([\w-]+)-[0-9a-f]{6}\.(\d+)\b", r"worker \2 on \1", text)
+
+
+@final
+class Events:
+    """Events of an elastic run on this host: messages on the terminal, and events.jsonl in the folder of logs.
+
+    A full disk does not end the training.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def print(self, text: str) -> None:
+        print_message(name_workers(re.sub(rf"\b{HOST}\.(\d+)", r"worker \1", text)))
+
+    def record(self, event: str, **facts: Any) -> None:
+        line = json.dumps({"time": time.time(), "monotonic": time.monotonic(), "event": event, **facts})
+        with suppress(OSError), self._path.open("a") as file:
+            file.write(line + "\n")
 
 
 def key_prefix(secret: bytes) -> str:
@@ -144,7 +164,7 @@ class StoreConnection:
 
 
 def _serve(store: ControlStore, hosts: Hosts, selector: selectors.BaseSelector) -> Server | None:
-    """Returns None if the address is another host's, or another supervisor of this host listens on it."""
+    """Returns None if the address is another host's, or another host agent of this host listens on it."""
     ((name, port),) = parse_addresses(hosts.where)
     for address in _addresses(name, port):
         # Debian resolves a host's own name to its loopback, where other hosts could not connect.

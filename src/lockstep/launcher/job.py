@@ -83,7 +83,7 @@ def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores
 
 
 def _env_for_hosts(env: dict[str, str], hosts: Hosts) -> dict[str, str]:
-    """The environment in a run on several hosts, whose workers get rank and addresses from their supervisors.
+    """The environment in a run on several hosts, whose workers get rank and addresses from their host agents.
 
     Inherited variables that say the same are wrong, and are removed.
     """

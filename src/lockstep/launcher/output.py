@@ -13,10 +13,14 @@ import re
 import select
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, final
+from typing import BinaryIO, Final, final
 
+READ_BYTES: Final = 1 << 16
+TAIL_BYTES: Final = 1 << 16
+LONGEST_LINE_BYTES: Final = 1 << 16
+LARGEST_PIPE_BYTES: Final = 1 << 20
 _MISSING: Final = b"\nlockstep: the screen took nothing for a while; what is missing here is in the logs\n"
 _CHUNK_BYTES: Final = 512  # a terminal that is ready for writing accepts at least so many bytes
 _timeout_s: float | None = None  # None: writes block as long as necessary, as in other programs
@@ -47,22 +51,48 @@ def print_message(text: str) -> None:
 
 
 @final
-class LineBuffer:
-    """Splits a stream of bytes into lines. A carriage return ends a line, too: progress bars use it."""
+class OutputStream:
+    """Reads one pipe of a worker. `keep` gets all of it as it comes, `show` gets lines, each with its end.
 
-    def __init__(self) -> None:
-        self.rest = b""  # the beginning of a line whose end has not come yet
+    A carriage return ends a line, too: progress bars use it. A very long line is passed on in parts.
+    """
 
-    def add(self, chunk: bytes) -> list[bytes]:
-        """Returns the lines that are complete now, each with its end."""
-        text = self.rest + chunk
+    def __init__(
+        self, pipe: BinaryIO, *, show: Callable[[list[bytes]], None], keep: Callable[[bytes], None] = lambda chunk: None
+    ) -> None:
+        self.pipe, self._show, self._keep = pipe, show, keep
+        self.tail = b""
+        self._rest = b""  # the beginning of a line whose end has not come yet
+        os.set_blocking(pipe.fileno(), False)
+
+    def on_readable(self) -> bytes | None:
+        """Reads what the pipe has. Returns b"" at its end, None if it is empty for now."""
+        try:
+            chunk = os.read(self.pipe.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return None
+        self._keep(chunk)
+        self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+        text = self._rest + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        self.rest = text[end:]
-        return re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", text[:end])  # splitlines would also split at form feeds
+        self._rest = text[end:]
+        if end:
+            self._show(re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", text[:end]))  # splitlines would also split at form feeds
+        if not chunk or len(self._rest) > LONGEST_LINE_BYTES:
+            self._show_rest()
+        return chunk
 
-    def flush(self) -> list[bytes]:
-        """Returns the incomplete line, if there is one, with a newline."""
-        return self.add(b"\n") if self.rest else []
+    def drain(self) -> None:
+        """Reads the rest after the worker has ended, at most what a pipe holds: a child of it may still write."""
+        for _ in range(LARGEST_PIPE_BYTES // READ_BYTES):
+            if not self.on_readable():
+                break
+        self._show_rest()
+
+    def _show_rest(self) -> None:
+        if self._rest:
+            rest, self._rest = self._rest, b""
+            self._show([rest + b"\n"])
 
 
 def write_all(screen: int, data: bytes) -> None:

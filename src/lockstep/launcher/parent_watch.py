@@ -27,9 +27,8 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Final
 
 _PR_SET_PDEATHSIG = 1
@@ -46,13 +45,13 @@ def adopt_orphans() -> None:
 SEMAPHORE_PATH: Final = "/dev/shm/sem"  # beginning of the file names of Linux's named semaphores
 
 
-def name_semaphores(env: Mapping[str, str]) -> None:
+def name_semaphores(run: str) -> None:
     """Called in a worker: its semaphores, and those of processes that it starts, get its prefix: Note [Semaphores]."""
     from multiprocessing import process
 
     config = getattr(process.current_process(), "_config", None)
     if isinstance(config, dict):
-        config["semprefix"] = semaphore_prefix(env.get("LOCKSTEP_RUN_ID", ""), os.getpid())
+        config["semprefix"] = semaphore_prefix(run, os.getpid())
 
 
 def semaphore_prefix(run: str, worker: int) -> str:
@@ -76,39 +75,34 @@ class ParentWatch:
     def __init__(self, run: str = "") -> None:
         """`run` is the LOCKSTEP_RUN_ID of the workers."""
         self._pid, self._run = 0, run
-        self._pipe = -1
+        self.pipe = -1  # the writing end, for workers that another process forks; owned by this object
 
     def __enter__(self) -> ParentWatch:
-        read_end, self._pipe = os.pipe()
+        read_end, self.pipe = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                os.close(self._pipe)
+                os.close(self.pipe)
                 _watch(read_end, self._run)
             finally:
                 os._exit(0)
         os.close(read_end)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        os.close(self._pipe)
+    def __exit__(self, *_: object) -> None:
+        os.close(self.pipe)
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
     def child_setup(self) -> Callable[[], None]:
         """Returns `register_child` for the children of this process: a `preexec_fn`."""
-        return functools.partial(register_child, os.getpid(), self._pipe)
-
-    @property
-    def pipe(self) -> int:
-        """The writing end, for workers that another process forks. ParentWatch owns it."""
-        return self._pipe
+        return functools.partial(register_child, os.getpid(), self.pipe)
 
     def release(self, group: int) -> None:
         """Forgets a group that has ended: its number may soon belong to other processes."""
         unlink_semaphores(self._run, group)
         with suppress(BrokenPipeError):
-            os.write(self._pipe, b"-%d\n" % group)
+            os.write(self.pipe, b"-%d\n" % group)
 
 
 def register_child(launcher: int, pipe: int) -> None:

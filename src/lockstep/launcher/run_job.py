@@ -10,7 +10,7 @@ from lockstep.launcher.parent_watch import ParentWatch, adopt_orphans
 from lockstep.launcher.worker_group import WorkerGroup
 
 
-def supervise(job: Job) -> int:
+def run_job(job: Job) -> int:
     """Runs the job to its end and returns the launcher's exit status. The folder of the logs must exist.
 
     Must be called from the main thread of a process without other threads: signals are handled and workers are forked

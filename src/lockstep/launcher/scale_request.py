@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from lockstep.world.process_identity import read_stat, this_process
+from lockstep.process_identity import read_stat, this_process
 
 LAUNCHER_FILE: Final = "supervisor.json"
 REQUEST_FILE: Final = "want"
@@ -60,7 +60,7 @@ def request_workers(run: Path, workers: int) -> None:
         folder = _logs_of(run)
         launcher = LauncherInfo(**json.loads((folder / LAUNCHER_FILE).read_text()))
         if launcher.host != socket.gethostname():
-            raise NotRunning(f"its supervisor is on {launcher.host}; ask there, or the one of this host")
+            raise NotRunning(f"its host agent is on {launcher.host}; ask there, or the one of this host")
         with _open_process(launcher.pid) as handle:
             if not _is_running(launcher):
                 raise NotRunning(f"its launcher, process {launcher.pid}, has ended, or is in another container")
@@ -86,18 +86,17 @@ def _logs_of(run: Path) -> Path:
 @contextmanager
 def _open_process(pid: int) -> Iterator[int | None]:
     """Yields a pidfd, which refers to this process even if the pid is reused; None where that is not supported."""
-    handle = None
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except (AttributeError, OSError):
-        pass
+        yield None
+        return
     try:
         yield handle
     finally:
-        if handle is not None:
-            os.close(handle)
+        os.close(handle)
 
 
 def _is_running(launcher: LauncherInfo) -> bool:

@@ -12,56 +12,130 @@ its group gets SIGTERM, and SIGKILL when the run is over. Standard input is empt
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import BinaryIO, Final, cast
 
+from lockstep.failures import crash_record
+from lockstep.failures.crash_record import CrashRecord, RunMark
 from lockstep.failures.postmortem import FailedWorker, describe_failure, show
-from lockstep.launcher.exit_policy import (
-    INTERRUPTED,
-    PREEMPTED,
-    Action,
-    Exit,
-    LaunchState,
-    decide,
-    describe,
-    exit_status,
-    finishing_file,
-    first_failure,
-    is_lost_peer,
-)
-from lockstep.launcher.fork_server_client import ForkedProcess
+from lockstep.launcher import exit_policy
+from lockstep.launcher.exit_policy import Action, Exit, LaunchState
+from lockstep.launcher.fork_server import ForkedProcess
 from lockstep.launcher.job import Job, count_cores, worker_env
-from lockstep.launcher.oom_kills import OomKills, compare
-from lockstep.launcher.output import print_message, write_all
+from lockstep.launcher.output import TAIL_BYTES, OutputStream, print_message, write_all
 from lockstep.launcher.parent_watch import ParentWatch
-from lockstep.launcher.worker_process import WorkerProcess, log_file_name, start_process
 
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
-FINISH_S = 600.0  # time to stop for workers that finish their step and save (finishing_file)
+FINISH_S = 600.0  # time to stop for workers that finish their step and save (exit_policy.finishing_file)
 CHILDREN_S = 2.0  # time to stop for children of workers that have ended already
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def start_process(
+    command: Sequence[str], env: Mapping[str, str], child_setup: Callable[[], None]
+) -> subprocess.Popen[bytes]:
+    """Start a worker that runs `command` through launcher/worker_main.py. `child_setup` runs in it before that."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep.launcher.worker_main", *command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        preexec_fn=child_setup,  # safe: the launcher has one thread
+    )
+
+
+def log_file_name(name: str) -> str:
+    """The name of a worker's log file: "rank 1" -> rank1.log. Each host has its own folder."""
+    return name.partition(" on ")[0].replace(" ", "") + ".log"
+
+
+class WorkerProcess:
+    """Copies its pipes to its log unchanged, and to the terminal line by line with its name."""
+
+    def __init__(self, rank: int, name: str, process: subprocess.Popen[bytes] | ForkedProcess, log: BinaryIO) -> None:
+        self.rank, self.name, self.process, self.log = rank, name, process, log
+        self.tail, self.stop_sent = b"", False
+        self.crash: CrashRecord | None = None  # what it wrote when it failed
+        self.mark: RunMark | None = None  # it ended inside a Run, or after an exception had left the Run
+        self.is_reaped = False  # all its resources are released; its pid may belong to another process by now
+        self.is_screen_broken = False  # the launcher's output is a pipe that was closed (`| head`)
+        self._screens = {1: 1, 2: 2}  # descriptors; -1 after an error
+        self.out, self.err = (
+            OutputStream(cast(BinaryIO, pipe), show=partial(self._show, number), keep=self._keep)
+            for number, pipe in ((1, process.stdout), (2, process.stderr))
+        )
+
+    def _keep(self, chunk: bytes) -> None:
+        self.write_log(chunk)
+        self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+
+    def _show(self, number: int, lines: list[bytes]) -> None:
+        prefix, torch_prefix = f"[{self.name}] ".encode(), b"[rank%d]: " % self.rank
+        try:
+            write_all(self._screens[number], b"".join(prefix + line.removeprefix(torch_prefix) for line in lines))
+        except BrokenPipeError:
+            self.is_screen_broken, self._screens[number] = True, -1
+        except OSError:
+            self._screens[number] = -1  # the terminal is closed (nohup); the logs are still written
+
+    def write_log(self, chunk: bytes) -> None:
+        """Never raises: a full disk must not end the training."""
+        if self.log.closed:
+            return
+        try:
+            self.log.write(chunk)
+        except OSError as error:
+            print_message(f"the log of {self.name} ends here: {error}")
+            self.log.close()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def collect_last_output(self, log_dir: Path) -> None:
+        """Reads the rest of its pipes and its crash record, after it has ended."""
+        self.out.drain()
+        self.err.drain()
+        self.crash = crash_record.read(log_dir, self.process.pid, log_file_name(self.name).removesuffix(".log"))
+        self.mark = crash_record.take_mark(log_dir, self.process.pid)
+        if self.crash is None and self.mark is not None and self.process.returncode == 0:
+            self.crash = self.mark.facts
+        if self.crash is not None and not self.crash.is_printed:
+            text = self.crash.trace.encode(errors="replace")
+            self._keep(text)
+            self.err.tail = (self.err.tail + text)[-TAIL_BYTES:]
+
+    def last_lines(self) -> list[str]:
+        return exit_policy.last_output(self.err.tail.decode(errors="replace"), self.tail.decode(errors="replace"))
 
 
 class WorkerGroup:
     """The workers of one run. Starts, watches and stops them, and collects what they leave behind."""
 
     def __init__(self, job: Job, parent_watch: ParentWatch) -> None:
-        self._job = job
-        self._parent_watch = parent_watch
+        self._job, self._parent_watch = job, parent_watch
         self._workers: list[WorkerProcess] = []
         self._exits: list[Exit] = []
         self._pending_signals: list[int] = []
         self._stop_signal: int | None = None
-        self._interrupts = 0
         self._stop_sent_at_s: float | None = None
-        self._killed = False
+        self._interrupts, self._killed = 0, False
         self._oom_kills_before = OomKills.count()
 
     def __enter__(self) -> WorkerGroup:
@@ -110,9 +184,8 @@ class WorkerGroup:
         cores = count_cores()
         for rank in range(self._job.workers):
             env = worker_env(os.environ, rank=rank, job=self._job, port=port, cores=cores)
-            self._add_worker(
-                rank, f"rank {rank}", start_process(self._job.command, env, self._parent_watch.child_setup())
-            )
+            process = start_process(self._job.command, env, self._parent_watch.child_setup())
+            self._add_worker(rank, f"rank {rank}", process)
 
     def _add_worker(self, rank: int, name: str, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
         try:
@@ -129,17 +202,7 @@ class WorkerGroup:
         while True:
             self._collect_exits()
             now_s = time.monotonic()
-            decision = decide(
-                LaunchState(
-                    now_s=now_s,
-                    alive=len(self._running()),
-                    grace_s=self._grace_s(),
-                    exits=self._exits,
-                    stop_sent_at_s=self._stop_sent_at_s,
-                    interrupts=self._interrupts,
-                    killed=self._killed,
-                )
-            )
+            decision = self._decide(now_s)
             if decision.act is Action.DONE:
                 return
             if decision.act is Action.STOP:
@@ -149,12 +212,17 @@ class WorkerGroup:
             else:
                 self._wait_for_events(None if decision.until_s is None else decision.until_s - now_s)
 
+    def _decide(self, now_s: float) -> exit_policy.Decision:
+        ended = (self._exits, self._stop_sent_at_s, self._interrupts, self._killed)
+        return exit_policy.decide(LaunchState(now_s, len(self._running()), self._grace_s(), *ended))
+
     def _grace_s(self) -> float:
         """Time between asking workers to stop and killing them; longer while all of them finish a step and save."""
-        logs, running = self._job.log_dir, self._running()
-        if self._stop_sent_at_s is None or not all(finishing_file(logs, one.process.pid).exists() for one in running):
-            return self._job.grace_s
-        return max(self._job.grace_s, FINISH_S)
+        grace_s = self._job.grace_s
+        if self._stop_sent_at_s is None:
+            return grace_s
+        files = (exit_policy.finishing_file(self._job.log_dir, one.process.pid) for one in self._running())
+        return max(grace_s, FINISH_S) if all(file.exists() for file in files) else grace_s
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number != signal.SIGCHLD:  # which only has to end the wait in the selector
@@ -169,7 +237,7 @@ class WorkerGroup:
                 key.data.ready(mask)
             elif key.data.on_readable() == b"":
                 self._selector.unregister(key.fileobj)
-        if self._stop_signal is None and any(worker.out.broken or worker.err.broken for worker in self._workers):
+        if self._stop_signal is None and any(worker.is_screen_broken for worker in self._workers):
             self._pending_signals.append(signal.SIGPIPE)  # ends the run, as it ends other programs
         while self._pending_signals:
             self._handle_signal(self._pending_signals.pop(0))
@@ -237,10 +305,10 @@ class WorkerGroup:
             if worker.process.poll() is None:
                 continue
             at_s = time.monotonic()
-            worker.collect_last_output(self._job.log_dir)  # is_lost_peer needs it
+            worker.collect_last_output(self._job.log_dir)  # exit_policy.is_lost_peer needs it
             code = worker.process.returncode
             assert code is not None
-            exited = Exit(worker.rank, code, at_s, is_lost_peer(worker.last_lines()), worker.stop_sent)
+            exited = Exit(worker.rank, code, at_s, exit_policy.is_lost_peer(worker.last_lines()), worker.stop_sent)
             if code == 0 and worker.mark is not None and not worker.stop_sent:
                 exited = replace(exited, early=not worker.mark.is_left, quit=worker.mark.is_left)
             self._exits.append(exited)
@@ -248,15 +316,16 @@ class WorkerGroup:
 
     def report(self) -> int:
         """Prints the worker that failed first, the end of its output, and the card last. Returns the exit status."""
-        status = exit_status(self._exits, self._stop_signal)
-        failed = first_failure(self._exits)
-        if failed is not None and failed.code == PREEMPTED:  # the worker has printed what it saved
-            return INTERRUPTED if self._stop_signal == signal.SIGINT else status
+        status = exit_policy.exit_status(self._exits, self._stop_signal)
+        failed = exit_policy.first_failure(self._exits)
+        if failed is not None and failed.code == exit_policy.PREEMPTED:  # the worker has printed what it saved
+            return exit_policy.INTERRUPTED if self._stop_signal == signal.SIGINT else status
         if failed is None or (failed.stop_sent and self._stop_signal is not None):
             return status
         worker = self._workers[failed.rank]
         who, lines, crash = worker.name, worker.last_lines(), worker.crash
-        print_message(f"{who} of {self._job.workers} failed first: {describe(failed.code, early=failed.early)}")
+        how = exit_policy.describe(failed.code, early=failed.early)
+        print_message(f"{who} of {self._job.workers} failed first: {how}")
         print_message(f"the logs of all workers are in {self._job.log_dir}")
         if crash is not None and crash.short:
             cut = f", without {crash.left_out} frames of lockstep and torch, which {log_file_name(who)} has"
@@ -281,10 +350,57 @@ class WorkerGroup:
             log=log_file_name(worker.name),
             stop_sent=exited.stop_sent,
             early=exited.early,
-            out_of_memory=compare(self._oom_kills_before, OomKills.count()),
+            out_of_memory=describe_oom_kills(self._oom_kills_before, OomKills.count()),
             trace_name=self._trace_name(worker),
             pids={one.name: one.process.pid for one in self._workers},
         )
 
     def _trace_name(self, worker: WorkerProcess) -> str:
         return f"rank{worker.rank}"
+
+
+# ---- processes that the kernel has killed because memory ran out -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OomKills:
+    """The kernel's counters, in this container and on the machine, which only grow. None: not readable here."""
+
+    group: int | None = None
+    machine: int | None = None
+    limit: str = ""  # memory limit of the group in bytes, as the kernel prints it
+
+    @staticmethod
+    def count() -> OomKills:
+        group = _our_group()
+        in_group, on_machine = (_oom_kill_count(path) for path in (group / "memory.events", Path("/proc/vmstat")))
+        return OomKills(in_group, on_machine, _text(group / "memory.max"))
+
+
+def describe_oom_kills(before: OomKills, after: OomKills) -> str:
+    """Describes the kills between two counts; "" if there were none."""
+    if before.group is not None and after.group is not None and after.group > before.group:
+        limit = f", whose limit is {int(after.limit) / 2**30:.2f} GiB" if after.limit.isdigit() else ""
+        return f"it has killed {after.group - before.group} in this container{limit}"
+    if before.machine is not None and after.machine is not None and after.machine > before.machine:
+        return f"it has killed {after.machine - before.machine} on this machine since the run began"
+    return ""
+
+
+def _our_group() -> Path:
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::") and (_CGROUPS / line[4:] / "memory.events").exists():
+                return _CGROUPS / line[4:]
+    return _CGROUPS
+
+
+def _oom_kill_count(path: Path) -> int | None:
+    match = re.search(r"^oom_kill (\d+)$", _text(path), re.MULTILINE)
+    return int(match[1]) if match is not None else None
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""

@@ -20,14 +20,16 @@ from types import ModuleType
 from lockstep.failures.crash_record import CrashHook
 from lockstep.launcher.exit_policy import PREEMPTED
 from lockstep.launcher.parent_watch import name_semaphores
+from lockstep.settings import Settings
 
 
 def run_as_main(program: list[str]) -> None:
     """Runs the program as `python` would. Its traceback begins with the program's own frames."""
     hook = CrashHook(os.environ)
     hook.install()
-    if os.environ.get("LOCKSTEP_LAUNCHER") == str(os.getppid()):
-        name_semaphores(os.environ)
+    settings = Settings.from_env(os.environ)
+    if settings.launcher == os.getppid():
+        name_semaphores(settings.run_id)
     try:
         run_program(program)
     except SystemExit as error:

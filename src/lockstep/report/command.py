@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import LockstepError
-from lockstep.report.chrome_trace import to_chrome
-from lockstep.report.curves import Curve
 from lockstep.report.generations import find_excerpts, find_generations
-from lockstep.report.page import PageContent, render, to_json_value
-from lockstep.report.slowdown_causes import ms, percent
-from lockstep.report.summary import RunEvent, RunSummary, summarize
-from lockstep.report.time_shares import OTHER, TimeUsage
+from lockstep.report.page import render_page, to_chrome, to_json_value
+from lockstep.report.summary import Curve, RunEvent, RunSummary, summarize
+from lockstep.report.table import columns, render
+from lockstep.report.time_shares import OTHER, TimeUsage, ms, percent
 from lockstep.report.trace_reader import PHASES, Trace, read_trace
 
 MOST_ROWS: Final = 16  # workers in the table
@@ -73,11 +71,8 @@ def _report(chosen: argparse.Namespace) -> int:
         timeline = timeline or page.parent / "trace.json"
     # First, since writing the files may fail.
     print(json.dumps(to_json_value(summary), allow_nan=False) if chosen.json else as_text(summary))
-    written = []
-    if page is not None:
-        written.append(_write(page, _page(trace, summary, now_s)))
-    if timeline is not None:
-        written.append(_write(timeline, _timeline(trace)))
+    written = [_write_page(page, trace, summary, now_s)] if page is not None else []
+    written += [_write_timeline(timeline, trace)] if timeline is not None else []
     if not chosen.json:
         print("\n".join(written))
     return 0
@@ -87,18 +82,18 @@ def write_report(run: Path) -> Path:
     """Writes the page and the timeline into the directory of the run. Returns the path of the page."""
     now_s, page = time.time(), run / "report.html"
     trace = read_trace(run, now_s=now_s)
-    _write(page, _page(trace, summarize(trace), now_s))
-    _write(run / "trace.json", _timeline(trace))
+    _write_page(page, trace, summarize(trace), now_s)
+    _write_timeline(run / "trace.json", trace)
     return page
 
 
-def _page(trace: Trace, summary: RunSummary, now_s: float) -> str:
-    return render(PageContent(trace, summary, as_text(summary)), written_s=now_s)
+def _write_page(path: Path, trace: Trace, summary: RunSummary, now_s: float) -> str:
+    return _write(path, render_page(trace, summary, as_text(summary), written_s=now_s))
 
 
-def _timeline(trace: Trace) -> str:
+def _write_timeline(path: Path, trace: Trace) -> str:
     generations = find_generations(trace)
-    return json.dumps(to_json_value(to_chrome(trace, generations, find_excerpts(generations))))
+    return _write(path, json.dumps(to_json_value(to_chrome(trace, generations, find_excerpts(generations)))))
 
 
 def as_text(summary: RunSummary) -> str:
@@ -163,9 +158,8 @@ def _table(summary: RunSummary) -> list[str]:
     some = sorted(summary.usages, key=lambda usage: -late.get(usage.worker, 0.0))[:MOST_ROWS]
     shown = [usage for usage in summary.usages if usage in some]
     usages = [*shown, summary.total] if len(summary.usages) > 1 else shown
-    rows = [["worker", "steps", "per step", *phases], *(_row(usage, phases) for usage in usages)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    titles = columns("worker", ">steps", ">per step", *(f">{phase}" for phase in phases))
+    lines = render(titles, [_row(usage, phases) for usage in usages]).split("\n")
     left_out = len(summary.usages) - len(shown)
     return [*lines, f"({left_out} more workers, which were waited for less; --json has all)"] if left_out else lines
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.errors import LockstepError
-from lockstep.report.launcher_events import LauncherEvent, count_restarts, read_launcher_events, worker_name
+from lockstep.report.run_folder import (
+    LauncherEvent,
+    RunPaths,
+    any_number,
+    as_mapping,
+    find_predecessors,
+    integer,
+    number,
+    parse,
+    read_bytes,
+    read_last_lines,
+    read_launcher_events,
+    worker_name,
+)
 
 COMPUTE: Final = ("forward", "backward", "update")
 STALE_S: Final = 15.0  # a worker whose status file is older counts as silent
 TAIL_BYTES: Final = 20_000  # read from the end of a trace file; events are rare in it
+HEAD_BYTES: Final = 1 << 16  # the first line of a trace file is shorter
 WORDS: Final = {"checkpoint": "checkpoint saved", "evaluate": "evaluation"}
 
 
@@ -23,13 +35,7 @@ class WorkerStatus:
     """The last status that a worker wrote."""
 
     name: str
-    rank: int
-    host: str
     pid: int
-    state: str
-    unix_s: float
-    step: int
-    samples_per_s: float | None
     shares: Mapping[str, float]  # phase -> share of its time
     waited_for: str  # name of the worker that it waited for most; empty if it waited for none
     memory_bytes: int
@@ -73,91 +79,71 @@ class Snapshot:
         return (self.steps - self.step) * self.global_batch_size / self.samples_per_s
 
 
-@dataclass(frozen=True)
-class RunPaths:
-    """The folders that a run writes to; `logs` is None without a launcher."""
-
-    trace: Path
-    logs: Path | None
-
-
-def find_run(run: Path) -> RunPaths:
-    """Finds the folders of `run`: the directory of a Run, a launcher's log folder, or a trace folder.
-
-    The folders need not exist.
-    """
-    logs, directory = None, run
-    if (pointer := _read_json(run / "launch.json")) is not None and "logs" in pointer:
-        logs = Path(pointer["logs"])
-    elif (pointer := _read_json(run / "run.json")) is not None and "directory" in pointer:
-        logs, directory = run, Path(pointer["directory"])
-    elif (run / "events.jsonl").exists():
-        logs = run
-    trace = directory / "trace"
-    if not trace.is_dir() and any(run.glob("*.jsonl")) and run.name == "trace":
-        trace = run
-    return RunPaths(trace, logs)
-
-
 def read_status(paths: RunPaths, *, now_s: float | None = None, since_s: float = 0.0) -> Snapshot | None:
     """Returns the current state, or None if no worker has written its status since `since_s`."""
     now_s = time.time() if now_s is None else now_s
-    statuses = [found for path in sorted(paths.trace.glob("*.now")) if (found := _read_json(path)) is not None]
-    statuses = [one for one in statuses if one.get("unix_s", 0.0) >= since_s]
+    statuses = [found for path in sorted(paths.trace.glob("*.now")) if (found := parse(read_bytes(path)))]
+    statuses = [one for one in statuses if _written_s(one) >= since_s]
     if not statuses:
         return None
-    newest = max(statuses, key=lambda one: one.get("unix_s", 0.0))
+    newest = max(statuses, key=_written_s)
     # Status files of earlier generations and earlier runs are no longer updated.
-    present = [one for one in statuses if newest["unix_s"] - one.get("unix_s", 0.0) < STALE_S]
-    by_rank: dict[int, dict[str, Any]] = {}
-    for one in sorted(present, key=lambda one: (one.get("generation") or 0, one.get("unix_s", 0.0))):
-        if one.get("generation") == newest.get("generation") and one.get("rank") is not None:
-            by_rank[one["rank"]] = one
+    present = [one for one in statuses if _written_s(newest) - _written_s(one) < STALE_S]
+    generation = integer(newest.get("generation"))
+    by_rank: dict[int, Mapping[str, Any]] = {}
+    for one in sorted(present, key=_written_s):
+        rank, pid = integer(one.get("rank")), integer(one.get("pid"))
+        # A pid of 0 or below, which denotes many processes, must not reach a caller of `kill`.
+        if integer(one.get("generation")) == generation and rank is not None and pid is not None and pid > 0:
+            by_rank[rank] = one
     leader = by_rank.get(0, newest)
     launched = read_launcher_events(paths.logs / "events.jsonl") if paths.logs is not None else []
-    restarts, several_hosts = count_restarts(launched), len({one.get("host") for one in by_rank.values()}) > 1
+    before, several_hosts = find_predecessors(launched), len({str(one.get("host")) for one in by_rank.values()}) > 1
     names = {rank: _name(one, several_hosts=several_hosts) for rank, one in by_rank.items()}
-    is_silent = now_s - newest["unix_s"] > STALE_S
-    state = "silent" if is_silent and newest.get("state") not in ("ended", "failed") else str(newest.get("state", ""))
+    state = str(newest.get("state", ""))
+    is_silent = now_s - _written_s(newest) > STALE_S and state not in ("ended", "failed")
     return Snapshot(
-        workers=[_worker(one, names, restarts.get(names[rank], 0)) for rank, one in sorted(by_rank.items())],
-        state=state,
-        step=int(newest.get("step") or 0),
-        steps=newest.get("steps"),
-        epoch=int(newest.get("epoch") or 0),
-        loss=leader.get("loss"),
-        lr=leader.get("lr"),
-        global_batch_size=newest.get("global_batch_size"),
-        samples_per_s=leader.get("samples_per_s"),
-        metrics=leader.get("metrics") or {},
+        workers=[_worker(one, rank, names, before) for rank, one in sorted(by_rank.items())],
+        state="silent" if is_silent else state,
+        step=integer(newest.get("step")) or 0,
+        steps=integer(newest.get("steps")),
+        epoch=integer(newest.get("epoch")) or 0,
+        loss=any_number(leader.get("loss")),
+        lr=any_number(leader.get("lr")),
+        global_batch_size=integer(newest.get("global_batch_size")),
+        samples_per_s=number(leader.get("samples_per_s")),
+        metrics=_numbers(leader.get("metrics")),
         events=_events(launched, paths.trace),
         lost=sum(one.kind == "lost" for one in launched),
     )
+
+
+def _written_s(status: Mapping[str, Any]) -> float:
+    return number(status.get("unix_s")) or 0.0
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    return {name: value for name, one in as_mapping(found).items() if (value := any_number(one)) is not None}
 
 
 def _name(status: Mapping[str, Any], *, several_hosts: bool) -> str:
     return worker_name(str(status.get("worker", "?")), str(status.get("host", "")) if several_hosts else "")
 
 
-def _worker(status: Mapping[str, Any], names: Mapping[int, str], restarts: int) -> WorkerStatus:
-    """`names[rank]` is the name of each worker."""
-    phases: Mapping[str, float] = status.get("phases") or {}
+def _worker(
+    status: Mapping[str, Any], rank: int, names: Mapping[int, str], before: Mapping[str, list[str]]
+) -> WorkerStatus:
+    """`names[rank]` is the name of each worker, and `before` has for each name the workers in its slot before it."""
+    phases, waited = _numbers(status.get("phases")), _numbers(status.get("waited_for"))
     total_s = sum(phases.values())
-    waited: Mapping[str, float] = status.get("waited_for") or {}
-    longest = int(max(waited, key=lambda rank: waited[rank])) if waited else -1
+    longest = integer(max(waited, key=lambda rank: waited[rank])) if waited else None
     return WorkerStatus(
-        name=names[int(status["rank"])],
-        rank=int(status["rank"]),
-        host=str(status.get("host", "")),
-        pid=int(status.get("pid", 0)),
-        state=str(status.get("state", "")),
-        unix_s=float(status.get("unix_s", 0.0)),
-        step=int(status.get("step") or 0),
-        samples_per_s=status.get("samples_per_s"),
+        name=names[rank],
+        pid=int(status["pid"]),
         shares={name: seconds / total_s for name, seconds in phases.items()} if total_s > 0 else {},
-        waited_for=names.get(longest, ""),
-        memory_bytes=int(status.get("peak") or status.get("rss") or 0),
-        restarts=restarts,
+        waited_for="" if longest is None else names.get(longest, ""),
+        memory_bytes=integer(status.get("peak")) or integer(status.get("rss")) or 0,
+        restarts=len(before.get(names[rank], ())),
     )
 
 
@@ -167,58 +153,19 @@ def _events(launched: Iterable[LauncherEvent], trace: Path) -> list[StatusEvent]
     times: dict[str, float] = {}  # text -> last time; all workers report the same evaluation
     for path in sorted(trace.glob("*.jsonl"))[-8:]:
         offset_s = _clock_offset_s(path)
-        for line in _tail(path, TAIL_BYTES, b'"event"'):
-            if line.get("kind") == "event" and line.get("what") != "recovery":
-                what = f"{WORDS.get(line['what'], line['what'])} at step {line.get('step')}"
-                text = f"{what}: {line['text']}" if "text" in line else what
-                times[text] = max(times.get(text, 0.0), offset_s + float(line.get("t", 0.0)))
+        for raw in read_last_lines(path, TAIL_BYTES):
+            line = parse(raw) if b'"event"' in raw else {}  # parsing the others would be slow
+            what = str(line.get("what", ""))
+            if line.get("kind") == "event" and what not in ("", "recovery"):
+                text = f"{WORDS.get(what, what)} at step {line.get('step')}"
+                text += f": {line['text']}" if "text" in line else ""
+                times[text] = max(times.get(text, 0.0), offset_s + (number(line.get("t")) or 0.0))
     found += [StatusEvent(unix_s, text) for text, unix_s in times.items()]
     return sorted(found, key=lambda event: event.unix_s)[-50:]
 
 
 def _clock_offset_s(path: Path) -> float:
     """Returns what to add to the monotonic times of this file for seconds since 1970; 0 if its head is damaged."""
-    try:
-        with path.open() as file:
-            head = json.loads(file.readline())
-        return float(head["unix_s"]) - float(head["t"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
-
-
-def _tail(path: Path, size_bytes: int, about: bytes) -> Iterable[dict[str, Any]]:
-    """Yields the last lines that contain `about`, parsed. The others are not parsed, which would be slow."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size_bytes))
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if about not in line:
-            continue
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue  # the line was cut off
-        if isinstance(found, dict):
-            yield found
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def require_run(run: Path) -> RunPaths:
-    """Like `find_run`, but raises LockstepError if there is no trace."""
-    paths = find_run(run)
-    if not paths.trace.is_dir():
-        raise LockstepError(
-            f"there is no trace of a run in {run}: give the directory of a lockstep.Run, or the folder of its "
-            "launcher's logs. A Run writes one when its first step is done, unless it has trace=False"
-        )
-    return paths
+    head = parse(read_bytes(path, HEAD_BYTES).partition(b"\n")[0])
+    unix_s, t = number(head.get("unix_s")), number(head.get("t"))
+    return 0.0 if unix_s is None or t is None else unix_s - t

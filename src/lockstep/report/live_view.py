@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import LockstepError
-from lockstep.report.live_status import COMPUTE, RunPaths, Snapshot, WorkerStatus, find_run, read_status, require_run
+from lockstep.report.live_status import COMPUTE, Snapshot, WorkerStatus, read_status
+from lockstep.report.run_folder import RunPaths, find_run, require_run
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -61,10 +62,6 @@ def in_time(seconds: float) -> str:
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def in_bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 # ---- as a rich panel -------------------------------------------------------------------------------------------------
@@ -129,19 +126,16 @@ def _table(workers: Sequence[WorkerStatus]) -> RenderableType:
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("", no_wrap=True)
-    for name in ("computes", "data", "exposed", "waits"):
-        table.add_column(name, justify="right")
-    table.add_column("for")
-    table.add_column("memory", justify="right")
-    table.add_column("restarts", justify="right")
-    table.add_column("pid", justify="right")
+    for name in ("computes", "data", "exposed", "waits", "for", "memory", "restarts", "pid"):
+        table.add_column(name, justify="left" if name == "for" else "right")
     for worker in workers[:FIRST_WORKERS]:
         shares = worker.shares
         compute = sum(shares.get(name, 0.0) for name in COMPUTE)
         shown = [compute, shares.get("data", 0.0), shares.get("exposed", 0.0), shares.get("waiting", 0.0)]
         cells = [Text(f"{share:.0%}", style="" if n == 0 or share < 0.2 else "yellow") for n, share in enumerate(shown)]
         whom = worker.waited_for if shown[3] > 0.02 else ""
-        memory = in_bytes(worker.memory_bytes)
+        size = worker.memory_bytes
+        memory = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
         about = [Text(worker.name), *(cells if shares else [Text()] * 4)]
         table.add_row(*about, Text(whom), Text(memory), Text(str(worker.restarts or "")), Text(str(worker.pid)))
     if len(workers) > FIRST_WORKERS:
@@ -217,11 +211,6 @@ def _watch_plain(paths: RunPaths) -> None:
         time.sleep(timer.left_s)
 
 
-def _last_overwrite(line: bytes) -> bytes:
-    """Returns the last state of a progress bar, which overwrites itself with carriage returns."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
 def _try_draw(paths: RunPaths, since_s: float) -> RenderableType | None:
     """Returns None if there is nothing to show yet, or if it cannot be drawn."""
     with suppress(Exception):  # a failed drawing must not end the view
@@ -248,7 +237,9 @@ def show_below_output(logs: Path) -> None:
                 chunk = os.read(0, 1 << 16)
                 *lines, rest = (rest + chunk).split(b"\n")
                 if lines:
-                    text = b"\n".join(map(_last_overwrite, lines)).decode(errors="replace")
+                    # A progress bar overwrites itself with carriage returns; its last state is shown.
+                    last_states = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+                    text = b"\n".join(last_states).decode(errors="replace")
                     console.print(text, markup=False, soft_wrap=True)
                 if not chunk:
                     break

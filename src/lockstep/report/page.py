@@ -1,7 +1,10 @@
-"""Renders the report of a run as one self-contained HTML page. Pure.
+"""Renders the report of a run as one self-contained HTML page, and its trace as Chrome trace events. Pure.
 
 Content of the trace is embedded as escaped text, or as JSON without any `<`, which the script inserts as text only. In
 addition, the page's content security policy allows only that script, and no network access.
+
+In the Chrome trace, for Perfetto and chrome://tracing, each worker is a process with the threads main and comm; process
+0 holds values that are equal on all workers. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -14,21 +17,21 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from enum import Enum
 from importlib.resources import files
 from typing import Any, Final
 
 from lockstep import __version__
-from lockstep.report.bucket_overlap import waited_us
-from lockstep.report.chrome_trace import to_chrome
 from lockstep.report.generations import (
     TimelineExcerpt,
     TraceGeneration,
     choose_excerpt,
     find_excerpts,
     find_generations,
+    merge_windows,
+    waited_us,
 )
 from lockstep.report.summary import RunSummary, Status
 from lockstep.report.trace_reader import TRACKS, DetailedStep, Trace, TraceSpan
@@ -39,20 +42,20 @@ MOST_EVENTS: Final = 200
 MOST_WAITS: Final = 400
 _UNIT: Final = re.compile(r"(?<=\d) (?=%|ms|s|µs)")  # a figure and its unit stay on one line
 _CODE: Final = re.compile(r"`([^`]+)`")
+_COLORS: Final = {
+    "data": "thread_state_iowait",
+    "forward": "thread_state_running",
+    "backward": "thread_state_runnable",
+    "wait": "terrible",
+    "update": "good",
+    "between": "grey",
+    "bucket": "rail_load",
+}
 _CLASSES: Final = {Status.ENDED: "ended", Status.RUNNING: "going-on", Status.INTERRUPTED: "broken-off"}
 
 
-@dataclass(frozen=True)
-class PageContent:
-    """What a page shows."""
-
-    trace: Trace
-    summary: RunSummary
-    text: str  # for a browser that runs no script
-
-
-def render(shown: PageContent, *, written_s: float) -> str:
-    trace, summary = shown.trace, shown.summary
+def render_page(trace: Trace, summary: RunSummary, text: str, *, written_s: float) -> str:
+    """Returns the page. `text` is for a browser that runs no script."""
     generations = find_generations(trace)
     excerpts = find_excerpts(generations)
     kept = thin_out_excerpts(excerpts)
@@ -77,7 +80,7 @@ def render(shown: PageContent, *, written_s: float) -> str:
         "STATUS_CLASS": _CLASSES[summary.status],
         "HEADLINE": mark_code(_UNIT.sub("\u00a0", worst.sentence)),
         "ADVICE": mark_code(worst.advice),
-        "TEXT": html.escape(shown.text),
+        "TEXT": html.escape(text),
         "CSS": _read_part("report.css"),
         "JS": script,
         "HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -145,7 +148,11 @@ def compact(excerpt: TimelineExcerpt, generations: list[TraceGeneration]) -> dic
                 name = names.setdefault(span.name, len(names))
                 row[span.track].append([name, round(shift_us + span.start_us), round(span.took_us), step])
     starts = {step: min(one.begin_s for one in by_rank.values()) for step, by_rank in excerpt.steps.items()}
-    ends = [_end_s(detailed) for by_rank in excerpt.steps.values() for detailed in by_rank.values()]
+    ends = [
+        one.begin_s + max(span.start_us + span.took_us for span in one.spans) / 1e6
+        for by_rank in excerpt.steps.values()
+        for one in by_rank.values()
+    ]
     first, last = min(excerpt.steps), max(excerpt.steps)
     label = f"step {first}" if first == last else f"steps {first} to {last}"
     if len(generations) > 1:
@@ -173,10 +180,6 @@ def split_wait(detailed: DetailedStep, least_us: float) -> list[TraceSpan]:
     return spans
 
 
-def _end_s(detailed: DetailedStep) -> float:
-    return detailed.begin_s + max(span.start_us + span.took_us for span in detailed.spans) / 1e6
-
-
 def _select_events(summary: RunSummary) -> list[Any]:
     """Returns at most MOST_EVENTS events: the latest, and checkpoints and evaluations only if there is space left."""
     found = summary.happenings
@@ -201,3 +204,80 @@ def _format_time(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
         return "unknown time"
+
+
+# ---- Chrome trace ----------------------------------------------------------------------------------------------------
+
+
+def to_chrome(trace: Trace, generations: list[TraceGeneration], excerpts: Sequence[TimelineExcerpt]) -> dict[str, Any]:
+    """Returns the trace in Chrome's JSON format, with the spans of these excerpts only."""
+    workers = list(dict.fromkeys(process.head.worker for process in trace.processes))
+    pids = {worker: pid for pid, worker in enumerate(workers, start=1)}
+    events = [
+        *_names(trace, pids),
+        *_spans(trace, excerpts, pids),
+        *_instants(trace, pids),
+        *_counters(trace, generations),
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": trace.name}}
+
+
+def _names(trace: Trace, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
+    hosts = {process.head.worker: process.head.host for process in trace.processes}
+    yield _meta("process_name", 0, {"name": f"run {trace.name}"})
+    for worker, pid in pids.items():
+        has_host = not hosts[worker] or worker.endswith(f" on {hosts[worker]}")
+        yield _meta("process_name", pid, {"name": worker if has_host else f"{worker} on {hosts[worker]}"})
+        yield _meta("process_sort_index", pid, {"sort_index": pid})
+        for tid, track in enumerate(TRACKS, start=1):
+            yield _meta("thread_name", pid, {"name": track}, tid)
+            yield _meta("thread_sort_index", pid, {"sort_index": tid}, tid)
+
+
+def _spans(trace: Trace, excerpts: Sequence[TimelineExcerpt], pids: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for excerpt in excerpts:
+        for step, by_rank in excerpt.steps.items():
+            for rank, detailed in by_rank.items():
+                begin_us = 1e6 * (detailed.begin_s - trace.begin_s)
+                for span in detailed.spans:
+                    event = {
+                        "name": span.name,
+                        "cat": span.track,
+                        "ph": "X",
+                        "ts": round(begin_us + span.start_us, 1),
+                        "dur": round(span.took_us, 1),
+                        "pid": pids[excerpt.generation.name_of(rank)],
+                        "tid": TRACKS.index(span.track) + 1,
+                        "args": {"step": step},
+                    }
+                    color = _COLORS.get(span.name.partition(" ")[0])
+                    yield event | ({"cname": color} if color else {})
+
+
+def _instants(trace: Trace, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for process in trace.processes:
+        for event in process.events:
+            args = {"step": event.step, "text": event.text, "took_s": event.took_s, "bytes": event.bytes}
+            yield {
+                "name": event.what,
+                "cat": "event",
+                "ph": "i",
+                "s": "p",
+                "ts": round(1e6 * (event.at_s - trace.begin_s), 1),
+                "pid": pids[process.head.worker],
+                "tid": 1,
+                "args": {name: value for name, value in args.items() if value not in (None, "")},
+            }
+
+
+def _counters(trace: Trace, generations: list[TraceGeneration]) -> Iterator[dict[str, Any]]:
+    for window in merge_windows(generations):
+        ts = round(1e6 * (window.end_s - trace.begin_s), 1)
+        speed = window.samples / window.took_s if window.took_s > 0 else None
+        for name, value in (("loss", window.loss), ("samples/s", speed)):
+            if value is not None and math.isfinite(value):
+                yield {"name": name, "ph": "C", "ts": ts, "pid": 0, "args": {name: value}}
+
+
+def _meta(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}

@@ -12,6 +12,11 @@ class Column:
     right: bool = False  # aligned
 
 
+def columns(*titles: str) -> tuple[Column, ...]:
+    """One column per title; that of a title with a `>` in front is aligned to the right."""
+    return tuple(Column(title.removeprefix(">"), right=title.startswith(">")) for title in titles)
+
+
 def render(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
     lines = [[column.title for column in columns], *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

@@ -9,12 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lockstep.errors import LockstepError
-from lockstep.report.launcher_events import LauncherEvent, find_launcher_events, worker_name
-from lockstep.report.lenient_json import any_number, as_list, as_mapping, integer, number, parse, read_bytes
+from lockstep.report.run_folder import (
+    LauncherEvent,
+    any_number,
+    as_list,
+    as_mapping,
+    find_launcher_events,
+    integer,
+    named_folder,
+    number,
+    parse,
+    read_bytes,
+    worker_name,
+)
 
+T = TypeVar("T")
 PHASES: Final = ("data", "forward", "backward", "exposed", "waiting", "update", "between")
 TRACKS: Final = ("main", "comm")
 FRESH_S: Final = 15.0  # a worker whose status file is newer is still running; clocks of hosts differ a little
@@ -123,9 +135,9 @@ class GenerationRecord:
     """What one worker recorded as a member of one generation."""
 
     world: TraceWorld
-    windows: tuple[TraceWindow, ...]
-    detailed_steps: tuple[DetailedStep, ...]
-    noises: tuple[GradientNoise, ...]
+    windows: list[TraceWindow] = field(default_factory=list)
+    detailed_steps: list[DetailedStep] = field(default_factory=list)
+    noises: list[GradientNoise] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -133,12 +145,12 @@ class TraceProcess:
     """One trace file: one worker process, from start to end."""
 
     head: TraceHead
-    records: tuple[GenerationRecord, ...]
-    events: tuple[TraceEvent, ...]
+    records: list[GenerationRecord]
+    events: list[TraceEvent]
     last_s: float  # time of its last line
     ended: bool  # it wrote a line of kind `end`
     left_out: int  # lines that could not be read
-    logged: tuple[LoggedMetrics, ...] = ()
+    logged: list[LoggedMetrics]
 
 
 @dataclass(frozen=True)
@@ -179,18 +191,16 @@ def read_trace(run: Path, *, now_s: float) -> Trace:
             f"the trace in {folders[0]} is empty: {len(files)} files, and none of them has a head line; workers "
             "write when they begin to train, so wait for the first step, or look into their logs for why there was none"
         )
-    found = [_rename_worker(process, several_hosts=len({one.head.host for one in found}) > 1) for process in found]
+    several_hosts = len({process.head.host for process in found}) > 1
+    for at, process in enumerate(found):  # the name that the launcher shows
+        head = process.head
+        name = worker_name(head.worker, head.host if several_hosts else "")
+        found[at] = replace(process, head=replace(head, worker=name))
     found.sort(key=lambda process: (process.head.begin_s, process.head.worker, process.head.pid))
     home = folders[0].parent if folders[0].name == "trace" else folders[0]
     alive = any(_is_alive(path, now_s) for folder in folders for path in folder.glob("*.now"))
     launches = tuple(tuple(launch) for launch in find_launcher_events(run))
     return Trace(home.resolve().name or str(home), folders[0], tuple(found), alive, launches)
-
-
-def _rename_worker(process: TraceProcess, *, several_hosts: bool) -> TraceProcess:
-    """Replaces the worker's name in the trace file by the name that the launcher shows."""
-    head = process.head
-    return replace(process, head=replace(head, worker=worker_name(head.worker, head.host if several_hosts else "")))
 
 
 def find_folders(run: Path) -> list[Path]:
@@ -205,9 +215,8 @@ def find_folders(run: Path) -> list[Path]:
             "`lockstep run` prints"
         )
     tried = [run / "trace", run]
-    directory = as_mapping(parse(read_bytes(run / "run.json"))).get("directory")
-    if isinstance(directory, str) and directory:
-        tried.append(run / directory / "trace")  # an absolute one stays as it is
+    if (directory := named_folder(run / "run.json", "directory")) is not None:
+        tried.append(directory / "trace")
     for folder in tried:
         if _has_trace(folder):
             return [folder]
@@ -228,11 +237,11 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Tra
     head: TraceHead | None = None
     offset = last_s = 0.0
     ended, left_out = False, 0
-    records: list[_GenerationRecordBuilder] = []
+    records: list[GenerationRecord] = []
     events: list[TraceEvent] = []
     logged: list[LoggedMetrics] = []
     for raw in lines:
-        line = as_mapping(parse(raw))
+        line = parse(raw)
         kind, t = line.get("kind"), number(line.get("t"))
         if head is None:
             head, offset = _head(line, offsets) if kind == "head" else (None, 0.0)
@@ -240,65 +249,39 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Tra
             last_s = head.begin_s if head is not None else 0.0
             continue
         at_s = None if t is None else t + offset
-        known: object = line  # an unknown kind is not damage
+        is_read = bool(line)  # an unknown kind is not damage
         if kind == "world":
-            known = world = _world(line, at_s)
-            records += [_GenerationRecordBuilder(world)] if world is not None else []
+            world = _world(line, at_s)
+            is_read = _add(records, None if world is None else GenerationRecord(world))
         elif kind == "event":
-            known = event = _event(line, at_s)
-            events += [event] if event is not None else []
+            is_read = _add(events, _event(line, at_s))
         elif kind == "metrics":
-            known = metrics = _logged(line)
-            logged += [metrics] if metrics is not None else []
+            is_read = _add(logged, _logged(line))
         elif kind == "end":
             ended = True
         elif kind in ("steps", "spans", "noise"):
             if not records:  # the `world` line is missing
-                records.append(_GenerationRecordBuilder(TraceWorld(head.begin_s, 0, _rank_of(head.worker), 1)))
-            known, at_s = records[-1].add(kind, line, offset), at_s or records[-1].last_s
-        elif not line:
-            known = None
-        left_out += known is None
+                digits = head.worker[len(head.worker.rstrip("0123456789")) :]
+                records.append(GenerationRecord(TraceWorld(head.begin_s, 0, integer(digits) or 0, 1)))
+            record = records[-1]
+            if kind == "steps":
+                is_read = _add(record.windows, _window(line, offset))
+            elif kind == "spans":
+                is_read = _add(record.detailed_steps, _detailed_step(line, offset))
+            else:
+                is_read = _add(record.noises, _noise(line))
+            at_s = at_s or (record.windows[-1].end_s if record.windows else record.world.begin_s)
+        left_out += not is_read
         last_s = max(last_s, at_s or 0.0)
     if head is None:
         return None
-    return TraceProcess(
-        head, tuple(record.build() for record in records), tuple(events), last_s, ended, left_out, tuple(logged)
-    )
+    return TraceProcess(head, records, events, last_s, ended, left_out, logged)
 
 
-class _GenerationRecordBuilder:
-    """Collects the lines of one GenerationRecord."""
-
-    def __init__(self, world: TraceWorld) -> None:
-        self._world = world
-        self._windows: list[TraceWindow] = []
-        self._detailed_steps: list[DetailedStep] = []
-        self._noises: list[GradientNoise] = []
-
-    @property
-    def last_s(self) -> float:
-        return self._windows[-1].end_s if self._windows else self._world.begin_s
-
-    def add(self, kind: str, line: Mapping[str, Any], offset: float) -> object:
-        """Adds a line of this kind. Returns what was added, or None if the line is damaged."""
-        if kind == "steps":
-            window = _window(line, offset)
-            self._windows += [window] if window is not None else []
-            return window
-        if kind == "spans":
-            detailed = _detailed_step(line, offset)
-            self._detailed_steps += [detailed] if detailed is not None else []
-            return detailed
-        step, batch = integer(line.get("step")), number(line.get("batch"))
-        if step is None:
-            return None
-        noise = GradientNoise(step + 1, batch or 0.0, number(line.get("scale")))
-        self._noises.append(noise)
-        return noise
-
-    def build(self) -> GenerationRecord:
-        return GenerationRecord(self._world, tuple(self._windows), tuple(self._detailed_steps), tuple(self._noises))
+def _add(items: list[T], item: T | None) -> bool:
+    """Adds the item, unless it is None, which a damaged line gives. Returns whether it was added."""
+    items += [item] if item is not None else []
+    return item is not None
 
 
 def _head(line: Mapping[str, Any], offsets: dict[str, list[float]]) -> tuple[TraceHead | None, float]:
@@ -319,16 +302,18 @@ def _world(line: Mapping[str, Any], at_s: float | None) -> TraceWorld | None:
     rank, size, generation = (integer(line.get(name)) for name in ("rank", "size", "generation"))
     if at_s is None or rank is None or size is None or size < 1:
         return None
-    names = [_bucket_name(one) for one in as_list(line.get("bucket_names"))]
-    memory = {str(name): number(value) or 0.0 for name, value in as_mapping(line.get("memory")).items()}
-    bare = TraceWorld(at_s, generation or 0, rank, size, str(line.get("backend") or ""), memory_bytes=memory)
-    return replace(
-        bare,
+    return TraceWorld(
+        at_s,
+        generation or 0,
+        rank,
+        size,
+        backend=str(line.get("backend") or ""),
         shards=integer(line.get("shards")) or 0,
         global_batch_size=integer(line.get("global_batch_size")) or 0,
         steps=integer(line.get("steps")),
         bucket_bytes=tuple(integer(one) or 0 for one in as_list(line.get("buckets"))),
-        bucket_names=tuple(names),
+        bucket_names=tuple(_bucket_name(one) for one in as_list(line.get("bucket_names"))),
+        memory_bytes={str(name): number(one) or 0.0 for name, one in as_mapping(line.get("memory")).items()},
     )
 
 
@@ -359,6 +344,11 @@ def _detailed_step(line: Mapping[str, Any], offset: float) -> DetailedStep | Non
     if step is None or t is None:
         return None
     return DetailedStep(step + 1, t + offset, tuple(_spans(as_list(line.get("spans")))))
+
+
+def _noise(line: Mapping[str, Any]) -> GradientNoise | None:
+    step, batch = integer(line.get("step")), number(line.get("batch"))
+    return None if step is None else GradientNoise(step + 1, batch or 0.0, number(line.get("scale")))
 
 
 def _spans(found: Iterable[Any]) -> Iterator[TraceSpan]:
@@ -398,11 +388,6 @@ def _has_trace(folder: Path) -> bool:
 
 
 def _is_alive(path: Path, now_s: float) -> bool:
-    now = as_mapping(parse(read_bytes(path)))
+    now = parse(read_bytes(path))
     unix_s = number(now.get("unix_s"))
     return unix_s is not None and abs(now_s - unix_s) < FRESH_S and now.get("state") != "ended"
-
-
-def _rank_of(worker: str) -> int:
-    digits = worker[len(worker.rstrip("0123456789")) :]
-    return integer(digits) or 0

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.submit import k8s, ray_train, slurm
-from lockstep.submit.job import Cluster, ClusterJob, WorkerLimits, check, name_after, read_time
+from lockstep.submit import cluster_files
+from lockstep.submit.cluster_files import Cluster, ClusterJob, WorkerLimits, check, name_after, read_time
 
 _ABOUT = """\
 Write what a cluster needs to start a training program: a batch script for SLURM, a manifest for Kubernetes, a program
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         job = _read(chosen)
         check(job, cluster)
-        file = write(job, cluster, k8s.JobKind(chosen.kind))
+        file = write(job, cluster)
     except ValueError as error:
         parser.error(str(error))
     if chosen.print:
@@ -66,21 +66,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         return subprocess.run(command, check=False).returncode
     except FileNotFoundError:
-        print(
-            f"lockstep: wrote {path}, but there is no `{command[0]}` here; call `{shlex.join(command)}` where it is",
-            file=sys.stderr,
-        )
+        missing = f"wrote {path}, but there is no `{command[0]}` here; call `{shlex.join(command)}` where it is"
+        print(f"lockstep: {missing}", file=sys.stderr)
         return 1
 
 
-def write(job: ClusterJob, cluster: Cluster, kind: k8s.JobKind = k8s.JobKind.TRAIN_JOB) -> ClusterFile:
+def write(job: ClusterJob, cluster: Cluster) -> ClusterFile:
     if cluster is Cluster.SLURM:
-        return ClusterFile(slurm.write_batch(job), f"{job.name}.sbatch", (), ("sbatch",))
+        return ClusterFile(cluster_files.write_batch(job), f"{job.name}.sbatch", (), ("sbatch",))
     if cluster is Cluster.RAY:
         submit = ("ray", "job", "submit", "--no-wait", "--", "python")
-        return ClusterFile(ray_train.write_program(job), f"{job.name}_ray.py", (), submit)
-    before = (k8s.make_secret(job),) if k8s.needs_secret(job) else ()
-    return ClusterFile(k8s.write_manifest(job, kind), f"{job.name}.yaml", before, ("kubectl", "create", "-f"))
+        return ClusterFile(cluster_files.write_program(job), f"{job.name}_ray.py", (), submit)
+    before = (cluster_files.make_secret(job),) if cluster_files.needs_secret(job) else ()
+    return ClusterFile(cluster_files.write_manifest(job), f"{job.name}.json", before, ("kubectl", "create", "-f"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,9 +118,6 @@ def _parser() -> argparse.ArgumentParser:
         "--save-s", type=_count, default=120, metavar="S", help="SLURM: save so long before the end (default: 120)"
     )
     only.add_argument("--image", help="Kubernetes: the container image")
-    only.add_argument(
-        "--kind", choices=[kind.value for kind in k8s.JobKind], default=k8s.JobKind.TRAIN_JOB.value, help="Kubernetes"
-    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for `python -m`")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -157,16 +152,14 @@ def _read(chosen: argparse.Namespace) -> ClusterJob:
     )
 
 
+def _number(text: str, least: int = 0) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {least} or more")
+    return int(text)
+
+
 def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
-    return int(text)
-
-
-def _number(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
-    return int(text)
+    return _number(text, 1)
 
 
 def _time(text: str) -> int:

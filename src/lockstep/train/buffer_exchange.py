@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lockstep.comm import agreement
 from lockstep.comm.shard_sum import ShardSum
-from lockstep.ddp.state_digest import cheap_digests, sum_of_bits
+from lockstep.ddp.replica import cheap_digests, sum_of_bits
 from lockstep.errors import LockstepError
 from lockstep.train.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
 

@@ -21,15 +21,13 @@ from torch.utils.data import IterableDataset, Subset
 from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import LOADER_NAMES, TRIES, Batches, batch_or_raise
-from lockstep.data.iterable import COMPARE_EVERY, COMPARED_AT_START
-from lockstep.data.load_plan import refuse_loader
-from lockstep.data.loader import LoaderLostError, LoaderSettings, load
-from lockstep.data.prefetch import move_to_device
-from lockstep.data.reader import Collate, LoadContext, LoadRequest, Reader, draws_random_numbers
-from lockstep.data.sample_digest import hash_of_samples
+from lockstep.data.loader import LoaderLostError, LoaderSettings, load, refuse_loader
+from lockstep.data.packed_batch import move_to_device
+from lockstep.data.reader import Collate, LoadContext, LoadRequest, Reader, draws_random_numbers, hash_of_samples
 from lockstep.data.sample_order import Position
+from lockstep.data.streams import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.ddp import replica
-from lockstep.ddp.state_digest import cheap_digests, named_state
+from lockstep.ddp.replica import cheap_digests, named_state
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.train.buffer_snapshot import BufferSnapshot

@@ -16,7 +16,7 @@ from lockstep import faults
 from lockstep._torch import tree_leaves
 from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
-from lockstep.ddp.state_digest import named_state
+from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.seed import derive_seed, seed_all
 from lockstep.train import determinism, step_check

@@ -14,7 +14,7 @@ from typing import final
 import torch.distributed as dist
 
 from lockstep import faults
-from lockstep.ddp.state_digest import named_state
+from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError
 from lockstep.train import trained_parameters
 from lockstep.train.replica_check import ReplicaCheck

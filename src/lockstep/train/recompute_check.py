@@ -19,8 +19,7 @@ from lockstep.comm import agreement
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch, Shard
 from lockstep.ddp.autograd_graph import find_tensors
-from lockstep.ddp.replica import Leaf
-from lockstep.ddp.state_digest import cheap_digests
+from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.errors import DivergenceError
 
 Digests = list[tuple[str, int]]  # (description, 64-bit digest) of each output and gradient, in order

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep import faults
-from lockstep.comm import agreement, deferred_destroy
+from lockstep.comm import agreement
+from lockstep.comm.abortable_group import deferred_destroy
 from lockstep.comm.peer_watch import is_peer_loss
 from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration, WorkerIdentity
 from lockstep.elastic.generation_groups import GenerationGroups

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import abortable_wait, agreement
-from lockstep.ddp.state_digest import cheap_digests, differences
+from lockstep.ddp.replica import cheap_digests, differences
 from lockstep.errors import DivergenceError
 
 SHARE_OF_TIME = 0.004  # that comparing may take if `every` is not given; 0.005 is promised

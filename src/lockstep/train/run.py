@@ -30,7 +30,7 @@ from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Batches, BatchSettings, check_options
 from lockstep.data.sample_order import Order
-from lockstep.ddp.state_digest import named_state, sha256_of
+from lockstep.ddp.replica import named_state, sha256_of
 from lockstep.errors import LockstepError
 from lockstep.train import determinism, evaluation
 from lockstep.train.crash_context import CrashContext

@@ -34,8 +34,8 @@ from torch import Tensor
 from lockstep import _torch, faults
 from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum, add_coalesced, coalesced
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
+from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack, piece_of
-from lockstep.ddp.grad_hooks import GradHooks
 from lockstep.ddp.replica import Leaf
 
 ALIGN_BYTES = 64  # Note [Alignment]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lockstep.ddp.state_digest import cheap_digests
+from lockstep.ddp.replica import cheap_digests
 
 NamedTensors = Callable[[], Mapping[str, Tensor]]
 

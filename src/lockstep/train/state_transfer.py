@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import faults
-from lockstep.checkpoint import state_tree
+from lockstep.checkpoint import state_files
 from lockstep.checkpoint.format import bytes_of, flatten
 from lockstep.comm import agreement
-from lockstep.comm.broadcast import Broadcast
+from lockstep.comm.agreement import Broadcast
 from lockstep.comm.shard_sum import coalesced
-from lockstep.ddp.state_digest import cheap_digests
+from lockstep.ddp.replica import cheap_digests
 from lockstep.errors import DivergenceError
 from lockstep.train.collective_calls import print_message
 from lockstep.train.step import apply
@@ -58,7 +58,7 @@ def broadcast_state(
     Broadcast(keep=False)(group, [t for t in tensors if t.numel()], source=source, message_bytes=MESSAGE_BYTES)
     # The counters of an optimiser are on the CPU and stay there: reading one from a GPU would wait for it.
     by_name = {name: t.cpu() if on_host else t for (name, *_, on_host), t in zip(kinds, tensors, strict=True)}
-    return state_tree.restore(structure, by_name, Path("the state of another worker"))
+    return state_files.restore(structure, by_name, Path("the state of another worker"))
 
 
 def refuse_other_state(

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
-from lockstep.ddp.replica import Leaf
-from lockstep.ddp.state_digest import cheap_digests
+from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.train.buffer_exchange import BufferExchange, NewBuffer, NewNumber
 from lockstep.train.metrics import Mean
 from lockstep.train.options import RunOptions

@@ -1,4 +1,4 @@
-"""Reads rank and world size from the environment, and identifies the host. Pure but for the latter. Without torch.
+"""Reads rank and world size from the environment. Pure. Without torch.
 
 This is the only reader of RANK, WORLD_SIZE, LOCAL_*, MASTER_*, SLURM_*, OMPI_* and PMI_*. It refuses variables that are
 incomplete or contradict each other: a worker that guesses wrong trains alone, or waits for workers that do not exist.
@@ -6,13 +6,10 @@ incomplete or contradict each other: a worker that guesses wrong trains alone, o
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from lockstep.errors import WorldError
 
@@ -173,11 +170,12 @@ def first_host(nodes: str) -> str:
 
 def _from_mpi(env: Mapping[str, str]) -> RankAssignment | None:
     """Return the assignment by mpirun or mpiexec: Open MPI, or the PMI family (MPICH, Intel MPI, Cray)."""
-    families = (
-        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("PMI", "PMI_RANK", "PMI_SIZE"),
-    )
-    for source, rank_name, size_name in families:
+    open_mpi = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    for source, names in (
+        ("Open MPI", [f"OMPI_COMM_WORLD_{name}" for name in open_mpi]),
+        ("PMI", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]),
+    ):
+        rank_name, size_name, local_rank_name, local_size_name = names
         rank, size = read_int(env, rank_name), read_int(env, size_name, low=1)
         if rank is None and size is None:
             continue
@@ -186,16 +184,13 @@ def _from_mpi(env: Mapping[str, str]) -> RankAssignment | None:
             raise WorldError(f"{given} is set, but {missing} is not; start the workers with mpirun, or unset {given}")
         if rank >= size:
             raise WorldError(f"{rank_name}={rank} is not below {size_name}={size}; start the workers with mpirun")
-        local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        if source == "PMI":
-            local = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        local_size = read_int(env, local[1], low=1)
+        local_size = read_int(env, local_size_name, low=1)
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
         return RankAssignment(
             rank,
             size,
             source,
-            local_rank=read_int(env, local[0]),
+            local_rank=read_int(env, local_rank_name),
             local_size=local_size,
             addr="127.0.0.1" if local_size == size else None,
             port=_port_of(f"mpi {job}") if job else None,
@@ -229,10 +224,8 @@ def _complete(assignment: RankAssignment, env: Mapping[str, str]) -> RankAssignm
     if port is not None and port > 65535:
         raise WorldError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535, the same on every worker")
     assignment = replace(assignment, port=port or assignment.port)
-    missing = [
-        name for name, value in (("MASTER_ADDR", assignment.addr), ("MASTER_PORT", assignment.port)) if not value
-    ]
-    if missing:
+    found = {"MASTER_ADDR": assignment.addr, "MASTER_PORT": assignment.port}
+    if missing := [name for name, value in found.items() if not value]:
         raise WorldError(
             f"{assignment.source} says rank {assignment.rank} of {assignment.size}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set: the workers cannot find each other; set MASTER_ADDR to "
@@ -255,18 +248,3 @@ def read_int(env: Mapping[str, str], name: str, *, low: int = 0) -> int | None:
 def _port_of(job: str) -> int:
     """Return a port that is the same for all tasks of a job, usually differs between jobs, and is not ephemeral."""
     return 20000 + zlib.crc32(job.encode()) % 10000
-
-
-def identify_host(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a text that is equal for workers of one host: the same running kernel and network namespace.
-
-    The namespace matters because shared memory is passed over an abstract Unix socket, which is visible only inside
-    one. Containers of one machine count as separate hosts unless they share it (`--network=host`). Whether memory can
-    really be shared shows when the workers of a host try. LOCKSTEP_HOST overrides all this.
-    """
-    if name := environment.get("LOCKSTEP_HOST", "").strip():
-        return name
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # not Linux
-        return socket.gethostname()

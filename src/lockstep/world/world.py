@@ -8,6 +8,7 @@ a local store, so that no later code has to distinguish that case.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import socket
@@ -15,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -25,12 +26,14 @@ import torch.distributed as dist
 from lockstep._torch import PrefixStore, Store, distributed_state, get_default_store
 from lockstep.errors import PeerLostError, WorldError
 from lockstep.failures.card import Card, draw
-from lockstep.world import environment, rendezvous
+from lockstep.process_identity import identify_host
+from lockstep.settings import Settings
+from lockstep.world import environment
 from lockstep.world.environment import RankAssignment, read_int
-from lockstep.world.join_liveness import KnownProcesses
-from lockstep.world.rendezvous import ExpectedWorkers, Rendezvous
+from lockstep.world.rendezvous import ExpectedWorkers, KnownProcesses, Rendezvous, open_store
 
-JOIN_TIMEOUT_S = 300.0
+_log = logging.getLogger(__name__)
+
 LAST_TENSORS_S = 0.05
 
 
@@ -97,9 +100,8 @@ def choose_backend(gpus: Sequence[str], hosts: Sequence[str], *, linux: bool = T
     many = len(set(hosts))
     if many > 1:
         return BackendChoice("hierarchy", f"{many} hosts: shared memory inside each, the network between them")
-    return BackendChoice(
-        "shm", "workers of one host that share a GPU" if any(gpus) else "all workers on one host, no GPUs"
-    )
+    reason = "workers of one host that share a GPU" if any(gpus) else "all workers on one host, no GPUs"
+    return BackendChoice("shm", reason)
 
 
 def count_local(hosts: Sequence[str], rank: int) -> tuple[int, int]:
@@ -172,38 +174,34 @@ def _with_failure_card() -> Iterator[None]:
     try:
         yield
     except WorldError as error:
-        if "LOCKSTEP_RUN_DIR" not in os.environ:
-            error.add_note("\n" + draw(_card_of(error)).rstrip())
+        if "LOCKSTEP_RUN_DIR" in os.environ:
+            raise
+        what, _, do = str(error).rpartition("; ")
+        who = f"pid {os.getpid()} on {socket.gethostname()}"
+        with suppress(WorldError):  # `error` may be about the environment itself
+            if (assignment := environment.detect(os.environ)) is not None:
+                who = f"rank {assignment.rank} of {assignment.size} ({assignment.source}), {who}"
+        title = "lockstep: a worker could not join the others"
+        error.add_note("\n" + draw(Card(title=title, who=who, what=what or do, do=do if what else "")).rstrip())
         raise
-
-
-def _card_of(error: WorldError) -> Card:
-    what, _, do = str(error).rpartition("; ")
-    try:
-        assignment = environment.detect(os.environ)
-    except WorldError:  # `error` is about the environment itself
-        assignment = None
-    who = f"rank {assignment.rank} of {assignment.size} ({assignment.source}), " if assignment is not None else ""
-    return Card(
-        title="lockstep: a worker could not join the others",
-        who=f"{who}pid {os.getpid()} on {socket.gethostname()}",
-        what=what or do,
-        do=do if what else "",
-    )
 
 
 def _get_or_join(requested: _Requested, join_timeout_s: float | None) -> World:
     if _state.world is not None and _is_current(_state.group):
         _check_same_request(_state.world, requested)
         return _state.world
-    deadline = time.monotonic() + (join_timeout_s or _join_timeout_s(os.environ))
+    deadline = time.monotonic() + (join_timeout_s or _read_settings().join_timeout_s)
     if dist.is_initialized():
         world = _use_existing_group(requested, deadline)
     else:
         assignment = environment.detect(os.environ)
         if assignment is None and (warning := environment.missing_srun_warning(os.environ)):
-            print(f"lockstep: {warning}", file=sys.stderr)
+            _log.warning(warning)
         world = _join(assignment or RankAssignment(0, 1, "alone"), requested, deadline)
+    return _record(world, requested)
+
+
+def _record(world: World, requested: _Requested) -> World:
     assert dist.group.WORLD is not None
     _state.world, _state.requested, _state.group = world, requested, weakref.ref(dist.group.WORLD)
     return world
@@ -216,11 +214,8 @@ def _is_current(group: weakref.ref[dist.ProcessGroup] | None) -> bool:
 def _check_same_request(world: World, requested: _Requested) -> None:
     first = _state.requested
     assert first is not None
-    given = (
-        world.device
-        if requested.device is None or requested.device.index is not None
-        else torch.device(world.device.type)
-    )
+    any_index = requested.device is not None and requested.device.index is None
+    given = torch.device(world.device.type) if any_index else world.device
     for name, wish, is_now in (
         ("backend", requested.backend, world.backend),
         ("device", requested.device, given),
@@ -233,15 +228,11 @@ def _check_same_request(world: World, requested: _Requested) -> None:
             )
 
 
-def _join_timeout_s(env: Mapping[str, str]) -> float:
-    text = env.get("LOCKSTEP_JOIN_TIMEOUT_S", "").strip()
+def _read_settings() -> Settings:
     try:
-        seconds = float(text or JOIN_TIMEOUT_S)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise WorldError(f"LOCKSTEP_JOIN_TIMEOUT_S={text!r} is not a positive number of seconds; correct or unset it")
-    return seconds
+        return Settings.from_env(os.environ)
+    except ValueError as error:
+        raise WorldError(str(error)) from None
 
 
 def _use_existing_group(requested: _Requested, deadline: float) -> World:
@@ -252,10 +243,7 @@ def _use_existing_group(requested: _Requested, deadline: float) -> World:
     if requested.backend not in (None, backend):
         raise ValueError(f"backend={requested.backend!r}, but the process group that is already there uses {backend!r}")
     rank, size = dist.get_rank(), dist.get_world_size()
-    local_rank, local_size = (
-        read_int(os.environ, "LOCAL_RANK"),
-        read_int(os.environ, "LOCAL_WORLD_SIZE", low=1),
-    )
+    local_rank, local_size = read_int(os.environ, "LOCAL_RANK"), read_int(os.environ, "LOCAL_WORLD_SIZE", low=1)
     if size == 1:
         local_rank, local_size = 0, 1
     if local_rank is None or local_size is None:
@@ -290,10 +278,7 @@ def rejoin(
     leave_world()
     requested = _Requested(backend, torch.device(device) if device is not None else None, None, connect_s)
     _state.store, _state.assignment, _state.generation = store, assignment, 0
-    world = _join(assignment, requested, deadline)
-    assert dist.group.WORLD is not None
-    _state.world, _state.requested, _state.group = world, requested, weakref.ref(dist.group.WORLD)
-    return world
+    return _record(_join(assignment, requested, deadline), requested)
 
 
 def leave_world() -> None:
@@ -309,15 +294,16 @@ def leave_world() -> None:
 def _join(assignment: RankAssignment, requested: _Requested, deadline: float) -> World:
     requested = replace(requested, backend=wanted_backend(requested.backend, os.environ))
     host = socket.gethostname()
-    where = "a store of its own" if assignment.size == 1 else "their supervisors"
+    where = "a store of its own" if assignment.size == 1 else "their host agents"
     if assignment.addr is not None:
         where = f"{assignment.addr}:{assignment.port}"
+    expected = _expected_workers(assignment)
     if _state.store is None or _state.assignment != assignment:
         _state.store = None
-        _state.store, _state.assignment, _state.generation = _open_store(assignment, deadline), assignment, 0
+        _state.store, _state.assignment, _state.generation = open_store(assignment, deadline, expected), assignment, 0
     store = PrefixStore(f"lockstep/{assignment.attempt}/{_state.generation}", _state.store)
     try:
-        others = Rendezvous(store, assignment.rank, assignment.size, where, deadline, _expected_workers(assignment))
+        others = Rendezvous(store, assignment.rank, assignment.size, where, deadline, expected)
         hosts = _exchange_identities(others, assignment, host, requested.backend)
         counted = count_local(hosts, assignment.rank)
         local_rank = counted[0] if assignment.local_rank is None else assignment.local_rank
@@ -326,7 +312,7 @@ def _join(assignment: RankAssignment, requested: _Requested, deadline: float) ->
             requested=requested.device, backend=requested.backend, gpus=torch.cuda.device_count(), local_rank=local_rank
         )
         gpus = others.exchange("gpu", _select_gpu(device, host))
-        host_ids = others.exchange("home", environment.identify_host())
+        host_ids = others.exchange("home", identify_host())
         choice = choose_backend(gpus, host_ids, linux=sys.platform == "linux")
         backend = requested.backend or choice.backend
     except BaseException:
@@ -355,14 +341,14 @@ def _join(assignment: RankAssignment, requested: _Requested, deadline: float) ->
     _destroy_at_exit()
     if assignment.rank == 0 and assignment.size > 1 and requested.backend is None and backend != _state.printed_backend:
         _state.printed_backend = backend
-        chosen = f"lockstep: {assignment.size} workers over {backend}: {choice.reason}"
-        print(f"{chosen} (lockstep.init(backend=...) or LOCKSTEP_BACKEND changes it)", file=sys.stderr)
+        chosen = f"{assignment.size} workers over {backend}: {choice.reason}"
+        _log.info("%s (lockstep.init(backend=...) or LOCKSTEP_BACKEND changes it)", chosen)
     return World(assignment.rank, assignment.size, local_rank, local_size, host, device, backend, assignment.source)
 
 
 def wanted_backend(requested: str | None, env: Mapping[str, str]) -> str | None:
     """Return the requested backend, or else LOCKSTEP_BACKEND; None if neither is set. Raises ValueError if unknown."""
-    wish = requested or env.get("LOCKSTEP_BACKEND", "").strip() or None
+    wish = requested or Settings.from_env(env).backend
     known = dist.Backend.backend_list
     for part in wish.split(",") if wish else ():
         if part.rpartition(":")[2].lower() not in known:
@@ -394,23 +380,6 @@ def _exchange_identities(others: Rendezvous, assignment: RankAssignment, host: s
             f"process {mine['pid']} on {mine['host']}; give every worker its own RANK"
         )
     return [str(identity["host"]) for identity in identities]
-
-
-def _open_store(assignment: RankAssignment, deadline: float) -> Store:
-    if assignment.size == 1:
-        return rendezvous.create_local_store()
-    assert assignment.addr is not None
-    assert assignment.port is not None
-    if assignment.rank == 0 and not assignment.agent_store:
-        return rendezvous.serve_store(assignment.addr, assignment.port)
-    return rendezvous.connect_store(
-        assignment.addr,
-        assignment.port,
-        deadline=deadline,
-        who=f"rank {assignment.rank} of {assignment.size}",
-        store_host="torchrun" if assignment.agent_store else "rank 0",
-        expected=_expected_workers(assignment),
-    )
 
 
 def _expected_workers(assignment: RankAssignment) -> ExpectedWorkers:

@@ -24,18 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from lockstep import _torch
-from lockstep.comm.shm.collectives import dtype_code, numel_of
+from lockstep.comm.shm.collectives import Parts, describe_move, reduction_key
 from lockstep.comm.shm.cuda_ipc import NO_REGION, REGION_BYTES, IpcExporter, IpcImporter, StagingBuffer, is_idle
-from lockstep.comm.shm.phases import (
-    DEVICE_INFO_BYTES,
-    HEADERS,
-    NOTHING_WANTED,
-    REGION_TABLE_BYTES_PER_WORKER,
-    Call,
-    GroupSync,
-)
+from lockstep.comm.shm.phases import DEVICE_INFO_BYTES, HEADERS, REGION_TABLE_BYTES_PER_WORKER, Call, GroupSync
 from lockstep.comm.shm.reduce_ops import Reduction
 from lockstep.errors import LockstepError
 
@@ -82,8 +76,7 @@ class DeviceInfoBlock:
 
     def _read(self, rank: int, offset: int, size: int) -> bytes:
         at = self._start + offset
-        segment = self._sync.segment if rank == self._sync.rank else self._sync.peers[rank].segment
-        return segment.map[at : at + size]
+        return self._sync.segments[rank].map[at : at + size]
 
 
 class CudaCollectives:
@@ -119,70 +112,52 @@ class CudaCollectives:
         self._importers = {rank: IpcImporter(device) for rank in sync.peers}
         self._staging_buffers: list[StagingBuffer] = []
         self._issued = 0
-        self._in_use: deque[tuple[int, list[torch.Tensor]]] = (
-            deque()
-        )  # (number, tensors) that a collective may still use
-        self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []  # (tensor, staging copy with its result)
+        self._in_use: deque[tuple[int, list[Tensor]]] = deque()  # (number, tensors) that a collective may still use
+        self._copy_back: list[tuple[Tensor, Tensor]] = []  # (tensor, staging copy with its result)
         self._own_stream_used = False  # own stream has work queued behind the current collective
 
     def _check_peer_access(self, uuids: Sequence[str]) -> None:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         for rank, uuid in enumerate(uuids):
             index = visible.get(uuid)
-            if index is None or (
-                index != self.device.index and not torch.cuda.can_device_access_peer(self.device, index)
-            ):
+            if index == self.device.index:
+                continue
+            if index is None or not torch.cuda.can_device_access_peer(self.device, index):
+                me, other = self.sync.describe(self.sync.rank), self.sync.describe(rank)
+                text = f"{me} on {self.device} cannot reach the GPU {uuid} of {other}"
                 raise self.sync.fail(
-                    LockstepError(
-                        f"{self.sync.describe(self.sync.rank)} on {self.device} cannot reach the GPU {uuid} of "
-                        f"{self.sync.describe(rank)}; use backend='nccl' when every worker has a GPU of its own"
-                    )
+                    LockstepError(f"{text}; use backend='nccl' when every worker has a GPU of its own")
                 )
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def move(
-        self,
-        name: str,
-        *,
-        same: tuple[int, ...] = (),
-        to_all: torch.Tensor | None = None,
-        to_each: Sequence[torch.Tensor | None] = (),
-        into: Sequence[torch.Tensor | None],
+        self, name: str, *, into: Parts, same: tuple[int, ...] = (), to_all: Tensor | None = None, to_each: Parts = ()
     ) -> None:
         """As Collectives.move."""
         size = self.sync.size
-        lengths = tuple(numel_of(t) for t in to_each) if to_each else (numel_of(to_all),) * size
-        expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
-        call = Call(name, (ON_DEVICE, *same), lengths, expects)
-        tensors = self._publish_tensors(call, list(to_each) if to_each else [to_all] * size, into)
+        call = describe_move(name, (ON_DEVICE, *same), to_all, to_each, into)
+        own = self._publish_tensors(call, list(to_each) if to_each else [to_all] * size, into)
         self.sync.check_lengths(call)
         for dst in self._served:
             for src in range(size):
-                target, source = tensors.tensor(dst, size + src), tensors.tensor(src, dst)
+                target, source = self._tensor(own, dst, size + src), self._tensor(own, src, dst)
                 if target is not None and source is not None and source.data_ptr() != target.data_ptr():
                     target.copy_(source)
-        self._finish(tensors)
+        self._finish(own)
 
-    def barrier(self, name: str = "barrier") -> None:
-        self.sync.publish_call(Call(name))
-        self.sync.await_phase(self.sync.arrive())
-        self.sync.read_calls()
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, *, root: int | None = None) -> None:
+    def all_reduce(self, tensor: Tensor, op: Reduction, *, root: int | None = None) -> None:
         """As Collectives.all_reduce."""
         name, size = ("all_reduce" if root is None else "reduce"), self.sync.size
-        same = (ON_DEVICE, op.code, dtype_code(tensor.dtype), tensor.numel(), -1 if root is None else root)
-        if op.factor is not None:
-            tensor = tensor if root in (None, self.sync.rank) else tensor.clone()
-            op.prepare(tensor)
-        tensors = self._publish_tensors(Call(name, same), [], [tensor])
+        same = (ON_DEVICE, *reduction_key(op, tensor.dtype, tensor.numel(), -1 if root is None else root))
+        tensor = op.prepare(tensor, copy=root not in (None, self.sync.rank))
+        own = self._publish_tensors(Call(name, same), [], [tensor])
         if self._served and tensor.numel():
-            rows = [tensors.tensor(rank, size, tensor.dtype) for rank in range(size)]
+            rows = [self._tensor(own, rank, size, tensor.dtype) for rank in range(size)]
             self._reduce_rows([row for row in rows if row is not None], op, root)
-        self._finish(tensors)
+        self._finish(own)
 
-    def _reduce_rows(self, rows: Sequence[torch.Tensor], op: Reduction, root: int | None) -> None:
+    def _reduce_rows(self, rows: Sequence[Tensor], op: Reduction, root: int | None) -> None:
         """Reduce this leader's part of the elements."""
         if len(self._leaders) > 1:
             part = self._leaders.index(self.sync.rank)
@@ -197,21 +172,18 @@ class CudaCollectives:
         elif len(rows) > 2:
             _torch.foreach_copy_(list(rows[1:]), [rows[0]] * (len(rows) - 1))  # one kernel
 
-    def reduce_scatter(self, sections: Sequence[torch.Tensor], out: torch.Tensor, op: Reduction) -> None:
+    def reduce_scatter(self, sections: Sequence[Tensor], out: Tensor, op: Reduction) -> None:
         """As Collectives.reduce_scatter."""
         size = self.sync.size
-        same = (ON_DEVICE, op.code, dtype_code(out.dtype), *(section.numel() for section in sections))
-        if op.factor is not None:
-            sections = [section.clone() for section in sections]
-            for section in sections:
-                op.prepare(section)
-        tensors = self._publish_tensors(Call("reduce_scatter", same), sections, [out])
+        same = (ON_DEVICE, *reduction_key(op, out.dtype, *(section.numel() for section in sections)))
+        sections = [op.prepare(section, copy=True) for section in sections]
+        own = self._publish_tensors(Call("reduce_scatter", same), sections, [out])
         for dst in self._served:
-            target = tensors.tensor(dst, size, out.dtype)
+            target = self._tensor(own, dst, size, out.dtype)
             if target is not None:
-                rows = [tensors.tensor(src, dst, out.dtype) for src in range(size)]
+                rows = [self._tensor(own, src, dst, out.dtype) for src in range(size)]
                 op.run([row for row in rows if row is not None], target, free=[False] * size)
-        self._finish(tensors)
+        self._finish(own)
 
     # ---- publishing tensors, and streams ----------------------------------------------------------------------------
 
@@ -236,15 +208,12 @@ class CudaCollectives:
             _set_stream(stream_before)
             _torch.cuda_exchange_device(device_before)
 
-    def _publish_tensors(
-        self, call: Call, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
-    ) -> _CollectiveTensors:
-        """Publish where this worker's tensors are, and wait until all workers have."""
+    def _publish_tensors(self, call: Call, sources: Parts, targets: Parts) -> list[Tensor | None]:
+        """Publish where this worker's tensors are, and wait until all workers have. Returns those tensors."""
         sync, size = self.sync, self.sync.size
         self._release_finished()
-        own = [*sources, *([None] * (size - len(sources))), *targets]
         regions, shareable = [], []
-        for i, tensor in enumerate(own):
+        for i, tensor in enumerate([*sources, *([None] * (size - len(sources))), *targets]):
             region, shared = (NO_REGION, None) if tensor is None or not tensor.numel() else self._shareable(i, tensor)
             regions.append(region)
             shareable.append(shared)
@@ -257,24 +226,26 @@ class CudaCollectives:
         if self._served and len(self._leaders) > 1:
             for event in self._last_events():
                 self.stream.wait_event(event)
-        return _CollectiveTensors(self, shareable)
+        return shareable
 
-    def _finish(self, tensors: _CollectiveTensors) -> None:
+    def _finish(self, own: Parts) -> None:
         """Signal that the kernels of this collective are queued, and wait until those of all leaders are."""
         sync = self.sync
         self._issued += 1
         if self._served:
             self._events[self._issued % EVENTS].record(self.stream)
         sync.await_phase(sync.arrive())
-        self._in_use.append((self._issued, tensors.own))
+        self._in_use.append((self._issued, [tensor for tensor in own if tensor is not None]))
         if self._copy_back:
             self.wait_for_result()
             for original, staged in self._copy_back:
                 original.copy_(staged)
             self._copy_back = []
 
-    def peer_tensor(self, rank: int, i: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Tensor `i` that another rank published for this collective: its source `i`, or its target `i - size`."""
+    def _tensor(self, own: Parts, rank: int, i: int, dtype: torch.dtype = torch.uint8) -> Tensor | None:
+        """Tensor `i` that a rank published for this collective: its source `i`, or its target `i - size`."""
+        if rank == self.sync.rank:
+            return own[i] if i < len(own) else None
         packed = self._device_info.read(rank, i)
         return None if packed == NO_REGION else self._importers[rank].tensor(packed, dtype)
 
@@ -291,7 +262,7 @@ class CudaCollectives:
                 return
             self._in_use.popleft()
 
-    def _shareable(self, i: int, tensor: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+    def _shareable(self, i: int, tensor: Tensor) -> tuple[bytes, Tensor]:
         """Region by which peers reach tensor `i` of this call, and the tensor there: itself, or a staging copy."""
         region = self._exporter.region(tensor)
         if region is not None:
@@ -347,19 +318,6 @@ def event_behind_queued(device: torch.device) -> Any:
     event = Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-class _CollectiveTensors:
-    """The tensors of one collective: those of this worker, and those that its peers have published."""
-
-    def __init__(self, collectives: CudaCollectives, shareable: Sequence[torch.Tensor | None]) -> None:
-        self._collectives, self._shareable_tensors = collectives, shareable
-        self.own = [tensor for tensor in shareable if tensor is not None]
-
-    def tensor(self, rank: int, i: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
-        if rank != self._collectives.sync.rank:
-            return self._collectives.peer_tensor(rank, i, dtype)
-        return self._shareable_tensors[i] if i < len(self._shareable_tensors) else None
 
 
 def _set_stream(data: Sequence[int]) -> None:

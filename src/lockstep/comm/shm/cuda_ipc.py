@@ -9,11 +9,11 @@ import ctypes
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from lockstep.errors import LockstepError
 
@@ -24,8 +24,11 @@ BLOCK_BYTES: Final = 2 << 20
 _IPC_CAPABLE, _BUFFER_ID, _RANGE_START = 10, 7, 11
 _LAZY_PEER_ACCESS: Final = 1
 _HANDLE_BYTES: Final = 64
-_REGION = struct.Struct(f"<QQQ{_HANDLE_BYTES}s")  # number of the allocation, offset in it, length, handle
+# A range of a process' GPU memory: number of the allocation (never reused there, unlike an address), offset in it,
+# length, handle.
+_REGION = struct.Struct(f"<QQQ{_HANDLE_BYTES}s")
 REGION_BYTES: Final = _REGION.size
+NO_REGION: Final = bytes(REGION_BYTES)
 
 
 class _Handle(ctypes.Structure):
@@ -62,34 +65,13 @@ def is_idle(stream: int) -> bool:
     return bool(_driver().cuStreamQuery(stream) == 0)
 
 
-@dataclass(frozen=True)
-class IpcRegion:
-    """A range of a process' GPU memory. `allocation` is a number that is never reused there, unlike an address."""
-
-    allocation: int
-    offset: int
-    length: int
-    handle: bytes
-
-    @property
-    def packed(self) -> bytes:
-        return _REGION.pack(self.allocation, self.offset, self.length, self.handle)
-
-    @staticmethod
-    def unpack(data: bytes) -> IpcRegion:
-        return IpcRegion(*_REGION.unpack(data))
-
-
-NO_REGION: Final = bytes(REGION_BYTES)
-
-
 class IpcExporter:
     """Describes this process' tensors to its peers."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()  # (allocation, address, length)
 
-    def region(self, flat: torch.Tensor) -> bytes | None:
+    def region(self, flat: Tensor) -> bytes | None:
         """The packed region of `flat`; None if its memory cannot be shared (expandable segments, cudaMallocAsync)."""
         address, length = flat.data_ptr(), flat.nbytes
         # The number of the allocation shows whether the address still refers to the same memory.
@@ -102,7 +84,7 @@ class IpcExporter:
             if _driver().cuIpcGetMemHandle(ctypes.byref(handle), start) != 0:
                 return None
             raw = ctypes.string_at(ctypes.addressof(handle), _HANDLE_BYTES)
-            packed = self._known[key] = IpcRegion(key[0], address - start, length, raw).packed
+            packed = self._known[key] = _REGION.pack(key[0], address - start, length, raw)
             if len(self._known) > MAX_TENSORS:
                 self._known.popitem(last=False)
         return packed
@@ -114,35 +96,34 @@ class IpcImporter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mapped: OrderedDict[int, int] = OrderedDict()  # allocation -> address in this process
-        self._tensors: dict[tuple[bytes, torch.dtype], torch.Tensor] = {}
+        self._tensors: dict[tuple[bytes, torch.dtype], Tensor] = {}
 
-    def tensor(self, packed: bytes, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, packed: bytes, dtype: torch.dtype) -> Tensor:
         """A tensor on the peer's memory that `packed` describes. This object owns the mapping."""
         tensor = self._tensors.get((packed, dtype))
         if tensor is None:
-            region = IpcRegion.unpack(packed)
-            address = self._map(region) + region.offset
+            allocation, offset, length, handle = _REGION.unpack(packed)
+            address = self._map(allocation, handle) + offset
             if len(self._tensors) >= MAX_TENSORS:
                 self._tensors.clear()
             with torch.inference_mode(False):  # the tensor is used by later calls, too
-                tensor = as_tensor(address, region.length, self._device).view(dtype)
+                tensor = as_tensor(address, length, self._device).view(dtype)
             self._tensors[packed, dtype] = tensor
         return tensor
 
-    def _map(self, region: IpcRegion) -> int:
-        if region.allocation not in self._mapped:
+    def _map(self, allocation: int, packed_handle: bytes) -> int:
+        if allocation not in self._mapped:
             if len(self._mapped) >= MAX_MAPPINGS:
                 self._tensors.clear()
-                torch.cuda.current_stream(
-                    self._device
-                ).synchronize()  # no queued kernel may use the mapping that is closed now
+                # No queued kernel may use the mapping that is closed now.
+                torch.cuda.current_stream(self._device).synchronize()
                 _call("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
             address, handle = ctypes.c_uint64(0), _Handle()
-            ctypes.memmove(ctypes.addressof(handle), region.handle, _HANDLE_BYTES)
+            ctypes.memmove(ctypes.addressof(handle), packed_handle, _HANDLE_BYTES)
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
-            self._mapped[region.allocation] = address.value
-        self._mapped.move_to_end(region.allocation)
-        return self._mapped[region.allocation]
+            self._mapped[allocation] = address.value
+        self._mapped.move_to_end(allocation)
+        return self._mapped[allocation]
 
     def close(self) -> None:
         self._tensors.clear()
@@ -157,7 +138,7 @@ class _CudaArray:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
+def as_tensor(address: int, size: int, device: torch.device) -> Tensor:
     return torch.as_tensor(_CudaArray(address, size), device=device)
 
 
@@ -167,7 +148,7 @@ class StagingBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device, self._address, self._size = device, 0, 0
 
-    def tensor(self, size: int, wait: Callable[[], None]) -> torch.Tensor:
+    def tensor(self, size: int, wait: Callable[[], None]) -> Tensor:
         if size > self._size:
             self.close(wait)
             # Smaller allocations share a block of the driver, and a peer can map a block only once.

@@ -32,7 +32,7 @@ class ShmWork(Work):
         self._error: BaseException | None = None
         self._done = False
         self.ended_s: float | None = None
-        self.sync_stream: Callable[[], None] = _do_nothing  # makes the caller's stream wait for the result
+        self.sync_stream: Callable[[], None] = lambda: None  # makes the caller's stream wait for the result
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -87,7 +87,7 @@ class ShmWork(Work):
                 raise
         finally:
             self.ended_s = time.monotonic()
-            self._run = _run_nothing  # drops the tensors it held
+            self._run = lambda work, spin: None  # drops the tensors it held
 
     def _complete_future(self) -> None:
         assert self._future is not None
@@ -106,7 +106,7 @@ class CombinedWork(Work):
         super().__init__()
         self._works = works
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return all([work.wait() for work in self._works])
 
     def is_completed(self) -> bool:
@@ -114,14 +114,6 @@ class CombinedWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-def _run_nothing(work: ShmWork, spin: bool) -> None:
-    pass
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class CollectiveExecutor:

@@ -1,70 +1,43 @@
 """The torch process group of the backend `shm`, for the workers of one host.
 
-This file has torch's method names and accepts what torch allows: tensors of any layout, lists, options, one or several
-devices. The collectives on flat memory are in collectives.py, their queue and thread in executor.py.
+This file has torch's method names and checks what torch allows: lists, options, one or several devices. An option
+`opts` of None stands for torch's defaults. The collectives on these tensors are in tensor_collectives.py, on flat
+memory in collectives.py, their queue and thread in executor.py.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Work, distributed_c10d
+from torch import Tensor
+from torch.distributed import Work
 
-from lockstep._torch import Store
-from lockstep.comm.flatten_tensors import first_tensor, single_tensor
-from lockstep.comm.join_registry import JoinRegistry
-from lockstep.comm.shm import sparse
-from lockstep.comm.shm.collectives import Collectives
+from lockstep._torch import BarrierOptions, Store
+from lockstep.comm.flatten_tensors import single_tensor
+from lockstep.comm.shm import tensor_collectives as on_tensors
+from lockstep.comm.shm.collectives import Collectives, heap_start, reserve_slots
 from lockstep.comm.shm.cuda_collectives import CudaCollectives, event_behind_queued
 from lockstep.comm.shm.executor import CollectiveExecutor, CombinedWork, ShmWork
-from lockstep.comm.shm.flat_tensors import (
-    AnyCollectives,
-    all_reduce,
-    as_bytes,
-    check_alike,
-    cut,
-    flatten,
-    reduce_scatter,
-    write_into,
-)
-from lockstep.comm.shm.host_memory import HostMemory, heap_start, reserve_slots
 from lockstep.comm.shm.memory import Heap, create_segment
-from lockstep.comm.shm.mixed_backend import DeviceBackends
+from lockstep.comm.shm.mixed_backend import DeviceBackends, dispatch_by_device
 from lockstep.comm.shm.phases import GroupSync, State
 from lockstep.comm.shm.point_to_point import PointToPoint
-from lockstep.comm.shm.reduce_ops import Reduction, parse_reduction
+from lockstep.comm.shm.reduce_ops import RedOpType, Reduction, parse_reduction
 from lockstep.comm.shm.rendezvous import exchange_segments
+from lockstep.comm.shm.tensor_collectives import Splits, Tensors, as_bytes, flatten
 from lockstep.errors import PeerLostError
+from lockstep.world.rendezvous import JoinRegistry
 
 CLOSE_TIMEOUT_S: Final = 5.0
-COALESCE_BYTES: Final = 1 << 20
 MAX_KEPT_NUMEL: Final = 64
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _dispatch_by_device(method: Method) -> Method:
-    """Pass a call to the backend that "cpu:shm,cuda:nccl" names for its tensors' device, if that is not shm."""
-
-    @functools.wraps(method)
-    def call(self: ShmGroup, *args: Any, **options: Any) -> Any:
-        if self._device_backends.may_exist:
-            delegate = self._device_backends.for_device(first_tensor((*args, *options.values())).device)
-            if delegate is not None:
-                return getattr(delegate, method.__name__)(*args, **options)
-        return method(self, *args, **options)
-
-    return call  # type: ignore[return-value]
-
 
 # Torch's stub files describe different overloads in every version, so the type checker sees this class as Any.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -94,7 +67,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         wait_s = timeout.total_seconds()
         segment = create_segment()
         try:
-            self._sync = GroupSync(rank, size, segment, wait_s, registry.names)
+            self._sync = GroupSync(rank, segment, wait_s, registry.names)
             section = reserve_slots(self._sync)
             peers = exchange_segments(registry, segment, section_bytes=section, deadline=time.monotonic() + wait_s)
         except BaseException as error:
@@ -107,28 +80,29 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         except BaseException as error:
             self._sync.close()
             if isinstance(error, PeerLostError):
-                raise registry.publish_loss(error) from None  # for workers that have not
+                raise registry.liveness.publish_loss(error) from None  # for workers that have not
             raise
         self.processes = {registry.names[r]: process for r, process in registry.processes.items()}
         section = min([section, *(peer.section_bytes for peer in peers.values())])
         self._executor = CollectiveExecutor(f"shm-{rank}")
-        self._host = Collectives(self._sync, HostMemory(self._sync, section))
+        self._host = Collectives(self._sync, section)
         self._devices: dict[torch.device, CudaCollectives] = {}
         self._heap = Heap(segment, heap_start(self._sync, section))
         self._point_to_point = PointToPoint(self._sync, self._heap)
         self._device_backends = DeviceBackends(self, store, timeout)
-        self._sequence = 0
-        self._closed = False
+        self._sequence, self._closed = 0, False
         self._coalescing: list[Work] | None = None
         self._kept_works: deque[Work] = deque(maxlen=16)
 
     # ---- properties that torch reads --------------------------------------------------------------------------------
 
+    supports_splitting = False
+    supports_coalescing = True
+
     def getBackendName(self) -> str:
         return "shm"
 
-    def name(self) -> str:
-        return "shm"
+    name = _get_backend_name = getBackendName
 
     def getRank(self) -> int:
         return self._rank
@@ -147,15 +121,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return [torch.device(kind) for kind in kinds]
+        return [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
 
     def _get_backend(self, device: torch.device) -> Any:
         delegate = self._device_backends.for_device(torch.device(device))
         return self if delegate is None else delegate._get_backend(device)
-
-    def _get_backend_name(self) -> str:
-        return "shm"
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -166,8 +136,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         self._sync.timeout_s = timeout.total_seconds()
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.set_timeout(timeout)
+    _set_default_timeout = set_timeout
 
     def _has_hooks(self) -> bool:
         return False
@@ -175,20 +144,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     def _wait_for_pending_works(self) -> None:
         self._executor.drain()
 
-    @property
-    def supports_splitting(self) -> bool:
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return True
-
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return torch.device(device).type == "cpu"
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor in group memory, on which collectives need no copies. Freed like any other tensor."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={str(device)!r}: shm gives memory on cpu only")
@@ -197,314 +158,182 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions -------------------------------------------------------------------------------------------------
 
-    @_dispatch_by_device
-    def allreduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
-        opts = _options("AllreduceOptions", opts)
+    @dispatch_by_device
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None) -> Work:
         tensor = single_tensor(tensors)
-        op = self._reduction(opts, tensor.dtype)
-        if tensor.is_sparse:
-            return self._submit(tensor, opts, [tensor], lambda collectives: sparse.all_reduce(collectives, tensor, op))
-        return self._submit(tensor, opts, [tensor], lambda collectives: all_reduce(collectives, tensor, op))
+        run = on_tensors.all_reduce_sparse if tensor.is_sparse else on_tensors.all_reduce
+        return self._submit(tensor, opts, [tensor], run, tensor, self._reduction(opts, tensor.dtype))
 
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: Callable[[], float]) -> Work:
+    def all_reduce_scaled(self, tensor: Tensor, scale: Callable[[], float]) -> Work:
         """All-reduce the sum, multiplied by `scale()` while it is in the cache. Host memory only.
 
         `scale` is called when this collective runs, so it may depend on results of collectives started before it.
         """
-        opts = _options("AllreduceOptions", None)
-        op = replace(self._reduction(opts, tensor.dtype), scale=scale)
-        return self._submit(tensor, opts, [tensor], lambda collectives: all_reduce(collectives, tensor, op))
+        op = replace(self._reduction(None, tensor.dtype), scale=scale)
+        return self._submit(tensor, None, [tensor], on_tensors.all_reduce, tensor, op)
 
-    @_dispatch_by_device
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = _options("AllreduceCoalescedOptions", opts)
+    @dispatch_by_device
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         ops = [self._reduction(opts, tensor.dtype) for tensor in tensors]
+        return self._submit(tensors[0], opts, tensors, on_tensors.all_reduce_coalesced, tensors, ops)
 
-        def run(collectives: AnyCollectives) -> None:
-            alike = len({tensor.dtype for tensor in tensors}) == 1
-            if alike and sum(tensor.nbytes for tensor in tensors) <= COALESCE_BYTES:
-                together = torch.cat([flatten(tensor) for tensor in tensors])
-                collectives.all_reduce(together, ops[0])
-                pieces = torch.split(together, [tensor.numel() for tensor in tensors])
-                for tensor, piece in zip(tensors, pieces, strict=True):
-                    tensor.data.copy_(piece.view(tensor.shape))
-                return
-            for tensor, op in zip(tensors, ops, strict=True):
-                all_reduce(collectives, tensor, op)
-
-        return self._submit(tensors[0], opts, tensors, run)
-
-    @_dispatch_by_device
-    def reduce(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
-        opts = _options("ReduceOptions", opts)
+    @dispatch_by_device
+    def reduce(self, tensors: Tensors | Tensor, opts: Any = None) -> Work:
         tensor, root = single_tensor(tensors), self._root("reduce", opts)
         op = self._reduction(opts, tensor.dtype)
-        return self._submit(tensor, opts, [tensor], lambda collectives: all_reduce(collectives, tensor, op, root=root))
+        return self._submit(tensor, opts, [tensor], on_tensors.all_reduce, tensor, op, root)
 
-    @_dispatch_by_device
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
-    ) -> Work:
-        opts = _options("ReduceScatterOptions", opts)
+    @dispatch_by_device
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         out, sections = single_tensor(outputs), inputs[0]
-        self._check_list("reduce_scatter", sections)
-        check_alike("reduce_scatter", out, sections[self._rank])
+        on_tensors.check_list("reduce_scatter", sections, self._size)
+        on_tensors.check_alike("reduce_scatter", out, sections[self._rank])
         op = self._reduction(opts, out.dtype)
+        return self._submit(out, opts, [out], on_tensors.reduce_scatter, out, sections, op)
 
-        def run(collectives: AnyCollectives) -> None:
-            flat = [flatten(section) for section in sections]
-            write_into(collectives, [out], functools.partial(reduce_scatter, collectives, flat, op))
-
-        return self._submit(out, opts, [out], run)
-
-    @_dispatch_by_device
-    def reduce_scatter_single(self, out: torch.Tensor, data: torch.Tensor, opts: Any = None) -> Work:
+    @dispatch_by_device
+    def reduce_scatter_single(self, out: Tensor, data: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([out], [data], opts)
 
-    @_dispatch_by_device
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
-        opts = _options("ReduceScatterOptions", opts)
+    @dispatch_by_device
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for out, data in zip(outputs, inputs, strict=True):
-            if data.dtype is not out.dtype:
-                raise TypeError(f"reduce_scatter: the input is {data.dtype}, the output {out.dtype}; make them alike")
-            if data.numel() != out.numel() * self._size:
-                raise ValueError(
-                    f"reduce_scatter: the input has {data.numel()} elements, the output {out.numel()}; "
-                    f"the input must be {self._size} times as large"
-                )
+            on_tensors.check_whole("reduce_scatter", "input", data, "output", out, self._size)
         ops = [self._reduction(opts, out.dtype) for out in outputs]
-
-        def run(collectives: AnyCollectives) -> None:
-            for out, data, op in zip(outputs, inputs, ops, strict=True):
-                flat = flatten(data)
-                sections = list(torch.split(flat, out.numel())) if out.numel() else [flat] * self._size
-                write_into(collectives, [out], functools.partial(reduce_scatter, collectives, sections, op))
-
-        return self._submit(outputs[0], opts, outputs, run)
+        run = on_tensors.reduce_scatter_single
+        return self._submit(outputs[0], opts, outputs, on_tensors.for_each, run, outputs, inputs, ops)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # ---- broadcast, gather, scatter, all-to-all, barrier ------------------------------------------------------------
 
-    @_dispatch_by_device
-    def broadcast(self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = None) -> Work:
-        opts = _options("BroadcastOptions", opts)
+    @dispatch_by_device
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None) -> Work:
         tensor, root = single_tensor(tensors), self._root("broadcast", opts)
+        return self._submit(tensor, opts, [tensor], on_tensors.broadcast, tensor, root)
 
-        def run(collectives: AnyCollectives) -> None:
-            def move(flat: Sequence[torch.Tensor]) -> None:
-                data = as_bytes(flat[0])
-                into: list[torch.Tensor | None] = [None] * self._size
-                if self._rank != root:
-                    into[root] = data
-                collectives.move("broadcast", same=(root,), to_all=data if self._rank == root else None, into=into)
-
-            write_into(collectives, [tensor], move, read=True)
-
-        return self._submit(tensor, opts, [tensor], run)
-
-    @_dispatch_by_device
-    def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
+    @dispatch_by_device
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         for targets, data in zip(outputs, inputs, strict=True):
-            self._check_list("all_gather", targets)
-            for target in targets:
-                check_alike("all_gather", target, data)
+            on_tensors.check_list("all_gather", targets, self._size, like=data)
         return self._gather_all([list(targets) for targets in outputs], inputs, opts)
 
-    @_dispatch_by_device
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
+    @dispatch_by_device
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         # Torch lists the outputs by rank here, and by tensor in allgather.
         by_tensor = [[targets[i] for targets in outputs] for i in range(len(inputs))]
         return self._gather_all(by_tensor, inputs, opts)
 
-    @_dispatch_by_device
-    def all_gather_single(self, out: torch.Tensor, data: torch.Tensor, opts: Any = None) -> Work:
+    def _gather_all(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+        targets = [target for targets in outputs for target in targets]
+        return self._submit(inputs[0], opts, targets, on_tensors.for_each, on_tensors.all_gather, outputs, inputs)
+
+    @dispatch_by_device
+    def all_gather_single(self, out: Tensor, data: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([out], [data], opts)
 
-    @_dispatch_by_device
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
+    @dispatch_by_device
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for out, data in zip(outputs, inputs, strict=True):
-            if out.dtype is not data.dtype:
-                raise TypeError(f"all_gather: the output is {out.dtype}, the input {data.dtype}; make them the same")
-            if out.numel() != data.numel() * self._size:
-                raise ValueError(
-                    f"all_gather: the output has {out.numel()} elements, the input {data.numel()}; "
-                    f"the output must be {self._size} times as large"
-                )
-        opts = _options("AllgatherOptions", opts)
-
-        def run(collectives: AnyCollectives) -> None:
-            for out, data in zip(outputs, inputs, strict=True):
-
-                def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
-                    whole, part = as_bytes(flat[0]), as_bytes(flatten(data))
-                    length = part.numel()
-                    into = [whole[r * length : (r + 1) * length] for r in range(self._size)]
-                    collectives.move("all_gather", same=(length,), to_all=part, into=into)
-
-                write_into(collectives, [out], move)
-
-        return self._submit(outputs[0], opts, outputs, run)
+            on_tensors.check_whole("all_gather", "output", out, "input", data, self._size)
+        run = on_tensors.all_gather_single
+        return self._submit(outputs[0], opts, outputs, on_tensors.for_each, run, outputs, inputs)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_dispatch_by_device
-    def gather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
-        opts = _options("GatherOptions", opts)
+    @dispatch_by_device
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         data, root = single_tensor(inputs), self._root("gather", opts)
         targets = list(outputs[0]) if self._rank == root else []
         if self._rank == root:
-            self._check_list("gather", targets)
-            for target in targets:
-                check_alike("gather", target, data)
+            on_tensors.check_list("gather", targets, self._size, like=data)
+        return self._submit(data, opts, targets or [data], on_tensors.gather, targets, data, root)
 
-        def run(collectives: AnyCollectives) -> None:
-            def move(flat: Sequence[torch.Tensor]) -> None:
-                into = [as_bytes(t) for t in flat] if flat else [None] * self._size
-                collectives.move("gather", same=(root,), to_all=as_bytes(flatten(data)), into=into)
-
-            write_into(collectives, targets, move)
-
-        return self._submit(data, opts, targets or [data], run)
-
-    @_dispatch_by_device
-    def scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
-    ) -> Work:
-        opts = _options("ScatterOptions", opts)
+    @dispatch_by_device
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         out, root = single_tensor(outputs), self._root("scatter", opts)
         sources = list(inputs[0]) if self._rank == root else []
         if self._rank == root:
-            self._check_list("scatter", sources)
-            for source in sources:
-                check_alike("scatter", source, out)
+            on_tensors.check_list("scatter", sources, self._size, like=out)
+        return self._submit(out, opts, [out], on_tensors.scatter, out, sources, root)
 
-        def run(collectives: AnyCollectives) -> None:
-            def move(flat: Sequence[torch.Tensor]) -> None:
-                into: list[torch.Tensor | None] = [None] * self._size
-                into[root] = as_bytes(flat[0])
-                collectives.move("scatter", same=(root,), to_each=[as_bytes(flatten(s)) for s in sources], into=into)
+    @dispatch_by_device
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        on_tensors.check_list("all_to_all", outputs, self._size)
+        on_tensors.check_list("all_to_all", inputs, self._size)
+        return self._submit(outputs[0], opts, outputs, on_tensors.all_to_all, outputs, inputs)
 
-            write_into(collectives, [out], move)
-
-        return self._submit(out, opts, [out], run)
-
-    @_dispatch_by_device
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = _options("AllToAllOptions", opts)
-        self._check_list("all_to_all", outputs)
-        self._check_list("all_to_all", inputs)
-
-        def run(collectives: AnyCollectives) -> None:
-            def move(flat: Sequence[torch.Tensor]) -> None:
-                to_each = [as_bytes(flatten(data)) for data in inputs]
-                collectives.move("all_to_all", to_each=to_each, into=[as_bytes(t) for t in flat])
-
-            write_into(collectives, outputs, move)
-
-        return self._submit(outputs[0], opts, outputs, run)
-
-    @_dispatch_by_device
+    @dispatch_by_device
     def all_to_all_single(
-        self,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        out_splits: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-        opts: Any = None,
+        self, out: Tensor, data: Tensor, out_splits: Splits = None, splits: Splits = None, opts: Any = None
     ) -> Work:
-        opts = _options("AllToAllOptions", opts)
-        out_sizes = cut("output", out, out_splits, self._size)
-        sizes = cut("input", data, splits, self._size)
-        if sizes[self._rank] != out_sizes[self._rank]:
-            raise ValueError(
-                f"all_to_all: rank {self._rank} sends {sizes[self._rank]} elements to itself and expects "
-                f"{out_sizes[self._rank]}; make the splits agree"
-            )
-
-        def run(collectives: AnyCollectives) -> None:
-            def move(flat: Sequence[torch.Tensor]) -> None:
-                to_each = [as_bytes(piece) for piece in torch.split(flatten(data), sizes)]
-                into = [as_bytes(piece) for piece in torch.split(flat[0], out_sizes)]
-                collectives.move("all_to_all", to_each=to_each, into=into)
-
-            write_into(collectives, [out], move)
-
-        return self._submit(out, opts, [out], run)
+        out_sizes = on_tensors.split_sizes("output", out, out_splits, self._size)
+        sizes = on_tensors.split_sizes("input", data, splits, self._size)
+        to_self, from_self = sizes[self._rank], out_sizes[self._rank]
+        if to_self != from_self:
+            text = f"all_to_all: rank {self._rank} sends {to_self} elements to itself and expects {from_self}"
+            raise ValueError(f"{text}; make the splits agree")
+        return self._submit(out, opts, [out], on_tensors.all_to_all_single, out, out_sizes, data, sizes)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Work:
-        opts = _options("BarrierOptions", opts)
         device = getattr(opts, "device", None)
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return self._submit(torch.empty(0), opts, [], lambda collectives: collectives.barrier())
+        return self._submit(torch.empty(0), opts, [], Collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names a missing rank, or all of them if `wait_all_ranks`. Worded like Gloo's errors."""
-        opts = _options("BarrierOptions", None)
+        opts = BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
             if opts.timeout <= timedelta(0):
                 raise RuntimeError(f"Rank {self._rank} timed out in monitoredBarrier: the timeout is {opts.timeout}")
         opts.asyncOp = False
-        sync = self._sync
         try:
-            self._submit(torch.empty(0), opts, [], lambda collectives: collectives.barrier("monitored_barrier")).wait()
+            self._submit(torch.empty(0), opts, [], Collectives.barrier, "monitored_barrier").wait()
         except PeerLostError as error:
-            missing = [sync.global_ranks[rank] for rank in sync.missing()]
             if self._rank != 0:
                 text = f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting "
                 text += "for send/recv from rank 0"
             elif wait_all_ranks:
-                text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier"
+                missing = [str(self._sync.global_ranks[rank]) for rank in self._sync.missing()]
+                text = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier"
             else:
-                wait_ms = 1000 * (opts.timeout.total_seconds() if timeout is not None else sync.timeout_s)
+                wait_ms = 1000 * (opts.timeout.total_seconds() if timeout is not None else self._sync.timeout_s)
                 text = f"Rank {error.rank} failed to pass monitoredBarrier in {wait_ms:.0f} ms"
             raise PeerLostError(f"{text}: {error}", rank=error.rank, pid=error.pid) from error
 
     # ---- point to point ---------------------------------------------------------------------------------------------
 
-    @_dispatch_by_device
-    def send(self, tensors: Sequence[torch.Tensor] | torch.Tensor, dst: int, tag: int = 0) -> Work:
+    @dispatch_by_device
+    def send(self, tensors: Tensors | Tensor, dst: int, tag: int = 0) -> Work:
         tensor = single_tensor(tensors)
         self._check_peer("send", dst)
         self._sequence += 1
         return self._collect(self._point_to_point.send(as_bytes(flatten(tensor).cpu()), dst, tag))
 
-    @_dispatch_by_device
-    def recv(self, tensors: Sequence[torch.Tensor] | torch.Tensor, src: int, tag: int = 0) -> Work:
+    @dispatch_by_device
+    def recv(self, tensors: Tensors | Tensor, src: int, tag: int = 0) -> Work:
         self._check_peer("recv", src)
         return self._receive(single_tensor(tensors), src, tag)
 
-    @_dispatch_by_device
-    def recv_anysource(self, tensors: Sequence[torch.Tensor] | torch.Tensor, tag: int = 0) -> Work:
+    @dispatch_by_device
+    def recv_anysource(self, tensors: Tensors | Tensor, tag: int = 0) -> Work:
         return self._receive(single_tensor(tensors), None, tag)
 
-    def _receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+    def _receive(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         self._check_open()
         self._sequence += 1
         bare = tensor.data
-        if bare.is_contiguous() and bare.device.type == "cpu":
-            return self._collect(
-                self._point_to_point.receive(as_bytes(bare.view(-1)), src, tag, wait_s=self._sync.timeout_s)
-            )
-        flat = torch.empty(bare.numel(), dtype=bare.dtype)
+        in_place = bare.is_contiguous() and bare.device.type == "cpu"
+        flat = bare.view(-1) if in_place else torch.empty(bare.numel(), dtype=bare.dtype)
         work = self._point_to_point.receive(as_bytes(flat), src, tag, wait_s=self._sync.timeout_s)
-        work.on_received = lambda: bare.copy_(flat.view(bare.shape))
+        if not in_place:
+            work.on_received = lambda: bare.copy_(flat.view(bare.shape))
         return self._collect(work)
 
     # ---- closing ----------------------------------------------------------------------------------------------------
@@ -546,31 +375,28 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- execution --------------------------------------------------------------------------------------------------
 
-    def _submit(
-        self, tensor: torch.Tensor, opts: Any, tensors: Sequence[torch.Tensor], run: Callable[[AnyCollectives], None]
-    ) -> Work:
+    def _submit(self, tensor: Tensor, opts: Any, results: Tensors, run: Callable[..., None], *args: Any) -> Work:
+        """Queue `run(collectives, *args)` with the collectives for the device of `tensor`."""
         self._sequence += 1
         self._check_open()
-        seconds = opts.timeout.total_seconds()
+        seconds = 0.0 if opts is None else opts.timeout.total_seconds()
         wait_s = seconds if seconds > 0 else None
         wait = not getattr(opts, "asyncOp", True) and self._coalescing is None
-        if not tensor.is_cuda:
+        device = tensor.device if tensor.is_cuda else None
+        ready = None if device is None else event_behind_queued(device)
 
-            def execute(work: ShmWork, spin: bool) -> None:
-                with self._sync.begin(wait_s=wait_s, spin=spin):
-                    run(self._host)
-
-            return self._collect(self._executor.submit(execute, tensors, wait=wait), tensors)
-        device, ready = tensor.device, event_behind_queued(tensor.device)
-
-        def execute_on_device(work: ShmWork, spin: bool) -> None:
+        def execute(work: ShmWork, spin: bool) -> None:
             with self._sync.begin(wait_s=wait_s, spin=spin):
+                if device is None:
+                    run(self._host, *args)
+                    return
                 collectives = self._cuda_collectives(device)
                 with collectives.stream_context(ready):
-                    run(collectives)
+                    run(collectives, *args)
                 work.sync_stream = collectives.make_waiter()
 
-        return self._collect(self._executor.submit(execute_on_device, tensors, wait=wait))
+        work = self._executor.submit(execute, results, wait=wait)
+        return self._collect(work, results if device is None else ())
 
     def _cuda_collectives(self, device: torch.device) -> CudaCollectives:
         if device not in self._devices:
@@ -585,7 +411,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         works, self._coalescing = self._coalescing or [], None
         return CombinedWork(works)
 
-    def _collect(self, work: Work, tensors: Sequence[torch.Tensor] = ()) -> Work:
+    def _collect(self, work: Work, tensors: Tensors = ()) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
         if work.is_completed():
@@ -603,14 +429,10 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             raise self._sync.failure
 
     def _root(self, name: str, opts: Any) -> int:
-        root = int(opts.rootRank)
+        root = 0 if opts is None else int(opts.rootRank)
         if not 0 <= root < self._size:
             raise ValueError(f"{name}: root {root} is not in this group of {self._size} workers")
         return root
-
-    def _check_list(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self._size:
-            raise ValueError(f"{name}: {len(tensors)} tensors for {self._size} workers; give one for each")
 
     def _check_peer(self, name: str, rank: int) -> None:
         self._check_open()
@@ -618,22 +440,4 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             raise ValueError(f"{name}: rank {rank} is not another worker of this group of {self._size}")
 
     def _reduction(self, opts: Any, dtype: torch.dtype) -> Reduction:
-        return parse_reduction(opts.reduceOp, self._size, dtype)
-
-    def _gather_all(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any) -> Work:
-        opts = _options("AllgatherOptions", opts)
-        flat_outputs = [target for targets in outputs for target in targets]
-
-        def run(collectives: AnyCollectives) -> None:
-            for targets, data in zip(outputs, inputs, strict=True):
-
-                def move(flat: Sequence[torch.Tensor], data: torch.Tensor = data) -> None:
-                    collectives.move("all_gather", to_all=as_bytes(flatten(data)), into=[as_bytes(t) for t in flat])
-
-                write_into(collectives, targets, move)
-
-        return self._submit(inputs[0], opts, flat_outputs, run)
-
-
-def _options(kind: str, given: Any) -> Any:
-    return given if given is not None else getattr(distributed_c10d, kind)()
+        return parse_reduction(RedOpType.SUM if opts is None else opts.reduceOp, self._size, dtype)

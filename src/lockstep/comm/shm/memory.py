@@ -1,4 +1,4 @@
-"""Shared-memory segments, and the heap in a segment.
+"""Shared memory: segments, the heap in a segment, and semaphores by which one process wakes another.
 
 Every worker has one segment. It has no name: it is a memfd, or an O_TMPFILE in a tmpfs where there are no memfds. So no
 other process can open it by name, and its memory is freed when the last process that maps it has ended in any way.
@@ -6,6 +6,11 @@ other process can open it by name, and its memory is freed when the last process
 Note [Sparse segments]
 A segment is as large as the machine's memory, but pages exist only where something was written, and when many are free
 they are returned to the system. So peers map it once, and an address in it never changes.
+
+Note [Why semaphores]
+A semaphore is a futex with a count. A post makes no system call while no process sleeps, a sleep uses no core, and both
+order memory accesses as the data around them needs on every kind of processor, which plain stores from Python would
+not. A semaphore has no owner: a process that is killed at any instant leaves nothing locked.
 """
 
 from __future__ import annotations
@@ -17,17 +22,22 @@ import errno
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from lockstep.errors import SharedMemoryFullError
+from lockstep.settings import Settings
 
 PAGE: Final = mmap.PAGESIZE
 MIN_BYTES: Final = 64 << 20
 KEEP_BYTES: Final = 256 << 20
+SEMAPHORE_BYTES: Final = 64  # sem_t has 32 at most; a cache line each, against false sharing
+SPIN_S: Final = 200e-6  # waking up from sleep takes 50 us and more on a virtual machine
 MORE_MEMORY_ADVICE: Final = (
     "give it more (docker run --shm-size=8g, or mount -o remount,size=8g), or unset LOCKSTEP_SHM_DIR to use none of it"
 )
@@ -86,12 +96,12 @@ def create_segment() -> Segment:
 
 
 def _directory() -> str:
-    return os.environ.get("LOCKSTEP_SHM_DIR") or "/dev/shm"
+    return Settings.from_env(os.environ).shm_dir or "/dev/shm"
 
 
 def _open() -> tuple[int, bool]:
     """(file descriptor, whether a file system limits its size)."""
-    if not os.environ.get("LOCKSTEP_SHM_DIR"):
+    if Settings.from_env(os.environ).shm_dir is None:
         # Some sandboxes have no memfds.
         with contextlib.suppress(OSError, AttributeError):
             fd = os.memfd_create("lockstep", os.MFD_CLOEXEC)
@@ -108,8 +118,8 @@ def _open() -> tuple[int, bool]:
 def _max_bytes(fd: int, limited: bool) -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if limited:
-        available_bytes = os.fstatvfs(fd)
-        total = min(total, available_bytes.f_frsize * available_bytes.f_blocks)
+        file_system = os.fstatvfs(fd)
+        total = min(total, file_system.f_frsize * file_system.f_blocks)
     return max(total // PAGE * PAGE, MIN_BYTES)
 
 
@@ -180,3 +190,53 @@ class Heap:
 
 def _page_bytes(size: int) -> int:
     return max(1, -(-size // PAGE)) * PAGE
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_sem_trywait, _sched_yield = _libc.sem_trywait, _libc.sched_yield
+# `post_semaphore(address)` increments. The C function itself, because it is called for every peer in every phase.
+post_semaphore: Callable[[int], int] = _libc.sem_post
+_libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+_libc.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
+_libc.sem_trywait.argtypes = _libc.sem_post.argtypes = [ctypes.c_void_p]
+
+
+def create_semaphore(address: int) -> None:
+    """Initialise a semaphore in the SEMAPHORE_BYTES at `address`, for all processes that map them. Raises OSError."""
+    if _libc.sem_init(address, 1, 0) != 0:
+        raise OSError(ctypes.get_errno(), "sem_init failed")
+
+
+def await_semaphore(address: int, wait_s: float, *, spin: bool) -> bool:
+    """Decrement, waiting up to `wait_s`; returns False after that time. `spin`: poll and yield before sleeping."""
+    if _sem_trywait(address) == 0:
+        return True
+    if spin:
+        end = time.perf_counter() + SPIN_S
+        while time.perf_counter() < end:
+            _sched_yield()
+            if _sem_trywait(address) == 0:
+                return True
+    # sem_timedwait uses the wall clock. If that jumps, one wait is shorter or longer; callers keep the real deadlines.
+    end_ns = time.time_ns() + int(wait_s * 1e9)
+    until = _Timespec(end_ns // 1_000_000_000, end_ns % 1_000_000_000)
+    if _libc.sem_timedwait(address, ctypes.byref(until)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ETIMEDOUT, errno.EINTR):
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+_fence = ctypes.create_string_buffer(SEMAPHORE_BYTES)
+create_semaphore(ctypes.addressof(_fence))
+
+
+def memory_fence() -> None:
+    """Full memory fence: other processes see earlier reads and writes before later ones."""
+    post_semaphore(ctypes.addressof(_fence))
+    _sem_trywait(ctypes.addressof(_fence))

@@ -6,13 +6,33 @@ shm group creates them itself, at the first call with a tensor on such a device.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from lockstep._torch import Backend, BackendConfig, PrefixStore, Store, distributed_state
+from lockstep.comm.flatten_tensors import first_tensor
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def dispatch_by_device(method: Method) -> Method:
+    """Pass a call to the backend that "cpu:shm,cuda:nccl" names for its tensors' device, if that is not shm."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        backends: DeviceBackends = self._device_backends
+        if backends.may_exist:
+            delegate = backends.for_device(first_tensor((*args, *options.values())).device)
+            if delegate is not None:
+                return getattr(delegate, method.__name__)(*args, **options)
+        return method(self, *args, **options)
+
+    return call  # type: ignore[return-value]
 
 
 class DeviceBackends:
@@ -56,8 +76,7 @@ class DeviceBackends:
         group._set_default_backend(backend_type)
         group._register_backend(torch.device(kind), backend_type, backend)
         group._set_group_name(f"{self._group.group_name}/{kind}")
-        made: dist.ProcessGroup = group
-        return made
+        return cast(dist.ProcessGroup, group)
 
     def close(self, abort: bool) -> None:
         for group in self._groups.values():

@@ -13,21 +13,19 @@ named another rank is not the cause.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import select
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.memory import PAGE, Segment
-from lockstep.comm.shm.rendezvous import Peer
+from lockstep.comm.shm.memory import PAGE, SEMAPHORE_BYTES, Segment, await_semaphore, create_semaphore, post_semaphore
+from lockstep.comm.shm.rendezvous import Peer, close_peers
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
-from lockstep.world.process_identity import read_stat
+from lockstep.process_identity import read_stat
 
 POLL_S: Final = 0.05
 HEADERS: Final = 4  # no worker is more than one collective ahead of another
@@ -35,6 +33,21 @@ DEVICE_INFO_BYTES: Final = 512
 REGION_TABLE_BYTES_PER_WORKER: Final = 1024
 RING_ENTRIES: Final = 256
 RING_ENTRY_BYTES: Final = 32
+NOTHING_WANTED: Final = -1
+
+# The position of a name is its code in the headers.
+OPERATIONS: Final = (
+    *("none", "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all"),
+    *("barrier", "monitored_barrier"),
+)
+_OPERATION_CODES: Final = {name: number for number, name in enumerate(OPERATIONS)}
+_HEADER = struct.Struct("<QHxxIqq")  # number, operation code, hash of `same`, length, offset
+# State, rank named as the cause + 1; global rank + 1 and pid of the peer that this process lost.
+_STATE = struct.Struct("<IIII")
+
+# (global rank + 1, pid) of the peer that this process lost in any of its groups. It leaves its other groups because of
+# that, and publishes it there.
+_lost_peer = [0, 0]
 
 
 class State(IntEnum):
@@ -44,6 +57,11 @@ class State(IntEnum):
     LEFT = 1
     ABORTED = 2
     FAILED = 3
+
+    @property
+    def departure(self) -> str:
+        how = {State.LEFT: "left the group", State.ABORTED: "aborted the group", State.FAILED: "failed"}[self]
+        return f"{how} and does not join"
 
 
 @dataclass(frozen=True)
@@ -58,15 +76,15 @@ class SegmentLayout:
 
     def arrival_semaphore(self, src: int) -> int:
         """Offset of the semaphore that `src` posts to signal the segment's owner that it has arrived."""
-        return PAGE + src * semaphores.SEMAPHORE_BYTES
+        return PAGE + src * SEMAPHORE_BYTES
 
     def message_semaphore(self, src: int) -> int:
         """Offset of the semaphore that `src` posts to signal the segment's owner that it has sent a message."""
-        return PAGE + (self.size + src) * semaphores.SEMAPHORE_BYTES
+        return PAGE + (self.size + src) * SEMAPHORE_BYTES
 
     def message_ring(self, dst: int) -> int:
         """Offset of the ring of messages from the segment's owner to `dst`."""
-        first = PAGE + 2 * self.size * semaphores.SEMAPHORE_BYTES
+        first = PAGE + 2 * self.size * SEMAPHORE_BYTES
         return first + dst * RING_ENTRIES * RING_ENTRY_BYTES
 
     def device_info(self) -> int:
@@ -95,19 +113,16 @@ class Call:
 
 @dataclass(slots=True)
 class PendingWait:
-    """An operation that is waited for, and its deadline on the monotonic clock."""
+    """An operation that is waited for, since when on the monotonic clock, and for how long."""
 
     name: str
     wait_s: float
-    deadline: float
     number: int | None = None
+    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def doing(self) -> str:
         return self.name if self.number is None else f"{self.name} #{self.number}"
-
-
-NOTHING_WANTED: Final = -1
 
 
 class PeerCall(NamedTuple):
@@ -117,71 +132,38 @@ class PeerCall(NamedTuple):
     offset: int
 
 
-_DEPARTURES: Final = {
-    State.LEFT: "left the group",
-    State.ABORTED: "aborted the group",
-    State.FAILED: "failed",
-}
-_HEADER = struct.Struct("<QHxxIqq")  # number, operation code, hash of `same`, length, offset
-# State, rank named as the cause + 1; global rank + 1 and pid of the peer that this process lost.
-_STATE = struct.Struct("<IIII")
-
-OPERATIONS: Final = (
-    "none",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-    "monitored_barrier",
-    "joining",
-)
-
-
-# (global rank + 1, pid) of the peer that this process lost in any of its groups. It leaves its other groups because of
-# that, and publishes it there.
-_lost_peer = [0, 0]
-_OPERATION_CODES: Final = {name: number for number, name in enumerate(OPERATIONS)}
-
-
 class GroupSync:
     """One worker's view of its group: phases, published calls, and the state of its peers."""
 
-    def __init__(
-        self, rank: int, size: int, segment: Segment, timeout_s: float, global_ranks: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, rank: int, segment: Segment, timeout_s: float, global_ranks: tuple[int, ...]) -> None:
         """`global_ranks`: the global rank of each rank of this group, used in messages."""
-        self.rank, self.size, self.segment, self.timeout_s = rank, size, segment, timeout_s
-        self.global_ranks = tuple(global_ranks) or tuple(range(size))
+        self.rank, self.segment, self.timeout_s, self.global_ranks = rank, segment, timeout_s, global_ranks
+        self.size = size = len(global_ranks)
         self.layout = SegmentLayout(size)
         self.peers: dict[int, Peer] = {}
         self.calls = 0  # number of collectives so far
         self.failure: LockstepError | None = None
-        self.on_idle: Callable[[], None] = _do_nothing  # called now and then while a worker waits
+        self.on_idle: Callable[[], None] = lambda: None  # called now and then while a worker waits
         self._wait_s = timeout_s
-        self._pending = PendingWait("the formation of the group", timeout_s, time.monotonic() + timeout_s)
+        self._pending = PendingWait("the formation of the group", timeout_s)
         self._spin = False
         self._arrived = 0
         self._seen = [0] * size
         self._outgoing: list[int] = []  # semaphores in the peers' segments that this worker posts
         self._incoming: list[tuple[int, int]] = []  # (rank, semaphore in the own segment that it posts)
-        self._maps: list[mmap.mmap] = []
+        self.segments: list[Segment] = []  # of all ranks
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _lost_peer[:] = [0, 0]  # a new group starts without a lost peer
         segment.reserve(0, self.layout.end, "the control block of a group")
         for src in range(size):
-            semaphores.create(segment.address + self.layout.arrival_semaphore(src))
-            semaphores.create(segment.address + self.layout.message_semaphore(src))
+            create_semaphore(segment.address + self.layout.arrival_semaphore(src))
+            create_semaphore(segment.address + self.layout.message_semaphore(src))
 
     def join(self, peers: dict[int, Peer]) -> None:
         """Connect to `peers`, which this object closes, and wait until all workers have done so."""
         self.peers = peers
-        self._maps = [self.segment.map if r == self.rank else peers[r].segment.map for r in range(self.size)]
+        self.segments = [self.segment if rank == self.rank else peers[rank].segment for rank in range(self.size)]
         for rank, peer in sorted(peers.items()):
             self._poll.register(peer.alive_fd, select.POLLIN)
             self._by_fd[peer.alive_fd] = rank
@@ -214,7 +196,7 @@ class GroupSync:
     def publish_call(self, call: Call) -> None:
         """Publish this worker's next call. The peers read it after the first phase."""
         self.calls += 1
-        self._pending = PendingWait(call.name, self._wait_s, time.monotonic() + self._wait_s, self.calls)
+        self._pending = PendingWait(call.name, self._wait_s, self.calls)
         self._published = (self.calls, _OPERATION_CODES[call.name], hash(call.same) & 0xFFFFFFFF)
         longest = max(call.lengths) if call.lengths else 0
         _HEADER.pack_into(self.segment.map, self._header_at(self.calls), *self._published, longest, call.offset)
@@ -226,7 +208,7 @@ class GroupSync:
         """Signal that this worker's part of the phase is done. Returns the phase number; equal on all workers."""
         self._arrived += 1
         for semaphore in self._outgoing:
-            semaphores.post(semaphore)
+            post_semaphore(semaphore)
         return self._arrived
 
     def await_phase(self, phase: int) -> None:
@@ -234,7 +216,7 @@ class GroupSync:
         incoming = self._incoming
         for rank, semaphore in incoming:
             while self._seen[rank] < phase:
-                if semaphores.wait(semaphore, POLL_S, spin=self._spin):
+                if await_semaphore(semaphore, POLL_S, spin=self._spin):
                     self._seen[rank] += 1
                     if self.failure is not None:
                         raise self.failure
@@ -243,44 +225,39 @@ class GroupSync:
         if self.failure is not None:  # another thread has closed the group, and no peers are left to wait for
             raise self.failure
 
+    def exchange_calls(self, call: Call) -> list[PeerCall]:
+        """Publish this worker's next call, and return those of all ranks. Raises DesyncError if they differ."""
+        self.publish_call(call)
+        self.await_phase(self.arrive())
+        return self.read_calls()
+
     def read_calls(self) -> list[PeerCall]:
         """The published call of each rank, after the first phase. Raises DesyncError if the calls differ."""
-        at, calls, maps = self._header_at(self.calls), [], self._maps
-        if self.failure is not None:
+        at, calls, segments = self._header_at(self.calls), [], self.segments
+        if self.failure is not None:  # checked after `segments` was read: another thread may close the group
             raise self.failure
-        for rank, memory in enumerate(maps):
-            number, name, check, length, offset = _HEADER.unpack_from(memory, at)
+        for rank, segment in enumerate(segments):
+            number, name, check, length, offset = _HEADER.unpack_from(segment.map, at)
             if (number, name, check) != self._published:
-                theirs = f"{OPERATIONS[name] if name < len(OPERATIONS) else name} #{number}"
-                how = (
-                    "with another shape, dtype, root or operation"
-                    if theirs == self._pending.doing
-                    else f"is in {theirs}"
-                )
-                raise self.fail(
-                    DesyncError(
-                        f"{self.describe(self.rank)} called {self._pending.doing}, but {self.describe(rank)} {how}; "
-                        "look for control flow that depends on the rank just before it"
-                    )
-                )
+                ours, theirs = self._pending.doing, f"{OPERATIONS[name]} #{number}"
+                how = "with another shape, dtype, root or operation" if theirs == ours else f"is in {theirs}"
+                text = f"{self.describe(self.rank)} called {ours}, but {self.describe(rank)} {how}"
+                advice = "look for control flow that depends on the rank just before it"
+                raise self.fail(DesyncError(f"{text}; {advice}"))
             calls.append(PeerCall(length, offset))
         return calls
 
     def check_lengths(self, call: Call) -> None:
         """Raise DesyncError unless each rank sends the bytes expected from it, and expects the bytes sent to it."""
-        for rank in self.peers:
-            table = struct.unpack_from(f"<{2 * self.size}q", self.peers[rank].segment.map, self._lengths_at(self.calls))
+        for rank, peer in self.peers.items():
+            table = struct.unpack_from(f"<{2 * self.size}q", peer.segment.map, self._lengths_at(self.calls))
             self._check_pair(rank, self.rank, table[self.rank], call.expects[rank])
             self._check_pair(self.rank, rank, call.lengths[rank], table[self.size + self.rank])
 
     def _check_pair(self, src: int, dst: int, sent: int, taken: int) -> None:
         if taken not in (sent, NOTHING_WANTED):
-            raise self.fail(
-                DesyncError(
-                    f"{self._pending.doing}: {self.describe(src)} sends {sent} bytes to {self.describe(dst)}, "
-                    f"which expects {taken}; make the sizes agree"
-                )
-            )
+            text = f"{self._pending.doing}: {self.describe(src)} sends {sent} bytes to {self.describe(dst)}"
+            raise self.fail(DesyncError(f"{text}, which expects {taken}; make the sizes agree"))
 
     def _header_at(self, number: int) -> int:
         return self.layout.HEADER + number % HEADERS * self.layout.HEADER_BYTES
@@ -300,18 +277,16 @@ class GroupSync:
             raise self.failure
         self.on_idle()
         dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
-        states = {rank: _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE) for rank in self.peers}
+        states = {rank: _STATE.unpack_from(peer.segment.map, self.layout.STATE) for rank, peer in self.peers.items()}
         for rank in dead:
             if states[rank][:2] == (State.OPEN, 0):
                 raise self.fail(self._peer_lost_error(rank, "died in", pending))
         for rank, (_, cause, _, _) in states.items():
             if cause not in (0, self.rank + 1):
-                how = (
-                    "was lost in" if states[cause - 1][0] == State.OPEN else self._departure_text(states[cause - 1][0])
-                )
-                raise self.fail(
-                    self._peer_lost_error(cause - 1, how, pending, f"{self.describe(rank)} reported that first")
-                )
+                state = State(states[cause - 1][0])
+                how = "was lost in" if state is State.OPEN else state.departure
+                more = f"{self.describe(rank)} reported that first"
+                raise self.fail(self._peer_lost_error(cause - 1, how, pending, more))
         for rank in missing:
             if states[rank][0] != State.OPEN and not self._has_unread_signal(rank):
                 _, _, lost, pid = states[rank]
@@ -319,9 +294,9 @@ class GroupSync:
                     text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} does not join"
                     raise self.fail(PeerLostError(f"{text} {pending.doing}", rank=lost - 1, pid=pid))
                 stopped = self._stopped_peer()
-                how = self._departure_text(states[rank][0]) if stopped is None else "is stopped and does not join"
+                how = State(states[rank][0]).departure if stopped is None else "is stopped and does not join"
                 raise self.fail(self._peer_lost_error(rank if stopped is None else stopped, how, pending))
-        if time.monotonic() > pending.deadline:
+        if time.monotonic() > pending.began_s + pending.wait_s:
             raise self.fail(self._timeout_error(missing, pending))
 
     def _stopped_peer(self) -> int | None:
@@ -337,9 +312,6 @@ class GroupSync:
         how = f"{_condition(self.pid(rank))} and did not join"
         waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms"  # in the words of Gloo
         return self._peer_lost_error(rank, how, pending, f"{waited}; {self._last_call(rank)}")
-
-    def _departure_text(self, state: int) -> str:
-        return f"{_DEPARTURES[State(state)]} and does not join"
 
     def _has_unread_signal(self, rank: int) -> bool:
         """Whether `rank` has posted a signal that this worker has not consumed yet."""
@@ -391,22 +363,17 @@ class GroupSync:
             self._publish_state(state, -1)
         # Other threads of this process that wait here wake up and raise the failure.
         for rank, semaphore in self._incoming:
-            semaphores.post(semaphore)
-            semaphores.post(self.segment.address + self.layout.message_semaphore(rank))
+            post_semaphore(semaphore)
+            post_semaphore(self.segment.address + self.layout.message_semaphore(rank))
 
     def close(self) -> None:
         """Close the descriptors of the peers and of the own segment, and drop the peers' memory."""
-        for peer in self.peers.values():
-            peer.close()
+        close_peers(self.peers)
         os.close(self.segment.fd)
-        self.peers, self._outgoing, self._incoming, self._maps = {}, [], [], []
+        self.peers, self._outgoing, self._incoming, self.segments = {}, [], [], []
 
     def _publish_state(self, state: State, cause: int) -> None:
         _STATE.pack_into(self.segment.map, self.layout.STATE, state, cause + 1, *_lost_peer)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _condition(pid: int) -> str:

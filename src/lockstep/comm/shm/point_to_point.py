@@ -13,15 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.memory import Heap
+from lockstep.comm.shm.memory import Heap, await_semaphore, memory_fence, post_semaphore
 from lockstep.comm.shm.phases import RING_ENTRIES, RING_ENTRY_BYTES, GroupSync, PendingWait
 from lockstep.errors import DesyncError
 
@@ -33,8 +33,7 @@ _ENTRY = struct.Struct("<qqq")  # tag, length, offset of the block
 _RECEIVED = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A message that has arrived; its bytes are still in the sender's segment."""
 
     src: int
@@ -43,14 +42,14 @@ class Message:
     offset: int
 
 
+@dataclass
 class _SendQueue:
     """Messages to one receiver that it has not copied yet, and sends that wait for room."""
 
-    def __init__(self) -> None:
-        self.sent = 0
-        self.bytes = 0
-        self.in_flight: deque[tuple[int, int]] = deque()  # (offset, size) of blocks, oldest first
-        self.waiting: deque[SendWork] = deque()
+    sent: int = 0
+    bytes: int = 0
+    in_flight: deque[tuple[int, int]] = field(default_factory=deque)  # (offset, size) of blocks, oldest first
+    waiting: deque[SendWork] = field(default_factory=deque)
 
 
 class PointToPoint:
@@ -68,7 +67,7 @@ class PointToPoint:
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, message: torch.Tensor, dst: int, tag: int) -> SendWork:
+    def send(self, message: Tensor, dst: int, tag: int) -> SendWork:
         """Start to send `message`, which is flat bytes in host memory, to rank `dst`."""
         work = SendWork(self, message, dst, tag)
         with self._lock:
@@ -89,11 +88,11 @@ class PointToPoint:
                 raise sync.failure
             queue = self._send_queues[dst]
             self._free_received(queue)
-            while queue.waiting and not self._is_full(queue, queue.waiting[0].message.numel()):
+            while queue.waiting and not self._is_full(queue, queue.waiting[0].tensor.numel()):
                 work = queue.waiting.popleft()
                 self._write(queue, work)
                 work.done = True
-                semaphores.post(sync.peers[dst].segment.address + sync.layout.message_semaphore(sync.rank))
+                post_semaphore(sync.peers[dst].segment.address + sync.layout.message_semaphore(sync.rank))
 
     def _is_full(self, queue: _SendQueue, size: int) -> bool:
         if not queue.in_flight:
@@ -101,10 +100,10 @@ class PointToPoint:
         return len(queue.in_flight) >= RING_ENTRIES or queue.bytes + size > MAX_IN_FLIGHT_BYTES
 
     def _write(self, queue: _SendQueue, work: SendWork) -> None:
-        segment, length = self._sync.segment, work.message.numel()
+        segment, length = self._sync.segment, work.tensor.numel()
         size = HEADER_BYTES + length
         offset = self._heap.allocate(size, f"a message of {length} bytes to rank {self._sync.global_ranks[work.dst]}")
-        segment.bytes[offset + HEADER_BYTES : offset + size].copy_(work.message)
+        segment.bytes[offset + HEADER_BYTES : offset + size].copy_(work.tensor)
         _RECEIVED.pack_into(segment.map, offset, 0)
         at = self._sync.layout.message_ring(work.dst) + queue.sent % RING_ENTRIES * RING_ENTRY_BYTES
         _ENTRY.pack_into(segment.map, at, work.tag, length, offset)
@@ -118,19 +117,19 @@ class PointToPoint:
             offset, size = queue.in_flight[0]
             if not _RECEIVED.unpack_from(self._sync.segment.map, offset)[0]:
                 return
-            semaphores.fence()
+            memory_fence()
             queue.in_flight.popleft()
             queue.bytes -= size
             self._heap.free(offset, size)
 
     # ---- receiving --------------------------------------------------------------------------------------------------
 
-    def receive(self, into: torch.Tensor, src: int | None, tag: int, *, wait_s: float) -> ReceiveWork:
+    def receive(self, into: Tensor, src: int | None, tag: int, *, wait_s: float) -> ReceiveWork:
         """Receive the next message with `tag` from `src`, or from any rank if None, into `into`."""
         with self._lock:
             self.calls += 1
             source_name = "any rank" if src is None else f"rank {self._sync.global_ranks[src]}"
-            pending = PendingWait(f"recv from {source_name} (tag {tag})", wait_s, time.monotonic() + wait_s, self.calls)
+            pending = PendingWait(f"recv from {source_name} (tag {tag})", wait_s, self.calls)
             work = ReceiveWork(self, into, src, tag, pending)
             for i, message in enumerate(self._unclaimed):
                 if work.matches(message):
@@ -157,7 +156,7 @@ class PointToPoint:
     def _receive_one(self, src: int, pause_s: float) -> bool:
         """Pass one message from `src` to the first matching receive. Returns False if none arrived in `pause_s`."""
         address = self._sync.segment.address + self._sync.layout.message_semaphore(src)
-        if not semaphores.wait(address, pause_s, spin=pause_s > 0):
+        if not await_semaphore(address, pause_s, spin=pause_s > 0):
             return False
         if self._sync.failure is not None:
             raise self._sync.failure
@@ -176,36 +175,45 @@ class PointToPoint:
 
     def _deliver(self, message: Message, work: ReceiveWork) -> None:
         segment = self._sync.peers[message.src].segment
-        if message.length == work.into.numel():
+        if message.length == work.tensor.numel():
             start = message.offset + HEADER_BYTES
             with torch.inference_mode():
-                work.into.copy_(segment.bytes[start : start + message.length])
+                work.tensor.copy_(segment.bytes[start : start + message.length])
         else:
             work.error = DesyncError(
                 f"{self._sync.describe(message.src)} sent {message.length} bytes with tag {message.tag}, "
-                f"{self._sync.describe(self._sync.rank)} receives into {work.into.numel()}; make the sizes agree"
+                f"{self._sync.describe(self._sync.rank)} receives into {work.tensor.numel()}; make the sizes agree"
             )
-        semaphores.fence()
+        memory_fence()
         _RECEIVED.pack_into(segment.map, message.offset, 1)
         work.done, work.source = True, message.src
 
 
-def _do_nothing() -> None:
-    pass
+class _MessageWork(Work):
+    """A send or a receive of `tensor`, which is flat bytes in host memory."""
+
+    def __init__(self, channel: PointToPoint, tensor: Tensor, tag: int) -> None:
+        super().__init__()
+        self._channel, self.tensor, self.tag, self.done = channel, tensor, tag, False
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([self.tensor])
+        return future
 
 
-class SendWork(Work):
+class SendWork(_MessageWork):
     """A send. It is complete when the message was copied into the segment, not when it was received."""
 
-    def __init__(self, channel: PointToPoint, message: torch.Tensor, dst: int, tag: int) -> None:
-        super().__init__()
-        self._channel, self.message, self.dst, self.tag, self.done = channel, message, dst, tag, False
+    def __init__(self, channel: PointToPoint, message: Tensor, dst: int, tag: int) -> None:
+        super().__init__(channel, message, tag)
+        self.dst = dst
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         sync = self._channel._sync
         wait_s = timeout.total_seconds() or sync.timeout_s
-        name = f"send to rank {sync.global_ranks[self.dst]} (tag {self.tag})"
-        pending = PendingWait(name, wait_s, time.monotonic() + wait_s)
+        pending = PendingWait(f"send to rank {sync.global_ranks[self.dst]} (tag {self.tag})", wait_s)
         while not self.done:
             self._channel.send_ready(self.dst)
             if not self.done:
@@ -218,39 +226,29 @@ class SendWork(Work):
             self._channel.send_ready(self.dst)
         return self.done
 
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([self.message])
-        return future
+    is_success = is_completed
 
 
-class ReceiveWork(Work):
+class ReceiveWork(_MessageWork):
     """A receive. The message is copied when the caller waits for it, or asks whether it is complete."""
 
-    def __init__(
-        self, channel: PointToPoint, into: torch.Tensor, src: int | None, tag: int, pending: PendingWait
-    ) -> None:
-        super().__init__()
-        self._channel, self.into, self.src, self.tag, self.pending = channel, into, src, tag, pending
-        self.done, self.source = False, -1
+    def __init__(self, channel: PointToPoint, into: Tensor, src: int | None, tag: int, pending: PendingWait) -> None:
+        super().__init__(channel, into, tag)
+        self.src, self.pending, self.source = src, pending, -1
         self.error: DesyncError | None = None
-        self.on_received: Callable[[], object] = _do_nothing  # called once, by the first wait that succeeds
+        self.on_received: Callable[[], object] = lambda: None  # called once, by the first wait that succeeds
 
     def matches(self, message: Message) -> bool:
         return message.tag == self.tag and self.src in (None, message.src)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         wait_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.pending.wait_s
-        self.pending = PendingWait(self.pending.name, wait_s, time.monotonic() + wait_s, self.pending.number)
+        self.pending = PendingWait(self.pending.name, wait_s, self.pending.number)
         while not self.done:
             self._channel.poll(self, POLL_S)
         if self.error is not None:
             raise self.error
-        on_received, self.on_received = self.on_received, _do_nothing
+        on_received, self.on_received = self.on_received, lambda: None
         on_received()
         return True
 
@@ -272,9 +270,3 @@ class ReceiveWork(Work):
         return self.source
 
     _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([self.into])
-        return future

@@ -8,11 +8,12 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.comm.tree_order import tree_pairs
 
-Combine = Callable[..., torch.Tensor]
+Combine = Callable[..., Tensor]
 RedOpType: Any = ReduceOp.RedOpType  # torch's stub files do not know its members
 
 _COMBINE: Final[dict[Any, Combine]] = {
@@ -37,7 +38,7 @@ class Reduction:
 
     kind: Any  # a RedOpType
     size: int
-    factor: float | torch.Tensor | None = None  # the factor of PREMUL_SUM
+    factor: float | Tensor | None = None  # the factor of PREMUL_SUM
     scale: Callable[[], float] | None = None  # multiplies the sum; called when the sum is there
     code: int = field(init=False)  # equal on all workers
     combine: Combine = field(init=False)
@@ -68,12 +69,14 @@ class Reduction:
         if dtype.is_floating_point and dtype.itemsize == 1:
             raise RuntimeError(f"{dtype} can be sent but not reduced; convert it to bfloat16 first")
 
-    def prepare(self, tensor: torch.Tensor) -> None:
-        """Multiply this worker's own operand by the factor of PREMUL_SUM, in place."""
-        if self.factor is not None:
-            tensor.mul_(self.factor.to(tensor.device) if isinstance(self.factor, torch.Tensor) else self.factor)
+    def prepare(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        """Multiply this worker's own operand by the factor of PREMUL_SUM, in place or in a copy. Returns the result."""
+        if self.factor is None:
+            return tensor
+        factor = self.factor.to(tensor.device) if isinstance(self.factor, Tensor) else self.factor
+        return (tensor.clone() if copy else tensor).mul_(factor)
 
-    def run(self, operands: Sequence[torch.Tensor], out: torch.Tensor, *, free: Sequence[bool]) -> None:
+    def run(self, operands: Sequence[Tensor], out: Tensor, *, free: Sequence[bool]) -> None:
         """Combine the operands along the tree into `out`. `free[i]`: operand i may be overwritten.
 
         `out` may be one of the operands. Narrow floats are added in float32 and rounded once.
@@ -101,7 +104,7 @@ class Reduction:
             combine(values[0], values[pairs[-1][1]], out=out)
         self._finish(out)
 
-    def _finish(self, total: torch.Tensor) -> None:
+    def _finish(self, total: Tensor) -> None:
         if self.scale is not None:
             total.mul_(self.scale())
         if self.averages and self.size > 1:

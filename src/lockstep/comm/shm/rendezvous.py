@@ -9,7 +9,9 @@ remains for every peer is the mapping of its memory and a descriptor that become
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -20,10 +22,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from lockstep.comm.join_registry import JoinRegistry
 from lockstep.comm.shm.memory import Segment
 from lockstep.errors import WorldError
-from lockstep.world.process_identity import ProcessIdentity
+from lockstep.process_identity import ProcessIdentity
+from lockstep.world.rendezvous import JoinRegistry, poll_key
 
 POLL_S: Final = 0.05
 STORE_POLL_S: Final = 0.002
@@ -39,9 +41,6 @@ class Peer:
     segment: Segment
     alive_fd: int  # readable when the process has ended: a pidfd, or else the socket to it
     section_bytes: int  # bytes of a section that the peer has reserved
-
-    def close(self) -> None:
-        os.close(self.alive_fd)
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,21 @@ class _Rendezvous:
     def exchange_addresses(self, own: _Address) -> str:
         """Publish this worker's address, and read those of all ranks. Returns the secret of the group."""
         store = self.registry.store
-        with self.registry.store_access():
+        with self.registry.liveness.store_access():
             if self.rank == 0:
                 store.set("secret", secrets.token_hex(16))
             store.set(f"card/{self.rank}", json.dumps(asdict(own)))
             for rank in range(self.size):
-                while not store.check([f"card/{rank}"]):
-                    joined = self.registry.has_joined(rank)
-                    self.check_progress(rank, "has joined, but published no address" if joined else "has not come")
-                    time.sleep(STORE_POLL_S)
-                address = json.loads(store.get(f"card/{rank}"))
+                check = functools.partial(self._check_arrival, rank)
+                address = json.loads(poll_key(store, f"card/{rank}", check, itertools.repeat(STORE_POLL_S)))
                 self.addresses[rank] = _Address(address["name"], address["host"], ProcessIdentity(**address["process"]))
                 if rank != self.rank:
                     self.registry.register(rank, self.addresses[rank].process)
             return str(store.get("secret").decode())
+
+    def _check_arrival(self, rank: int) -> None:
+        joined = rank in self.registry.joined
+        self.check_progress(rank, "has joined, but published no address" if joined else "has not come")
 
     def check_progress(self, missing: int, how: str) -> None:
         """While waiting for `missing`: raise PeerLostError if a worker is dead, WorldError after the deadline."""
@@ -103,7 +103,7 @@ def exchange_segments(
     rendezvous = _Rendezvous(registry, deadline)
     peers: dict[int, Peer] = {}
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
-        undo.callback(close, peers)
+        undo.callback(close_peers, peers)
         listener = opened.enter_context(_socket())
         listener.bind(b"\0lockstep-" + secrets.token_hex(16).encode())
         listener.listen(size)
@@ -131,7 +131,7 @@ def exchange_segments(
                 rendezvous.check_progress(peer_rank, "has not answered")
             peer = _receive_segment(connection, secret, size)
             if peer is None:
-                registry.check_repeatedly()
+                registry.liveness.check_repeatedly()
                 raise WorldError(
                     f"rank {names[rank]} connected to rank {names[peer_rank]} to form an shm group of {size}, and it "
                     "closed the connection"
@@ -141,9 +141,9 @@ def exchange_segments(
     return peers
 
 
-def close(peers: dict[int, Peer]) -> None:
+def close_peers(peers: dict[int, Peer]) -> None:
     for peer in peers.values():
-        peer.close()
+        os.close(peer.alive_fd)
 
 
 def _socket() -> socket.socket:
@@ -156,7 +156,7 @@ def _connect(rendezvous: _Rendezvous, peer_rank: int) -> socket.socket:
         connection.connect(b"\0" + address.name.encode())
     except OSError as error:
         connection.close()
-        rendezvous.registry.check_repeatedly()
+        rendezvous.registry.liveness.check_repeatedly()
         raise WorldError(
             f"rank {rendezvous.names[rendezvous.rank]} on {socket.gethostname()} cannot reach "
             f"{rendezvous.describe(peer_rank)} within this host: {error.strerror}; shm is for workers on one host that "
