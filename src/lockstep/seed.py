@@ -28,7 +28,7 @@ def seed_all(key: int, device: torch.device | None = None) -> None:
     """Seed the generators of torch (also that of `device`, if it is a GPU), Python and numpy."""
     torch.default_generator.manual_seed(key)
     if device is not None and device.type == "cuda":
-        _cuda_generator(device).manual_seed(key)
+        cuda_generator(device).manual_seed(key)
     random.seed(key)
     numpy_random = _numpy_random()
     if numpy_random is not None:
@@ -40,7 +40,7 @@ def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Restore the state of all generators at the end of the block."""
     on_gpu = device is not None and device.type == "cuda"
     torch_state = torch.default_generator.get_state()
-    cuda_state = _cuda_generator(device).get_state() if on_gpu and device is not None else None
+    cuda_state = cuda_generator(device).get_state() if on_gpu and device is not None else None
     python_state, numpy_random = random.getstate(), _numpy_random()
     numpy_state = numpy_random.get_state() if numpy_random is not None else None
     try:
@@ -48,16 +48,25 @@ def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
     finally:
         torch.default_generator.set_state(torch_state)
         if cuda_state is not None and device is not None:
-            _cuda_generator(device).set_state(cuda_state)
+            cuda_generator(device).set_state(cuda_state)
         random.setstate(python_state)
         if numpy_random is not None and numpy_state is not None:
             numpy_random.set_state(numpy_state)
 
 
-def _cuda_generator(device: torch.device) -> torch.Generator:
+def cuda_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that torch uses for random numbers on this GPU."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def host_random_state() -> tuple[Any, ...]:
+    """Return the state of all generators of the host, to be compared with a later one."""
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    numpy_key = None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:])
+    return torch.default_generator.get_state().tolist(), random.getstate(), numpy_key
 
 
 def _numpy_random() -> Any:

@@ -44,6 +44,7 @@ from lockstep.train.run_methods import copy_from_rank_0, load_weights, reduce_me
 from lockstep.train.run_state import plan_of
 from lockstep.train.schedule import LRScaling
 from lockstep.train.session import Session
+from lockstep.train.shard_graphs import ShardGraphs
 from lockstep.train.step_types import Loss, Result, Stop
 from lockstep.train.trained_parameters import RunConfig, make_plan, settings_of
 from lockstep.world.world import World
@@ -289,6 +290,8 @@ class Run:
         model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, optimizer, batches, config, scaling=scaling)
         plan.schedule, plan.interval = scheduler, interval
+        if self.device.type == "cuda":
+            plan.graphs = ShardGraphs(model, self.options.capture, exact=self.exact, announce=self._session.announce)
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
         yield from self._loop.run(plan, steps)
 
