@@ -50,7 +50,7 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 
 # Tensors inside nested batches, found as torch's own FSDP finds them.
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten as tree_flatten, tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.data._utils import worker as _worker
 
 # The group and the store of a program that called init_process_group itself.

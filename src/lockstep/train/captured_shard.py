@@ -23,9 +23,12 @@ take more than a part in `LANE_SHARE` (shard_graphs.py) of the memory of the GPU
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any, final
 
 import torch
@@ -41,6 +44,10 @@ from lockstep.train.loss_check import ShardLoss
 from lockstep.train.shard_bucket import GradientMark
 
 
+class CannotCaptureError(Exception):
+    """This pass cannot be captured; the message says why."""
+
+
 @dataclass(frozen=True)
 class ShardPass:
     """What a forward and backward pass of a shard consists of."""
@@ -54,15 +61,45 @@ class ShardPass:
     scale: float  # the loss scale
 
     def key(self) -> Hashable:
-        """Passes with equal keys launch the same kernels, as long as the program reads the same Python values."""
-        leaves, tree = _torch.tree_flatten(self.data)
-        return (str(tree), self.scale, *(_kind_of(leaf) for leaf in leaves))
+        """Passes with equal keys launch the same kernels, as long as the program reads the same Python values.
+
+        Raises CannotCaptureError if the data is not made of tensors, plain values and containers of them.
+        """
+        return repr(map_tensors(self.data, _kind_of))
 
 
-def _kind_of(leaf: Any) -> Hashable:
-    if not isinstance(leaf, Tensor):
-        return leaf if isinstance(leaf, Hashable) else id(leaf)
-    return leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad
+def _kind_of(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def map_tensors(data: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return the same structure with `change` applied to its tensors, which it visits in a fixed order.
+
+    Raises CannotCaptureError for an object that may hold tensors in a way that is not known.
+    """
+    if isinstance(data, Tensor):
+        return change(data)
+    if data is None or isinstance(data, (bool, int, float, complex, str, bytes, Enum)):
+        return data
+    if isinstance(data, (dict, UserDict)):
+        twin = copy.copy(data)
+        twin.update({key: map_tensors(value, change) for key, value in data.items()})
+        return twin
+    if isinstance(data, (list, tuple)) and not callable(getattr(data, "to", None)):
+        items = [map_tensors(item, change) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if is_dataclass(data):
+        one = copy.copy(data)
+        for part in fields(data):
+            object.__setattr__(one, part.name, map_tensors(getattr(data, part.name), change))
+        return one
+    raise CannotCaptureError(f"a batch holds a {type(data).__name__}; only tensors, numbers, lists and dicts are known")
+
+
+def tensors_of(data: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(data, found.append)
+    return found
 
 
 @final
@@ -117,12 +154,12 @@ class CapturedShard:
 
     def _record(self, one: ShardPass, written: Sequence[Tensor]) -> None:
         parameters = [leaf.parameter for leaf in one.leaves]
-        leaves, tree = _torch.tree_flatten(one.data)
-        self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own = map_tensors(one.data, torch.clone)
+        self._inputs = tensors_of(own)
         self._written = list(written)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with _recorded_into(self._forward, self._lane.pool):
-            loss = one.run(tree.unflatten(self._inputs))
+            loss = one.run(own)
             self._returned = [loss.weight, *(value for pair in loss.metrics.values() for value in pair)]
             self._metric_names = list(loss.metrics)
             values = [loss.total.detach(), *(value for value in self._returned if isinstance(value, Tensor))]
@@ -154,12 +191,10 @@ class CapturedShard:
 
     def forward(self, data: Any, seed: int) -> ShardLoss:
         """Replay the forward pass with this data and this seed. The result stays valid after the next replay."""
-        given = _torch.tree_leaves(data)
-        pairs = [(kept, new) for kept, new in zip(self._inputs, given, strict=True) if isinstance(kept, Tensor)]
         self._lane.generator.manual_seed(seed)
         with self._lane.replaying(waits=bool(self._written)):
-            if pairs:
-                _torch.foreach_copy_([kept for kept, _ in pairs], [new for _, new in pairs])
+            if self._inputs:
+                _torch.foreach_copy_(self._inputs, tensors_of(data))
             self._forward.replay()
             results = self._values.clone()
         if self._written:
@@ -167,8 +202,8 @@ class CapturedShard:
         values = iter(results.unbind())
         total = next(values)
         weight, *rest = [next(values) if isinstance(value, Tensor) else value for value in self._returned]
-        pairs_of = zip(rest[::2], rest[1::2], strict=True)
-        return ShardLoss(total, weight, dict(zip(self._metric_names, pairs_of, strict=True)))
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        return ShardLoss(total, weight, dict(zip(self._metric_names, pairs, strict=True)))
 
     def backward(self) -> None:
         """Replay the backward pass that belongs to the last `forward`; `gradients` has its result.

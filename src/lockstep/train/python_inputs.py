@@ -15,7 +15,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, final
 
 import torch
@@ -43,7 +43,7 @@ class PythonInputs:
     def __init__(self, loss: Any, model: nn.Module) -> None:
         self._loss = loss
         self._found: dict[int, Any] = {}  # holds the objects, so that no other object gets the same id
-        self._attributes: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []  # name, object, its entries
+        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # name, object, its entries
         self._entries: list[tuple[str, Any, tuple[Any, ...]]] = []  # name, list or set, its entries
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []  # name, function that reads a value, the value
         self._writes: list[tuple[Callable[[Any], None], Any]] = []  # function that writes a variable, its value
@@ -59,10 +59,9 @@ class PythonInputs:
             for (name, before), (_, now) in pairs:
                 if not _is_same(before, now):
                     return f"{name} of the loss function"
-        for name, mapping, entries in self._attributes:
-            if not _is_equal(mapping, entries):
-                keys = [k for k in {**entries, **mapping} if not _is_same(entries.get(k), mapping.get(k))]
-                return f"{name}.{keys[0]}" if keys else name
+        for name, mapping, entries in self._changed_mappings():
+            keys = [k for k in {**entries, **mapping} if not _is_same(entries.get(k), mapping.get(k))]
+            return f"{name}.{keys[0]}" if keys else name
         for name, values, kept in self._entries:
             if len(values) != len(kept) or not all(map(_is_same, values, kept)):
                 return name
@@ -71,12 +70,17 @@ class PythonInputs:
                 return name
         return next((name for name, tensor, facts in self._tensors if _facts_of(tensor) != facts), None)
 
+    def _changed_mappings(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+        try:  # a model has thousands: the interpreter compares most of them by identity
+            return [one for one in self._attributes if one[1] != one[2]]
+        except Exception:  # a tensor or an array was replaced
+            return [one for one in self._attributes if not _is_equal(one[1], one[2])]
+
     def restore(self) -> None:
         """Give attributes, variables, lists and dicts the entries that they had."""
-        for _, mapping, entries in self._attributes:
-            if isinstance(mapping, dict) and not _is_equal(mapping, entries):
-                mapping.clear()
-                mapping.update(entries)
+        for _, mapping, entries in self._changed_mappings():
+            mapping.clear()
+            mapping.update(entries)
         for _, values, kept in self._entries:
             if isinstance(values, (list, deque)) and (len(values) != len(kept) or not all(map(_is_same, values, kept))):
                 values.clear()
@@ -104,7 +108,7 @@ class PythonInputs:
         elif isinstance(value, _NAMESPACES) or not (_is_library(type(value)) or isinstance(value, types.ModuleType)):
             self._follow_object(name, value)
 
-    def _add_mapping(self, name: str, mapping: Mapping[str, Any]) -> None:
+    def _add_mapping(self, name: str, mapping: dict[str, Any]) -> None:
         if len(mapping) > MAX_ENTRIES:
             self._reads.append((name, functools.partial(len, mapping), len(mapping)))
             return

@@ -17,6 +17,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -290,8 +291,8 @@ class Run:
         model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, optimizer, batches, config, scaling=scaling)
         plan.schedule, plan.interval = scheduler, interval
-        if self.device.type == "cuda":
-            plan.graphs = ShardGraphs(model, self.options.capture, exact=self.exact, announce=self._session.announce)
+        graphs = partial(ShardGraphs.on_device, self.device, model, self.options.capture)
+        plan.graphs = graphs(exact=self.exact, announce=self._session.announce)
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
         yield from self._loop.run(plan, steps)
 

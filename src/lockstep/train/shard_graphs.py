@@ -31,13 +31,14 @@ from lockstep import _torch
 from lockstep.ddp.state_digest import cheap_digests
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.seed import cuda_generator, host_random_state, seed_all
-from lockstep.train.captured_shard import CapturedShard, Lane, ShardPass
+from lockstep.train.captured_shard import CannotCaptureError, CapturedShard, Lane, ShardPass
 from lockstep.train.loss_check import is_compiled
 from lockstep.train.python_inputs import PythonInputs, code_of
 
 WARM_UP_STEPS: Final = 3
 LANES, LANE_SHARE = 2, 16  # Note [Two lanes] in captured_shard.py
 MAX_GRAPHS: Final = 8
+MAX_KEYS: Final = 1000  # sets of shapes of which it is known how often they were seen
 MAX_CHANGES: Final = 3  # a program whose Python values change more often than this is run eagerly
 COMPARED_EVERY: Final = 256  # steps; Note [What a replay cannot see]
 _LIBRARIES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
@@ -51,10 +52,6 @@ class Capture(Enum):
     OFF = False
 
 
-class CannotCaptureError(Exception):
-    """This pass cannot be captured; the message says why."""
-
-
 @dataclass
 class LossGraphs:
     """The graphs of one loss function."""
@@ -63,10 +60,16 @@ class LossGraphs:
     graphs: dict[Hashable, list[CapturedShard]] = field(default_factory=dict)  # one in each lane
     uses: dict[Hashable, int] = field(default_factory=dict)  # in this step, by key
     eager_steps: dict[Hashable, set[int]] = field(default_factory=dict)  # steps in which such a shard ran eagerly
+    scale: float = 1.0  # the loss scale, which is a constant of the graphs
     changes: int = 0  # how often `inputs` have changed
     captured_at: int = 0  # step number
     checked_at: int = -1  # step in which `inputs` were checked last
     compared_at: int = -1  # step in which a replay was compared last
+
+    def drop_graphs(self) -> None:
+        if self.graphs:
+            torch.cuda.synchronize()  # a replay may still be running in their memory
+        self.inputs, self.graphs = None, {}
 
     def is_comparison_due(self, step: int) -> bool:
         """See Note [What a replay cannot see]."""
@@ -99,6 +102,17 @@ class ShardGraphs:
     def disabled() -> ShardGraphs:
         return ShardGraphs(nn.Module(), Capture.OFF)
 
+    @staticmethod
+    def on_device(
+        device: torch.device, model: nn.Module, capture: Capture, *, exact: bool, announce: Callable[[str], None]
+    ) -> ShardGraphs:
+        """Return the graphs of a model on this device. Raises ValueError if the program asks for graphs on a CPU."""
+        if device.type == "cuda":
+            return ShardGraphs(model, capture, exact=exact, announce=announce)
+        if capture is Capture.ON:
+            raise ValueError('Run(capture=True) needs a GPU, and this run is on the CPU; "auto" captures where it can')
+        return ShardGraphs.disabled()
+
     @property
     def count(self) -> int:
         """Number of captured passes; one in two lanes counts once."""
@@ -120,15 +134,24 @@ class ShardGraphs:
         if known.inputs is not None and known.checked_at != step:
             known.checked_at = step
             self._check_inputs(known, known.inputs.changed(loss))
-        key = one.key()
+        try:
+            key = one.key()
+        except CannotCaptureError as error:
+            self._refuse(str(error))
+            return None
         graphs, use = known.graphs.get(key, []), known.uses.get(key, 0)
         known.uses[key] = use + 1
+        if known.scale != one.scale:
+            known.scale, graphs = one.scale, []
+            known.drop_graphs()
         if graphs and self._exact and known.is_comparison_due(step):
             known.compared_at = step
             self._compare_again(known, graphs[0], one, step)
         steps = known.eager_steps.setdefault(key, set())
         if not graphs and (len(steps) < WARM_UP_STEPS or self.count >= MAX_GRAPHS or not self.is_enabled):
             steps.add(step)
+            if len(known.eager_steps) > MAX_KEYS:
+                known.eager_steps = {}
             return None
         if not graphs or (use == len(graphs) < LANES and graphs[0].may_overlap):
             try:
@@ -154,14 +177,16 @@ class ShardGraphs:
     def _check_inputs(self, known: LossGraphs, changed: str | None) -> None:
         if changed is None:
             return
-        known.inputs, known.graphs, known.eager_steps = None, {}, {}
-        known.changes += 1
+        known.drop_graphs()
+        known.eager_steps, known.changes = {}, known.changes + 1
         if known.changes > MAX_CHANGES:
             self._refuse(f"{changed} changes from step to step, and a CUDA graph would not see it")
 
     def _refuse(self, reason: str) -> None:
         if self._capture is Capture.ON:
             raise LockstepError(f"capture=True, but the program cannot be captured as a CUDA graph: {reason}")
+        for known in self._by_loss.values():
+            known.drop_graphs()
         self._refused, self._by_loss, self._lanes = reason, {}, []
         self._announce(f"shards run eagerly, not as CUDA graphs: {reason}")
 
