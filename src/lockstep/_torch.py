@@ -49,6 +49,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 # Tensors inside nested batches, found as torch's own FSDP finds them.
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.data._utils import worker as _worker
 
@@ -173,3 +174,27 @@ def mixed_precision_hook() -> tuple[Callable[..., Any], Callable[..., Any]]:
     )
 
     return _AllreduceUpcastHookState, _reducer_allreduce_and_upcast_hook
+
+
+def refuse_host_tensors(refuse: Callable[[str], Exception]) -> Any:
+    """Return a context in which an operation that no CUDA graph can contain raises `refuse(reason)`.
+
+    That is an operation on the GPU that reads a tensor of the host, whose address or value a graph would keep; and a
+    collective, which the host takes part in.
+    """
+
+    class Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.namespace == "c10d":
+                raise refuse(f"the pass calls a collective ({func})")
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            # Attention keeps the seed of its dropout on the host, but on the GPU while it is captured.
+            is_attention = "attention" in func.__name__
+            is_on_gpu = any(one.is_cuda for one in (*given, *made))
+            if is_on_gpu and not is_attention and any(one.device.type == "cpu" for one in given):
+                raise refuse(f"an operation on the GPU ({func}) reads a tensor of the host")
+            return result
+
+    return Refusal()  # type: ignore[no-untyped-call]

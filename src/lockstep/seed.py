@@ -54,9 +54,22 @@ def _torch_generators(device: torch.device | None) -> list[torch.Generator]:
     """Return the generator of the CPU, and that of `device` if it is a GPU."""
     if device is None or device.type != "cuda":
         return [torch.default_generator]
+    return [torch.default_generator, cuda_generator(device)]
+
+
+def cuda_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that torch uses for random numbers on this GPU."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
+    return torch.cuda.default_generators[index]
+
+
+def host_random_state() -> tuple[Any, ...]:
+    """Return the state of all generators of the host, to be compared with a later one."""
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    numpy_key = None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:])
+    return torch.default_generator.get_state().tolist(), random.getstate(), numpy_key
 
 
 def _numpy_random() -> Any:

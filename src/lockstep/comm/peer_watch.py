@@ -201,14 +201,17 @@ class Reporter:
     def diagnose(self, where: str) -> LockstepError | None:
         """Return why this worker waits in `where`, if this or another worker knows; None otherwise."""
         peers = self.read_reports()
-        here = socket.gethostname()
-        dead = [peer.rank for peer in peers if peer.pid and peer.host == here and is_dead(peer.pid)]
-        error = diagnose(self.make_report(), peers, dead=dead, where=where)
+        error = diagnose(self.make_report(), peers, dead=self.find_dead(peers), where=where)
         if not isinstance(error, PeerLostError) or error.rank is None:
             return error
         # A worker that has lost another one ends too, and is then missed by others: the first record counts.
         first = publish_first_loss(self._store, error)
         return error if first.rank == error.rank else first
+
+    def find_dead(self, reports: Sequence[WorkerReport]) -> list[int]:
+        """Return the workers of this host whose process is dead."""
+        here = socket.gethostname()
+        return [one.rank for one in reports if one.pid and one.host == here and is_dead(one.pid)]
 
     def describe_stall(self, where: str, waited_s: float) -> str:
         """Describe which workers are in the collective, which are missing, and what those are doing."""

@@ -333,7 +333,8 @@ class TrainLoop:
             )
         calls = session.calls
         requests = StepRequests(session.stops.asked, calls.wants_to_move, self.state.commit, calls.check_left)
-        result = take_step(context, loss, batch, requests)
+        with session.step_stream.active():
+            result = take_step(context, loss, batch, requests)
         self.state.end_step(plan, batch.number, ends_epoch=batch.ends_epoch, skipped=result.skipped)
         faults.at("applied")
         return result

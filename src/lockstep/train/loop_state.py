@@ -78,7 +78,9 @@ class WorkerState:
         """Assign the shards of a step to the current workers, and build the context of this one."""
         session, world, settings = self._session, self._session.world, plan.batches.settings
         config = RunConfig(session.options, session.seed, session.exact)
-        context = self.context = trained_parameters.assign_shards(plan, config, world, session.group, session.observer)
+        with session.step_stream.active():  # autograd remembers the stream of the first hook
+            context = trained_parameters.assign_shards(plan, config, world, session.group, session.observer)
+        self.context = context
         context.keeps_update = session.calls.is_elastic and world.size > 1
         session.observer.set_world(
             lambda: trained_parameters.describe(plan, context),

@@ -150,7 +150,7 @@ def cut_in_two(data: Any, count: int) -> tuple[Any, Any] | None:
 
 def refuse_mean(evaluate: Callable[[Any], ShardLoss], model: nn.Module, data: Any, count: int) -> None:
     """Raise ValueError if the loss function, called by `evaluate(data)`, returns a mean as a sum."""
-    halves = cut_in_two(data, count) if count > 1 and not _is_compiled(model) else None
+    halves = cut_in_two(data, count) if count > 1 and not is_compiled(model) else None
     if halves is None:
         return
     parts = ((data, count), (halves[0], count // 2), (halves[1], count - count // 2))
@@ -190,7 +190,7 @@ def _eval_mode(model: nn.Module) -> ExitStack:
     return stack
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     """Whether a part is compiled: other shapes would be compiled too, and could change what later steps run."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 

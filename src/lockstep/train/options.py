@@ -12,6 +12,7 @@ import torch
 from lockstep.errors import refuse_unknown_options
 from lockstep.train.checkpointing import read_interval
 from lockstep.train.precision import Precision
+from lockstep.train.shard_graphs import Capture
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -60,6 +61,7 @@ class OptionNames(TypedDict, total=False):
     save_every: int | str | None
     exit_on_interrupt: bool
     threads: int
+    capture: bool | str
     progress: bool
     trace: bool
     tensorboard: bool
@@ -81,6 +83,8 @@ class RunOptions:
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`
     threads       CPU threads of each worker. The bits depend on it, so it is not derived from the number of workers
+    capture       on a GPU, run forward and backward of a shard as CUDA graphs, with the same bits: "auto": after a few
+                  steps, if the program allows it; True: as "auto", but raise if it does not; False: never
     progress      print the progress
     trace         record times and metrics of all steps, for `lockstep report` and `lockstep watch`
     tensorboard   also write loss, learning rate, speed and the metrics of `run.log` for TensorBoard; needs its package
@@ -97,6 +101,7 @@ class RunOptions:
     save_every: int | str | None = None
     exit_on_interrupt: bool = True
     threads: int = 1
+    capture: Capture = Capture.AUTO
     progress: bool = True
     trace: bool = True
     tensorboard: bool = False
@@ -111,6 +116,7 @@ class RunOptions:
         values: dict[str, Any] = dict(named)
         values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
         values["on_nonfinite"] = one_of(OnNonFinite, "on_nonfinite", values.get("on_nonfinite", "stop"))
+        values["capture"] = one_of(Capture, "capture", values.get("capture", "auto"))
         values["grad_comm_dtype"] = _comm_dtype(values.get("grad_comm_dtype"))
         clip = values.get("max_grad_norm")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):

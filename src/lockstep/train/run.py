@@ -17,6 +17,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -44,6 +45,7 @@ from lockstep.train.run_methods import copy_from_rank_0, load_weights, reduce_me
 from lockstep.train.run_state import plan_of
 from lockstep.train.schedule import LRScaling
 from lockstep.train.session import Session
+from lockstep.train.shard_graphs import ShardGraphs
 from lockstep.train.step_types import Loss, Result, Stop
 from lockstep.train.trained_parameters import RunConfig, make_plan, settings_of
 from lockstep.world.world import World
@@ -289,6 +291,8 @@ class Run:
         model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, optimizer, batches, config, scaling=scaling)
         plan.schedule, plan.interval = scheduler, interval
+        graphs = partial(ShardGraphs.on_device, self.device, model, self.options.capture)
+        plan.graphs = graphs(exact=self.exact, announce=self._session.announce)
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
         yield from self._loop.run(plan, steps)
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -19,6 +20,7 @@ from lockstep.elastic import agent_client
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.train import determinism
 from lockstep.train.call_check import CallCheck
+from lockstep.train.captured_shard import StepStream
 from lockstep.train.collective_calls import CollectiveCalls, print_message
 from lockstep.train.metrics import MetricsFile
 from lockstep.train.options import RunOptions
@@ -77,10 +79,19 @@ class Session:
         self.metrics: MetricsFile | None = None
         self._stack = ExitStack()
 
+    @cached_property
+    def step_stream(self) -> StepStream:
+        return StepStream(self.device)
+
     @property
     def is_main(self) -> bool:
         """Whether this worker writes files and prints for all: rank 0."""
         return self.world.rank == 0
+
+    def announce(self, text: str) -> None:
+        """Print a message, on one worker."""
+        if self.is_main and self.options.progress:
+            print_message(text)
 
     @property
     def trace_writer(self) -> TraceWriter:

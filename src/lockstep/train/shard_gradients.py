@@ -16,16 +16,13 @@ Note [First step]
 In the first step nothing is sent before the backward pass ends. That step shows in which order gradients arrive, and
 the buckets are packed again in the order that rank 0 saw. A gradient that arrives more than once (reentrant
 checkpoints) is complete only at the end, so it is always read there. None of this changes a bit of the result.
-
-Note [Alignment]
-A kernel that sums a tensor handles its first elements one by one if they are not aligned, so the norm of a gradient
-depends on its address. In a bucket every gradient begins at a multiple of 64 bytes, as memory of its own would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +32,9 @@ from lockstep import _torch, faults
 from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum, add_coalesced, coalesced
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
-from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack, piece_of
+from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
-
-ALIGN_BYTES = 64  # Note [Alignment]
-USED = 32768.0  # the mark: nonzero after division by any weight times loss scale up to 5e11, also in float16
+from lockstep.train.shard_bucket import GradientMark, ShardBucket, comm_dtype_of
 
 
 @dataclass
@@ -51,40 +46,6 @@ class SubtreeGradients:
 
     values: list[Tensor | None]
     is_owned: bool = False
-
-
-def comm_dtype_of(own: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to which gradients of dtype `own` are rounded before they are added; None: they are not rounded.
-
-    Complex gradients are sent as they are: torch has no complex dtype as narrow as bfloat16.
-    """
-    return comm_dtype if own.is_floating_point else None
-
-
-class ShardBucket:
-    """Parameters whose gradients are sent together, followed by the marks of those that were used."""
-
-    def __init__(
-        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
-    ) -> None:
-        self.indices = list(indices)
-        self.parameters = [leaves[i].parameter for i in indices]
-        self.offsets, self.numel = [], 0
-        step = ALIGN_BYTES // self.parameters[0].element_size()
-        for parameter in self.parameters:
-            self.offsets.append(self.numel)
-            self.numel += -(-parameter.numel() // step) * step
-        own = self.parameters[0].dtype
-        self.buffers = sum_.allocate(self.numel + len(self.indices), comm_dtype_of(own, comm_dtype) or own)
-        self.rows = list(self.buffers.rows)
-        self.views = [self.cut(row) for row in self.rows]
-        self.marks = [row[self.numel : self.numel + len(self.indices)] for row in self.rows]
-        self.all_used = torch.full_like(self.marks[0], USED)
-        self.pending = len(self.indices)
-
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        pieces = (piece_of(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True))
-        return [piece.data for piece in pieces]
 
 
 class ShardGradients:
@@ -108,6 +69,7 @@ class ShardGradients:
         self._has_order = False  # Note [First step]
         self._arrivals: list[int] = []
         self._late: set[int] = set()
+        self._send_stream: Any = None  # for buckets that are sent while a captured backward pass runs
         self._buckets: list[ShardBucket] = []
         if sum_.size > 1:
             self._pack(order=None)
@@ -155,17 +117,27 @@ class ShardGradients:
         self._chain: list[SubtreeGradients] = []
         self._rows: list[SubtreeGradients] = []
 
-    def add_shard(self, shard: int) -> None:
-        """Keep the gradients of this shard, added to those before it as far as the tree allows."""
-        self._sums.push(Subtree(shard, 1), self._collect())
+    def add_shard(self, shard: int, replayed: Sequence[Tensor | None] | None = None) -> None:
+        """Keep the gradients of this shard, added to those before it as far as the tree allows.
+
+        `replayed`: those of a captured pass, which its next replay overwrites; None: those of the parameters.
+        """
+        node = Subtree(shard, 1)
+        kept = self._collect() if replayed is None else self._round(replayed)
+        if replayed is not None and self._sums.count_merges(node) == 0:
+            kept = SubtreeGradients(_copies_of(kept.values), is_owned=True)
+        self._sums.push(node, kept)
 
     def _collect(self) -> SubtreeGradients:
-        if self.on_gradients is not None:
-            self.on_gradients([parameter.grad for parameter in self._parameters])
-        values = [self._rounded(i, parameter.grad) for i, parameter in enumerate(self._parameters)]
+        kept = self._round([parameter.grad for parameter in self._parameters])
         for parameter in self._parameters:
             parameter.grad = None
-        return SubtreeGradients(values)
+        return kept
+
+    def _round(self, gradients: Sequence[Tensor | None]) -> SubtreeGradients:
+        if self.on_gradients is not None:
+            self.on_gradients(gradients)
+        return SubtreeGradients([self._rounded(i, gradient) for i, gradient in enumerate(gradients)])
 
     def _rounded(self, index: int, gradient: Tensor | None) -> Tensor | None:
         """Round a gradient to the dtype in which it would be sent; and widen it, because sums are formed in float32."""
@@ -235,6 +207,26 @@ class ShardGradients:
             )
         with torch.no_grad():
             self._mark_ready(index)
+
+    @torch.no_grad()
+    def take_replayed(self, gradients: Sequence[Tensor | None], marks: Sequence[GradientMark], ready: Any) -> None:
+        """Take the gradients of the last shard from a replay that is still running, and send buckets behind it.
+
+        ready  event: the sums of the earlier shards are complete. The current stream waits for the replay
+        """
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if not self._buckets:
+            return
+        if self._send_stream is None:
+            self._send_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream, current = self._send_stream, torch.cuda.current_stream(self._device)
+        stream.wait_event(ready)
+        for mark in marks:
+            stream.wait_stream(current) if mark.event is None else stream.wait_event(mark.event)
+            with torch.cuda.stream(stream):
+                for index in mark.indices:
+                    self._on_gradient(index)
 
     def _mark_ready(self, index: int) -> None:
         bucket, slot = self._bucket_of[index]
@@ -387,6 +379,15 @@ class ShardGradients:
         self._has_order = True
         # The gradients are views of the old buckets, whose memory is freed with the last of them.
         self._pack(order=order.tolist())
+
+
+def _copies_of(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    there = [value for value in values if value is not None]
+    copies = [torch.empty_like(value) for value in there]
+    if there:
+        _torch.foreach_copy_(copies, there)
+    made = iter(copies)
+    return [None if value is None else next(made) for value in values]
 
 
 def _own_their_memory(gradients: Sequence[Tensor | None]) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep import faults
@@ -19,6 +21,7 @@ from lockstep.errors import PeerLostError
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.train import loss_check, step_check
 from lockstep.train.buffer_exchange import NewBuffer, NewNumber
+from lockstep.train.captured_shard import CapturedShard, ShardPass
 from lockstep.train.loss_check import ShardLoss, parse_loss
 from lockstep.train.metrics import Mean
 from lockstep.train.options import OnNonFinite
@@ -75,17 +78,29 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
         is_last = shard is batch.shards[-1]
         requests.check_left()
         faults.at("forward")
+        graph = find_graph(t, loss, batch, shard)
         if shard.count:
-            one = forward(t, loss, batch, shard)
+            one = (
+                forward(t, loss, batch, shard) if graph is None else graph.forward(shard.data, seed_of(t, batch, shard))
+            )
             table.add_shard(shard.number, one, t.buffers.collect(shard.number))
         observer.lap("forward", shard.number)
         if is_last:
             begin_exchange(t, batch, table, requests)
         if shard.count:
-            backward(t, one.total)
+            if graph is None:
+                backward(t, one.total)
+            else:
+                before = torch.cuda.current_stream().record_event()
+                graph.backward()
+                if is_last:
+                    t.gradients.take_replayed(graph.gradients, graph.marks, before)
             t.buffers.rewind()
+            del one  # the nodes of its autograd graph remember the stream of this pass
         if not is_last:
-            t.gradients.add_shard(shard.number)
+            t.gradients.add_shard(shard.number, None if graph is None else graph.gradients)
+            if graph is not None:
+                graph.release()
             observer.end_shard(table.weight_of(shard.number), shard.count)
         observer.lap("backward", shard.number)
     t.gradients.send_rest()
@@ -94,13 +109,39 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
 
 def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
     """Run the loss function on a shard, with the random numbers of this step and shard."""
-    seed_all(derive_seed(t.seed, "shard", batch.number, shard.number), t.sum.device)
-    with t.options.precision.autocast(t.sum.device), t.recompute_check.recording(batch, shard.number):
-        one = parse_loss(loss(t.model, shard.data))
+    seed_all(seed_of(t, batch, shard), t.sum.device)
+    with t.recompute_check.recording(batch, shard.number):
+        one = run_loss(t, loss, shard.data)
     if batch.number == 0 and shard.count > 1 and not t.is_loss_checked:
         t.is_loss_checked = True
         refuse_mean_loss(t, loss, shard, one)
     return one
+
+
+def run_loss(t: StepContext, loss: Loss, data: Any) -> ShardLoss:
+    with t.options.precision.autocast(t.sum.device):
+        return parse_loss(loss(t.model, data))
+
+
+def seed_of(t: StepContext, batch: Batch, shard: Shard) -> int:
+    return derive_seed(t.seed, "shard", batch.number, shard.number)
+
+
+def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> CapturedShard | None:
+    """Return the captured pass for this shard; None: run it eagerly (captured_shard.py)."""
+    is_audited = t.recompute_check.shard_of(batch) == shard.number
+    if not t.graphs.is_enabled or shard.count == 0 or is_audited or batch.number == 0:
+        return None
+    one = ShardPass(
+        run=partial(run_loss, t, loss),
+        data=shard.data,
+        seed=seed_of(t, batch, shard),
+        leaves=t.leaves,
+        buffers=t.buffers,
+        scaled=t.loss_scale.scaled,
+        scale=t.loss_scale.value,
+    )
+    return t.graphs.find(loss, one, batch.number)
 
 
 def backward(t: StepContext, total: Tensor) -> None:
@@ -112,8 +153,7 @@ def refuse_mean_loss(t: StepContext, loss: Loss, shard: Shard, returned: ShardLo
 
     def evaluate(data: Any) -> ShardLoss:
         seed_all(derive_seed(t.seed, "shard", 0, shard.number), t.sum.device)
-        with t.options.precision.autocast(t.sum.device):
-            return parse_loss(loss(t.model, data))
+        return run_loss(t, loss, data)
 
     if loss_check.may_be_mean(returned.total):
         with preserve_random_state(t.sum.device):

@@ -112,8 +112,10 @@ class StepTable:
         shards, self._names = self._sum.shards, names
         by_rank_shape = (self._sum.size, REPORT + REPORT_FIELDS)
         self._shapes = [(shards, 4), by_rank_shape, (shards, self._buffers), (shards, 2 * len(names))]
-        # Filled in on the host, which is fast; values that a GPU has computed are added on the device.
-        self._table = torch.zeros(sum(math.prod(shape) for shape in self._shapes), dtype=torch.float64)
+        # Filled in on the host, which is fast; values that a GPU has computed are added on the device. From memory
+        # that is not pinned, the copy to a GPU would wait until everything before it is computed.
+        numel, is_pinned = sum(math.prod(shape) for shape in self._shapes), self._sum.device.type == "cuda"
+        self._table = torch.zeros(numel, dtype=torch.float64, pin_memory=is_pinned)
         by_shard, by_rank, changed, _ = self._parts(self._table)
         number, samples, ends_epoch = (
             (batch.number, batch.count, batch.ends_epoch) if batch is not None else (0, 0, False)
@@ -129,7 +131,7 @@ class StepTable:
                 changed[shard] = torch.tensor(which, dtype=torch.float64)
             if not isinstance(loss.weight, Tensor):
                 by_shard[shard, WEIGHT] = loss.weight
-        self._table = self._table.to(self._sum.device)
+        self._table = self._table.to(self._sum.device, non_blocking=True)
         by_shard, _, _, metrics = self._parts(self._table)
         for shard, loss, _ in self._added:
             by_shard[shard, LOSS] += loss.total

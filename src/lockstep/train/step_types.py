@@ -20,6 +20,7 @@ from lockstep.train.precision import LossScale
 from lockstep.train.recompute_check import RecomputeCheck
 from lockstep.train.schedule import LargeBatch
 from lockstep.train.shard_gradients import ShardGradients
+from lockstep.train.shard_graphs import ShardGraphs
 from lockstep.train.step_check import DeferredNormCheck
 from lockstep.train.step_observer import StepObserver
 
@@ -140,6 +141,7 @@ class TrainingPlan:
     )  # as the program gave them: see `settings_of` in trained_parameters.py
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
+    graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
 
 
 @dataclass
@@ -160,6 +162,7 @@ class StepContext:
     large_batch: LargeBatch | None = None
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
+    graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
     metric_names: tuple[str, ...] | None = None  # of the loss function; None until the first step
     is_loss_checked: bool = False  # it was checked that the loss function returns a sum
     is_exchanging: bool = False  # this worker is in the exchange of a step, and cannot repeat the step alone

@@ -221,6 +221,7 @@ def assign_shards(
         large_batch=plan.large_batch,
         norm_check=plan.norm_check,
         gradient_writes=plan.gradient_writes,
+        graphs=plan.graphs,
     )
 
 
@@ -251,6 +252,7 @@ def describe(plan: TrainingPlan, training: StepContext) -> dict[str, Any]:
             "weights": weights,
             "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
             "optimizer": sum(state.nbytes for state in states),
+            "graphs": plan.graphs.memory_bytes,
         },
     }
 

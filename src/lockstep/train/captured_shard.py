@@ -1,0 +1,254 @@
+"""Forward and backward pass of a shard as two CUDA graphs, which are replayed instead of run operation by operation.
+
+A small shard takes longer to launch than to compute. A graph is launched as a whole, so eight shards cost little more
+than one batch. A replay gives the bits of the eager pass: the same kernels on the same shapes, with the random numbers
+of (seed, step, shard), which are set before each replay.
+
+Note [Stream of the step]
+A pass cannot be captured on the default stream, and autograd runs the accumulation of a gradient on the stream on which
+the parameter was first used. So on a GPU every step is taken on a stream of its own, from the first one on. It waits
+for the stream of the program before the step, and the stream of the program waits for it after the step.
+
+Note [Gradients of a graph]
+A graph leaves its gradients in the same memory every time. They are added to the sums of earlier shards, or copied,
+before the next replay; no parameter refers to them except in the last shard of a step. Events that are recorded inside
+the backward graph let buckets be sent while it still runs.
+
+Note [Two lanes]
+The kernels of a small shard do not fill a GPU. A worker with several shards captures their pass twice, with memory, a
+stream and a random state of its own each, and replays shards alternately in these two lanes, which overlap. The stream
+of the step adds up their gradients. There is one lane if the forward pass writes to buffers, or if a second one would
+take more than a part in `LANE_SHARE` (shard_graphs.py) of the memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from lockstep import _torch
+from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES
+from lockstep.ddp.replica import Leaf
+from lockstep.seed import cuda_generator
+from lockstep.train.buffer_exchange import BufferExchange
+from lockstep.train.loss_check import ShardLoss
+from lockstep.train.shard_bucket import GradientMark
+
+
+class CannotCaptureError(Exception):
+    """This pass cannot be captured; the message says why."""
+
+
+@dataclass(frozen=True)
+class ShardPass:
+    """What a forward and backward pass of a shard consists of."""
+
+    run: Callable[[Any], ShardLoss]  # runs the loss function on the data of a shard
+    data: Any
+    seed: int  # of its random numbers
+    leaves: Sequence[Leaf]
+    buffers: BufferExchange
+    scaled: Callable[[Tensor], Tensor]  # multiplies the loss by the loss scale
+    scale: float  # the loss scale
+
+    def key(self) -> Hashable:
+        """Passes with equal keys launch the same kernels, as long as the program reads the same Python values.
+
+        Raises CannotCaptureError if the data is not made of tensors, plain values and containers of them.
+        """
+        return repr(map_tensors(self.data, _kind_of))
+
+
+def _kind_of(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def map_tensors(data: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return the same structure with `change` applied to its tensors, which it visits in a fixed order.
+
+    Raises CannotCaptureError for an object that may hold tensors in a way that is not known.
+    """
+    if isinstance(data, Tensor):
+        return change(data)
+    if data is None or isinstance(data, (bool, int, float, complex, str, bytes, Enum)):
+        return data
+    if isinstance(data, (dict, UserDict)):
+        twin = copy.copy(data)
+        twin.update({key: map_tensors(value, change) for key, value in data.items()})
+        return twin
+    if isinstance(data, (list, tuple)) and not callable(getattr(data, "to", None)):
+        items = [map_tensors(item, change) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if is_dataclass(data):
+        one = copy.copy(data)
+        for part in fields(data):
+            object.__setattr__(one, part.name, map_tensors(getattr(data, part.name), change))
+        return one
+    raise CannotCaptureError(f"a batch holds a {type(data).__name__}; only tensors, numbers, lists and dicts are known")
+
+
+def tensors_of(data: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(data, found.append)
+    return found
+
+
+@final
+class Lane:
+    """A stream on which captured passes are replayed, with the memory pool and the random state of their graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.generator: Any = cuda_generator(device).clone_state()
+        self.may_run: Any = None  # event: the gradients of the last replay in this lane were read
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within the context, work is queued in this lane, after all that is queued, and draws from its generator."""
+        generator: Any = cuda_generator(self.stream.device)
+        before, current = generator.graphsafe_get_state(), torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        generator.graphsafe_set_state(self.generator)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            generator.graphsafe_set_state(before)
+            current.wait_stream(self.stream)
+
+    @contextmanager
+    def replaying(self, *, waits: bool) -> Iterator[None]:
+        """Within the context, work is queued in this lane after `may_run`, or if `waits`, after all that is queued.
+
+        The current stream waits for it.
+        """
+        current = torch.cuda.current_stream(self.stream.device)
+        if waits or self.may_run is None:
+            self.stream.wait_stream(current)
+        else:
+            self.stream.wait_event(self.may_run)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
+
+
+@final
+class CapturedShard:
+    """One captured forward and backward pass: the memory of its inputs, results and gradients, and the two graphs."""
+
+    def __init__(self, one: ShardPass, written: Sequence[Tensor], lane: Lane) -> None:
+        """Capture the passes. Nothing is computed yet. `written`: the buffers that the forward pass writes to."""
+        self._lane, self.may_overlap = lane, False
+        with lane.active():
+            self._record(one, written)
+
+    def _record(self, one: ShardPass, written: Sequence[Tensor]) -> None:
+        parameters = [leaf.parameter for leaf in one.leaves]
+        own = map_tensors(one.data, torch.clone)
+        self._inputs = tensors_of(own)
+        self._written = list(written)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with _recorded_into(self._forward, self._lane.pool):
+            loss = one.run(own)
+            self._returned = [loss.weight, *(value for pair in loss.metrics.values() for value in pair)]
+            self._metric_names = list(loss.metrics)
+            values = [loss.total.detach(), *(value for value in self._returned if isinstance(value, Tensor))]
+            self._values = torch.stack([value.to(torch.float64) for value in values])
+        self.marks = [GradientMark()]
+        hooked: list[Any] = parameters
+        handles = [p.register_post_accumulate_grad_hook(self._marker(i)) for i, p in enumerate(hooked)]
+        try:
+            with _recorded_into(self._backward, self._lane.pool):
+                one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.gradients: list[Tensor | None] = [parameter.grad for parameter in parameters]
+
+    def _marker(self, index: int) -> Callable[[Tensor], None]:
+        """A hook that records an event after the first MiB of gradients, and then after every 25."""
+
+        def on_gradient(parameter: Tensor) -> None:
+            mark = self.marks[-1]
+            mark.indices.append(index)
+            mark.size_bytes += parameter.nbytes
+            if mark.size_bytes >= (FIRST_CAP_BYTES if len(self.marks) == 1 else DEFAULT_CAP_BYTES):
+                mark.event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                mark.event.record(torch.cuda.current_stream())
+                self.marks.append(GradientMark())
+
+        return on_gradient
+
+    def forward(self, data: Any, seed: int) -> ShardLoss:
+        """Replay the forward pass with this data and this seed. The result stays valid after the next replay."""
+        self._lane.generator.manual_seed(seed)
+        with self._lane.replaying(waits=bool(self._written)):
+            if self._inputs:
+                _torch.foreach_copy_(self._inputs, tensors_of(data))
+            self._forward.replay()
+            results = self._values.clone()
+        if self._written:
+            increment_version(self._written)  # a replay does not, and BufferExchange looks for it
+        values = iter(results.unbind())
+        total = next(values)
+        weight, *rest = [next(values) if isinstance(value, Tensor) else value for value in self._returned]
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        return ShardLoss(total, weight, dict(zip(self._metric_names, pairs, strict=True)))
+
+    def backward(self) -> None:
+        """Replay the backward pass that belongs to the last `forward`; `gradients` has its result.
+
+        Call `release` when the gradients have been read.
+        """
+        with self._lane.replaying(waits=bool(self._written)):
+            self._backward.replay()
+
+    def release(self) -> None:
+        """Let the next replay overwrite the gradients, after what is queued on the current stream."""
+        self._lane.may_run = torch.cuda.current_stream().record_event()
+
+
+@contextmanager
+def _recorded_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record what is queued on the current stream within the context; nothing of it is executed."""
+    # Calls of other threads (a watchdog of NCCL, a loader that pins memory) must not end the capture.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # it only says that the capture has failed before
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+@final
+class StepStream:
+    """The CUDA stream on which steps are taken; on a CPU it does nothing. See Note [Stream of the step]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within the context, queue work on this stream, after and before that of the current stream."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            before.wait_stream(self._stream)
