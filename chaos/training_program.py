@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import faults
 from lockstep.elastic import agent_client
-from lockstep.train.metrics import Mean
+from lockstep.trace.metrics import Mean
 from training_life import is_alive
 from training_plan import ALL, EPOCHS, STACKS, Who
 

@@ -16,9 +16,9 @@ from typing import Any
 import lockstep
 from lockstep.data.batches import Batch, Batches, BatchSettings, Shard
 from lockstep.data.sample_order import Order
-from lockstep.train.metrics import Mean
-from lockstep.train.options import RunOptions
-from lockstep.train.step_types import Result
+from lockstep.step.options import RunOptions
+from lockstep.step.step_types import Result
+from lockstep.trace.metrics import Mean
 
 PAGE = Path(__file__).parent / "api.md"
 HEAD = """\

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lockstep.comm import abortable_wait, agreement
 from lockstep.comm.agreement import Broadcast
 from lockstep.errors import PeerLostError
-from lockstep.train.metrics import gather_pieces
+from lockstep.trace.metrics import gather_pieces
 from on_workers import on_workers
 
 CPU = torch.device("cpu")

@@ -32,12 +32,18 @@ ALLOWED = {
     "control": {"errors", "strict_json"},
     "launcher": {"errors", "failures", "control", "process_identity", "world"},
     "elastic": {"errors", "failures", "control", "launcher", "process_identity"},
+    "trace": {"errors", "run_files", "comm", "checkpoint"},
+    "step": {"errors", "faults", "seed", "world", "comm", "data", "ddp", "trace"},
+    "recovery": {
+        *{"errors", "faults", "run_files", "process_identity", "failures", "world", "comm"},
+        *{"ddp", "checkpoint", "launcher", "elastic", "step"},
+    },
     "train": {
-        *{"errors", "faults", "run_files", "seed", "failures", "world"},
-        *{"comm", "data", "ddp", "checkpoint", "launcher", "elastic"},
+        *{"errors", "faults", "run_files", "seed", "failures", "world", "comm", "data", "ddp", "checkpoint"},
+        *{"launcher", "elastic", "trace", "step", "recovery"},
     },
     "report": {"errors"},
-    "bench": {"errors", "process_identity", "world", "comm", "data", "ddp", "train", "report"},
+    "bench": {"errors", "process_identity", "world", "comm", "data", "ddp", "trace", "step", "train", "report"},
     "doctor": {"errors", "launcher", "world"},
     "submit": {"control", "launcher"},
     "notebook": {"errors", "world", "launcher", "train"},
@@ -141,7 +147,7 @@ def test_a_host_agent_never_loads_torch() -> None:
 
 def test_only_a_worker_imports_generation_groups() -> None:
     users = [name_of(p) for p in FILES if any("elastic.generation_groups" in name for name in imports_of(p))]
-    assert users == ["train/recovery.py"]
+    assert users == ["recovery/elastic_calls.py"]
 
 
 def modules_imported_by(path: Path) -> set[str]:

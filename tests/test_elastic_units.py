@@ -36,8 +36,10 @@ from lockstep.elastic.worker_state import (
     start_at_s,
     why_give_up,
 )
-from lockstep.train.checkpointing import CheckpointSaver, read_interval
-from lockstep.train.recovery import LARGEST_RESULT_BYTES
+from lockstep.recovery.checkpointing import CheckpointSaver
+from lockstep.recovery.elastic_calls import LARGEST_RESULT_BYTES
+from lockstep.settings import Settings
+from lockstep.step.options import read_interval
 
 CALL_LOG, KEYS = Keys(PREFIX).call_log, Keys(PREFIX).values
 
@@ -963,7 +965,7 @@ def pass_by(place: str, **here: Any) -> None:
 
 @pytest.mark.parametrize("env", [{}, {"LOCKSTEP_FAULTS": ""}, {"LOCKSTEP_FAULTS": " "}])
 def test_without_faults_nothing_happens(deaths: list[Any], env: dict[str, str]) -> None:
-    faults.arm(env)
+    faults.arm(Settings.from_env(env))
     assert faults.hook is None
     pass_by("reduced")
     assert deaths == []
@@ -971,7 +973,7 @@ def test_without_faults_nothing_happens(deaths: list[Any], env: dict[str, str]) 
 
 def test_a_fault_strikes_where_all_that_it_says_fits(deaths: list[Any]) -> None:
     wanted = [{"at": "reduced", "step": 2, "worker": "h0.1"}, {"at": "applied", "rank": 0, "nth": 2, "signal": 19}]
-    faults.arm({"LOCKSTEP_FAULTS": json.dumps(wanted)})
+    faults.arm(Settings(faults=json.dumps(wanted)))
     for step in range(4):
         pass_by("reduced", step=step, worker="h0.0", rank=1)
         pass_by("optimizer", step=step, worker="h0.1")
@@ -992,5 +994,5 @@ def test_a_fault_strikes_where_all_that_it_says_fits(deaths: list[Any]) -> None:
 )
 def test_a_fault_that_is_not_understood_is_refused(deaths: list[Any], wanted: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not understood; places are start, joining"):
-        faults.arm({"LOCKSTEP_FAULTS": json.dumps([wanted])})
+        faults.arm(Settings(faults=json.dumps([wanted])))
     assert faults.hook is None

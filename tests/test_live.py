@@ -20,8 +20,8 @@ import pytest
 from lockstep.report import live_view
 from lockstep.report.live_status import read_status
 from lockstep.report.run_folder import find_run
+from lockstep.step.step_types import Result
 from lockstep.train import progress
-from lockstep.train.step_types import Result
 
 PROGRAM = """
 import time, torch, lockstep

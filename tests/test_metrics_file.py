@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.train.metrics import MetricsFile
+from lockstep.trace.metrics import MetricsFile
 
 
 def lines(folder: Path) -> list[tuple[int, float]]:

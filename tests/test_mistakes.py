@@ -410,8 +410,8 @@ def test_a_stall_shows_where_the_missing_worker_is(stage: Stage) -> None:  # noq
 LOCK = """
 import sys
 from pathlib import Path
-from lockstep.train.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]), {"LOCKSTEP_RUN_ID": sys.argv[2]})
+from lockstep.recovery.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), sys.argv[2])
 lock.acquire(leads=sys.argv[3] == "rank 0")
 print("taken", flush=True)
 sys.stdin.read()

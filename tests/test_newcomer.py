@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint.differences import setting_changes
 from lockstep.errors import LockstepError
-from lockstep.train.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
+from lockstep.step.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
 from on_workers import on_workers
 from test_launch import Stage, stage, wait_for  # noqa: F401
 from test_run import error_of

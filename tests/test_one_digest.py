@@ -63,7 +63,7 @@ def plant(mistake: str, size: int) -> None:
     """Make this worker depend on how many there are."""
     from lockstep.comm import tree_order
     from lockstep.data import sample_order
-    from lockstep.train import step
+    from lockstep.step import step
 
     match mistake:
         case "another order of sums":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.train.python_inputs import PythonInputs, code_of
+from lockstep.step.python_inputs import PythonInputs, code_of
 
 FACTOR = 1.0
 SETTINGS = {"nested": {"factor": 1.0}, "names": ["a"]}

@@ -91,7 +91,7 @@ def scene(place):
             wait(lambda: Path("restored").exists())
             os.kill(os.getpid(), 9)
     if env["SCENE"] == "route" and place == "joining" and me == "h0.0" and agent.generation == 2:
-        lockstep.train.recovery.ORDER_MUST_COME_WITHIN_S = 0.5
+        lockstep.recovery.elastic_calls.ORDER_MUST_COME_WITHIN_S = 0.5
         raise lockstep.WorldError("no route to the others")
     if env["SCENE"] in ("heir", "route"):
         if place == "waiting" and faults.context.get("step") == 2 and me == "h0.1":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.train.replica_check import describe_majority
+from lockstep.recovery.replica_check import describe_majority
 from on_workers import Failure, try_on_workers
 from runs import PROGRAMS, adamw, classify, data, sgd, train, use
 

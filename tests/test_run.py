@@ -35,8 +35,9 @@ import lockstep
 from lockstep.data.ledger import prove
 from lockstep.launcher.exit_policy import PREEMPTED
 from lockstep.launcher.job import reserve_port
+from lockstep.recovery import run_on_one
 from lockstep.seed import seed_all
-from lockstep.train import determinism, run_on_one
+from lockstep.step import determinism
 from on_workers import Failure, on_workers, try_on_workers
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)

@@ -20,12 +20,12 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepError
-from lockstep.train.gradient_noise import AVERAGED_STEPS, FadingMean, NoiseScale, ShardNorms
-from lockstep.train.step_timer import AFTER, APART_S, PHASES, StepTimer, StepTimes, TimedSpan, next_detailed_step
-from lockstep.train.step_types import Stop
-from lockstep.train.tensorboard import TensorBoardWriter
-from lockstep.train.trace_file import TraceFile
-from lockstep.train.trace_writer import StepWindow, TraceWriter, merge
+from lockstep.step.step_types import Stop
+from lockstep.trace.gradient_noise import AVERAGED_STEPS, FadingMean, NoiseScale, ShardNorms
+from lockstep.trace.metrics import TensorBoardWriter
+from lockstep.trace.step_timer import AFTER, APART_S, PHASES, StepTimer, StepTimes, TimedSpan, next_detailed_step
+from lockstep.trace.trace_file import TraceFile
+from lockstep.trace.trace_writer import StepWindow, TraceWriter, merge
 from on_workers import on_workers
 
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ MODELS = {
 def test_the_noise_scale_is_what_all_samples_one_by_one_give(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_data, make_model, of, batch = MODELS[which]
     monkeypatch.setattr(
-        "lockstep.train.gradient_noise.SHARE_OF_TIME", 1.0
+        "lockstep.trace.gradient_noise.SHARE_OF_TIME", 1.0
     )  # so that the machine does not decide how often
     data = make_data()
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import WorldError
+from lockstep.settings import Settings
 from lockstep.world import rendezvous
 from lockstep.world.environment import RankAssignment, detect, first_host, missing_srun_warning
 from lockstep.world.rendezvous import Rendezvous
@@ -326,14 +327,14 @@ def test_local_ranks_from_hosts() -> None:
     ],
 )
 def test_the_program_outdoes_the_variable(asked: str | None, variable: str, wished: str | None) -> None:
-    assert wanted_backend(asked, {"LOCKSTEP_BACKEND": variable}) == wished
+    assert wanted_backend(asked, Settings.from_env({"LOCKSTEP_BACKEND": variable})) == wished
 
 
 def test_unknown_backends_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"LOCKSTEP_BACKEND='tcp': torch knows no backend 'tcp'; name one of .*shm"):
-        wanted_backend(None, {"LOCKSTEP_BACKEND": "tcp"})
+        wanted_backend(None, Settings.from_env({"LOCKSTEP_BACKEND": "tcp"}))
     with pytest.raises(ValueError, match=r"backend='cpu:shm,cuda:ncl': torch knows no backend 'cuda:ncl'"):
-        wanted_backend("cpu:shm,cuda:ncl", {})
+        wanted_backend("cpu:shm,cuda:ncl", Settings.from_env({}))
 
 
 # ---- the rendezvous --------------------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
         WorldError,
     )
     from lockstep.notebook.launch import launch
+    from lockstep.step.schedule import LRScaling
     from lockstep.train.optim import LAMB, LARS
     from lockstep.train.run import Run
-    from lockstep.train.schedule import LRScaling
     from lockstep.world.world import World, init
 
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.settings import Settings
@@ -33,10 +33,10 @@ def at(place: str) -> None:
         hook(place)
 
 
-def arm(env: Mapping[str, str]) -> None:
+def arm(settings: Settings) -> None:
     """Install the faults of LOCKSTEP_FAULTS, if it is set. Raises ValueError if it is not understood."""
     global hook
-    text = Settings.from_env(env).faults
+    text = settings.faults
     if text is None:
         return
     wanted = [dict(one, left=int(one.get("nth", 1))) for one in json.loads(text)]

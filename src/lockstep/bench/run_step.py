@@ -16,14 +16,14 @@ from lockstep.bench.models import OPTIMIZERS, LabeledBatch, Workload, digest_of
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch as GlobalBatch, Shard
 from lockstep.ddp.replica import trained_leaves
-from lockstep.train.buffer_exchange import BufferExchange
-from lockstep.train.options import RunOptions
-from lockstep.train.precision import LossScale
-from lockstep.train.recompute_check import RecomputeCheck
-from lockstep.train.shard_gradients import ShardGradients
-from lockstep.train.step import take_step
-from lockstep.train.step_observer import NullObserver, ObserverConfig, StepObserver
-from lockstep.train.step_types import StepContext
+from lockstep.step.buffer_exchange import BufferExchange
+from lockstep.step.options import RunOptions
+from lockstep.step.precision import LossScale
+from lockstep.step.recompute_check import RecomputeCheck
+from lockstep.step.shard_gradients import ShardGradients
+from lockstep.step.step import take_step
+from lockstep.step.step_types import StepContext
+from lockstep.trace.step_observer import NullObserver, ObserverConfig, StepObserver
 from lockstep.train.trained_parameters import lr_and_grad_norm
 
 EXACT, FAST = "exact", "fast"

@@ -32,8 +32,8 @@ from lockstep.bench.step import StepSettings
 from lockstep.bench.workers import BenchWorker, Workers, finish_of, largest, use_device
 from lockstep.process_identity import read_stat
 from lockstep.report.table import columns, render
-from lockstep.train.step_observer import NullObserver, StepObserver
-from lockstep.train.trace_writer import TraceWriter
+from lockstep.trace.step_observer import NullObserver, StepObserver
+from lockstep.trace.trace_writer import TraceWriter
 
 LIMIT: Final = 1.01
 LASTS_S, QUICK_S = 90.0, 20.0  # duration of the rounds of a model

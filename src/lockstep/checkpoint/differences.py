@@ -86,7 +86,7 @@ def _compare_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
 
 
 def grown_buffers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the buffers of the model whose dtype or shape changed in training (train/module_state.py)."""
+    """Return the buffers of the model whose dtype or shape changed in training (recovery/module_state.py)."""
     raw = saved.get("raw") or {}
     return (raw.get("model") or {}).get("grown") or {}
 

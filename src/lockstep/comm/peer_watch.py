@@ -64,7 +64,7 @@ class WorkerReport:
     calls: int = 0  # collectives started on this group
     left: str | None = None  # why it exited; None while it runs
     answers_at: str = ""  # address of its stack service (peer_stacks.py)
-    position: tuple[int, int] = (0, 0)  # of its call of the Run (train/collective_calls.py)
+    position: tuple[int, int] = (0, 0)  # of its call of the Run (recovery/collective_calls.py)
     doing: str = ""  # that call, "" for none
 
 

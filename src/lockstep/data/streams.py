@@ -8,7 +8,7 @@ work per sample belongs into the collate function, which runs only for samples t
 
 A stream that splits itself nevertheless yields different samples on each worker, and those that a worker drops are
 lost. So whole global batches are hashed in the first steps after a start, and in some later ones; the hash is sent with
-the batch, and the step refuses batches whose hashes differ (train/step_check.py). Replaced workers may have started to
+the batch, and the step refuses batches whose hashes differ (step/step_check.py). Replaced workers may have started to
 load at different batches, so not all workers hash the same ones: 0 means "not computed".
 
 Note [Where a stream is resumed]

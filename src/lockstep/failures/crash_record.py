@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,11 +102,10 @@ Where = Callable[[TracebackType | None], dict[str, Any]]
 class CrashHook:
     """A `sys.excepthook` that writes the crash record: see Note [Tracebacks]."""
 
-    def __init__(self, env: Mapping[str, str], where: Where = lambda trace: {}) -> None:
+    def __init__(self, settings: Settings, where: Where = lambda trace: {}) -> None:
         """`where` returns what is known about the place of the failure, for the card."""
         self._where, self._pid = where, os.getpid()
         # No record in a process that a worker has started: the launcher would not read it.
-        settings = Settings.from_env(env)
         is_worker = settings.launcher == os.getppid()
         self._folder = Path(settings.run_dir) if is_worker and settings.run_dir else None
         self._prints_all = (settings.traceback or "").lower() == "full"

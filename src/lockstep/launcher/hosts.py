@@ -34,7 +34,7 @@ from lockstep.launcher.output import print_message
 
 HOST: Final = "h0"  # the name of the host in a run on one host
 LEASE_S: Final = 5.0
-# A worker whose peer closed the connection waits this long (train/recovery.py) for word that the host is lost.
+# A worker whose peer closed the connection waits this long (recovery/elastic_calls.py) for word that the host is lost.
 LONGEST_LEASE_S: Final = 15.0
 SHORTEST_LEASE_S: Final = 0.5
 SAY_AFTER_S: Final = 1.0  # without the store, before the first message

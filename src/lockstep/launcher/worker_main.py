@@ -25,7 +25,7 @@ from lockstep.settings import Settings
 
 def run_as_main(program: list[str]) -> None:
     """Runs the program as `python` would. Its traceback begins with the program's own frames."""
-    hook = CrashHook(os.environ)
+    hook = CrashHook(Settings.from_env(os.environ))
     hook.install()
     settings = Settings.from_env(os.environ)
     if settings.launcher == os.getppid():

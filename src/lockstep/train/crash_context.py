@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
 from lockstep.failures.crash_record import CrashHook, RunMark
-from lockstep.train import step
+from lockstep.settings import Settings
+from lockstep.step import step
 
 
 @final
@@ -15,9 +16,9 @@ class CrashContext:
     """From `begin` to `end`, an uncaught exception is recorded with what the Run knows. After an error `end` is not
     called: the exception has yet to reach the top of the program."""
 
-    def __init__(self, env: Mapping[str, str], where: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, settings: Settings, where: Callable[[], dict[str, Any]]) -> None:
         self._where = where
-        self._hook = CrashHook(env, self._describe)
+        self._hook = CrashHook(settings, self._describe)
 
     def begin(self) -> None:
         self._hook.install()

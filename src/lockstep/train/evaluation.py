@@ -29,14 +29,14 @@ from lockstep.data.streams import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.ddp import replica
 from lockstep.ddp.replica import cheap_digests, named_state
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
+from lockstep.recovery.state_log import StateLog
+from lockstep.recovery.state_transfer import broadcast_state, tensors_from_text, tensors_to_text
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
-from lockstep.train.buffer_snapshot import BufferSnapshot
+from lockstep.step.buffer_snapshot import BufferSnapshot
+from lockstep.step.step_check import SEED_IT
+from lockstep.trace.metrics import Mean, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.loop_check import refuse_model
-from lockstep.train.metrics import Mean, Pairs, as_pairs, gather_pieces, mean_of
 from lockstep.train.session import Session
-from lockstep.train.state_log import StateLog
-from lockstep.train.state_transfer import broadcast_state, tensors_from_text, tensors_to_text
-from lockstep.train.step_check import SEED_IT
 from lockstep.world.world import World
 
 PREFETCH: Final = 2  # pieces that each loader process has ready

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -18,18 +17,19 @@ from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
 from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError, LockstepError
+from lockstep.recovery.collective_calls import print_message
+from lockstep.recovery.run_directory import pending_stops, write_stop
 from lockstep.seed import derive_seed, seed_all
-from lockstep.train import determinism, step_check
-from lockstep.train.collective_calls import print_message
+from lockstep.step import determinism, step_check
+from lockstep.step.shard_graphs import ShardGraphs
+from lockstep.step.step import take_step
+from lockstep.step.step_table import StepTable, agree_on_metrics
+from lockstep.step.step_types import Loss, Result, StepRequests, Stop, TrainingPlan
 from lockstep.train.evaluation import evaluate_for_state_log
 from lockstep.train.loop_check import LoopCheck, describe_untrained
 from lockstep.train.loop_state import WorkerState
 from lockstep.train.progress import Progress
-from lockstep.train.run_directory import pending_stops, write_stop
 from lockstep.train.session import Session
-from lockstep.train.step import take_step
-from lockstep.train.step_table import StepTable, agree_on_metrics
-from lockstep.train.step_types import Loss, Result, StepRequests, Stop, TrainingPlan
 from lockstep.train.trained_parameters import (
     RunConfig,
     describe_nothing_to_train,
@@ -94,6 +94,12 @@ class TrainLoop:
         session.calls.limit(plan.batches.settings.shards)
         if plan.synced and session.exact and session.calls.is_elastic:
             raise LockstepError(determinism.describe_synced(plan.synced[0]))
+        capture = session.options.capture
+        plan.graphs = ShardGraphs.on_device(
+            session.device, plan.model, capture, exact=session.exact, announce=session.announce
+        )
+        if plan.synced and plan.graphs.is_enabled:
+            plan.graphs.refuse(f"{plan.synced[0]} is a SyncBatchNorm, which communicates in the forward pass")
         self._refuse_unsavable(plan)
         self._resume(plan)
         if self.state.context is None:
@@ -138,7 +144,7 @@ class TrainLoop:
     def _print_start(self, plan: TrainingPlan) -> None:
         """Print what is trained, and from which step on; or why nothing is."""
         session, options = self._session, self._session.options
-        is_shown = "LOCKSTEP_VIEW" in os.environ and options.trace  # in the live view (report/live_view.py)
+        is_shown = session.settings.view and options.trace  # in the live view (report/live_view.py)
         is_printing = lambda: session.is_main and options.progress  # noqa: E731  (another worker may become rank 0)
         steps = self.state.step_limit or plan.batches.steps_in_all
         self.progress = Progress(steps=steps, is_printing=is_printing, is_shown=is_shown)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.data.batches import Batch
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import LockstepError
-from lockstep.train.buffer_snapshot import is_expanded
+from lockstep.step.buffer_snapshot import is_expanded
 
 WATCHED: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
 NAMED: Final = 4  # parameters in a message

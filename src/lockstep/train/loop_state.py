@@ -16,11 +16,11 @@ import torch.distributed as dist
 from lockstep import faults
 from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError
+from lockstep.recovery.replica_check import ReplicaCheck
+from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
+from lockstep.step.step_types import StepContext, TrainingPlan
 from lockstep.train import trained_parameters
-from lockstep.train.replica_check import ReplicaCheck
 from lockstep.train.session import Session
-from lockstep.train.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
-from lockstep.train.step_types import StepContext, TrainingPlan
 from lockstep.train.trained_parameters import RunConfig
 from lockstep.world.world import World
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.train.step_types import Result
+from lockstep.step.step_types import Result
 
 LINE_EVERY_S = 10.0  # in a log file
 TURN_EVERY_S = 0.2  # on a terminal

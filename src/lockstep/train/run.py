@@ -14,10 +14,8 @@ The same program runs on one worker or on many, and computes the same bits.
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -33,20 +31,20 @@ from lockstep.data.batches import Batch, Batches, BatchSettings, check_options
 from lockstep.data.sample_order import Order
 from lockstep.ddp.replica import named_state, sha256_of
 from lockstep.errors import LockstepError
-from lockstep.train import determinism, evaluation
+from lockstep.recovery.module_state import GeneratorState
+from lockstep.recovery.run_directory import pending_stops
+from lockstep.step import determinism
+from lockstep.step.options import OptionNames, RunOptions
+from lockstep.step.schedule import LRScaling
+from lockstep.step.step_types import Loss, Result, Stop
+from lockstep.trace.metrics import Mean
+from lockstep.train import evaluation
 from lockstep.train.crash_context import CrashContext
 from lockstep.train.loop import TrainLoop
 from lockstep.train.loop_check import refuse_model, refuse_optimizer
-from lockstep.train.metrics import Mean
-from lockstep.train.module_state import GeneratorState
-from lockstep.train.options import OptionNames, RunOptions
-from lockstep.train.run_directory import pending_stops, starts_over
 from lockstep.train.run_methods import copy_from_rank_0, load_weights, reduce_metrics
 from lockstep.train.run_state import plan_of
-from lockstep.train.schedule import LRScaling
 from lockstep.train.session import Session
-from lockstep.train.shard_graphs import ShardGraphs
-from lockstep.train.step_types import Loss, Result, Stop
 from lockstep.train.trained_parameters import RunConfig, make_plan, settings_of
 from lockstep.world.world import World
 
@@ -71,7 +69,7 @@ class Run:
         exact      True: the same bits on any number of workers; False: faster, and the bits depend on the workers
         resume     False: start over; what an earlier run left in the directory is moved to `previous-1` there. The
                    same as `lockstep run --fresh`
-        options    precision, clipping, checks, checkpoints: see `lockstep.train.options.RunOptions`
+        options    precision, clipping, checks, checkpoints: see `lockstep.step.options.RunOptions`
 
         Use it in a `with` statement. Entering it joins the other workers; leaving it waits for them and for the last
         checkpoint. Inside, random numbers follow from the seed; afterwards the earlier random state is restored.
@@ -80,15 +78,13 @@ class Run:
             raise TypeError(f"seed={seed!r} must be a whole number")
         if not isinstance(resume, bool):
             raise TypeError(f"resume={resume!r} must be True or False; run.load(path) reads weights from elsewhere")
-        is_fresh = starts_over(resume, os.environ)
-        self._session = Session(
-            directory, RunOptions.from_keywords(options), seed=seed, exact=exact, starts_over=is_fresh
-        )
+        chosen = RunOptions.from_keywords(options)
+        self._session = Session(directory, chosen, seed=seed, exact=exact, starts_over=not resume)
         self.directory, self.options = self._session.directory, self._session.options
         self.seed, self.exact = seed, exact
         self._loop = TrainLoop(self._session)
         self._model: nn.Module | None = None
-        self._crash_context = CrashContext(os.environ, self._whereabouts)
+        self._crash_context = CrashContext(self._session.settings, self._whereabouts)
 
     @property
     def world(self) -> World:
@@ -105,7 +101,7 @@ class Run:
     def __enter__(self) -> Self:
         try:
             pending_stops.write()
-            faults.arm(os.environ)
+            faults.arm(self._session.settings)
             faults.at("start")
             self._crash_context.begin()
             atexit.register(self._leave, None)
@@ -291,8 +287,6 @@ class Run:
         model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, optimizer, batches, config, scaling=scaling)
         plan.schedule, plan.interval = scheduler, interval
-        graphs = partial(ShardGraphs.on_device, self.device, model, self.options.capture)
-        plan.graphs = graphs(exact=self.exact, announce=self._session.announce)
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
         yield from self._loop.run(plan, steps)
 

@@ -12,11 +12,11 @@ from lockstep import faults
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpointing import describe_misfit, read_weights
-from lockstep.train.metrics import as_pairs, gather_pieces, mean_of
-from lockstep.train.module_state import load_module
+from lockstep.recovery.checkpointing import describe_misfit, read_weights
+from lockstep.recovery.module_state import load_module
+from lockstep.recovery.state_transfer import broadcast_state
+from lockstep.trace.metrics import as_pairs, gather_pieces, mean_of
 from lockstep.train.session import Session
-from lockstep.train.state_transfer import broadcast_state
 
 
 def copy_from_rank_0(session: Session, model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -16,11 +15,11 @@ from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.ledger import Ledger
 from lockstep.data.sample_order import Position
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.train.checkpointing import MODEL, BestMetric, CheckpointSaver, State, collect_state, restore_state
-from lockstep.train.collective_calls import print_message
-from lockstep.train.module_state import InitialModuleState
-from lockstep.train.run_directory import read_stop
-from lockstep.train.step_types import TrainingPlan
+from lockstep.recovery.checkpointing import MODEL, BestMetric, CheckpointSaver, State, collect_state, restore_state
+from lockstep.recovery.collective_calls import print_message
+from lockstep.recovery.module_state import InitialModuleState
+from lockstep.recovery.run_directory import read_stop
+from lockstep.step.step_types import TrainingPlan
 from lockstep.train.trained_parameters import (
     add_missing_groups,
     group_names,
@@ -52,7 +51,7 @@ class Checkpoints:
         """
         self.directory, self._identity, self._fence = directory, dict(identity or {}), fence
         self.ledger = Ledger(directory)
-        self.saver = CheckpointSaver(directory, every or os.environ.get("LOCKSTEP_CHECKPOINT_EVERY"), fence, on_written)
+        self.saver = CheckpointSaver(directory, every, fence, on_written)
         self.registered: dict[str, Any] = {}  # by run.register_state
         self._origins: dict[str, InitialModuleState] = {}  # of the model and registered modules
         self._best = BestMetric()

@@ -17,23 +17,23 @@ from lockstep import faults, run_files
 from lockstep._torch import get_default_store
 from lockstep.comm import abortable_wait
 from lockstep.elastic import agent_client
+from lockstep.recovery.call_check import CallCheck
+from lockstep.recovery.collective_calls import CollectiveCalls, print_message
+from lockstep.recovery.elastic_calls import ElasticCalls, GenerationListener
+from lockstep.recovery.run_directory import is_restart, start_over
+from lockstep.recovery.run_lock import FILE as RUN_LOCK, RunLock
+from lockstep.recovery.run_on_one import RunOnOne
+from lockstep.recovery.state_log import StateLog
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
-from lockstep.train import determinism
-from lockstep.train.call_check import CallCheck
-from lockstep.train.captured_shard import StepStream
-from lockstep.train.collective_calls import CollectiveCalls, print_message
-from lockstep.train.metrics import MetricsFile
-from lockstep.train.options import RunOptions
-from lockstep.train.recovery import ElasticCalls, GenerationListener
-from lockstep.train.run_directory import start_over
-from lockstep.train.run_lock import FILE as RUN_LOCK, RunLock
-from lockstep.train.run_on_one import RunOnOne
+from lockstep.settings import Settings
+from lockstep.step import determinism
+from lockstep.step.captured_shard import StepStream
+from lockstep.step.options import RunOptions
+from lockstep.trace.metrics import MetricsFile, TensorBoardWriter
+from lockstep.trace.step_observer import NullObserver, StepObserver
+from lockstep.trace.trace_writer import TraceWriter
 from lockstep.train.run_state import Checkpoints
 from lockstep.train.signals import StopRequests
-from lockstep.train.state_log import StateLog
-from lockstep.train.step_observer import NullObserver, StepObserver
-from lockstep.train.tensorboard import TensorBoardWriter
-from lockstep.train.trace_writer import TraceWriter
 from lockstep.world.world import World, choose_device, init, wanted_backend
 
 
@@ -62,7 +62,9 @@ class Session:
     def __init__(
         self, directory: str | Path | None, options: RunOptions, *, seed: int, exact: bool, starts_over: bool
     ) -> None:
-        self.state_log = StateLog.from_env(os.environ)
+        self.settings = settings = Settings.from_env(os.environ)
+        starts_over = (starts_over or settings.fresh) and not is_restart(os.environ)
+        self.state_log = StateLog.from_settings(settings)
         if self.state_log is not None:
             directory, starts_over = self.state_log.directory, False
         # Absolute, because the program may change its working directory.
@@ -70,8 +72,8 @@ class Session:
         self.options, self.seed, self.exact = options, seed, exact
         self._starts_over = starts_over
         self.calls = CollectiveCalls()
-        self.stops = StopRequests(os.environ)
-        self._lock = RunLock(self.directory, os.environ) if self.directory is not None else None
+        self.stops = StopRequests(settings.run_dir)
+        self._lock = RunLock(self.directory, settings.run_id) if self.directory is not None else None
         # Until `_open_files` these observe, write and save nothing.
         self.observer: StepObserver = NullObserver(torch.device("cpu"))
         self.tensorboard = TensorBoardWriter(None, enabled=False)
@@ -100,7 +102,7 @@ class Session:
     @property
     def trace_folder(self) -> Path | None:
         """The folder of the trace (docs/trace.md); None if there is none."""
-        logs = os.environ.get("LOCKSTEP_RUN_DIR")
+        logs = self.settings.run_dir
         place = self.directory or (Path(logs) if logs else None)
         return place / "trace" if place is not None and self.state_log is None else None
 
@@ -144,7 +146,7 @@ class Session:
         self.checkpoints = Checkpoints(
             self.directory,
             identity={"seed": self.seed, "exact": self.exact},
-            every=options.save_every,
+            every=options.save_every or self.settings.checkpoint_every,
             fence=self.calls.may_commit,
             on_written=self.trace_writer.checkpoint_written,
         )
@@ -153,7 +155,7 @@ class Session:
     def _expected_world(self, identity: agent_client.WorkerIdentity) -> World:
         """Return what is known of the world before this worker has joined it."""
         requested = None if self.options.device is None else torch.device(self.options.device)
-        backend = wanted_backend(self.options.backend, os.environ)
+        backend = wanted_backend(self.options.backend, self.settings)
         device = choose_device(
             requested=requested, backend=backend, gpus=torch.cuda.device_count(), local_rank=identity.slot
         )
@@ -199,7 +201,8 @@ class Session:
         self.world, self.device = world, world.device
         if self._lock is not None and world.rank == 0:
             self._lock.acquire(leads=True)
-            moved = start_over(self._lock.directory, os.environ, lock=RUN_LOCK) if self._starts_over else None
+            job = self.settings.run_id or os.environ.get("SLURM_JOB_ID", "")
+            moved = start_over(self._lock.directory, job, lock=RUN_LOCK) if self._starts_over else None
             if moved is not None:
                 print_message(f"starts over; what was in {self.directory} is in {moved} now")
         self.group = determinism.private_group(world)
@@ -207,7 +210,7 @@ class Session:
             self._lock.acquire(leads=False)
         self.on_one = RunOnOne(get_default_store(), self.group)
         self.call_check = CallCheck(self.group, self.device, self.on_one.store, self.calls)
-        logs = os.environ.get("LOCKSTEP_RUN_DIR")
+        logs = self.settings.run_dir
         if self.directory is not None and world.rank == 0 and logs:
             run_files.write_pointers(self.directory, Path(logs))
         return self.group

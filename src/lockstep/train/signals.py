@@ -5,26 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import final
 
 from lockstep.launcher.exit_policy import INTERRUPTED, PREEMPTED, finishing_file
-from lockstep.train.collective_calls import print_message
-from lockstep.train.step_types import Stop
+from lockstep.recovery.collective_calls import print_message
+from lockstep.step.step_types import Stop
 
 
 @final
 class StopRequests:
     """What was asked of this worker, and what all workers have agreed on."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, logs: str | None) -> None:
+        """`logs`: folder of the launcher's logs; None without a launcher."""
         self.asked = Stop.NO  # of this worker
         self.agreed = Stop.NO  # by all workers, after a step
         self.ending: SystemExit | None = None  # the exception that ends the program after a signal
-        self._logs = env.get("LOCKSTEP_RUN_DIR")  # log directory of the launcher
+        self._logs = logs
         self._signal: int | None = None
 
     def exit(self) -> SystemExit:

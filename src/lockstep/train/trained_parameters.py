@@ -15,16 +15,16 @@ from lockstep.data.batches import Batch, Batches, Position, Shard
 from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
-from lockstep.train import determinism
-from lockstep.train.buffer_exchange import BufferExchange
-from lockstep.train.options import RunOptions
-from lockstep.train.precision import LossScale
-from lockstep.train.recompute_check import RecomputeCheck
-from lockstep.train.run_directory import STOPPED
-from lockstep.train.schedule import LargeBatch, LRScaling, cover_groups
-from lockstep.train.shard_gradients import ShardGradients
-from lockstep.train.step_observer import ObserverConfig, StepObserver
-from lockstep.train.step_types import Result, StepContext, TrainingPlan
+from lockstep.recovery.run_directory import STOPPED
+from lockstep.step import determinism
+from lockstep.step.buffer_exchange import BufferExchange
+from lockstep.step.options import RunOptions
+from lockstep.step.precision import LossScale
+from lockstep.step.recompute_check import RecomputeCheck
+from lockstep.step.schedule import LargeBatch, LRScaling, cover_groups
+from lockstep.step.shard_gradients import ShardGradients
+from lockstep.step.step_types import Result, StepContext, TrainingPlan
+from lockstep.trace.step_observer import ObserverConfig, StepObserver
 from lockstep.world.world import World
 
 _NOT_SETTINGS: Final = ("last_epoch", "params", "initial_lr")

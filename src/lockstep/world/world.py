@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -292,7 +292,7 @@ def leave_world() -> None:
 
 
 def _join(assignment: RankAssignment, requested: _Requested, deadline: float) -> World:
-    requested = replace(requested, backend=wanted_backend(requested.backend, os.environ))
+    requested = replace(requested, backend=wanted_backend(requested.backend, Settings.from_env(os.environ)))
     host = socket.gethostname()
     where = "a store of its own" if assignment.size == 1 else "their host agents"
     if assignment.addr is not None:
@@ -346,9 +346,9 @@ def _join(assignment: RankAssignment, requested: _Requested, deadline: float) ->
     return World(assignment.rank, assignment.size, local_rank, local_size, host, device, backend, assignment.source)
 
 
-def wanted_backend(requested: str | None, env: Mapping[str, str]) -> str | None:
+def wanted_backend(requested: str | None, settings: Settings) -> str | None:
     """Return the requested backend, or else LOCKSTEP_BACKEND; None if neither is set. Raises ValueError if unknown."""
-    wish = requested or Settings.from_env(env).backend
+    wish = requested or settings.backend
     known = dist.Backend.backend_list
     for part in wish.split(",") if wish else ():
         if part.rpartition(":")[2].lower() not in known:

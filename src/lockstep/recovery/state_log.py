@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep.ddp.replica import cheap_digests
+from lockstep.settings import Settings
 
 NamedTensors = Callable[[], Mapping[str, Tensor]]
 
@@ -27,12 +28,11 @@ class StateLog:
         self._at = (-1, 0)  # the last step, and the number of evaluations since
 
     @staticmethod
-    def from_env(env: Mapping[str, str]) -> StateLog | None:
-        path, directory = env.get("LOCKSTEP_STATE_LOG", ""), env.get("LOCKSTEP_STATE_LOG_DIRECTORY", "")
-        if not path:
+    def from_settings(settings: Settings) -> StateLog | None:
+        if settings.state_log is None:
             return None
-        steps, is_part = int(env.get("LOCKSTEP_STATE_LOG_STEPS", "8")), bool(env.get("LOCKSTEP_STATE_LOG_PART"))
-        return StateLog(Path(path), steps, Path(directory) if directory else None, is_part=is_part)
+        directory = None if settings.state_log_directory is None else Path(settings.state_log_directory)
+        return StateLog(Path(settings.state_log), settings.state_log_steps, directory, is_part=settings.state_log_part)
 
     def log_step(self, step: int, loss: float, state: NamedTensors, *, writes: bool) -> None:
         """Log the state after a step. A step that is taken over from a lost worker may be logged twice, equally."""

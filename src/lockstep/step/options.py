@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Final, TypedDict, TypeVar
@@ -10,12 +11,12 @@ from typing import Any, Final, TypedDict, TypeVar
 import torch
 
 from lockstep.errors import refuse_unknown_options
-from lockstep.train.checkpointing import read_interval
-from lockstep.train.precision import Precision
-from lockstep.train.shard_graphs import Capture
+from lockstep.step.precision import Precision
+from lockstep.step.shard_graphs import Capture
 
 Choice = TypeVar("Choice", bound=Enum)
 
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 RUN_ARGUMENTS: Final = ("directory", "seed", "exact", "resume")  # arguments of Run that are not fields of RunOptions
 _TO_BATCHES: Final = "it belongs to run.batches(dataset, global_batch_size=..., epochs=..., num_workers=...)"
 RENAMED: Final = {
@@ -130,6 +131,23 @@ class RunOptions:
         except ValueError as error:
             raise ValueError(f"save_every: {error}") from None
         return RunOptions(**values)
+
+
+def read_interval(text: str | int | None) -> int | float | None:
+    """Parse how often to save: 200 or "200" are steps, an int; "30s", "5m", "2h" are seconds, a float; None: per epoch.
+
+    Raises ValueError for anything else.
+    """
+    if text is None:
+        return None
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 1:
+        return text
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", text.strip()) if isinstance(text, str) else None
+    if match is not None and match[2] and float(match[1]) > 0:
+        return float(match[1]) * _SECONDS[match[2]]
+    if match is not None and not match[2] and match[1].isdecimal() and int(match[1]) >= 1:
+        return int(match[1])
+    raise ValueError(f"{text!r} is not how often to save: a number of steps such as 200, or a time such as 30s, 5m, 2h")
 
 
 def one_of(kind: type[Choice], name: str, value: object) -> Choice:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.train.buffer_snapshot import BufferSnapshot
+from lockstep.step.buffer_snapshot import BufferSnapshot
 
 TOLERANCE: Final = 1e-3  # relative; the halves are computed by other kernels
 LAST_OPERATIONS: Final = 32

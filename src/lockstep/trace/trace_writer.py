@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 
 from lockstep.checkpoint.writer import SavedCheckpoint
-from lockstep.train.step_timer import APART_S, PHASES, StepTimes, TimedSpan
-from lockstep.train.trace_file import VERSION, TraceFile
+from lockstep.trace.step_timer import APART_S, PHASES, StepTimes, TimedSpan
+from lockstep.trace.trace_file import VERSION, TraceFile
 
 WINDOW_S: Final = 0.5
 WINDOWS: Final = 1000  # a line covers at least this fraction of the run so far: 1 / WINDOWS

@@ -7,7 +7,7 @@ state of the model, and of each registered module, has a part `raw` besides the 
     tensors  buffers that are not in the state dict, by name
     grown    buffers that have changed since training began: their kind at that time, [dtype, shape] or None
     gone     names of buffers that existed when training began, and do not any more
-    numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in train/buffer_snapshot.py
+    numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in step/buffer_snapshot.py
 
 Empty parts are left out. The state dict of an optimiser is complete, but its `load_state_dict` casts the state of a
 parameter to the dtype of that parameter.
@@ -22,8 +22,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.train.buffer_exchange import put_buffer
-from lockstep.train.buffer_snapshot import Gone, numbers_of
+from lockstep.step.buffer_exchange import put_buffer
+from lockstep.step.buffer_snapshot import Gone, numbers_of
 
 
 @final

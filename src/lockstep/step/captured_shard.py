@@ -39,9 +39,9 @@ from lockstep import _torch
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES
 from lockstep.ddp.replica import Leaf
 from lockstep.seed import cuda_generator
-from lockstep.train.buffer_exchange import BufferExchange
-from lockstep.train.loss_check import ShardLoss
-from lockstep.train.shard_bucket import GradientMark
+from lockstep.step.buffer_exchange import BufferExchange
+from lockstep.step.loss_check import ShardLoss
+from lockstep.step.shard_bucket import GradientMark
 
 
 class CannotCaptureError(Exception):

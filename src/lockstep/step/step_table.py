@@ -19,8 +19,8 @@ from torch import Tensor
 from lockstep.comm import agreement
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch
-from lockstep.train.loss_check import ShardLoss
-from lockstep.train.step_observer import NO_REPORT, REPORT_FIELDS
+from lockstep.step.loss_check import ShardLoss
+from lockstep.trace.step_observer import NO_REPORT, REPORT_FIELDS
 
 # Columns of a shard. The last two are the fingerprint of its samples, in two halves of 32 bits.
 LOSS, WEIGHT, HIGH, LOW = range(4)

@@ -47,7 +47,7 @@ from lockstep.errors import (
     UnevenDataError,
     WorldError,
 )
-from lockstep.train.collective_calls import CollectiveCalls, print_message, unchanged
+from lockstep.recovery.collective_calls import CollectiveCalls, print_message, unchanged
 from lockstep.world.world import World
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from lockstep.comm import agreement
 from lockstep.comm.peer_watch import PeerWatch, Reporter, desync_error
 from lockstep.comm.register_backends import backend_name
 from lockstep.errors import DesyncError, PeerLostError, ReplicaMismatchError
-from lockstep.train.collective_calls import CollectiveCalls
+from lockstep.recovery.collective_calls import CollectiveCalls
 
 ANSWER_WITHIN_S: Final = 2.0
 POLL_EVERY_S: Final = 0.01

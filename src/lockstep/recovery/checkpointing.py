@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,29 +18,12 @@ from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.errors import CheckpointError
-from lockstep.train.module_state import InitialModuleState, load_module, load_optimizer
+from lockstep.recovery.module_state import InitialModuleState, load_module, load_optimizer
+from lockstep.step.options import read_interval
 
 State = dict[str, Any]
 MODEL: Final = ""  # the name of the model among the modules that have a state; the others are registered by name
 POLL_S, WARN_EVERY_S = 0.2, 30.0
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def read_interval(text: str | int | None) -> int | float | None:
-    """Parse how often to save: 200 or "200" are steps, an int; "30s", "5m", "2h" are seconds, a float; None: per epoch.
-
-    Raises ValueError for anything else.
-    """
-    if text is None:
-        return None
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 1:
-        return text
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", text.strip()) if isinstance(text, str) else None
-    if match is not None and match[2] and float(match[1]) > 0:
-        return float(match[1]) * _SECONDS[match[2]]
-    if match is not None and not match[2] and match[1].isdecimal() and int(match[1]) >= 1:
-        return int(match[1])
-    raise ValueError(f"{text!r} is not how often to save: a number of steps such as 200, or a time such as 30s, 5m, 2h")
 
 
 class CheckpointSaver:

@@ -15,9 +15,9 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lockstep.train.gradient_noise import NoiseScale, PendingShardNorms, ShardNorms, ShardNormSampler
-from lockstep.train.step_timer import GPU_EVERY, StepTimer
-from lockstep.train.trace_writer import TraceWriter
+from lockstep.trace.gradient_noise import NoiseScale, PendingShardNorms, ShardNorms, ShardNormSampler
+from lockstep.trace.step_timer import GPU_EVERY, StepTimer
+from lockstep.trace.trace_writer import TraceWriter
 
 REPORT_FIELDS: Final = 8  # a timed step, how long it waited and took; a step with shard norms, and four fields of these
 REPORT_STEPS, GPU_REPORT_STEPS = 2, 6  # until all workers have the report of a step; a GPU may be some steps behind

@@ -20,7 +20,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -44,9 +44,9 @@ _reserved: Final[dict[str, RunLock]] = {}  # by path; for Runs of the same proce
 class RunLock:
     """The lock of one run directory. `acquire` and `release` may be called at any time, in any order."""
 
-    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
-        self.directory = directory
-        self._run = env.get("LOCKSTEP_RUN_ID", "")  # equal on all workers of a launcher; "" without a launcher
+    def __init__(self, directory: Path, run_id: str) -> None:
+        """`run_id`: equal on all workers of a launcher; "" without a launcher."""
+        self.directory, self._run = directory, run_id
         self._byte = byte_of(self._run or f"{socket.gethostname()} {os.getpid()}")
         self._file: int | None = None
 

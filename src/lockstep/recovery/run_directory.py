@@ -26,20 +26,18 @@ STOPPED: Final = "stopped.json"
 FRESH: Final = "fresh.json"
 
 
-def starts_over(resume: bool, env: Mapping[str, str]) -> bool:
-    """Whether a run starts over: the program sets `resume=False`, or the command `--fresh`. Not when torchrun restarts
-    workers that failed."""
-    is_restart = env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
-    return (not resume or bool(env.get("LOCKSTEP_FRESH"))) and not is_restart
+def is_restart(env: Mapping[str, str]) -> bool:
+    """Whether torchrun has restarted workers that failed: then a run does not start over."""
+    return env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
-def start_over(directory: Path, env: Mapping[str, str], *, lock: str) -> Path | None:
+def start_over(directory: Path, job: str, *, lock: str) -> Path | None:
     """Move what an earlier run has left into `previous-N`, and return that folder; None if there was nothing to move.
 
     Done once in a job: what a replaced or requeued worker finds in the directory belongs to its own run.
+    job   identifies the job; "" if that is not known
     lock  name of the lock file, which is not moved
     """
-    job = env.get("LOCKSTEP_RUN_ID") or env.get("SLURM_JOB_ID") or ""
     if job and _read(directory / FRESH, "job") == job:
         return None
     moved = run_files.move_aside(directory, stay=(lock,))

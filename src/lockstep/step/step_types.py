@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
 from lockstep.ddp.replica import Leaf, cheap_digests
-from lockstep.train.buffer_exchange import BufferExchange, NewBuffer, NewNumber
-from lockstep.train.metrics import Mean
-from lockstep.train.options import RunOptions
-from lockstep.train.precision import LossScale
-from lockstep.train.recompute_check import RecomputeCheck
-from lockstep.train.schedule import LargeBatch
-from lockstep.train.shard_gradients import ShardGradients
-from lockstep.train.shard_graphs import ShardGraphs
-from lockstep.train.step_check import DeferredNormCheck
-from lockstep.train.step_observer import StepObserver
+from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
+from lockstep.step.options import RunOptions
+from lockstep.step.precision import LossScale
+from lockstep.step.recompute_check import RecomputeCheck
+from lockstep.step.schedule import LargeBatch
+from lockstep.step.shard_gradients import ShardGradients
+from lockstep.step.shard_graphs import ShardGraphs
+from lockstep.step.step_check import DeferredNormCheck
+from lockstep.trace.metrics import Mean
+from lockstep.trace.step_observer import StepObserver
 
 CHECKED_FIRST: Final = 3  # steps: see `GradientWrites`
 CHECKED_EVERY: Final = 64

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import _torch
-from lockstep.ddp.state_digest import cheap_digests
+from lockstep.ddp.replica import cheap_digests
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.seed import cuda_generator, host_random_state, seed_all
-from lockstep.train.captured_shard import CannotCaptureError, CapturedShard, Lane, ShardPass
-from lockstep.train.loss_check import is_compiled
-from lockstep.train.python_inputs import PythonInputs, code_of
+from lockstep.step.captured_shard import CannotCaptureError, CapturedShard, Lane, ShardPass
+from lockstep.step.loss_check import is_compiled
+from lockstep.step.python_inputs import PythonInputs, code_of
 
 WARM_UP_STEPS: Final = 3
 LANES, LANE_SHARE = 2, 16  # Note [Two lanes] in captured_shard.py
@@ -137,7 +137,7 @@ class ShardGraphs:
         try:
             key = one.key()
         except CannotCaptureError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
             return None
         graphs, use = known.graphs.get(key, []), known.uses.get(key, 0)
         known.uses[key] = use + 1
@@ -157,7 +157,7 @@ class ShardGraphs:
             try:
                 graphs = known.graphs[key] = [*graphs, self._capture_pass(known, loss, one, lane=len(graphs))]
             except CannotCaptureError as error:
-                self._refuse(str(error))
+                self.refuse(str(error))
                 return None
             known.captured_at = step
         return graphs[use % len(graphs)]
@@ -180,9 +180,10 @@ class ShardGraphs:
         known.drop_graphs()
         known.eager_steps, known.changes = {}, known.changes + 1
         if known.changes > MAX_CHANGES:
-            self._refuse(f"{changed} changes from step to step, and a CUDA graph would not see it")
+            self.refuse(f"{changed} changes from step to step, and a CUDA graph would not see it")
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Run all shards eagerly from here on. Raises LockstepError if the program has asked for graphs."""
         if self._capture is Capture.ON:
             raise LockstepError(f"capture=True, but the program cannot be captured as a CUDA graph: {reason}")
         for known in self._by_loss.values():

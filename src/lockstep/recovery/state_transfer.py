@@ -24,9 +24,9 @@ from lockstep.comm.agreement import Broadcast
 from lockstep.comm.shard_sum import coalesced
 from lockstep.ddp.replica import cheap_digests
 from lockstep.errors import DivergenceError
-from lockstep.train.collective_calls import print_message
-from lockstep.train.step import apply
-from lockstep.train.step_types import StepContext, Update
+from lockstep.recovery.collective_calls import print_message
+from lockstep.step.step import apply
+from lockstep.step.step_types import StepContext, Update
 
 MESSAGE_BYTES = 32 << 20
 

@@ -34,7 +34,7 @@ from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
-from lockstep.train.shard_bucket import GradientMark, ShardBucket, comm_dtype_of
+from lockstep.step.shard_bucket import GradientMark, ShardBucket, comm_dtype_of
 
 
 @dataclass

@@ -31,7 +31,7 @@ from lockstep.comm import agreement
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.replica import cheap_digests, sum_of_bits
 from lockstep.errors import LockstepError
-from lockstep.train.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
+from lockstep.step.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
 
 # How a change of a buffer was noticed: see Note [Silent writes] in buffer_snapshot.py.
 COUNTED, FOUND_BY_VALUE = 1, 2

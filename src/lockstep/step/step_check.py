@@ -15,9 +15,9 @@ from lockstep import _torch
 from lockstep.data.batches import Batch
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DesyncError, NonFiniteError, UnevenDataError
-from lockstep.train.options import OnNonFinite, RunOptions
-from lockstep.train.schedule import LargeBatch
-from lockstep.train.step_table import StepOutcome
+from lockstep.step.options import OnNonFinite, RunOptions
+from lockstep.step.schedule import LargeBatch
+from lockstep.step.step_table import StepOutcome
 
 REMOVE_SPLIT: Final = (
     "If it splits itself (by rank, split_dataset_by_node, get_worker_info), remove that, or say "

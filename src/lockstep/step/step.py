@@ -19,14 +19,14 @@ from lockstep import faults
 from lockstep.data.batches import Batch, Shard
 from lockstep.errors import PeerLostError
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
-from lockstep.train import loss_check, step_check
-from lockstep.train.buffer_exchange import NewBuffer, NewNumber
-from lockstep.train.captured_shard import CapturedShard, ShardPass
-from lockstep.train.loss_check import ShardLoss, parse_loss
-from lockstep.train.metrics import Mean
-from lockstep.train.options import OnNonFinite
-from lockstep.train.step_table import StepOutcome, StepTable, agree_on_metrics, describe_odd_metrics
-from lockstep.train.step_types import Loss, Result, StepContext, StepRequests, Stop, Update
+from lockstep.step import loss_check, step_check
+from lockstep.step.buffer_exchange import NewBuffer, NewNumber
+from lockstep.step.captured_shard import CapturedShard, ShardPass
+from lockstep.step.loss_check import ShardLoss, parse_loss
+from lockstep.step.options import OnNonFinite
+from lockstep.step.step_table import StepOutcome, StepTable, agree_on_metrics, describe_odd_metrics
+from lockstep.step.step_types import Loss, Result, StepContext, StepRequests, Stop, Update
+from lockstep.trace.metrics import Mean
 
 
 def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests = StepRequests()) -> Result:  # noqa: B008  (frozen)
