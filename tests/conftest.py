@@ -1,19 +1,10 @@
-"""What holds for all tests: quick ones start processes that import torch faster, slow ones may take longer."""
+"""What holds for all tests: slow ones may take longer."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-STARTUP = Path(__file__).resolve().parent / "startup"  # read the file there
 SLOW_TIMEOUT_S = 600
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("markexpr") == "not slow":
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

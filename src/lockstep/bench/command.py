@@ -1,7 +1,7 @@
 """`lockstep bench`: speed, always compared with an alternative in the same run.
 
 lockstep bench step       step time with no communication, torch DDP and ours, on some workers of this machine
-lockstep bench exact      step time with the same bits on any number of workers, beside the fastest there is
+lockstep bench exact      step time with the same bits on any number of workers, beside the plain loop and torch DDP
 lockstep bench trace      what the trace of a run costs, and `lockstep watch` on it
 lockstep bench wrapper    what the wrapper costs on one device, in time and memory
 lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
@@ -119,7 +119,9 @@ def make_parser() -> argparse.ArgumentParser:
         return added.add_argument
 
     of_step = command("step", run_step, "step time on several workers: no communication, torch DDP, ours")
-    of_exact = command("exact", run_exact, "step time of Run: exact, fast, and our DistributedDataParallel")
+    of_exact = command(
+        "exact", run_exact, "step time of Run and what exactness costs, beside the plain loop and torch DDP"
+    )
     of_trace = command("trace", run_trace, "step time of Run with its trace and a view of it, and without")
     of_wrapper = command("wrapper", run_wrapper, "time and memory the wrapper costs on one device, world size 1")
     of_comm = command("comm", run_comm, "time of collectives over their size: shm, Gloo, NCCL, a plain copy")

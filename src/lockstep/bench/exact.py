@@ -1,12 +1,12 @@
-"""`lockstep bench exact`: cost of steps that have the same bits on any number of workers.
+"""`lockstep bench exact`: what steps with the same bits on any number of workers cost.
 
-Compares the exact step of `lockstep.Run`, the fast one and our DistributedDataParallel, with as many shards as workers,
-over shm and over Gloo. Processes and rounds are those of `lockstep bench step`.
+Compares the step of `lockstep.Run` with what a program has without it: the plain loop (without communication, so it is
+what one worker would take), and torch's DDP. Arms of `Run`: as many shards as workers, eight shards, and `exact=False`;
+on a GPU also eight shards without CUDA graphs. Processes and rounds are those of `lockstep bench step`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,59 +15,62 @@ from typing import Any
 import torch
 
 from lockstep.bench import step
-from lockstep.bench.rounds import estimate, paired_ratio
-from lockstep.bench.run_step import EXACT, FAST
-from lockstep.bench.step import StepSettings, WorkerTimes, results_by_model, round_times, worker_name
+from lockstep.bench.models import WORKLOADS
+from lockstep.bench.rounds import estimate, paired_ratio, show
+from lockstep.bench.run_step import EXACT, EXACT_8, EXACT_8_EAGER, FAST
+from lockstep.bench.step import NONE, OURS, TORCH, StepSettings, WorkerTimes, results_by_model, round_times, worker_name
 from lockstep.bench.workers import Workers
-from lockstep.report.table import Column, render
+from lockstep.report.table import columns, render
 
-LIMITS = {"shm": 1.05, "gloo": 1.15}
-DDP = "lockstep"
-COLUMNS = (
-    Column("model"),
-    Column("backend"),
-    Column("DDP ms", right=True),
-    Column("fast ms", right=True),
-    Column("exact ms", right=True),
-    Column("exact over fast"),
-    Column("fast over DDP"),
-)
-
-
-def arms_for(backends: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{kind}@{backend}" for backend in backends for kind in (DDP, FAST, EXACT))
+NAMES = {
+    NONE: "plain loop",
+    TORCH: "torch DDP",
+    OURS: "lockstep DDP",
+    FAST: "Run, exact=False",
+    EXACT: "Run, a shard per worker",
+    EXACT_8: "Run, 8 shards",
+    EXACT_8_EAGER: "Run, 8 shards, capture=False",
+}
+COLUMNS = columns("model", "backend", "arm", ">step ms", "over the plain loop", "over torch DDP")
+GPU_WARM_UP = 40  # steps: shards are captured in the fifth, and compared with eager ones up to the 37th
 
 
-def row_of(results: list[WorkerTimes], backend: str) -> tuple[str, ...]:
-    times = round_times(results)
-    ddp, fast, exact = (times[f"{kind}@{backend}"] for kind in (DDP, FAST, EXACT))
-    return (
-        results[0].model,
-        backend,
-        *(f"{estimate(values).median:.2f}" for values in (ddp, fast, exact)),
-        str(paired_ratio(exact, fast)),
-        str(paired_ratio(fast, ddp)),
-    )
+def arms_for(backends: tuple[str, ...], device: str) -> tuple[str, ...]:
+    kinds = [kind for kind in NAMES if kind != NONE and (kind != EXACT_8_EAGER or device.startswith("cuda"))]
+    return (NONE, *(f"{kind}@{backend}" for backend in backends for kind in kinds))
+
+
+def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[str, ...]]:
+    times: dict[str, list[float]] = round_times(results)
+    rows: list[tuple[str, ...]] = []
+    for arm in settings.arms:
+        kind, _, backend = arm.partition("@")
+        torchs = times.get(f"{TORCH}@{backend}")
+        over_torch = str(paired_ratio(times[arm], torchs)) if torchs and kind != TORCH else ""
+        over_plain = str(paired_ratio(times[arm], times[NONE])) if kind != NONE else ""
+        model = results[0].model if arm == NONE else ""
+        rows.append((model, backend, NAMES[kind], f"{estimate(times[arm]).median:.2f}", over_plain, over_torch))
+    return rows
 
 
 def run(settings: StepSettings, backends: tuple[str, ...], json_path: Path | None) -> int:
-    settings = replace(settings, arms=arms_for(backends))
+    plan = settings.plan
+    if settings.device.startswith("cuda"):
+        plan = replace(plan, warmup=GPU_WARM_UP)
+    settings = replace(settings, arms=arms_for(backends, settings.device), plan=plan)
     rows: list[tuple[str, ...]] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
     name = partial(worker_name, settings=settings)
     with Workers(settings.processes, step.work, settings, wait_s=settings.wait_s, name=name) as workers:
         for results in results_by_model(workers, settings):
-            rows += [row_of(results, backend) for backend in backends]
+            rows += rows_of(results, settings)
             record["models"][results[0].model] = round_times(results)
-    plan = settings.plan
-    print(
-        f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers and as many shards, "
-        f"{settings.threads} thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, "
-        "each round as long as its slowest worker\n"
+    head = (
+        f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers, {settings.threads} "
+        f"thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, each round as long as its slowest "
+        "worker"
     )
-    print(render(COLUMNS, rows))
-    wanted = ", ".join(f"{limit} on {backend}" for backend, limit in LIMITS.items())
-    print(f"\nratios: median of the ratios within each round, and its 95 % interval. Exact over fast may be {wanted}.")
-    if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    legend = ["ratios: median of the ratios within each round, and its 95 % interval"]
+    legend += [f"{model}: {WORKLOADS[model].about}; {WORKLOADS[model].optimizer}" for model in settings.models]
+    show(head, render(COLUMNS, rows), legend, record, json_path)
     return 0

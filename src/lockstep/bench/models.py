@@ -30,6 +30,7 @@ class Workload:
     batch: Callable[[torch.Generator], LabeledBatch]
     optimizer: str  # a key of OPTIMIZERS
     about: str
+    precision: str = "fp32"  # of the forward pass
 
 
 SGD = "SGD with momentum"
@@ -199,6 +200,20 @@ WORKLOADS = {
         batch=partial(draw_tokens, rows=4, length=128, vocabulary=4096),
         optimizer="AdamW",
         about="4 layers, 256 wide, causal attention, tied embedding, 4x128 tokens",
+    ),
+    "gpt2": Workload(
+        build=lambda: GptModel(GPT2_124M),
+        batch=lambda generator: draw_tokens(generator, rows=8, length=1024, vocabulary=50257),
+        optimizer="AdamW, fused",
+        about="GPT-2 with 124 million parameters, bf16, 8x1024 tokens: for a GPU",
+        precision="bf16",
+    ),
+    "gpt2-short": Workload(
+        build=lambda: GptModel(GPT2_124M),
+        batch=lambda generator: draw_tokens(generator, rows=8, length=256, vocabulary=50257),
+        optimizer="AdamW, fused",
+        about="the same with 8x256 tokens: bound by launching kernels",
+        precision="bf16",
     ),
     "tiny": Workload(
         build=partial(mlp, width=64, layers=3),

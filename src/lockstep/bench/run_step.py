@@ -1,6 +1,6 @@
 """The training step of `lockstep.Run` as an arm of a benchmark: exact or fast, with or without an observer.
 
-Each worker has one shard.
+Each worker has one shard, except in the arms `exact8` and `exact8-eager`, in which all workers share eight.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from lockstep.bench.models import OPTIMIZERS, LabeledBatch, Workload, digest_of
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch as GlobalBatch, Shard
-from lockstep.ddp.replica import trained_leaves
+from lockstep.data.sample_order import shards_of_rank
+from lockstep.ddp.replica import Leaf, trained_leaves
+from lockstep.step import determinism
 from lockstep.step.buffer_exchange import BufferExchange
+from lockstep.step.captured_shard import StepStream
 from lockstep.step.options import RunOptions
 from lockstep.step.precision import LossScale
 from lockstep.step.recompute_check import RecomputeCheck
 from lockstep.step.shard_gradients import ShardGradients
+from lockstep.step.shard_graphs import Capture, ShardGraphs
 from lockstep.step.step import take_step
 from lockstep.step.step_types import StepContext
 from lockstep.trace.step_observer import NullObserver, ObserverConfig, StepObserver
 from lockstep.train.trained_parameters import lr_and_grad_norm
 
-EXACT, FAST = "exact", "fast"
-KINDS = (EXACT, FAST)
+EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
+KINDS = (EXACT, FAST, EXACT_8, EXACT_8_EAGER)
 SEED = 7
 
 
@@ -42,17 +46,23 @@ def _nothing_to_fetch(batch: GlobalBatch, number: int) -> Shard:
 
 @final
 class RunArm:
-    """A model that is trained by Run's step. All arms initialise their models from the same seed."""
+    """A model that is trained by Run's step. All arms initialise their models from the same seed.
 
-    def __init__(
-        self, name: str, workload: Workload, device: torch.device, *, group: Any, precision: str = "fp32"
-    ) -> None:
+    It sets what the arithmetic of its kind requires, for the rest of the process.
+    """
+
+    def __init__(self, name: str, workload: Workload, device: torch.device, *, group: Any) -> None:
         torch.manual_seed(SEED)
         self.name, self.model = name, workload.build().to(device)
-        leaves = trained_leaves(self.model, set())
-        shares = [range(rank, rank + 1) for rank in range(group.size())]
-        sum_ = ShardSum(group, shares, device=device, exact=name.partition("@")[0] != FAST)
-        self._rank, self._size = group.rank(), group.size()
+        kind, self._rank, self._size = name.partition("@")[0], group.rank(), group.size()
+        exact, shards = kind != FAST, 8 if kind in (EXACT_8, EXACT_8_EAGER) else group.size()
+        shares = [shards_of_rank(shards, self._size, rank) for rank in range(self._size)]
+        self._mine, self._shards = shares[self._rank], shards
+        self._settings = determinism.arithmetic(device, exact=exact, threads=torch.get_num_threads())
+        self._settings.__enter__()
+        self._stream = StepStream(device)
+        leaves, sum_ = trained_leaves(self.model, set()), ShardSum(group, shares, device=device, exact=exact)
+        capture = Capture.OFF if kind == EXACT_8_EAGER else Capture.AUTO
         self._steps: dict[StepObserver, int] = {}
         self._observer: StepObserver = NullObserver(device)
         self._training = StepContext(
@@ -60,14 +70,19 @@ class RunArm:
             leaves=leaves,
             optimizer=OPTIMIZERS[workload.optimizer](self.model),
             sum=sum_,
-            gradients=ShardGradients(leaves, sum_),
-            buffers=BufferExchange(self.model, self._size),
+            gradients=self._make_gradients(leaves, sum_),
+            buffers=BufferExchange(self.model, shards),
             loss_scale=LossScale(),
             recompute_check=RecomputeCheck(self.model, leaves, every=0, fetch=_nothing_to_fetch),
             observer=self._observer,
-            options=RunOptions.from_keywords({"precision": precision}),
+            options=RunOptions.from_keywords({"precision": workload.precision}),
             seed=SEED,
+            graphs=ShardGraphs.on_device(device, self.model, capture, exact=exact, announce=lambda text: None),
         )
+
+    def _make_gradients(self, leaves: list[Leaf], sum_: ShardSum) -> ShardGradients:
+        with self._stream.active():
+            return ShardGradients(leaves, sum_)
 
     def set_observer(self, observer: StepObserver) -> None:
         """Use `observer` from the next step on. Each observer has its own step count."""
@@ -85,18 +100,21 @@ class RunArm:
     def step(self, batch: LabeledBatch) -> None:
         rows, number, observer = len(batch.inputs), self._steps.get(self._observer, 0), self._observer
         self._steps[observer] = number + 1
+        inputs, targets = batch.inputs.chunk(len(self._mine)), batch.targets.chunk(len(self._mine))
+        parts = [LabeledBatch(*pair) for pair in zip(inputs, targets, strict=True)]
         whole = GlobalBatch(
             epoch=0,
             step=number,
             number=number,
             count=rows * self._size,
             ends_epoch=False,
-            shards=(Shard(self._rank, rows, batch),),
-            of_shards=self._size,
+            shards=tuple(Shard(n, len(one.inputs), one) for n, one in zip(self._mine, parts, strict=True)),
+            of_shards=self._shards,
         )
         observer.begin_iteration(number)
         observer.end_data_wait()
-        result = take_step(self._training, loss, whole)
+        with self._stream.active():
+            result = take_step(self._training, loss, whole)
         facts = partial(lr_and_grad_norm, self._training, result)
         observer.end_step(number, result.loss, samples=whole.count, epoch=0, facts=facts)
 

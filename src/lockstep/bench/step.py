@@ -153,7 +153,7 @@ class WrapperArm:
 def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> WrapperArm | RunArm:
     if name.partition("@")[0] in KINDS:
         return RunArm(name, workload, device, group=group)
-    return WrapperArm(name, workload, device, group=group)
+    return WrapperArm(name, workload, device, autocast=workload.precision == "bf16", group=group)
 
 
 # ---------------------------------------------------------------------------------------------------- inside a worker
@@ -192,7 +192,7 @@ class ArmWorker:
         arm = make_arm(self.arm, workload, device, group=self.group)
         for turn in settings.arms:  # one after the other, as in the rounds
             dist.barrier()
-            for _ in range(settings.plan.warmup if turn == self.arm else 0):  # afterwards the buckets are final
+            for _ in range(settings.plan.warmup if turn == self.arm else 0):  # then the buckets are final
                 arm.step(batch)
         own_turns: dict[str, Callable[[], None]] = {self.arm: partial(arm.step, batch)}
         if self.arm != NONE:
