@@ -52,9 +52,9 @@ def test_a_sound_machine_has_nothing_to_change() -> None:
 @pytest.mark.parametrize(
     ("machine", "level", "words"),
     [
-        (replace(SOUND, torch=Torch(problem="No module named 'torch'")), Level.BAD, "pip install 'torch>=2.10'"),
+        (replace(SOUND, torch=Torch(problem="No module named 'torch'")), Level.BAD, "pip install 'torch>=2.11'"),
         (replace(SOUND, torch=Torch(problem="undefined symbol: x")), Level.BAD, "undefined symbol"),
-        (replace(SOUND, torch=replace(CPU, version="2.9.1")), Level.BAD, "needs 2.10 or newer"),
+        (replace(SOUND, torch=replace(CPU, version="2.9.1")), Level.BAD, "needs 2.11 or newer"),
         (replace(SOUND, torch=replace(CPU, import_s=40.0)), Level.WARN, "network disk"),
         (replace(SOUND, torch=replace(CPU, gloo=False)), Level.WARN, "no Gloo"),
         (replace(SOUND, quota_cores=2.5), Level.WARN, "time of 2.5 -> workers count the 8: start `lockstep run -n 2"),

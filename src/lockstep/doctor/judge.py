@@ -9,7 +9,7 @@ from typing import Final
 
 from lockstep.doctor.facts import Machine
 
-LEAST_TORCH: Final = (2, 10)
+LEAST_TORCH: Final = (2, 11)
 LEAST_SHM_BYTES: Final = 1 << 30
 LEAST_DISK_BYTES: Final = 2 << 30
 LEAST_MEMORY_BYTES: Final = 2 << 30
@@ -41,13 +41,13 @@ def judge(machine: Machine) -> list[Finding]:
 def _torch(machine: Machine) -> Iterator[Finding]:
     torch = machine.torch
     if torch.problem:
-        how = "pip install 'torch>=2.10'" if "No module named" in torch.problem else "install it again"
+        how = "pip install 'torch>=2.11'" if "No module named" in torch.problem else "install it again"
         yield Finding(Level.BAD, "torch", f"cannot be imported: {torch.problem}", how)
         return
     build = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs"
     found = f"{torch.version}, built {build}, imported in {torch.import_s:.1f} s"
     if _version(torch.version) < LEAST_TORCH:
-        yield Finding(Level.BAD, "torch", found, "Lockstep needs 2.10 or newer: pip install 'torch>=2.10'")
+        yield Finding(Level.BAD, "torch", found, "Lockstep needs 2.11 or newer: pip install 'torch>=2.11'")
     elif torch.import_s > 20:
         yield Finding(Level.WARN, "torch", found, "that is slow: is it on a network disk? Install it on a local one")
     else:
