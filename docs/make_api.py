@@ -16,7 +16,7 @@ from typing import Any
 import lockstep
 from lockstep.data.batches import Batch, Batches, BatchSettings, Shard
 from lockstep.data.sample_order import Order
-from lockstep.step.options import RunOptions
+from lockstep.step.run_options import RunOptions
 from lockstep.step.step_types import Result
 from lockstep.trace.metrics import Mean
 

@@ -39,7 +39,7 @@ from lockstep.elastic.worker_state import (
 from lockstep.recovery.checkpointing import CheckpointSaver
 from lockstep.recovery.elastic_calls import LARGEST_RESULT_BYTES
 from lockstep.settings import Settings
-from lockstep.step.options import read_interval
+from lockstep.step.run_options import read_interval
 
 CALL_LOG, KEYS = Keys(PREFIX).call_log, Keys(PREFIX).values
 

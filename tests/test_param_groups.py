@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint.differences import differences
-from lockstep.step.schedule import cover_groups
+from lockstep.step.learning_rate import cover_groups
 from on_workers import on_workers, try_on_workers
 from runs import classify, data, use
 from test_recovery import Play, kill, perform

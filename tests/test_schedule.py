@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from lockstep.step.schedule import LargeBatch, LRScaling, Rule, Warmup, factor, warmup_factor
+from lockstep.step.learning_rate import LargeBatch, LRScaling, Rule, Warmup, factor, warmup_factor
 
 
 class Recorder(torch.optim.SGD):

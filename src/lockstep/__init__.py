@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from lockstep.notebook.launch import launch
-    from lockstep.step.schedule import LRScaling
+    from lockstep.step.learning_rate import LRScaling
     from lockstep.train.optim import LAMB, LARS
     from lockstep.train.run import Run
     from lockstep.world.world import World, init
@@ -52,7 +52,7 @@ _NAMES = {
     "notebook.launch": ["launch"],
     "train.optim": ["LAMB", "LARS"],
     "train.run": ["Run"],
-    "train.schedule": ["LRScaling"],
+    "step.learning_rate": ["LRScaling"],
     "world.world": ["World", "init"],
 }
 _MODULE_OF = {name: f"lockstep.{module}" for module, names in _NAMES.items() for name in names}

@@ -20,15 +20,15 @@ from lockstep.ddp.replica import Leaf, trained_leaves
 from lockstep.step import determinism
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.captured_shard import StepStream
-from lockstep.step.options import RunOptions
 from lockstep.step.precision import LossScale
 from lockstep.step.recompute_check import RecomputeCheck
+from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import Capture, ShardGraphs
 from lockstep.step.step import take_step
 from lockstep.step.step_types import StepContext
 from lockstep.trace.step_observer import NullObserver, ObserverConfig, StepObserver
-from lockstep.train.trained_parameters import lr_and_grad_norm
+from lockstep.train.training_plan import lr_and_grad_norm
 
 EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
 KINDS = (EXACT, FAST, EXACT_8, EXACT_8_EAGER)

@@ -1,8 +1,8 @@
 """The `hierarchy` backend of torch.distributed: one process group over several hosts.
 
 Inside a host it uses shared memory, between hosts the network, where each worker sends its slice of the message
-(Note [Columns], pipeline.py). Hosts may have different numbers of workers: then as many workers of each host send
-slices as the smallest host has, and the others contribute to the sum of their host and receive the result there.
+(Note [Columns], pipelined_collectives.py). Hosts may have different numbers of workers: then as many workers of each
+host send slices as the smallest host has, and the others contribute to the sum of their host and get the result there.
 
 All-reduce, broadcast, all-gather and reduce-scatter are implemented here, and run in the order in which they are
 called. Everything else (sends, gathers, all-to-alls, ...) is left to torch, which finds a flat Gloo group of all

@@ -1,0 +1,1 @@
+"""From samples to batches: `sample_order` says which sample is where, `batches` loads them, `ledger` proves it."""

@@ -19,7 +19,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.errors import CheckpointError
 from lockstep.recovery.module_state import InitialModuleState, load_module, load_optimizer
-from lockstep.step.options import read_interval
+from lockstep.step.run_options import read_interval
 
 State = dict[str, Any]
 MODEL: Final = ""  # the name of the model among the modules that have a state; the others are registered by name

@@ -1,6 +1,6 @@
 """The calls that all workers of a run make together, in the same order: the steps, and what is called between them.
 
-With a fixed number of workers they are simply executed. For elastic runs see recovery.py.
+With a fixed number of workers they are simply executed. For elastic runs see elastic_calls.py.
 """
 
 from __future__ import annotations

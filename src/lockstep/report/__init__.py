@@ -1,0 +1,1 @@
+"""Reads the trace of a run: `lockstep report` and `lockstep watch`."""

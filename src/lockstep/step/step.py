@@ -23,7 +23,7 @@ from lockstep.step import loss_check, step_check
 from lockstep.step.buffer_exchange import NewBuffer, NewNumber
 from lockstep.step.captured_shard import CapturedShard, ShardPass
 from lockstep.step.loss_check import ShardLoss, parse_loss
-from lockstep.step.options import OnNonFinite
+from lockstep.step.run_options import OnNonFinite
 from lockstep.step.step_table import StepOutcome, StepTable, agree_on_metrics, describe_odd_metrics
 from lockstep.step.step_types import Loss, Result, StepContext, StepRequests, Stop, Update
 from lockstep.trace.metrics import Mean

@@ -15,8 +15,8 @@ from lockstep import _torch
 from lockstep.data.batches import Batch
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DesyncError, NonFiniteError, UnevenDataError
-from lockstep.step.options import OnNonFinite, RunOptions
-from lockstep.step.schedule import LargeBatch
+from lockstep.step.learning_rate import LargeBatch
+from lockstep.step.run_options import OnNonFinite, RunOptions
 from lockstep.step.step_table import StepOutcome
 
 REMOVE_SPLIT: Final = (

@@ -14,10 +14,10 @@ from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
 from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
-from lockstep.step.options import RunOptions
+from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.precision import LossScale
 from lockstep.step.recompute_check import RecomputeCheck
-from lockstep.step.schedule import LargeBatch
+from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import ShardGraphs
 from lockstep.step.step_check import DeferredNormCheck
@@ -138,7 +138,7 @@ class TrainingPlan:
     interval: str = "step"  # what the schedule counts: "step" or "epoch"
     settings: dict[str, Any] = field(
         default_factory=dict
-    )  # as the program gave them: see `settings_of` in trained_parameters.py
+    )  # as the program gave them: see `settings_of` in training_plan.py
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())

@@ -29,7 +29,7 @@ from lockstep.data.streams import COMPARE_EVERY, COMPARED_AT_START
 from lockstep.ddp import replica
 from lockstep.ddp.replica import cheap_digests, named_state
 from lockstep.errors import ReplicaMismatchError, UnevenDataError, refuse_unknown_options
-from lockstep.recovery.state_log import StateLog
+from lockstep.recovery.certify_log import StateLog
 from lockstep.recovery.state_transfer import broadcast_state, tensors_from_text, tensors_to_text
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.step.buffer_snapshot import BufferSnapshot

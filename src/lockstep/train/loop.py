@@ -30,7 +30,7 @@ from lockstep.train.loop_check import LoopCheck, describe_untrained
 from lockstep.train.loop_state import WorkerState
 from lockstep.train.progress import Progress
 from lockstep.train.session import Session
-from lockstep.train.trained_parameters import (
+from lockstep.train.training_plan import (
     RunConfig,
     describe_nothing_to_train,
     describe_start,

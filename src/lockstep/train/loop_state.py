@@ -1,7 +1,7 @@
 """The state of the training on one worker: the steps that are applied to it, and the context of the next step.
 
 When the workers change, the context is built again, and a worker that has missed a step, or that is new, gets what it
-needs from another worker (recovery.py).
+needs from another worker (recovery/elastic_calls.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lockstep.errors import DivergenceError
 from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
 from lockstep.step.step_types import StepContext, TrainingPlan
-from lockstep.train import trained_parameters
+from lockstep.train import training_plan
 from lockstep.train.session import Session
-from lockstep.train.trained_parameters import RunConfig
+from lockstep.train.training_plan import RunConfig
 from lockstep.world.world import World
 
 
@@ -79,12 +79,12 @@ class WorkerState:
         session, world, settings = self._session, self._session.world, plan.batches.settings
         config = RunConfig(session.options, session.seed, session.exact)
         with session.step_stream.active():  # autograd remembers the stream of the first hook
-            context = trained_parameters.assign_shards(plan, config, world, session.group, session.observer)
+            context = training_plan.assign_shards(plan, config, world, session.group, session.observer)
         self.context = context
         context.keeps_update = session.calls.is_elastic and world.size > 1
         session.observer.set_world(
-            lambda: trained_parameters.describe(plan, context),
-            config=trained_parameters.observer_config(plan, world),
+            lambda: training_plan.describe(plan, context),
+            config=training_plan.observer_config(plan, world),
             generation=session.calls.generation,
             first=plan.batches.position.number,
             rank=world.rank,
@@ -111,7 +111,7 @@ class WorkerState:
             self.context.gradients.stop()  # a traceback may still refer to it
             self.context.sum.close()
 
-    # -- generations of workers (recovery.py) -------------------------------------------------------------------
+    # -- generations of workers (recovery/elastic_calls.py) ---------------------------------------------------------
 
     def form_group(self, world: World) -> dist.ProcessGroup:
         return self._session.form_group(world)

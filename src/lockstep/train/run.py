@@ -34,8 +34,8 @@ from lockstep.errors import LockstepError
 from lockstep.recovery.module_state import GeneratorState
 from lockstep.recovery.run_directory import pending_stops
 from lockstep.step import determinism
-from lockstep.step.options import OptionNames, RunOptions
-from lockstep.step.schedule import LRScaling
+from lockstep.step.learning_rate import LRScaling
+from lockstep.step.run_options import OptionNames, RunOptions
 from lockstep.step.step_types import Loss, Result, Stop
 from lockstep.trace.metrics import Mean
 from lockstep.train import evaluation
@@ -45,7 +45,7 @@ from lockstep.train.loop_check import refuse_model, refuse_optimizer
 from lockstep.train.run_methods import copy_from_rank_0, load_weights, reduce_metrics
 from lockstep.train.run_state import plan_of
 from lockstep.train.session import Session
-from lockstep.train.trained_parameters import RunConfig, make_plan, settings_of
+from lockstep.train.training_plan import RunConfig, make_plan, settings_of
 from lockstep.world.world import World
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,7 +69,7 @@ class Run:
         exact      True: the same bits on any number of workers; False: faster, and the bits depend on the workers
         resume     False: start over; what an earlier run left in the directory is moved to `previous-1` there. The
                    same as `lockstep run --fresh`
-        options    precision, clipping, checks, checkpoints: see `lockstep.step.options.RunOptions`
+        options    precision, clipping, checks, checkpoints: see `lockstep.step.run_options.RunOptions`
 
         Use it in a `with` statement. Entering it joins the other workers; leaving it waits for them and for the last
         checkpoint. Inside, random numbers follow from the seed; afterwards the earlier random state is restored.

@@ -20,7 +20,7 @@ from lockstep.recovery.collective_calls import print_message
 from lockstep.recovery.module_state import InitialModuleState
 from lockstep.recovery.run_directory import read_stop
 from lockstep.step.step_types import TrainingPlan
-from lockstep.train.trained_parameters import (
+from lockstep.train.training_plan import (
     add_missing_groups,
     group_names,
     modules_in_eval_mode,

@@ -18,17 +18,17 @@ from lockstep._torch import get_default_store
 from lockstep.comm import abortable_wait
 from lockstep.elastic import agent_client
 from lockstep.recovery.call_check import CallCheck
+from lockstep.recovery.certify_log import StateLog
 from lockstep.recovery.collective_calls import CollectiveCalls, print_message
 from lockstep.recovery.elastic_calls import ElasticCalls, GenerationListener
 from lockstep.recovery.run_directory import is_restart, start_over
 from lockstep.recovery.run_lock import FILE as RUN_LOCK, RunLock
 from lockstep.recovery.run_on_one import RunOnOne
-from lockstep.recovery.state_log import StateLog
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.settings import Settings
 from lockstep.step import determinism
 from lockstep.step.captured_shard import StepStream
-from lockstep.step.options import RunOptions
+from lockstep.step.run_options import RunOptions
 from lockstep.trace.metrics import MetricsFile, TensorBoardWriter
 from lockstep.trace.step_observer import NullObserver, StepObserver
 from lockstep.trace.trace_writer import TraceWriter

@@ -1,0 +1,1 @@
+"""Rank, device and process group of this worker: `init()`."""

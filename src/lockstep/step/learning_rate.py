@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.step.options import one_of
+from lockstep.step.run_options import one_of
 
 
 class Rule(Enum):

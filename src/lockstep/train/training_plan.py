@@ -18,10 +18,10 @@ from lockstep.ddp.replica import Leaf
 from lockstep.recovery.run_directory import STOPPED
 from lockstep.step import determinism
 from lockstep.step.buffer_exchange import BufferExchange
-from lockstep.step.options import RunOptions
+from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
 from lockstep.step.recompute_check import RecomputeCheck
-from lockstep.step.schedule import LargeBatch, LRScaling, cover_groups
+from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
