@@ -63,6 +63,7 @@ def test_what_is_captured(name: str, capfd: pytest.CaptureFixture[str]) -> None:
 # -- programs that cannot be captured, or whose Python values change ---------------------------------------------------
 
 BETA, CALLS, SEEN = [1.0], [0], []  # type: ignore[var-annotated]
+CENTER = torch.ones((), device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Model(nn.Module):
@@ -108,6 +109,27 @@ def counts_its_calls(model: Any, batch: Any) -> Any:
     return total(model, batch) * (1.0 + CALLS[0] % 3), len(batch[1])
 
 
+class WaitsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * (1.0 if gradient.sum().item() < 1e9 else 0.0)
+
+
+def waits_in_its_backward_pass(model: Any, batch: Any) -> Any:
+    return WaitsInBackward.apply(total(model, batch)), len(batch[1])
+
+
+def writes_to_its_own_state(model: Any, batch: Any) -> Any:
+    """As a loss with a running average on the GPU does. It is divided by itself, so that passes repeat."""
+    CENTER.mul_(0.9).add_(0.1)
+    now = CENTER.clone()
+    return total(model, batch) * now / now, len(batch[1])
+
+
 def keeps_a_history(model: Any, batch: Any) -> Any:
     loss = total(model, batch)
     SEEN.append(loss.detach())
@@ -127,6 +149,8 @@ REASONS = {
     branches_on_data: "the host waits for the GPU in .*test_capture_cuda.py:",
     selects_by_mask: "the host waits for the GPU in .*test_capture_cuda.py:",
     draws_on_the_host: "draws random numbers on the host",
+    waits_in_its_backward_pass: "Error: .*",
+    writes_to_its_own_state: "the pass writes to CENTER, which is no buffer of the model",
     copies_from_the_host: "reads a tensor of the host, in .*test_capture_cuda.py:",
     counts_its_calls: "the pass changes CALLS",
     keeps_a_history: "the pass changes SEEN",
@@ -173,9 +197,79 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_value_that_changes_between_steps_is_noticed(name: str) -> None:
-    results = [run_model(reads_beta, capture=capture, between=CHANGES[name]) for capture in (False, "auto")]
-    assert results[0] == results[1]
+def test_a_value_that_changes_between_steps_is_noticed(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    eager = run_model(reads_beta, capture=False, between=CHANGES[name])
+    if "every" in name:
+        assert run_model(reads_beta, capture="auto", between=CHANGES[name]) == eager
+        assert "BETA[0] changes from step to step" in capfd.readouterr().err.replace("BETA changes", "BETA[0] changes")
+    else:  # captured once more, or capture=True would raise
+        assert run_model(reads_beta, capture=True, between=CHANGES[name]) == eager
+        assert "shards run as CUDA graphs" in capfd.readouterr().err
+
+
+def normalises_in_place(model: Any, batch: Any) -> Any:
+    batch[0].sub_(batch[0].mean()).mul_(1.5)
+    return total(model, batch), len(batch[1])
+
+
+class WritesSilently(Model):
+    """Writes to a buffer through `.data`, which torch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return super().forward(x * self.codes)
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "options"),
+    [
+        (Model, normalises_in_place, {}),
+        (WritesSilently, ordinary, {}),
+        (Model, ordinary, {"audit_every": 5}),
+        (Model, ordinary, {"precision": "fp16", "on_nonfinite": "skip"}),
+        (lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)), ordinary, {"audit_every": 3}),
+    ],
+    ids=["batch changed in place", "silent write", "audits", "fp16", "batch norm and audits"],
+)
+@pytest.mark.parametrize("shards", [1, 8])
+def test_captured_gives_the_bits_of_eager(build: Any, loss: Any, options: dict[str, Any], shards: int) -> None:
+    digests, kept = [], []
+    for capture in (False, True):
+        with lockstep.Run(seed=3, device="cuda:0", capture=capture, progress=False, **options) as run:
+            model = run.replicate(build())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            batches = run.batches(data(96), global_batch_size=32, shards=shards, epochs=None)
+            for batch in run.train(batches, optimizer, steps=24):
+                run.step(loss, batch)
+                first = next(model.parameters())
+                if batch.number == 20:
+                    assert first.grad is not None
+                    kept.append((first.grad, first.grad.clone()))
+                if batch.number == 12 and options.get("precision") == "fp16":
+                    run._loop.state.plan.loss_scale.value /= 4  # type: ignore[union-attr]
+            digests.append(run.digest())
+            assert not capture or run._loop.state.plan.graphs.count > 0  # type: ignore[union-attr]
+    assert digests[0] == digests[1]
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept), (
+        "a gradient that the program keeps was overwritten"
+    )
+
+
+def test_a_failed_capture_leaves_the_allocator_as_it_was() -> None:
+    """Or it would never use the memory of a batch again."""
+    reserved: list[int] = []
+    run_model(
+        waits_in_its_backward_pass,
+        capture="auto",
+        steps=200,
+        between=lambda model, step: reserved.append(torch.cuda.memory_reserved()),
+    )
+    torch.cuda.empty_cache()  # asserts that no capture is under way
+    assert reserved[-1] <= reserved[30] + 2**24
 
 
 def test_what_no_check_can_see_stops_the_run() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ class Trainer:
 
 
 def plain_loss(model: Any, batch: Any, factor: float = 1.0) -> Any:
-    return scaled(model(batch)).sum() * factor, len(batch)
+    return scaled(model(batch)).sum() * factor, len(batch) + len(CONFIG.history)
 
 
 def assign(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -85,7 +87,7 @@ CHANGES: dict[str, tuple[Any, Callable[[], None], Callable[[], None]]] = {
     "offset": (plain_loss, lambda: setattr(MODEL, "offset", torch.ones(4)), lambda: None),
     "smoothing": (TRAINER.loss, lambda: setattr(TRAINER, "smoothing", 0.2), lambda: setattr(TRAINER, "smoothing", 0.1)),
     "teacher.factor": (TRAINER.loss, lambda: setattr(TRAINER.teacher, "factor", 2.0), lambda: None),
-    "_forward_hooks": (
+    "the hooks of the model": (
         plain_loss,
         lambda: MODEL.register_forward_hook(lambda *_: None) and None,
         MODEL._forward_hooks.clear,
@@ -133,24 +135,71 @@ def test_arguments_of_a_partial_and_defaults() -> None:
     assert inputs.changed(functools.partial(plain_loss, factor=2.0)) is not None
 
 
-def test_what_a_pass_has_changed_is_restored() -> None:
-    calls, model = [0], Scaled()
+class Config:
+    """A class that is used as a namespace."""
 
-    def counting(model: Any, batch: Any) -> Any:
-        nonlocal total
-        total += 1
-        calls.append(1)
-        model.factor += 1.0
-        SETTINGS["nested"]["factor"] += 1.0
-        return model(batch).sum(), len(batch)
+    beta = 1.0
+    table = {"factor": 1.0}
 
-    total = 0
-    inputs = PythonInputs(counting, model)
-    counting(model, torch.ones(1, 4))
-    assert inputs.changed(counting) is not None
-    inputs.restore()
-    assert inputs.changed(counting) is None
-    assert (total, calls, model.factor, SETTINGS["nested"]["factor"]) == (0, [0], 1.0, 1.0)
+
+@dataclass(slots=True)
+class Slotted:
+    weight: float = 1.0
+
+
+SLOTTED, ARRAY = Slotted(), numpy.ones(3)
+
+
+def reads_more(model: Any, batch: Any) -> Any:
+    scale = Config.beta * Config.table["factor"] * SLOTTED.weight * float(ARRAY.sum())
+    return model(batch).sum() * scale, getattr(TRAINER, "smoothing", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: setattr(Config, "beta", 2.0),
+        lambda: Config.table.update(factor=2.0),
+        lambda: setattr(SLOTTED, "weight", 2.0),
+        lambda: ARRAY.fill(2.0),
+        lambda: MODEL.lin.weight.register_hook(lambda gradient: None) and None,
+        lambda: setattr(TRAINER, "smoothing", TRAINER.smoothing / 2),
+    ],
+)
+def test_classes_slots_arrays_and_hooks_of_parameters(change: Callable[[], None]) -> None:
+    inputs = PythonInputs(reads_more, MODEL)
+    assert inputs.changed(reads_more) is None
+    change()
+    assert inputs.changed(reads_more) is not None
+
+
+def test_what_the_code_does_not_read_may_change() -> None:
+    """Counters of a trainer, and globals with the name of an attribute that the code reads."""
+    global weight
+    weight = 0.0  # the code reads SLOTTED.weight
+    trainer = Trainer()
+    inputs = PythonInputs(trainer.loss, MODEL)
+    trainer.steps_done = 1  # type: ignore[attr-defined]
+    assert inputs.changed(trainer.loss) is None
+    more = PythonInputs(reads_more, MODEL)
+    weight = 1.0
+    assert more.changed(reads_more) is None
+
+
+def test_too_many_objects_are_told() -> None:
+    assert PythonInputs(plain_loss, MODEL).is_complete
+    many = nn.ModuleList(nn.Sequential(nn.Identity()) for _ in range(12_000))
+    assert not PythonInputs(plain_loss, many).is_complete
+
+
+def test_a_long_list_is_compared_by_its_length() -> None:
+    CONFIG.history[:] = range(2_000)
+    inputs = PythonInputs(plain_loss, MODEL)
+    CONFIG.history.append(1)
+    try:
+        assert "history" in str(inputs.changed(plain_loss))
+    finally:
+        CONFIG.history.clear()
 
 
 def test_a_large_model_is_checked_fast() -> None:
@@ -158,4 +207,4 @@ def test_a_large_model_is_checked_fast() -> None:
     model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(24)))
     inputs = PythonInputs(plain_loss, model)
     assert inputs.changed(plain_loss) is None
-    assert len(inputs._attributes) < 6000
+    assert len(inputs._mappings) < 2000

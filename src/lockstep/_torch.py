@@ -7,6 +7,7 @@ The rest of the package takes such names from here, so that one file shows what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -176,25 +177,33 @@ def mixed_precision_hook() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _AllreduceUpcastHookState, _reducer_allreduce_and_upcast_hook
 
 
-def refuse_host_tensors(refuse: Callable[[str], Exception]) -> Any:
-    """Return a context in which an operation that no CUDA graph can contain raises `refuse(reason)`.
+def report_host_tensors(report: Callable[[str], None]) -> Any:
+    """Return a context in which `report(reason)` is called for operations that no CUDA graph can contain.
 
     That is an operation on the GPU that reads a tensor of the host, whose address or value a graph would keep; and a
     collective, which the host takes part in.
     """
 
-    class Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.namespace == "c10d":
-                raise refuse(f"the pass calls a collective ({func})")
+                report(f"the pass calls a collective ({func})")
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             # Attention keeps the seed of its dropout on the host, but on the GPU while it is captured.
             is_attention = "attention" in func.__name__
             is_on_gpu = any(one.is_cuda for one in (*given, *made))
             if is_on_gpu and not is_attention and any(one.device.type == "cpu" for one in given):
-                raise refuse(f"an operation on the GPU ({func}) reads a tensor of the host")
+                report(f"an operation on the GPU ({func}) reads a tensor of the host")
             return result
 
-    return Refusal()  # type: ignore[no-untyped-call]
+    return Watch()  # type: ignore[no-untyped-call]
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Let the allocator leave a capture that has failed: torch does not if the driver reports the failure."""
+    end = getattr(_C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with suppress(RuntimeError):  # it has left it already
+            end(device.index or 0, pool)

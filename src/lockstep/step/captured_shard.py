@@ -17,8 +17,8 @@ the backward graph let buckets be sent while it still runs.
 Note [Two lanes]
 The kernels of a small shard do not fill a GPU. A worker with several shards captures their pass twice, with memory, a
 stream and a random state of its own each, and replays shards alternately in these two lanes, which overlap. The stream
-of the step adds up their gradients. There is one lane if the forward pass writes to buffers, or if a second one would
-take more than a part in `LANE_SHARE` (shard_graphs.py) of the memory of the GPU.
+of the step adds up their gradients. There is one lane if the forward pass writes to buffers, or if the graphs of one
+lane take more than 1 / LANE_SHARE (shard_graphs.py) of the memory of the GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, final
@@ -65,33 +65,42 @@ class ShardPass:
 
         Raises CannotCaptureError if the data is not made of tensors, plain values and containers of them.
         """
-        return repr(map_tensors(self.data, _kind_of))
+        found: list[Any] = []
+        map_tensors(self.data, lambda tensor: found.append(_kind_of(tensor)), found.append)
+        return tuple(found)
 
 
-def _kind_of(tensor: Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+def _kind_of(tensor: Tensor) -> Hashable:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        raise CannotCaptureError(f"a batch holds a tensor that is not plain and dense: {type(tensor)}, {tensor.layout}")
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
 
 
-def map_tensors(data: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(data: Any, change: Callable[[Tensor], Any], note: Callable[[Hashable], Any] = lambda _: None) -> Any:
     """Return the same structure with `change` applied to its tensors, which it visits in a fixed order.
 
+    `note` is called with the types and keys of containers and with all values that are no tensors, in the same order.
     Raises CannotCaptureError for an object that may hold tensors in a way that is not known.
     """
     if isinstance(data, Tensor):
         return change(data)
     if data is None or isinstance(data, (bool, int, float, complex, str, bytes, Enum)):
+        note((type(data), data))
         return data
     if isinstance(data, (dict, UserDict)):
+        note((type(data), *data))
         twin = copy.copy(data)
-        twin.update({key: map_tensors(value, change) for key, value in data.items()})
+        twin.update({key: map_tensors(value, change, note) for key, value in data.items()})
         return twin
     if isinstance(data, (list, tuple)) and not callable(getattr(data, "to", None)):
-        items = [map_tensors(item, change) for item in data]
+        note((type(data), len(data)))
+        items = [map_tensors(item, change, note) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if is_dataclass(data):
+        note((type(data).__module__, type(data).__qualname__))
         one = copy.copy(data)
         for part in fields(data):
-            object.__setattr__(one, part.name, map_tensors(getattr(data, part.name), change))
+            object.__setattr__(one, part.name, map_tensors(getattr(data, part.name), change, note))
         return one
     raise CannotCaptureError(f"a batch holds a {type(data).__name__}; only tensors, numbers, lists and dicts are known")
 
@@ -137,9 +146,11 @@ class Lane:
             self.stream.wait_stream(current)
         else:
             self.stream.wait_event(self.may_run)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)
 
 
 @final
@@ -148,7 +159,9 @@ class CapturedShard:
 
     def __init__(self, one: ShardPass, written: Sequence[Tensor], lane: Lane) -> None:
         """Capture the passes. Nothing is computed yet. `written`: the buffers that the forward pass writes to."""
-        self._lane, self.may_overlap = lane, False
+        self.lane = lane
+        self.may_overlap, self.size_bytes = False, 0  # both set by ShardGraphs, as are these steps:
+        self.captured_at, self.compare_at = 0, 0
         with lane.active():
             self._record(one, written)
 
@@ -158,7 +171,7 @@ class CapturedShard:
         self._inputs = tensors_of(own)
         self._written = list(written)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _recorded_into(self._forward, self._lane.pool):
+        with _recorded_into(self._forward, self.lane.pool):
             loss = one.run(own)
             self._returned = [loss.weight, *(value for pair in loss.metrics.values() for value in pair)]
             self._metric_names = list(loss.metrics)
@@ -168,7 +181,7 @@ class CapturedShard:
         hooked: list[Any] = parameters
         handles = [p.register_post_accumulate_grad_hook(self._marker(i)) for i, p in enumerate(hooked)]
         try:
-            with _recorded_into(self._backward, self._lane.pool):
+            with _recorded_into(self._backward, self.lane.pool):
                 one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
@@ -191,8 +204,8 @@ class CapturedShard:
 
     def forward(self, data: Any, seed: int) -> ShardLoss:
         """Replay the forward pass with this data and this seed. The result stays valid after the next replay."""
-        self._lane.generator.manual_seed(seed)
-        with self._lane.replaying(waits=bool(self._written)):
+        self.lane.generator.manual_seed(seed)
+        with self.lane.replaying(waits=bool(self._written)):
             if self._inputs:
                 _torch.foreach_copy_(self._inputs, tensors_of(data))
             self._forward.replay()
@@ -210,12 +223,12 @@ class CapturedShard:
 
         Call `release` when the gradients have been read.
         """
-        with self._lane.replaying(waits=bool(self._written)):
+        with self.lane.replaying(waits=bool(self._written)):
             self._backward.replay()
 
     def release(self) -> None:
         """Let the next replay overwrite the gradients, after what is queued on the current stream."""
-        self._lane.may_run = torch.cuda.current_stream().record_event()
+        self.lane.may_run = torch.cuda.current_stream().record_event()
 
 
 @contextmanager
@@ -226,8 +239,10 @@ def _recorded_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # it only says that the capture has failed before
+        try:
             graph.capture_end()
+        except RuntimeError:  # it only says that the capture has failed before
+            _torch.end_failed_capture(torch.device("cuda", torch.cuda.current_device()), pool)
         raise
     graph.capture_end()
 

@@ -2,8 +2,9 @@
 
 A replayed CUDA graph repeats the kernels of a captured pass; the Python code that launched them is not run again, and
 what it read is as it was (captured_shard.py). So the values that it may read are collected by following references from
-the loss function and the model: attributes of modules and other objects, closures, default arguments, and the globals
-that functions name; also lists and dicts. Code of torch, Lockstep and the standard library is not followed.
+the loss function and the model: attributes of modules, classes and other objects, closures, default arguments, the
+globals that functions load, lists and dicts. Of an object that is not a module, only the attributes count whose names
+occur in that code. Code of torch, numpy, Lockstep and the standard library is not followed.
 
 The content of tensors on a GPU is not collected: a replay reads it.
 """
@@ -11,10 +12,11 @@ The content of tensors on a GPU is not collected: a replay reads it.
 from __future__ import annotations
 
 import argparse
+import dis
 import functools
 import sys
 import types
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, final
 
@@ -23,9 +25,11 @@ from torch import Tensor, nn
 
 MAX_OBJECTS: Final = 20_000
 MAX_ENTRIES: Final = 1_000  # of a list or dict; of a longer one only the length is compared
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
-_NAMESPACES: Final = (nn.Module, types.SimpleNamespace, argparse.Namespace)  # of a library, with values of the program
+MAX_ARRAY_BYTES: Final = 65536  # of a numpy array; a larger one is compared by identity
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace, UserDict)  # of a library, with values of the program
 _LIBRARIES: Final = frozenset({"torch", "lockstep", "numpy", "triton", *sys.stdlib_module_names} - {"__main__"})
+_HOOKS: Final = tuple(name for name in vars(nn.Module()) if name.endswith(("hooks", "hooks_with_kwargs")))
 
 
 def code_of(loss: Any) -> Hashable:
@@ -43,26 +47,31 @@ class PythonInputs:
     def __init__(self, loss: Any, model: nn.Module) -> None:
         self._loss = loss
         self._found: dict[int, Any] = {}  # holds the objects, so that no other object gets the same id
-        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # name, object, its entries
-        self._entries: list[tuple[str, Any, tuple[Any, ...]]] = []  # name, list or set, its entries
+        self._mappings: list[tuple[str, Any, dict[str, Any]]] = []  # name, mapping, its entries
+        self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []  # name, list or set, its entries
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []  # name, function that reads a value, the value
-        self._writes: list[tuple[Callable[[Any], None], Any]] = []  # function that writes a variable, its value
         self._tensors: list[tuple[str, Tensor, tuple[Any, ...]]] = []
-        self._pending = deque([("the loss function", loss), ("the model", model)])
+        self._objects: list[tuple[str, dict[str, Any], set[str]]] = []  # name, attributes, names that were followed
+        self._names: set[str] = set()  # of attributes, in the code that was followed
+        self._pending: deque[tuple[str, Any]] = deque(model.named_parameters())
+        self._pending.extend([*model.named_buffers(), ("the loss function", loss), ("the model", model)])
         while self._pending and len(self._found) < MAX_OBJECTS:
             self._follow(*self._pending.popleft())
+            if not self._pending:
+                self._follow_attributes()
+        self.is_complete = not self._pending  # if not, there are too many objects
 
     def changed(self, loss: Any) -> str | None:
         """Return the name of a value that has changed since, None if none has. `loss`: the function as it is now."""
         if loss is not self._loss:
-            pairs = zip(_parts(self._loss), _parts(loss), strict=False)
-            for (name, before), (_, now) in pairs:
+            for (name, before), (_, now) in zip(_parts(self._loss), _parts(loss), strict=False):
                 if not _is_same(before, now):
                     return f"{name} of the loss function"
         for name, mapping, entries in self._changed_mappings():
-            keys = [k for k in {**entries, **mapping} if not _is_same(entries.get(k), mapping.get(k))]
+            now = dict(mapping)
+            keys = [k for k in {**entries, **now} if not _is_same(entries.get(k), now.get(k))]
             return f"{name}.{keys[0]}" if keys else name
-        for name, values, kept in self._entries:
+        for name, values, kept in self._lists:
             if len(values) != len(kept) or not all(map(_is_same, values, kept)):
                 return name
         for name, read, value in self._reads:
@@ -70,23 +79,15 @@ class PythonInputs:
                 return name
         return next((name for name, tensor, facts in self._tensors if _facts_of(tensor) != facts), None)
 
-    def _changed_mappings(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        try:  # a model has thousands: the interpreter compares most of them by identity
-            return [one for one in self._attributes if one[1] != one[2]]
-        except Exception:  # a tensor or an array was replaced
-            return [one for one in self._attributes if not _is_equal(one[1], one[2])]
+    def versions(self) -> list[tuple[str, Tensor, int]]:
+        """Return (name, tensor, version counter) of all tensors that were found."""
+        return [(name, t, t._version) for name, t, _ in self._tensors if not t.is_inference()]
 
-    def restore(self) -> None:
-        """Give attributes, variables, lists and dicts the entries that they had."""
-        for _, mapping, entries in self._changed_mappings():
-            mapping.clear()
-            mapping.update(entries)
-        for _, values, kept in self._entries:
-            if isinstance(values, (list, deque)) and (len(values) != len(kept) or not all(map(_is_same, values, kept))):
-                values.clear()
-                values.extend(kept)
-        for write, value in self._writes:
-            write(value)
+    def _changed_mappings(self) -> list[tuple[str, Any, dict[str, Any]]]:
+        try:  # a model has hundreds: the interpreter compares most entries by identity
+            return [one for one in self._mappings if one[1] != one[2]]
+        except Exception:  # a tensor or an array was replaced
+            return [one for one in self._mappings if not _is_equal(one[1], one[2])]
 
     # -- collecting --------------------------------------------------------------------------------------------------
 
@@ -96,6 +97,7 @@ class PythonInputs:
         self._found[id(value)] = value
         if isinstance(value, Tensor):
             self._tensors.append((name, value, _facts_of(value)))
+            self._pending.extend((f"a hook of {name}", hook) for hook in _hooks_of(value))
         elif isinstance(value, (functools.partial, types.MethodType)):
             self._pending.extend((f"{part} of {name}", one) for part, one in _parts(value))
         elif isinstance(value, types.FunctionType):
@@ -103,30 +105,60 @@ class PythonInputs:
         elif isinstance(value, dict):
             self._add_mapping(name, value)
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            self._entries.append((name, value, tuple(value)))
-            self._pending.extend((f"{name}[{n}]", one) for n, one in enumerate(value) if len(value) <= MAX_ENTRIES)
+            if len(value) > MAX_ENTRIES:
+                self._reads.append((name, functools.partial(len, value), len(value)))
+            else:
+                self._lists.append((name, value, tuple(value)))
+                self._pending.extend((f"{name}[{n}]", one) for n, one in enumerate(value))
+        elif isinstance(value, nn.Module):
+            self._follow_module(name, value)
+        elif isinstance(value, type):
+            if not _is_library(value):
+                self._add_mapping(value.__name__, vars(value))
+        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            if value.nbytes <= MAX_ARRAY_BYTES:
+                self._reads.append((name, value.tobytes, value.tobytes()))
         elif isinstance(value, _NAMESPACES) or not (_is_library(type(value)) or isinstance(value, types.ModuleType)):
             self._follow_object(name, value)
 
-    def _add_mapping(self, name: str, mapping: dict[str, Any]) -> None:
+    def _add_mapping(self, name: str, mapping: Any) -> None:
         if len(mapping) > MAX_ENTRIES:
             self._reads.append((name, functools.partial(len, mapping), len(mapping)))
             return
-        self._attributes.append((name, mapping, dict(mapping)))
-        self._pending.extend((f"{name}.{key}", one) for key, one in mapping.items())
+        self._mappings.append((name, mapping, dict(mapping)))
+        self._pending.extend((f"{name}.{key}", _unwrapped(one)) for key, one in mapping.items())
+
+    def _follow_module(self, name: str, module: nn.Module) -> None:
+        own = {key: value for key, value in vars(module).items() if key not in _HOOKS}
+        self._mappings.append((name, vars(module), dict(vars(module))))
+        for key in ("_parameters", "_buffers", "_modules"):
+            self._mappings.append((name, own[key], dict(own.pop(key))))
+        self._pending.extend((f"{name}.{key}", one) for key, one in own.items())
+        self._pending.extend((f"{name}.{key}", one) for key, one in module._modules.items())
+        hooks = [getattr(module, key) for key in _HOOKS]
+        self._reads.append((f"the hooks of {name}", functools.partial(_keys_of, hooks), _keys_of(hooks)))
+        self._pending.extend(
+            (f"a hook of {name}", hook) for one in hooks if isinstance(one, dict) for hook in one.values()
+        )
+        self._pending.extend((kind.__name__, kind) for kind in type(module).__mro__)
 
     def _follow_object(self, name: str, value: Any) -> None:
+        self._pending.extend((kind.__name__, kind) for kind in type(value).__mro__)
         if hasattr(value, "__dict__"):
-            self._add_mapping(name, vars(value))
+            self._objects.append((name, vars(value), set()))
         for kind in type(value).__mro__:
-            if not _is_library(kind) and id(kind) not in self._found:
-                self._found[id(kind)] = kind
-                for key, one in vars(kind).items():
-                    one = getattr(one, "__func__", None) or getattr(one, "fget", None) or one
-                    if isinstance(one, types.FunctionType):
-                        self._pending.append((f"{kind.__name__}.{key}", one))
-                    elif isinstance(one, _PLAIN) and not key.startswith("__"):
-                        self._reads.append((f"{kind.__name__}.{key}", functools.partial(getattr, kind, key), one))
+            for slot in vars(kind).get("__slots__", ()):
+                read = functools.partial(getattr, value, slot, None)
+                self._reads.append((f"{name}.{slot}", read, read()))
+                self._pending.append((f"{name}.{slot}", read()))
+
+    def _follow_attributes(self) -> None:
+        """Follow the attributes of objects whose names occur in the code that is known by now."""
+        for name, attributes, followed in list(self._objects):
+            for key in sorted((attributes.keys() & self._names) - followed):
+                followed.add(key)
+                self._reads.append((f"{name}.{key}", functools.partial(attributes.get, key), attributes[key]))
+                self._pending.append((f"{name}.{key}", attributes[key]))
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         if _is_library(function):
@@ -136,19 +168,26 @@ class PythonInputs:
         for number, cell in enumerate(function.__closure__ or ()):
             variable = function.__code__.co_freevars[number]
             self._reads.append((variable, functools.partial(_content, cell), _content(cell)))
-            self._writes.append((functools.partial(setattr, cell, "cell_contents"), _content(cell)))
-        names, scope = set(_names_of(function.__code__)), function.__globals__
-        for key in sorted(names & scope.keys()):
-            one = scope[key]
-            self._reads.append((key, functools.partial(scope.get, key), one))
-            self._writes.append((functools.partial(scope.__setitem__, key), one))
-            self._pending.append((key, one))
-            if isinstance(one, types.ModuleType) and one.__name__.split(".")[0] not in _LIBRARIES:
-                for inner in sorted(names & vars(one).keys()):
-                    self._reads.append(
-                        (f"{key}.{inner}", functools.partial(getattr, one, inner, None), vars(one)[inner])
-                    )
-                    self._pending.append((f"{key}.{inner}", vars(one)[inner]))
+        loaded, attributes = _names_in(function.__code__)
+        self._names |= attributes
+        scope = function.__globals__
+        for key in sorted(loaded & scope.keys()):
+            self._reads.append((key, functools.partial(scope.get, key), scope[key]))
+            self._follow_global(key, scope[key], attributes)
+
+    def _follow_global(self, name: str, value: Any, attributes: set[str]) -> None:
+        """Follow a global variable; of a module of the program the variables that the function may read in it."""
+        if not isinstance(value, types.ModuleType):
+            self._pending.append((name, value))
+        elif value.__name__.split(".")[0] not in _LIBRARIES:
+            for inner in sorted(attributes & vars(value).keys()):
+                one = vars(value)[inner]
+                self._reads.append((f"{name}.{inner}", functools.partial(getattr, value, inner, None), one))
+                if isinstance(one, types.ModuleType) and id(one) not in self._found:
+                    self._found[id(one)] = one
+                    self._follow_global(f"{name}.{inner}", one, attributes)
+                else:
+                    self._pending.append((f"{name}.{inner}", one))
 
 
 def _parts(function: Any) -> list[tuple[str, Any]]:
@@ -172,32 +211,52 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _names_of(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _unwrapped(value: Any) -> Any:
+    """The function inside of a static method, class method or property."""
+    return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+
+
+def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The globals that a function loads, and the attributes that it reads; also those of functions inside of it."""
+    loaded = {str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    attributes = set(code.co_names) | {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_of(constant)
+            inner = _names_in(constant)
+            loaded, attributes = loaded | inner[0], attributes | inner[1]
+    return loaded, attributes
 
 
 def _is_library(what: Any) -> bool:
     return (getattr(what, "__module__", None) or "builtins").split(".")[0] in _LIBRARIES
 
 
+def _keys_of(mappings: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(one) if isinstance(one, dict) else one for one in mappings)
+
+
+def _hooks_of(tensor: Tensor) -> Iterator[Any]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from (getattr(tensor, name, None) or {}).values()
+
+
 def _facts_of(tensor: Tensor) -> tuple[Any, ...]:
     """What a captured kernel depends on; a tensor on the host is read by Python, so its version counts, too."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return (tensor.requires_grad,)
-    return tensor.data_ptr(), tensor.requires_grad, 0 if tensor.is_cuda else tensor._version
+    hooks = tuple(map(id, _hooks_of(tensor)))
+    if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+        return tensor.requires_grad, hooks
+    version = 0 if tensor.is_cuda or tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.requires_grad, hooks, version
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def _is_same(before: Any, now: Any, depth: int = 0) -> bool:
     if before is now:
         return True
-    if type(before) is not type(now):
+    if type(before) is not type(now) or depth > 8:
         return False
     if isinstance(now, (types.MethodType, functools.partial, types.FunctionType)):  # made anew in every step
         parts = list(zip(_parts(before), _parts(now), strict=False))
-        return code_of(before) == code_of(now) and all(_is_same(a, b) for (_, a), (_, b) in parts)
+        return code_of(before) == code_of(now) and all(_is_same(a, b, depth + 1) for (_, a), (_, b) in parts)
     return isinstance(now, (*_PLAIN, tuple)) and _is_equal(before, now)
 
 

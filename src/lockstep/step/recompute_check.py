@@ -44,7 +44,7 @@ class RecomputeCheck:
     @contextmanager
     def recording(self, batch: Batch, shard: int) -> Iterator[None]:
         """Record the forward pass in this context, and its backward pass until the next forward pass or `compare`."""
-        self._stop()
+        self.stop_recording()
         if self.shard_of(batch) != shard:
             yield
             return
@@ -83,7 +83,7 @@ class RecomputeCheck:
         number = self.shard_of(batch)
         if number is None:
             return
-        self._stop()
+        self.stop_recording()
         rank, owner = sum_.group.rank(), next(r for r, share in enumerate(sum_.shares) if number in share)
         checker = (owner + 1) % sum_.size
         mine = self._digests if rank == owner else []
@@ -114,12 +114,13 @@ class RecomputeCheck:
             recompute(shard)
             return self._digests
         finally:
-            self._stop()
+            self.stop_recording()
             self._digests = recorded
             for leaf, gradient in zip(self._leaves, kept, strict=True):
                 leaf.parameter.grad = gradient
 
-    def _stop(self) -> None:
+    def stop_recording(self) -> None:
+        """Remove the hooks on parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -109,10 +109,12 @@ class ShardGradients:
 
     def stop(self) -> None:
         """Ignore gradients that arrive from now on, and drop those of the unfinished step."""
+        if self._send_stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._send_stream)
         self._reset()
 
     def _reset(self) -> None:
-        self._armed = False
+        self._armed = self._is_replayed = False
         self._sums: TreeAccumulator[SubtreeGradients] = TreeAccumulator(self._sum.shards, self._add)
         self._chain: list[SubtreeGradients] = []
         self._rows: list[SubtreeGradients] = []
@@ -216,6 +218,7 @@ class ShardGradients:
         """
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+        self._is_replayed = True
         if not self._buckets:
             return
         if self._send_stream is None:
@@ -338,7 +341,8 @@ class ShardGradients:
         ((_, kept),) = self._sums.pending
         there = [i for i in self._dense if kept.values[i] is not None]
         values, scale = [kept.values[i] for i in there], self._scale()
-        if there and (kept.is_owned or _own_their_memory(values)):
+        # A program may keep its gradients, which the next replay would overwrite.
+        if there and (kept.is_owned or (not self._is_replayed and _own_their_memory(values))):
             _torch.foreach_mul_(values, scale)  # type: ignore[arg-type]
         elif there:
             values = list(_torch.foreach_mul(values, scale))  # type: ignore[arg-type]

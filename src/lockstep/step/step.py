@@ -36,6 +36,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     t.is_exchanging = False
     table = StepTable(t.sum, buffers=len(t.buffers), loss_scale=t.loss_scale.value)
     t.gradients.begin()
+    t.graphs.begin_step()
     t.gradients.on_gradients, t.sum.is_timed = observer.begin_step(batch.number), observer.is_detailed
     t.buffers.begin()
     with preserve_random_state(t.sum.device), t.sum.in_step():
@@ -90,6 +91,7 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
         if shard.count:
             if graph is None:
                 backward(t, one.total)
+                t.graphs.end_eager_pass()
             else:
                 before = torch.cuda.current_stream().record_event()
                 graph.backward()
@@ -110,7 +112,7 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
 def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
     """Run the loss function on a shard, with the random numbers of this step and shard."""
     seed_all(seed_of(t, batch, shard), t.sum.device)
-    with t.recompute_check.recording(batch, shard.number):
+    with t.recompute_check.recording(batch, shard.number), t.graphs.watching():
         one = run_loss(t, loss, shard.data)
     if batch.number == 0 and shard.count > 1 and not t.is_loss_checked:
         t.is_loss_checked = True
@@ -129,6 +131,7 @@ def seed_of(t: StepContext, batch: Batch, shard: Shard) -> int:
 
 def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> CapturedShard | None:
     """Return the captured pass for this shard; None: run it eagerly (captured_shard.py)."""
+    t.recompute_check.stop_recording()
     is_audited = t.recompute_check.shard_of(batch) == shard.number
     if not t.graphs.is_enabled or shard.count == 0 or is_audited or batch.number == 0:
         return None
