@@ -368,7 +368,7 @@ def test_a_store_that_does_not_come_back_in_time_costs_the_lease(loop: Loop) -> 
     loop.parts.remove(server)
     server.close()
     loop.until(lambda: loop.lost, "it is told", 3.0)
-    assert promised_s <= time.monotonic() < promised_s + 0.4
+    assert promised_s <= time.monotonic() < promised_s + 2.0
     host, port = server_address
     assert f"the connection to the control store at {host}:{port} was lost" in loop.lost[0]
     assert client.held_until_s == -math.inf

@@ -366,7 +366,7 @@ def test_times_add_up_and_show_what_was_planted(planted: str, tmp_path: Path) ->
             assert sum(line["phases"].values()) == pytest.approx(line["t1"] - line["t0"], rel=1e-3)
         whole_s = mine[-1]["t1"] - mine[0]["t0"]
         first_s = whole_s - outcome[rank]["took_s"]  # the first step is not in what was measured outside
-        assert -0.05 < first_s < 2
+        assert -0.05 < first_s < 30  # it imports the compiler, on a machine that may be busy
     sums: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     waited_for: dict[str, float] = {}
     for line in lines_of(tmp_path, "steps"):
