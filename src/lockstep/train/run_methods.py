@@ -68,7 +68,12 @@ def load_weights(session: Session, model: nn.Module, path: str | Path, what: str
 
     def load() -> None:
         session.call_check.wait_for_all("run.load")
-        found = session.on_one.run(lambda: describe_misfit(read_weights(path, what), model))
+
+        def compare() -> list[str]:
+            session.checkpoints.drain(session.calls.check_left)  # what is read may be what this run is still writing
+            return describe_misfit(read_weights(path, what), model)
+
+        found = session.on_one.run(compare)
         if found:
             raise CheckpointError(f"{path} does not fit the model:\n  " + "\n  ".join(found))
         mine = read_weights(path, what) if session.is_main else None

@@ -143,6 +143,12 @@ class Checkpoints:
             self.saver.save(here.number, lambda: self.state(plan, here), writes=True)
             self.saver.drain(check)
 
+    def drain(self, check: Callable[[], None]) -> None:
+        """Wait until everything is written. `check` is called repeatedly, and raises to end the wait."""
+        for one in (self.saver, self._best_saver):
+            if one is not None:
+                one.drain(check)
+
     def close(self) -> None:
         """Wait until everything is written."""
         for one in (self.saver, self._best_saver):
