@@ -42,7 +42,7 @@ class Checks:
     def failures(self, name: str, size: int) -> str:
         """What each worker said against this check. The first question for a size runs all checks for it."""
         if size not in self._failed:
-            self._failed[size] = on_workers(_run_all, size, self._checks[size], timeout_s=100)
+            self._failed[size] = on_workers(_run_all, size, self._checks[size])
         texts = [f"rank {rank}: {failed[name]}" for rank, failed in enumerate(self._failed[size]) if name in failed]
         return "\n".join(texts)
 

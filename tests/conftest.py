@@ -1,13 +1,27 @@
-"""What holds for all tests: slow ones may take longer."""
+"""What holds for all tests: which cases `make test` leaves out, and that slow tests may take longer."""
 
 from __future__ import annotations
 
 import pytest
 
-SLOW_TIMEOUT_S = 600
+SLOW_TIMEOUT_S = 1800
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what `few(n)` leaves out: all cases of a test but n, which are spread evenly over its list."""
+    cases: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault(getattr(item, "function", item), []).append(item)
+    for family in cases.values():
+        marker = family[0].get_closest_marker("few")
+        assert marker is not None
+        (n,) = marker.args
+        kept = {position * len(family) // n for position in range(n)}
+        for position, item in enumerate(family):
+            if position not in kept:
+                item.add_marker(pytest.mark.slow)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

@@ -29,7 +29,7 @@ class WorkerFailedError(AssertionError):
         super().__init__("\n".join(f"rank {r}: {o}" for r, o in enumerate(outcomes)))
 
 
-def on_workers(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 100) -> list[Any]:
+def on_workers(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 300) -> list[Any]:
     """`[function(rank, size, *args) for every rank]`, each in a process. Raises WorkerFailedError if any fails."""
     outcomes = try_on_workers(function, workers, *args, timeout_s=timeout_s)
     if any(isinstance(o, Failure) for o in outcomes):
@@ -41,7 +41,7 @@ class Failure(str):
     """The text of an error, or of a silent death."""
 
 
-def try_on_workers(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 100) -> list[Any]:
+def try_on_workers(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 300) -> list[Any]:
     """Like `on_workers`, with a Failure in the place of a worker that failed.
 
     A worker that waits for two seconds for a core while Gloo connects is hung up on by its peer. That is no fault of
@@ -110,5 +110,5 @@ def _work(
 def _join_group(rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=40)
+    timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)

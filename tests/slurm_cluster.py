@@ -20,8 +20,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
-START_S = 30.0
-CALL_S = 150.0
+START_S = 300.0
+CALL_S = 300.0
 
 CONF = """\
 ClusterName=lockstep

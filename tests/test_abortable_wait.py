@@ -38,6 +38,7 @@ def wait_for_a_missing_peer(rank: int, size: int, what: str) -> float:
     return 0.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", WAITS)
 def test_who_waits_in_a_group_that_is_given_up_goes_on(what: str) -> None:
     waited_s, _ = on_workers(wait_for_a_missing_peer, 2, what)

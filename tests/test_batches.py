@@ -160,7 +160,7 @@ def test_numpy_is_sown_even_if_the_dataset_is_the_first_to_use_it() -> None:
         "for i in range(4):\n"
         "    seed_all(derive_seed(7, 'sample', 0, i)); assert found[i] == numpy.random.rand(), (i, found)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -223,6 +223,7 @@ def test_the_position_is_that_of_the_next_batch_however_much_is_loaded_ahead(loa
     assert not list(given)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dataset", [Augmented(20), Stream(20), SkippingStream(20)], ids=["map", "stream", "skipping"])
 def test_any_world_goes_on_from_the_state(dataset: Any) -> None:
     settings = BatchSettings(6, 6, epochs=3)

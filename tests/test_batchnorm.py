@@ -100,6 +100,7 @@ def two_steps(rank: int, shares: tuple[int, ...], device: str, name: str, group:
     return bits_of(layer.named_buffers())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "shares",

@@ -59,7 +59,7 @@ def start(tmp_path: Path):
 def test_step_measures_every_arm_on_two_workers(start, tmp_path):
     found = tmp_path / "found.json"
     process = start("step", "--quick", "--models", "tiny", "--rounds", "3", "--json", str(found))
-    table, progress = process.communicate(timeout=60)
+    table, progress = process.communicate(timeout=300)
     assert process.returncode == 0, progress
     assert "round 3 of 3" in progress
     assert "hidden" in table
@@ -79,10 +79,11 @@ def test_step_measures_every_arm_on_two_workers(start, tmp_path):
     assert arms["lockstep@shm"]["weights_equal_torch"]  # with two workers there is but one order
 
 
+@pytest.mark.slow
 def test_wrapper_measures_every_arm_in_a_world_of_one(tmp_path, start):
     found = tmp_path / "found.json"
     process = start("wrapper", "--device", "cpu", "--rounds", "1", "--steps", "1", "--json", str(found))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     for batch in json.loads(found.read_text())["batches"].values():
         assert tuple(batch) == ARMS
@@ -92,7 +93,7 @@ def test_wrapper_measures_every_arm_in_a_world_of_one(tmp_path, start):
 @pytest.mark.slow
 def test_the_worker_that_failed_is_named(start):
     process = start("step", "--models", "tiny", "--arms", "none,classes.Raises")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "worker 1 of classes.Raises failed" in errors
     assert errors.rstrip().endswith("ArithmeticError: one and one is three")

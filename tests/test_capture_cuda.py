@@ -40,7 +40,7 @@ def train_all(rank: int, size: int, store: str, names: list[str], capture: Any) 
 @functools.cache
 def results(size: int, capture: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, f"{folder}/store", list(ON_GPU), capture, timeout_s=200)
+        by_rank = on_workers(train_all, size, f"{folder}/store", list(ON_GPU), capture)
     assert all(found == by_rank[0] for found in by_rank)
     return by_rank[0]
 
@@ -337,7 +337,7 @@ def on_nccl_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
         for rank in range(size)
     ]
     try:
-        return [json.loads(one.communicate(timeout=150)[0].splitlines()[-1]) for one in started]
+        return [json.loads(one.communicate(timeout=300)[0].splitlines()[-1]) for one in started]
     finally:
         for one in started:
             one.kill()

@@ -197,7 +197,7 @@ def wait_until(condition, wait_s: float = 80) -> None:  # type: ignore[no-untype
 def test_gloo_names_no_rank_and_the_campaign_is_red(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     tool = start(tmp_path, "--backend", "gloo", "--kills", "2", "--json", str(found))
-    output, _ = tool.communicate(timeout=200)
+    output, _ = tool.communicate(timeout=300)
     assert tool.returncode == 1, output
     assert "case 0: kill" in output
     assert "not told" in output
@@ -217,7 +217,7 @@ def test_workers_end_with_the_tool_though_it_is_killed(tmp_path: Path) -> None:
     try:
         wait_until(lambda: len(marked_processes(mark)) >= 3)
         tool.send_signal(signal.SIGKILL)
-        tool.communicate(timeout=30)
+        tool.communicate(timeout=120)
         wait_until(lambda: not marked_processes(mark))
     finally:
         tool.kill()

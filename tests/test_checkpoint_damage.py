@@ -76,6 +76,7 @@ def flip_every_bit(path: Path, check: Callable[[], Any], *, every: int = 1) -> I
         path.write_bytes(whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [MANIFEST, STATE, TENSORS])
 def test_every_single_bit_counts(fast_path: Path, name: str) -> None:  # noqa: F811
     store = make(fast_path)

@@ -67,6 +67,7 @@ def forge(folder: Path, count: int, *, seed: int) -> dict[str, int]:
     return refused
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_forgeries(fast_path: Path, seed: int) -> None:  # noqa: F811
     refused = forge(fast_path, 1500, seed=seed)

@@ -15,7 +15,7 @@ from lockstep.checkpoint.manifest import TENSORS
 from lockstep.checkpoint.store import CheckpointStore, Use
 from test_checkpoint_store import there
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 def leave(folder: Path, pipe: Connection) -> None:

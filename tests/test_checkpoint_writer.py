@@ -17,7 +17,7 @@ from lockstep.checkpoint import format as layout, writer as writing
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import CheckpointWriter
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 def state_of(number: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIGITS = str(ROOT / "examples" / "digits.py")
 SHORT = ("--steps", "20")
 LONG = ("--batch", "8", "--steps", "700")  # some 15 seconds: long enough to be interrupted
-DEADLINE_S = 200.0
+DEADLINE_S = 300.0
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "LOCKSTEP_BACKEND")
 
 pytestmark = pytest.mark.timeout(400)

@@ -91,7 +91,7 @@ def start(tmp_path: Path):
 
 
 def finish(tool: subprocess.Popen[str], *, status: int) -> str:
-    output, _ = tool.communicate(timeout=200)
+    output, _ = tool.communicate(timeout=300)
     assert tool.returncode == status, output
     return output
 
@@ -140,7 +140,7 @@ def test_no_process_is_left_behind(start, tmp_path, name, number):
     wait_until(lambda: hanging.exists() and len(hanging.read_text().split()) >= 2)
     ranks = [int(pid) for pid in hanging.read_text().split()]
     tool.send_signal(number)
-    tool.communicate(timeout=30)
+    tool.communicate(timeout=120)
     wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
 
 

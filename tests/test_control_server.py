@@ -113,6 +113,7 @@ def measure(loop: Loop, client: RemoteStoreClient, go_on: Callable[[int], bool])
     return times
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_messages_and_two_hundred_idle_strangers(capsys: pytest.CaptureFixture[str]) -> None:
     with ExitStack() as stack:
         process, port = stack.enter_context(server_process())

@@ -226,6 +226,7 @@ def test_a_client_is_as_strict_as_a_server() -> None:
         client.feed(frame)
 
 
+@pytest.mark.slow
 def test_ten_thousand_changed_frames_and_none_is_believed() -> None:
     rng = random.Random(20240607)
     changes = refused = 0

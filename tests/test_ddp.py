@@ -231,6 +231,7 @@ def strange(rank: int, size: int, wrapper: type, view: bool) -> list[str]:
     return digests
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("view", [False, True])
 def test_complex_empty_scalar_and_transposed_parameters(view: bool) -> None:
     assert on_workers(strange, 3, OurDDP, view) == on_workers(strange, 3, TorchDDP, view)
@@ -276,6 +277,7 @@ def outputs(rank: int, size: int, kind: str, find_unused: bool, static: bool) ->
         assert ddp.module.spare.weight.grad is None
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["dataclass", "namedtuple", "dict", "tuple"])
 @pytest.mark.parametrize("mode", ["find unused", "static graph"])
 def test_outputs_of_any_kind_of_which_the_loss_uses_one(kind: str, mode: str) -> None:
@@ -566,6 +568,7 @@ def buffer_options(rank: int, size: int, wrapper: type, options: dict[str, bool]
     return [start, ddp.module.at_forward]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [{"forward_sync_buffers": False}, {"broadcast_buffers": False}, {"broadcast_buffers": True}, {}],
@@ -682,7 +685,7 @@ def other_model(rank: int, size: int, what: str) -> None:
     ],
 )
 def test_different_models_are_refused_by_all_with_rank_and_parameter(what: str, words: list[str]) -> None:
-    for outcome in try_on_workers(other_model, 2, what, timeout_s=30):
+    for outcome in try_on_workers(other_model, 2, what, timeout_s=150):
         assert "ReplicaMismatchError" in outcome
         for word in words:
             assert word in outcome
@@ -720,6 +723,7 @@ def compiled(rank: int, size: int, where: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_torch_compile(where: str) -> None:
     on_workers(compiled, 2, where)

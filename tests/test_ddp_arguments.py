@@ -111,6 +111,7 @@ def compiled_graphs(rank: int, size: int, wrapper: type, where: str) -> tuple[in
     return len(graphs), ours
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_compiled_graphs_are_cut_at_bucket_borders_and_the_wrapper_is_not_compiled(where: str) -> None:
     ours = on_workers(compiled_graphs, 2, OurDDP, where)

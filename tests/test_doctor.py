@@ -162,11 +162,12 @@ def test_names_that_stand_for_nothing() -> None:
 def doctor(*arguments: str, **env: str) -> tuple[int, list[dict[str, str]]]:
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "doctor", "--json", *arguments],
-        capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ) | env,
+        capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ) | env,
     )  # fmt: skip
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_this_machine_can_train() -> None:
     status, findings = doctor()
     assert status == 0

@@ -124,6 +124,7 @@ def test_it_is_replaced_and_nothing_is_lost(
     assert show.digests == [undisturbed] * 3, show.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sys.exit", pytest.param("caught", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("place", "slow"), [("loop", "1.5"), pytest.param("loss", "", marks=pytest.mark.slow)])
 def test_a_program_that_ends_on_all_workers_has_ended(tmp_path: Path, how: str, place: str, slow: str) -> None:
@@ -161,6 +162,7 @@ FIXED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("exits", "backend"),
     [
@@ -208,6 +210,7 @@ def test_rank_0_that_leaves_alone_has_not_ended_the_training(
     assert again.stdout.count(f"digest {undisturbed}") == 2, again.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exits",
     [

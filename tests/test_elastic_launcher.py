@@ -70,7 +70,7 @@ def test_an_environment_that_is_larger_than_a_message(tmp_path: Path) -> None:
     huge = {f"HUGE{n}": "x" * 100_000 for n in range(5)}
     with launch(tmp_path, env=huge, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
         try:
-            said = launcher.communicate(timeout=60)[0].decode()
+            said = launcher.communicate(timeout=300)[0].decode()
         finally:
             launcher.kill()
     assert launcher.returncode == 0, said
@@ -86,7 +86,7 @@ def test_a_worker_is_replaced_although_its_log_cannot_be_written(tmp_path: Path)
             (tmp_path / "die").touch()
             time.sleep(1.0)
             (tmp_path / "go").touch()
-            said = launcher.communicate(timeout=60)[0].decode()
+            said = launcher.communicate(timeout=300)[0].decode()
         finally:
             launcher.kill()
     assert launcher.returncode == 0, said
@@ -146,6 +146,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("victim", ["worker", "launcher"])
 def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: str) -> None:
     """Python's resource tracker, which would unlink them, is a child of the worker, and is killed with its group."""
@@ -160,10 +161,10 @@ def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: st
             assert all(Path(name).exists() for name in names)
             if victim == "worker":
                 (tmp_path / "die").touch()
-                launcher.communicate(timeout=60)
+                launcher.communicate(timeout=300)
             else:
                 launcher.kill()
-                launcher.communicate(timeout=60)
+                launcher.communicate(timeout=300)
         finally:
             launcher.kill()
     end_s = time.monotonic() + 20
@@ -205,7 +206,7 @@ def test_a_worker_with_loaders_that_were_not_forked_leaves_no_semaphores(tmp_pat
     text = LOADED.replace("{tests!r}", repr(str(Path(__file__).parent))).replace("{method}", method)
     (tmp_path / "program.py").write_text(text)
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     names = (tmp_path / "names").read_text().split()
     assert names

@@ -120,7 +120,7 @@ def gradients_of_all(rank: int, size: int, backend: str, store: str) -> dict[str
 def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
     size, backend = request.param
     with tempfile.TemporaryDirectory() as folder:
-        return on_workers(gradients_of_all, size, backend, f"{folder}/store", timeout_s=100)[0]
+        return on_workers(gradients_of_all, size, backend, f"{folder}/store")[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -83,6 +83,7 @@ def alone() -> dict[str, tuple[str, float]]:
     return {name: train(program) for name, program in CASES.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
@@ -94,7 +95,7 @@ def alone() -> dict[str, tuple[str, float]]:
 def test_the_same_bits_on_any_number_of_workers(
     tmp_path: Path, size: int, backend: str, alone: dict[str, tuple[str, float]]
 ) -> None:
-    for found in on_workers(train_all, size, backend, str(tmp_path / "store"), timeout_s=200):
+    for found in on_workers(train_all, size, backend, str(tmp_path / "store")):
         assert {name: found[name] for name in alone if found[name] != alone[name]} == {}
 
 

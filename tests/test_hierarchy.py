@@ -115,6 +115,7 @@ def near(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=rough, atol=rough)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aabb", *(pytest.param(one, marks=pytest.mark.slow) for one in ("abcd", "aaaa"))])
 def test_an_exact_reduction_has_the_bits_of_one_tree_over_all_workers(hosts):
     on_workers(reduce_everything, len(hosts), hosts, True)
@@ -149,6 +150,7 @@ def move_everything(rank: int, size: int, hosts: str) -> None:
     group.shutdown()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hosts", ALL_LAYOUTS)
 def test_what_is_moved_arrives(hosts):
     on_workers(move_everything, len(hosts), hosts)
@@ -323,6 +325,7 @@ def train_twice(rank: int, size: int, hosts: str, sort: str) -> tuple[bytes, byt
     return here.numpy().tobytes(), on_gloo.numpy().tobytes()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sort", ["torch", "ours", "fsdp"])
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
 def test_training_gives_what_it_gives_on_gloo(hosts, sort):

@@ -82,7 +82,7 @@ def everything(rank: int, size: int, hosts: str, exact: bool) -> str:
 
 @pytest.mark.parametrize(("hosts", "exact"), [("aabb", True), ("aabb", False), ("aab", False), ("ab", True)])
 def test_every_collective(hosts, exact):
-    assert set(on_workers(everything, len(hosts), hosts, exact, timeout_s=120)) == {"PipelinedCollectives"}
+    assert set(on_workers(everything, len(hosts), hosts, exact)) == {"PipelinedCollectives"}
 
 
 def refuse(*args: Any, **options: Any) -> None:
@@ -129,7 +129,7 @@ def follow_streams(rank: int, size: int) -> bool:
 
 
 def test_collectives_are_ordered_on_streams():
-    assert all(on_workers(follow_streams, 4, timeout_s=120))
+    assert all(on_workers(follow_streams, 4))
 
 
 def train(rank: int, size: int, sort: str) -> tuple[bytes, bool]:
@@ -153,7 +153,7 @@ def train(rank: int, size: int, sort: str) -> tuple[bytes, bool]:
 
 @pytest.mark.parametrize("sort", ["torch", "ours"])
 def test_training_gives_what_it_gives_on_gloo(sort):
-    results = on_workers(train, 4, sort, timeout_s=120)
+    results = on_workers(train, 4, sort)
     assert len({weights for weights, _ in results}) == 1
     assert all(near for _, near in results)
 

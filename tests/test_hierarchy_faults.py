@@ -91,6 +91,7 @@ def strike(rank: int, hosts: str, folder: Path, victim: int, number: int, numel:
     return type(error), getattr(error, "rank", None), str(error), when - float(at.read_text())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("hosts", "victim", "numel"),
     [("aabb", 2, LARGE), ("aabb", 1, SMALL), ("aab", 2, LARGE), ("aab", 1, LARGE), ("abc", 1, LARGE)],
@@ -103,6 +104,7 @@ def test_a_worker_that_dies_is_named_on_every_host(hosts, victim, numel, tmp_pat
         assert after_s < SOON_S
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("hosts", "victim"), [("aabb", 3), ("ab", 1)])
 def test_a_worker_that_is_stopped_is_named_at_the_deadline(hosts, victim, tmp_path):
     for sort, named, text, after_s in run(strike, hosts, tmp_path, victim, signal.SIGSTOP, SMALL, 2.0, gone=[victim]):

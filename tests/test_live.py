@@ -208,7 +208,7 @@ def test_the_line_of_a_run_without_a_view(
 
 def test_where_there_is_no_run(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "watch", str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "lockstep", "watch", str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert f"there is no trace of a run in {tmp_path}: give the directory of a lockstep.Run" in done.stderr
@@ -245,6 +245,7 @@ def in_terminal(command: list[str], folder: Path, *, kill_after: str = "") -> tu
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_run_shows_itself_below_what_its_workers_print(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -266,7 +267,7 @@ def test_plain_is_plain(tmp_path: Path) -> None:
     assert "╭" not in seen
     assert "[rank 0] the program itself speaks" in seen
     watched = subprocess.run(
-        [sys.executable, "-m", "lockstep", "watch", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "lockstep", "watch", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert watched.returncode == 0
     assert watched.stdout.startswith("step 240/240  epoch 5  loss ")

@@ -29,7 +29,7 @@ from test_launch import Stage, outer_env, stage  # noqa: F401
 from test_newcomer import dataset, loss, net, quiet
 from test_run import error_of
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 # ---- a survivor that is one step behind ------------------------------------------------------------------------------
 
@@ -172,6 +172,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digests(out)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_survivor_that_is_one_step_behind_runs_its_body_once(tmp_path: Path, undisturbed: str, backend: str) -> None:
     (tmp_path / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
@@ -258,6 +259,7 @@ with lockstep.Run(seed=7, progress=False, check_every=1) as run:
 """
 
 
+@pytest.mark.slow
 def test_workers_that_are_lost_around_a_step(tmp_path: Path) -> None:
     """While all agree on what is trained; before a step that is taken again; in an evaluation behind the step."""
     (tmp_path / "program.py").write_text(LOSSES.format(tests=str(Path(__file__).parent)))
@@ -387,6 +389,7 @@ def changing(rank: int, size: int, name: str, directory: str | None = None, step
         return run.digest()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["freezes_averages", "transposes", "drops_buffer", "draws_from_its_own"])
 def test_what_a_body_changes_is_part_of_the_state(name: str, tmp_path: Path) -> None:
     digest = changing(0, 1, name)
@@ -474,6 +477,7 @@ def test_a_program_cannot_go_on_without_the_step(how: str) -> None:
         assert SAID[how] in error_of(lambda: catching(0, 1, how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["tries again", *(pytest.param(how, marks=pytest.mark.slow) for how in SAID)])
 def test_so_it_is_on_shm(stage: Stage, how: str) -> None:  # noqa: F811
     tests = str(Path(__file__).parent)

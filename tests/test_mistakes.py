@@ -166,6 +166,7 @@ def test_a_batch_fewer_on_one_worker_of_a_torch_program(stage: Stage) -> None:  
     seen.has("backward pass 5, bucket 1 of 1 (spare.bias .. used.weight)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaders", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_exception_in_the_dataset(stage: Stage, loaders: int) -> None:  # noqa: F811
     seen = fail(stage, RUN, words=f"dataset,num_workers={loaders}")
@@ -176,6 +177,7 @@ def test_an_exception_in_the_dataset(stage: Stage, loaders: int) -> None:  # noq
     assert "step " in seen.line("where")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, words="nan")
     seen.has("rank 1 failed", "NonFiniteError", "the loss of shards 2, 3 is not a finite number, on rank 1")
@@ -244,7 +246,7 @@ def test_a_port_that_is_taken(stage: Stage) -> None:  # noqa: F811
 def can_mount() -> bool:
     tried = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"]
     try:
-        return subprocess.run(tried, capture_output=True, timeout=10).returncode == 0
+        return subprocess.run(tried, capture_output=True, timeout=120).returncode == 0
     except OSError:
         return False
 
@@ -267,6 +269,7 @@ def test_a_tiny_dev_shm(stage: Stage, words: str) -> None:  # noqa: F811
         assert word in text, card
 
 
+@pytest.mark.slow
 def test_slurm_speaks_of_more_workers_than_there_are(stage: Stage) -> None:  # noqa: F811
     """Without a launcher of ours: the worker draws its card itself, when its time to join is over."""
     told = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0"}

@@ -21,7 +21,7 @@ from lockstep.bench.hosts import GLOO, HIERARCHY, planned_bytes
 from lockstep.bench.network_namespaces import NamespaceError, VirtualHosts, check_requirements, sent_bytes
 
 MIB = 2**20
-START_S = 90.0  # for six processes that import torch, on a machine that has much else to do
+START_S = 300.0  # for six processes that import torch, on a machine that has much else to do
 
 
 def can_make_hosts() -> bool:
@@ -115,11 +115,11 @@ def test_hosts_reach_each_other_over_links_that_count():
 
 @pytest.mark.slow
 @needs_root
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
     before, found = holders(), tmp_path / "found.json"
     process = bench("--sizes", "4MiB", "--ops", "all-reduce,broadcast", "--rounds", "2", "--json", str(found))
-    table, progress = process.communicate(timeout=200)
+    table, progress = process.communicate(timeout=300)
     assert process.returncode == 0, progress
     assert "by plan" in table
     all_reduce, broadcast = json.loads(found.read_text())["cases"]
@@ -132,7 +132,7 @@ def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
 
 @pytest.mark.slow
 @needs_root
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_is_ended(number):
     before = holders()
@@ -143,7 +143,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(number):
             assert time.monotonic() < end, f"not under way after {START_S} s"
             time.sleep(0.05)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == (130 if number == signal.SIGINT else -number)
     finally:
         process.kill()

@@ -141,6 +141,7 @@ main()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "status", "next_steps"),
     [
@@ -154,7 +155,7 @@ def test_how_a_process_ends_decides_whether_it_trains_on(
 ) -> None:
     (tmp_path / "train.py").write_text(LEAVES.format(tests=str(Path(__file__).parent), how=how))
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == status, done.stderr
     assert checkpoints(tmp_path / "run")[-1] == 8
@@ -218,6 +219,7 @@ def last_step(folder: Path) -> int:
     return checkpoints(folder / "run")[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text("import os, sys, time\n" + SLOW.format(tests=str(Path(__file__).parent)))
@@ -234,7 +236,7 @@ def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: 
     try:
         wait_for(lambda: (tmp_path / "up0").exists(), "the training", within_s=90)
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == (130 if number == signal.SIGINT else 75), err
@@ -244,6 +246,7 @@ def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: 
     assert 4 <= last_step(tmp_path) < 300
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ctrl_c_under_the_launcher(stage: Stage, elastic: bool) -> None:  # noqa: F811
     script = stage.script(SLOW.format(tests=str(Path(__file__).parent)))
@@ -276,7 +279,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         said = [process.stderr.readline(), process.stderr.readline()]
         assert "Ctrl-C again ends at once" in said[1]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT
@@ -376,6 +379,7 @@ def test_starting_over_moves_what_was_there(tmp_path: Path, monkeypatch: pytest.
         quiet(tmp_path, resume="no")
 
 
+@pytest.mark.slow
 def test_lockstep_run_fresh(stage: Stage) -> None:  # noqa: F811
     script = stage.script(
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -574,6 +578,7 @@ with quiet() as run:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_unfrozen_on_one_worker_only_is_an_error(stage: Stage, backend: str) -> None:  # noqa: F811
     script = stage.script(UNFROZEN_ON_ONE.format(tests=str(Path(__file__).parent)))

@@ -24,7 +24,7 @@ def on_gpu(rank: int, size: int, store: str, name: str, *args: Any) -> Any:
 
 def results(size: int, name: str, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return on_workers(on_gpu, size, f"{folder}/store", name, *args, timeout_s=100)
+        return on_workers(on_gpu, size, f"{folder}/store", name, *args)
 
 
 @pytest.mark.parametrize("name", ["unfreezing", "metrics_of_steps"])

@@ -207,6 +207,7 @@ def sample_all(rank: int, size: int, folder: Path, steps: int | None) -> dict[st
     return {name: train_sampled(sampler, folder / name, steps) for name, sampler in samplers().items()}
 
 
+@pytest.mark.slow
 def test_a_sampler_gives_the_same_digest_on_one_worker_and_two_and_after_a_resume(tmp_path: Path) -> None:
     alone = {name: train_sampled(sampler, tmp_path / "alone" / name) for name, sampler in samplers().items()}
     assert len(set(alone.values())) == len(alone)
@@ -279,6 +280,7 @@ def test_a_sampler_that_splits_by_rank_is_noticed(tmp_path: Path) -> None:
 # ---- a stream that splits itself -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_split_stream_is_refused_where_workers_come_and_go(stage: Stage) -> None:  # noqa: F811
     script = stage.script(
         "import lockstep, torch\n"
@@ -360,6 +362,7 @@ def trained_on(rank: int, size: int, case: str) -> int:
     return steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["split", "noise"])
 def test_another_dataset_on_each_worker_is_refused_before_a_step_is_applied(case: str) -> None:
     for outcome in try_on_workers(trained_on, 2, case):
@@ -369,6 +372,7 @@ def test_another_dataset_on_each_worker_is_refused_before_a_step_is_applied(case
         assert "Make random data and random splits inside of the `with` block of the Run" in outcome
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["the same split", "own dice"])
 def test_the_same_dataset_and_one_that_is_different_each_time_are_not(case: str) -> None:
     assert on_workers(trained_on, 2, case) == [3, 3]

@@ -24,7 +24,7 @@ def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
 @functools.cache
 def results(size: int, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, backend, f"{folder}/store", timeout_s=200)
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store")
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
@@ -49,7 +49,7 @@ def results_of_parts() -> dict[str, Any]:
     """Two steps on two workers, one on three over another backend (each ends inside an epoch), the rest on eight."""
     with tempfile.TemporaryDirectory() as folder:
         for size, backend, steps in ((2, "shm", 2), (3, "gloo", 3), (8, "shm", None)):
-            found = on_workers(train_part, size, backend, folder, steps, timeout_s=200)[0]
+            found = on_workers(train_part, size, backend, folder, steps)[0]
     return found
 
 
@@ -86,6 +86,7 @@ def train_with_mistake(rank: int, size: int, mistake: str) -> list[str]:
     return [train(PROGRAMS[name], steps=2, check_every=1000)[0] for name in names]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("mistake", "shows_in"),
     [

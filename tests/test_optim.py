@@ -327,6 +327,7 @@ def accuracy_after(build: Callable[[nn.Module], torch.optim.Optimizer]) -> float
     return float((model(x).argmax(1) == y).float().mean())
 
 
+@pytest.mark.slow
 def test_both_train_with_a_large_batch() -> None:
     assert accuracy_after(lambda m: LARS(m.parameters(), lr=1.0, trust=0.02, weight_decay=1e-4)) > 0.95
     assert accuracy_after(lambda m: LAMB(m.parameters(), lr=0.05)) > 0.95

@@ -91,6 +91,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("saved", "now", "words"), REFUSED, ids=lambda text: text)
 def test_another_order_within_an_epoch_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], saved: str, now: str, words: str
@@ -105,6 +106,7 @@ def test_another_order_within_an_epoch_is_refused(
     assert train(tmp_path, saved) == train(None, saved)  # nothing is lost
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("saved", "now", "words"), REFUSED[:3] + REFUSED[6:7] + REFUSED[10:13], ids=lambda text: text)
 def test_between_two_epochs_the_order_may_change_and_that_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], saved: str, now: str, words: str

@@ -82,6 +82,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -106,7 +107,7 @@ def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, w
     other = subprocess.Popen(command, env=environment | {"RANK": "1", "LOCAL_RANK": "1"}, stdout=quiet, stderr=quiet)
     try:
         done = subprocess.run(
-            command, env=environment | {"RANK": "0", "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=110
+            command, env=environment | {"RANK": "0", "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=300
         )
     finally:
         other.kill()

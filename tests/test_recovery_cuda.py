@@ -45,7 +45,7 @@ def digests(folder: Path, workers: int, faults: list[dict[str, object]]) -> set[
         env=os.environ | {"LOCKSTEP_FAULTS": json.dumps(faults)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

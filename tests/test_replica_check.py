@@ -114,7 +114,7 @@ def plant_all(rank: int, size: int, backend: str, store: str) -> dict[Any, str]:
 @functools.cache
 def outcomes(play: Callable[..., Any], size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return try_on_workers(play, size, "gloo" if size == 3 else "shm", f"{folder}/store", timeout_s=110)
+        return try_on_workers(play, size, "gloo" if size == 3 else "shm", f"{folder}/store")
 
 
 def seen(play: Callable[..., Any], size: int) -> Any:
@@ -287,6 +287,7 @@ def test_a_module_that_is_called_more_often_is_named(size: int) -> None:
     assert "the output of 1.part (Linear)" in audits(size)["twice"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_bit_of_a_gradient_is_found(size: int) -> None:
     text = audits(size)["gradient"]

@@ -468,6 +468,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path, lines: int) -> None:
     assert "No step was measured yet" in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_any_cut_and_any_garbage_is_survived(tmp_path: Path) -> None:
     run, chance = write_trace(tmp_path, Plan(workers=2, steps=12)), random.Random(5)
     files = sorted((run / "trace").glob("*.jsonl"))
@@ -482,6 +483,7 @@ def test_any_cut_and_any_garbage_is_survived(tmp_path: Path) -> None:
         json.loads((run / "trace.json").read_text())
 
 
+@pytest.mark.slow
 def test_fields_of_every_wrong_kind_are_survived(tmp_path: Path) -> None:
     plan, chance = Plan(workers=2, steps=6), random.Random(6)
     wrong: list[Any] = [None, True, "text", -1, 0, 1e308, -1e308, 10**500, math.nan, math.inf, [], {}, [[]], {"a": []}]

@@ -458,7 +458,7 @@ def play(rank: int, size: int, backend: str, folder: Path) -> dict[str, Any]:
 @functools.cache
 def outcomes(size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return try_on_workers(play, size, "shm" if size % 2 == 0 else "gloo", Path(folder), timeout_s=110)
+        return try_on_workers(play, size, "shm" if size % 2 == 0 else "gloo", Path(folder))
 
 
 def world(size: int) -> list[dict[str, Any]]:
@@ -479,6 +479,7 @@ every_world = pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=
 # ---- figures ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @every_world
 def test_every_sample_counts_once_and_figures_are_those_of_one_process(size: int) -> None:
     found = seen(size, "evaluate")
@@ -591,6 +592,7 @@ def wait_long(rank: int, size: int, port: int) -> Any:
     return found, said.getvalue()
 
 
+@pytest.mark.slow
 def test_others_wait_as_long_as_it_takes_and_say_for_whom() -> None:
     with reserve_port() as port:
         by_rank = on_workers(wait_long, 2, port)
@@ -628,6 +630,7 @@ def slow_backward(rank: int, size: int, backend: str, store: str) -> str:
         return run.digest()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "size"),
     [
@@ -870,7 +873,8 @@ with lockstep.Run(seed=1, progress=False, device="cpu") as run:
 """
 
 
+@pytest.mark.slow
 def test_children_of_the_program_can_be_ended() -> None:
     """They inherit the handler of SIGTERM, which asks the run to stop, and no run is there."""
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == str(-signal.SIGTERM), done.stderr

@@ -37,7 +37,7 @@ def train_all(rank: int, size: int, backend: str, store: str, names: list[str]) 
 @functools.cache
 def results(size: int, backend: str, names: tuple[str, ...] = tuple(ON_GPU)) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, backend, f"{folder}/store", list(names), timeout_s=110)
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", list(names))
     assert all(found == by_rank[0] for found in by_rank)
     return by_rank[0]
 
@@ -70,7 +70,7 @@ def train_with_audits(rank: int, size: int, store: str) -> str:
 
 def test_audits_and_evaluation_on_a_gpu() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        one, two = (on_workers(train_with_audits, n, f"{folder}/{n}", timeout_s=100)[0] for n in (1, 2))
+        one, two = (on_workers(train_with_audits, n, f"{folder}/{n}")[0] for n in (1, 2))
     assert one == two
 
 
@@ -99,8 +99,8 @@ def overflow(rank: int, size: int, store: str, policy: str) -> str:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_gradient_that_is_not_finite_is_found_in_time(size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        stopped = on_workers(overflow, size, f"{folder}/a", "stop", timeout_s=100)
-        skipped = on_workers(overflow, size, f"{folder}/b", "skip", timeout_s=100)
+        stopped = on_workers(overflow, size, f"{folder}/a", "stop")
+        skipped = on_workers(overflow, size, f"{folder}/b", "skip")
     assert all("step 2: the gradient was not finite" in text and "0.weight" in text for text in stopped)
     assert set(skipped) == {"True"}
 
@@ -130,5 +130,5 @@ def train_ddp_with_amp(rank: int, size: int, store: str, backend: str) -> list[f
 @pytest.mark.parametrize(("size", "backend"), [(3, "shm"), (1, "cpu:shm,cuda:nccl")])
 def test_the_drop_in_with_mixed_precision_and_loss_scale(size: int, backend: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        losses = on_workers(train_ddp_with_amp, size, f"{folder}/store", backend, timeout_s=100)[0]
+        losses = on_workers(train_ddp_with_amp, size, f"{folder}/store", backend)[0]
     assert losses[-1] < 0.9 * losses[0]

@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_not_written_in_part(tmp_path: Path) -> None:
         "append_lines(Path(sys.argv[1]), ['y' * 79])\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "lines")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "No space left on device" in done.stderr
     assert (tmp_path / "lines").read_text() == "x" * 79 + "\n"
 
@@ -110,7 +110,7 @@ def train(folder: Path, *, full_from: int = -1, full_to: int = -1) -> tuple[str,
     From one step to another no file may grow, neither that of the ledger nor those of a checkpoint.
     """
     command = [sys.executable, "-c", TRAIN, str(folder), str(full_from), str(full_to)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

@@ -62,7 +62,7 @@ def test_the_launcher_is_asked(launcher: Process, tmp_path: Path, capsys: pytest
     run.mkdir()
     (run / "launch.json").write_text(json.dumps({"logs": str(tmp_path)}))
     assert main(["scale", str(run), "2"]) == 0
-    assert launcher.communicate(timeout=10)[0] == "2\n"
+    assert launcher.communicate(timeout=120)[0] == "2\n"
     assert "asked for 2 workers" in capsys.readouterr().out
 
 
@@ -80,7 +80,7 @@ def test_a_process_with_the_pid_of_a_launcher_that_was_killed_is_left_alone(
     launcher: Process, stranger: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher.kill()
-    launcher.wait(timeout=10)
+    launcher.wait(timeout=120)
     change(tmp_path, pid=stranger.pid)
     assert main(["scale", str(tmp_path), "2"]) == 2
     error = capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_without_handles_of_processes_it_is_asked_all_the_same(
     """Some builds of Python have none, and some containers forbid them."""
     monkeypatch.delattr(os, "pidfd_open")
     assert main(["scale", str(tmp_path), "3"]) == 0
-    assert launcher.communicate(timeout=10)[0] == "3\n"
+    assert launcher.communicate(timeout=120)[0] == "3\n"
 
 
 def test_a_launcher_that_was_not_collected_yet(
@@ -111,7 +111,7 @@ def test_a_launcher_that_was_not_collected_yet(
 
 def test_a_launcher_that_is_gone(launcher: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launcher.send_signal(signal.SIGKILL)
-    launcher.wait(timeout=10)
+    launcher.wait(timeout=120)
     assert main(["scale", str(tmp_path), "2"]) == 2
     assert "is not a run that goes on" in capsys.readouterr().err
 

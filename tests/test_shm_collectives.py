@@ -170,6 +170,7 @@ def reducing(rank: int, size: int) -> list[str]:
     return trial.wrong + usual.wrong
 
 
+@pytest.mark.few(1)
 @three_workers_and_others
 def test_reductions(workers: int) -> None:
     assert on_workers(reducing, workers) == [[]] * workers
@@ -273,6 +274,7 @@ def moving(rank: int, size: int) -> list[str]:
     return trial.wrong
 
 
+@pytest.mark.few(1)
 @three_workers_and_others
 def test_moves(workers: int) -> None:
     assert on_workers(moving, workers) == [[]] * workers

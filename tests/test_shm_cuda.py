@@ -94,7 +94,7 @@ def everything(rank: int, size: int) -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_every_collective(workers: int) -> None:
-    assert on_workers(everything, workers, timeout_s=110) == [[] for _ in range(workers)]
+    assert on_workers(everything, workers) == [[] for _ in range(workers)]
 
 
 def streams(rank: int, size: int) -> list[str]:
@@ -137,7 +137,7 @@ def streams(rank: int, size: int) -> list[str]:
 
 
 def test_streams() -> None:
-    assert on_workers(streams, 2, timeout_s=110) == [[], []]
+    assert on_workers(streams, 2) == [[], []]
 
 
 def memory_comes_and_goes(rank: int, size: int) -> list[str]:
@@ -158,7 +158,7 @@ def memory_comes_and_goes(rank: int, size: int) -> list[str]:
 
 
 def test_memory_comes_and_goes() -> None:
-    assert on_workers(memory_comes_and_goes, 2, timeout_s=110) == [[], []]
+    assert on_workers(memory_comes_and_goes, 2) == [[], []]
 
 
 def unshareable(rank: int, size: int) -> list[str]:
@@ -167,7 +167,7 @@ def unshareable(rank: int, size: int) -> list[str]:
 
 
 def test_memory_that_cannot_be_shared() -> None:
-    assert on_workers(unshareable, 2, timeout_s=110) == [[], []]
+    assert on_workers(unshareable, 2) == [[], []]
 
 
 def train(rank: int, size: int, kind: str, backend: str) -> list[list[float]]:
@@ -191,8 +191,8 @@ def train(rank: int, size: int, kind: str, backend: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_training_gives_the_same_weights_as_on_gloo(kind: str) -> None:
-    on_gloo = on_workers(train, 2, kind, "gloo", timeout_s=110)
-    on_shm = on_workers(train, 2, kind, "shm", timeout_s=110)
+    on_gloo = on_workers(train, 2, kind, "gloo")
+    on_shm = on_workers(train, 2, kind, "shm")
     assert on_shm == on_gloo
 
 
@@ -217,7 +217,7 @@ def train_gpt(rank: int, size: int, shape: GptShape, steps: int) -> list[list[fl
 
 @pytest.mark.parametrize("shape", [GPT_SMALL, GPT2_124M], ids=["small", "124M"])
 def test_a_gpt_has_the_same_weights_on_1_2_and_4_workers(shape: GptShape) -> None:
-    outcomes = [on_workers(train_gpt, workers, shape, 10, timeout_s=110) for workers in (1, 2, 4)]
+    outcomes = [on_workers(train_gpt, workers, shape, 10) for workers in (1, 2, 4)]
     for of_workers in outcomes:
         assert all(one == of_workers[0] for one in of_workers), "replicas differ"
         for ours, alone in zip(of_workers[0], outcomes[0][0], strict=True):

@@ -202,6 +202,7 @@ def killed_in_lockstep_init(rank: int, size: int, folder: Path) -> Any:
     return lost_in(lambda: lockstep.init(backend="shm", join_timeout_s=40, timeout_s=40))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moment", ["_select_gpu", "init_process_group"])
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 keeps the store
 def test_a_worker_killed_between_its_card_and_the_group_is_named_at_once(
@@ -386,6 +387,7 @@ def aborted_under_its_hands(rank: int, size: int, folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_collective_whose_group_is_aborted_under_its_hands_gives_no_garbage(tmp_path: Path) -> None:
     (said,) = run(aborted_under_its_hands, 2, tmp_path, gone={1})[0]
     assert "this shm group was aborted by rank 0" in said

@@ -215,7 +215,7 @@ def on_both(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, dict[str, Any]]]]:
-    return functools.cache(lambda size: on_workers(on_both, size, tmp_path_factory.mktemp("programs"), timeout_s=100))
+    return functools.cache(lambda size: on_workers(on_both, size, tmp_path_factory.mktemp("programs")))
 
 
 @pytest.mark.parametrize(("name", "workers"), [(run.__name__, size) for size in PROGRAMS for run in PROGRAMS[size]])

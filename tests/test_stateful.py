@@ -30,7 +30,7 @@ def train_all(rank: int, size: int, backend: str, store: str, device: str) -> di
 @functools.cache
 def results(size: int, backend: str, device: str = "cpu") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, backend, f"{folder}/store", device, timeout_s=200)
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", device)
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
@@ -67,7 +67,7 @@ def results_of_parts() -> dict[str, Any]:
     """Two steps on two workers, two on three over another backend, and the rest on one."""
     with tempfile.TemporaryDirectory() as folder:
         for size, backend, steps in ((2, "shm", 2), (3, "gloo", 4), (1, "gloo", None)):
-            found: dict[str, Any] = on_workers(train_part, size, backend, folder, steps, timeout_s=200)[0]
+            found: dict[str, Any] = on_workers(train_part, size, backend, folder, steps)[0]
         state = CheckpointStore(Path(folder) / "nadam").newest()
         assert state is not None
         found["state"] = {part: sorted(state.state["raw"]["model"][part]) for part in ("tensors", "grown", "numbers")}
@@ -75,6 +75,7 @@ def results_of_parts() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resuming_gives_the_same_bits(optimizer: str) -> None:
     assert results_of_parts()[optimizer] == results(1, "gloo")[optimizer]
@@ -90,6 +91,7 @@ def test_what_a_state_dict_lacks_is_a_part_of_its_own() -> None:
     assert {"lazy.mask", "bank.rows", "observer.low", "complex.phase"} <= set(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", ["nadam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("asgd", "masters"))]
 )

@@ -234,6 +234,7 @@ def resume_all(dataset: Any, stop: int, loaders: int, workers: int) -> tuple[lis
     return union(resumed, workers), whole[stop:]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dataset", [Counted(), CountedIterator(), Counted(38)], ids=["dataset", "iterator", "uneven"])
 @pytest.mark.parametrize("stop", [3, 7, 8, 9, 15, 16])
 def test_a_stream_is_resumed_from_its_own_state(dataset: Counted, stop: int) -> None:
@@ -245,6 +246,7 @@ def test_a_stream_is_resumed_from_its_own_state(dataset: Counted, stop: int) -> 
         assert given == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
@@ -299,6 +301,7 @@ def train(rank: int, size: int, folder: str, kind: type[Counted], steps: int | N
         return run.digest(), len(READ)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_without_reading_what_it_had(tmp_path: Path) -> None:
     """On two workers and then one, and the other way round, in the first epoch and in the second one."""
     whole, read = train(0, 1, str(tmp_path / "whole"), Counted)
@@ -371,6 +374,7 @@ def numbers_of(each: list[list[Batch]]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("samples", "more"), [(48, 0), (45, 0), (45, 17), (12, 0)])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_parts_make_up_global_batches_and_no_sample_is_lost(workers: int, samples: int, more: int) -> None:

@@ -121,7 +121,7 @@ def test_a_host_agent_per_node() -> None:
 
 @pytest.mark.parametrize("order", [SMALL, LASTING, replace(SMALL, program=(ODD, ODD), folder=f"/x/{ODD}", python=ODD)])
 def test_bash_can_read_it(order: ClusterJob) -> None:
-    done = subprocess.run(["bash", "-n"], input=write_batch(order), text=True, capture_output=True, timeout=30)
+    done = subprocess.run(["bash", "-n"], input=write_batch(order), text=True, capture_output=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -47,7 +47,7 @@ def trace_of(folder: Path, planted: str) -> dict[str, list[dict[str, Any]]]:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

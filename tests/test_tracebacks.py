@@ -43,6 +43,7 @@ with lockstep.Run(seed=1, progress=False) as run:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("word", "shown"),
     [
