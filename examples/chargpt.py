@@ -70,7 +70,7 @@ if __name__ == "__main__":
         matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1}
         others = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
         optimizer = torch.optim.AdamW([matrices, others], lr=3e-3)
-        batches = run.batches(train_set, global_batch_size=BATCH, epochs=EPOCHS)
+        batches = run.batches(train_set, global_batch_size=BATCH, shards=8, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         for batch in run.train(batches, optimizer, scheduler=schedule, steps=args.steps):
             run.step(loss, batch)

@@ -70,7 +70,7 @@ if __name__ == "__main__":
         stem, blocks = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), [Residual() for _ in range(BLOCKS)]
         model = run.replicate(nn.Sequential(stem, *blocks, nn.AvgPool2d(SIZE // 2), nn.Flatten(), nn.Linear(WIDTH, 10)))
         optimizer = OPTIMIZERS[args.optimizer](model.parameters())
-        batches = run.batches(train_set, global_batch_size=BATCH, epochs=EPOCHS, num_workers=args.num_workers)
+        batches = run.batches(train_set, global_batch_size=BATCH, shards=8, epochs=EPOCHS, num_workers=args.num_workers)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         for batch in run.train(batches, optimizer, scheduler=schedule, steps=args.steps):
             run.step(loss, batch)

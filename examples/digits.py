@@ -61,7 +61,7 @@ if __name__ == "__main__":
     with lockstep.Run(args.directory, seed=args.seed) as run:
         model = run.replicate(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        batches = run.batches(train_set, global_batch_size=args.batch, epochs=EPOCHS)
+        batches = run.batches(train_set, global_batch_size=args.batch, shards=8, epochs=EPOCHS)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches.steps_in_all)
         warmup_steps = WARMUP_EPOCHS * batches.steps_in_all // EPOCHS
         scaling = lockstep.LRScaling(base_batch=args.base_batch, rule="linear", warmup_steps=warmup_steps)

@@ -234,7 +234,9 @@ def train(
         tracker = Tracker().to(run.device)
         run.register_state(tracker=tracker, tracked=tracker.optimizer)
         ends, loss = False, float("nan")
-        for batch in run.train(run.batches(data(), global_batch_size=BATCH, epochs=2), optimizer, steps=steps):
+        for batch in run.train(
+            run.batches(data(), global_batch_size=BATCH, shards=8, epochs=2), optimizer, steps=steps
+        ):
             before_step(run)
             loss = run.step(loss_of, batch).loss
             tracker.follow(model.out.bias)

@@ -276,6 +276,7 @@ def attempt_that_fails_on_one(rank: int, size: int) -> tuple[object, str]:
     return bench.attempt(action)
 
 
+@pytest.mark.slow
 def test_workers_agree_on_what_failed():
     assert on_workers(attempt_that_fails_on_one, 2) == [(None, "worker 1: not on this worker")] * 2
 

@@ -164,7 +164,7 @@ def run_model(
     SEEN.clear()
     with lockstep.Run(seed=3, device="cuda:0", capture=capture) as run:
         model = run.replicate(Model())
-        batches = run.batches(data(96), global_batch_size=32, epochs=None)
+        batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=None)
         for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.05), steps=steps):
             between(model, batch.number)
             run.step(loss, batch)
@@ -296,7 +296,7 @@ def test_one_step_with_an_infinite_loss_is_skipped() -> None:
         skipped = 0
         with lockstep.Run(seed=3, device="cuda:0", capture=capture, on_nonfinite="skip", progress=False) as run:
             model = run.replicate(Model())
-            batches = run.batches(data(96), global_batch_size=32, epochs=None)
+            batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=None)
             for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.05), steps=12):
                 BAD[0].copy_(batch.shards[0].data[0].sum() if batch.number == 8 else torch.tensor(float("nan")))
                 skipped += run.step(sometimes_infinite, batch).skipped

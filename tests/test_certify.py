@@ -73,8 +73,8 @@ def test_the_first_difference_is_named() -> None:
 )
 def test_the_likely_cause(wrong: set[int], cause: str) -> None:
     variants = list_variants([1, 2, 4], 8)[1:]
-    assert variants[-2] == Variant("2 workers, resumed on 1 at step 4", 2, resumed_after=4)
-    assert variants[-1] == Variant("3 workers, one killed in step 4", 3, killed_in=4)
+    assert variants[-2] == Variant("2 workers, resumed on 1 at step 4", 2, 4, resumed_after=4)
+    assert variants[-1] == Variant("3 workers, one killed in step 4", 3, 4, killed_in=4)
     found = {arm: Difference(3, ["a"]) if n in wrong else None for n, arm in enumerate(variants)}
     assert cause in likely_cause(found)
 
@@ -105,6 +105,7 @@ def test_a_good_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     said = capfd.readouterr().out
     assert status == 0, said
     assert said.count("the same bits") == 5
+    assert "(4 shards)" in said
     assert json.loads((tmp_path / "certificate.json").read_text())["holds"] is True
     assert not (tmp_path / "run").exists()  # what the program would save is not touched
 

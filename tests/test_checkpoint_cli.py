@@ -160,7 +160,7 @@ with lockstep.Run("run", seed=1, progress=False, device="cpu") as run:
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     run.register_state(ema=ema)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in run.train(run.batches(TensorDataset(torch.ones(32, 4)), global_batch_size=8), optimizer):
+    for batch in run.train(run.batches(TensorDataset(torch.ones(32, 4)), global_batch_size=8, shards=8), optimizer):
         run.step(lambda model, part: (model(part[0]).square().sum(), len(part[0])), batch)
         ema.update_parameters(model)
 torch.save(ema.state_dict(), "wanted.pt")

@@ -40,6 +40,7 @@ print(f"{time.monotonic() - began:.3f} {len(deferred_destroy.kept)}", flush=True
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["keep", pytest.param("let go", marks=pytest.mark.slow)])
 def test_a_group_that_cannot_end(tmp_path, way: str) -> None:  # type: ignore[no-untyped-def]
     """Without deferred_destroy, dropping the last reference blocks: if that ever changes, the module may go."""

@@ -70,7 +70,7 @@ def train():
         model = run.replicate(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
         optimizer = adamw(model.parameters())
         optimizer.register_step_post_hook(lambda *_: at("callback", here))
-        for batch in run.train(run.batches(data(96), global_batch_size=32, epochs=5), optimizer):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, shards=8, epochs=5), optimizer):
             here = batch.number
             at("loop", here)
             wait(run)
@@ -143,6 +143,7 @@ def test_what_comes_behind_the_run_is_the_programs_own(tmp_path: Path, undisturb
     assert show.lost == {}
 
 
+@pytest.mark.slow
 def test_one_that_always_does_it_is_given_up_and_named(tmp_path: Path) -> None:
     show = play(tmp_path, "os._exit loss ever 3")
     assert show.status == 1, show.text

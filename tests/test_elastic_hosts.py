@@ -255,6 +255,7 @@ def test_a_store_that_cannot_be_reached_is_given_up(stage: Stage) -> None:
     assert "gave up without the control store" in fleet.output("bob")
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_another_secret_is_refused(stage: Stage) -> None:
     fleet = stage.fleet(2, 1, "--give-up-s", "4")
@@ -411,6 +412,7 @@ def test_two_host_agents_may_share_a_machine(tmp_path: Path, undisturbed: str) -
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("options", "env", "words"),
     [

@@ -50,6 +50,7 @@ def wait_for(path: Path, *, within_s: float = 60.0) -> bool:
     return path.exists()
 
 
+@pytest.mark.slow
 def test_no_worker_waits_for_a_screen_that_does_not_read(tmp_path: Path) -> None:
     """A paused `less`, say. Workers write more than all pipes hold, and still come to the end."""
     with launch(tmp_path, env={"LINES": "2000"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
@@ -189,7 +190,7 @@ if __name__ == "__main__":
     torch.multiprocessing.set_start_method("{method}")
     with lockstep.Run(seed=7, progress=False, device="cpu") as run:
         model = run.replicate(torch.nn.Linear(16, 10))
-        batches = run.batches(data(96), global_batch_size=32, epochs=4, num_workers=1)
+        batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=4, num_workers=1)
         for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
             if batch.number == 3 and run.world.rank == 1 and not Path("names").exists():
                 Path("names").write_text(files())

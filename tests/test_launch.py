@@ -31,7 +31,7 @@ from lockstep.launcher.exit_policy import (
     is_lost_peer,
     last_output,
 )
-from lockstep.launcher.job import Job, reserve_port, worker_env
+from lockstep.launcher.job import ElasticOptions, Job, reserve_port, worker_env
 
 # These do not say how fast the launcher is: on a machine that has much else to do, Python alone takes seconds to start.
 DEADLINE_S = 300.0
@@ -747,6 +747,13 @@ def test_malloc_keeps_memory_between_steps_unless_the_user_has_set_it_up() -> No
     assert int(worker_env({}, rank=0, job=job, port=1, cores=2)["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         assert "MALLOC_TRIM_THRESHOLD_" not in worker_env({name: "1"}, rank=0, job=job, port=1, cores=2)
+
+
+def test_an_elastic_run_has_shards_for_the_largest_number_of_workers() -> None:
+    fixed, elastic = Job(("x",), 2, Path("/logs")), Job(("x",), 2, Path("/logs"), elastic=ElasticOptions(1, 5))
+    assert "LOCKSTEP_SHARDS" not in worker_env({}, rank=0, job=fixed, port=1, cores=2)
+    assert worker_env({}, rank=0, job=elastic, port=1, cores=2)["LOCKSTEP_SHARDS"] == "5"
+    assert worker_env({"LOCKSTEP_SHARDS": "8"}, rank=0, job=elastic, port=1, cores=2)["LOCKSTEP_SHARDS"] == "8"
 
 
 def test_a_reserved_port_is_not_handed_out_but_can_be_listened_on() -> None:

@@ -325,6 +325,7 @@ def random_rate(rank: int, size: int, directory: str | None = None, steps: int |
         return run.digest()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", [mixup, noise_on_weights, random_rate])
 def test_random_numbers_of_the_body_follow_from_the_step(program: Callable[..., str], tmp_path: Path) -> None:
     digest = program(0, 1)
@@ -407,7 +408,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
         model = run.replicate(net())
         groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        for batch in run.train(run.batches(dataset(), global_batch_size=16), optimizer):
+        for batch in run.train(run.batches(dataset(), global_batch_size=16, shards=8), optimizer):
             if batch.number == 2:
                 optimizer.param_groups.pop()
                 with pytest.raises(ValueError, match="has taken parameters out of optimizer"):

@@ -21,7 +21,7 @@ import lockstep
 from lockstep.checkpoint.differences import setting_changes
 from lockstep.errors import LockstepError
 from lockstep.step.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
-from on_workers import on_workers
+from on_workers import on_workers, try_on_workers
 from test_launch import Stage, stage, wait_for  # noqa: F401
 from test_run import error_of
 
@@ -898,3 +898,39 @@ def test_a_model_is_compiled_for_each_size_of_a_shard_whatever_was_seen_before()
             run.step(loss, batch)
     assert compiled == [[], [], []]
     assert config() == before
+
+
+# ---- the number of shards, where the program does not set it -------------------------------------------------------
+
+
+def train_without_shards(rank: int, size: int, directory: Path | None, steps: int | None) -> tuple[int, str]:
+    """Into how many shards a batch was cut, and the digest of the weights."""
+    with quiet(directory, progress=True) as run:
+        model = run.replicate(net())
+        batches = run.batches(dataset(), global_batch_size=BATCH)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1), steps=steps):
+            run.step(loss, batch)
+        return batches.settings.shards, run.digest()
+
+
+def test_there_are_as_many_shards_as_workers_at_the_first_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_without_shards(0, 1, None, 1)[0] == 1
+    assert "1 shard on 1 worker (shm), the same bits on 1 worker (shards=8 allows up to 8)" in capfd.readouterr().err
+    shards, whole = on_workers(train_without_shards, 2, None, None)[0]
+    assert shards == 2
+    on_workers(train_without_shards, 2, tmp_path, 3)
+    for outcome in try_on_workers(train_without_shards, 3, tmp_path, None):
+        assert "3 workers for 2 shards: the run in" in outcome
+        assert "Start at most 2 workers, or start over (--fresh), then with run.batches(shards=3) or more" in outcome
+    monkeypatch.setenv("LOCKSTEP_SHARDS", "5")  # the run that is resumed has its own number
+    assert train_without_shards(0, 1, tmp_path, None) == (2, whole)
+    said = capfd.readouterr().err
+    assert "2 shards on 1 worker (shm), the same bits on 1 or 2 workers (shards=8 allows up to 8)" in said
+    assert train_without_shards(0, 1, None, 1)[0] == 5
+    monkeypatch.setenv("LOCKSTEP_SHARDS", "100")  # more than samples in a batch
+    assert train_without_shards(0, 1, None, 1)[0] == BATCH
+    monkeypatch.setenv("LOCKSTEP_SHARDS", "0")
+    with pytest.raises(ValueError, match=r"LOCKSTEP_SHARDS='0' is not a whole number of 1 or more"):
+        train_without_shards(0, 1, None, 1)

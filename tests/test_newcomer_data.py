@@ -94,7 +94,7 @@ def test_a_data_loader_is_refused_whatever_it_goes_over(dataset: Any) -> None:
     with lockstep.Run(progress=False, device="cpu") as run:
         run.replicate(mlp())
         with pytest.raises(ValueError, match=words):
-            run.batches(DataLoader(dataset, batch_size=4), global_batch_size=8)
+            run.batches(DataLoader(dataset, batch_size=4), global_batch_size=8, shards=8)
         with pytest.raises(ValueError, match=words):
             run.evaluate(classify, DataLoader(dataset, batch_size=4))
 
@@ -196,7 +196,7 @@ def samplers() -> dict[str, Any]:
 def train_sampled(sampler: Any, folder: Path, steps: int | None = None) -> str:
     with lockstep.Run(folder, seed=7, progress=False, device="cpu") as run:
         model = run.replicate(mlp())
-        batches = run.batches(data(64), global_batch_size=16, epochs=3, order=sampler)
+        batches = run.batches(data(64), global_batch_size=16, shards=8, epochs=3, order=sampler)
         for batch in run.train(batches, sgd(model.parameters()), steps=steps):
             run.step(classify, batch)
             torch.rand(1 + run.world.rank)  # what else a program draws does not matter
@@ -245,13 +245,18 @@ def test_samplers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with lockstep.Run(progress=False, device="cpu") as run:
         for sampler in (shared, BatchSampler(shared, 16, drop_last=False)):
             with pytest.raises(ValueError, match="a DistributedSampler, which gives each worker its own part"):
-                run.batches(data(64), global_batch_size=16, order=sampler)
+                run.batches(data(64), global_batch_size=16, shards=8, order=sampler)
         with pytest.raises(
             ValueError, match=r"BatchSampler\(RandomSampler\) has batches of 4, but global_batch_size=16"
         ):
-            run.batches(data(64), global_batch_size=16, order=BatchSampler(RandomSampler(data(64)), 4, drop_last=False))
+            run.batches(
+                data(64),
+                global_batch_size=16,
+                shards=8,
+                order=BatchSampler(RandomSampler(data(64)), 4, drop_last=False),
+            )
         with pytest.raises(ValueError, match=r"SequentialSampler.* an iterable dataset has the order it comes in"):
-            run.batches(Numbers(), global_batch_size=16, order=SequentialSampler(data(64)))
+            run.batches(Numbers(), global_batch_size=16, shards=8, order=SequentialSampler(data(64)))
     train_sampled(Rng(), tmp_path, steps=10)
     with pytest.raises(ValueError, match=r"step 2 of epoch 2: Rng, as order .*gives another order there than when"):
         train_sampled(Rng(), tmp_path)
@@ -287,7 +292,7 @@ def test_a_split_stream_is_refused_where_workers_come_and_go(stage: Stage) -> No
         "class Part(torch.utils.data.IterableDataset):\n"
         "    def __iter__(self): return iter(range(8))\n"
         "with lockstep.Run(progress=False, device='cpu') as run:\n"
-        "    run.batches(Part(), global_batch_size=8, split='worker')\n"
+        "    run.batches(Part(), global_batch_size=8, shards=8, split='worker')\n"
     )
     done = stage.run("-n", "1", "--min", "1", script)
     assert done.returncode != 0
@@ -315,7 +320,7 @@ def unpack(batch: Any) -> None:
 def test_a_batch_says_where_its_data_is(use: Callable[[Any], object], kind: type[Exception]) -> None:
     with lockstep.Run(progress=False, device="cpu") as run:
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(8), global_batch_size=8), sgd(model.parameters())):
+        for batch in run.train(run.batches(data(8), global_batch_size=8, shards=8), sgd(model.parameters())):
             with pytest.raises(
                 kind, match=r"a batch is handed to run.step; the data is inside your loss fun"
             ) as caught:

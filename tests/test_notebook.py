@@ -106,7 +106,7 @@ def test_the_state_of_the_caller_does_no_harm(tmp_path: Path) -> None:
                 model = run.replicate(torch.nn.Linear(600, 600))
                 data = torch.utils.data.TensorDataset(torch.randn(64, 600))
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                for batch in run.train(run.batches(data, global_batch_size=16, num_workers=1), optimizer):
+                for batch in run.train(run.batches(data, global_batch_size=16, shards=8, num_workers=1), optimizer):
                     run.step(lambda net, x: (net(x[0]).pow(2).sum(), len(x[0])), batch)
                 return run.digest(), run.world.size
         first, second = lockstep.launch(learn, workers=1), lockstep.launch(learn, workers=2)
@@ -239,6 +239,7 @@ def test_a_second_ctrl_c_kills_those_who_do_not_listen(tmp_path: Path) -> None:
     assert time.monotonic() - began_s < SOON_S
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_no_worker_outlives_the_caller(tmp_path: Path, sign: signal.Signals) -> None:
     """Neither the workers nor their children, though they ignore what can be ignored."""

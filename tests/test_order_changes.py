@@ -66,7 +66,7 @@ ORDERS: dict[str, Callable[[], Any]] = {
 def train(directory: Path | None, order: str, steps: int | None = None, **options: Any) -> str:
     with lockstep.Run(directory, seed=7, progress=False, device="cpu", **options) as run:
         model = run.replicate(nn.Linear(16, 10))
-        batches = run.batches(data(SAMPLES), global_batch_size=BATCH, epochs=3, order=ORDERS[order]())
+        batches = run.batches(data(SAMPLES), global_batch_size=BATCH, shards=8, epochs=3, order=ORDERS[order]())
         for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), steps=steps):
             run.step(classify, batch)
         return run.digest()

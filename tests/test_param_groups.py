@@ -220,7 +220,7 @@ def test_a_group_that_cannot_be_trained_is_refused_before_the_step(case: str, wo
         if case == "one cycle":
             scheduler = SCHEDULERS.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
         added = nn.Linear(2, 2) if case == "stranger" else model[4]
-        for batch in run.train(run.batches(data(96), global_batch_size=32), optimizer, scheduler=scheduler):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, shards=8), optimizer, scheduler=scheduler):
             if batch.number == 1:
                 optimizer.add_param_group({"params": added.parameters(), "lr": 0.3})
                 before = run.digest()

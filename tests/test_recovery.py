@@ -133,7 +133,7 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.g
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
     average, first = Average(model), run.on_main(lambda: [1.5, float("nan")])
     run.register_state(average=average)
-    batches = run.batches(data(96), global_batch_size=32, epochs=8, num_workers=int(env.get("LOADERS", 0)))
+    batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=8, num_workers=int(env.get("LOADERS", 0)))
     figures = {{}}
     for batch in run.train(batches, optimizer, scheduler=schedule):
         print("step", batch.number, "of", run.world.size, flush=True)
@@ -198,7 +198,7 @@ from runs import classify, data
 
 with lockstep.Run(seed=7, progress=False) as run:
     model = run.replicate(torch.nn.Linear(16, 10))
-    batches = run.batches(data(96), global_batch_size=32, epochs=None)
+    batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=None)
     for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01), steps=300):
         end_s = time.monotonic() + 30
         while run.world.size < 2 and not run._session.calls.wants_to_move and time.monotonic() < end_s:
@@ -514,6 +514,7 @@ def test_the_heir_goes_on_where_the_others_were(show: Show) -> None:
     assert show.steps_of(2)[0][0] >= 2, show.text
 
 
+@pytest.mark.few(3)
 @of(*(name for name in ENDS_WELL if not name.startswith("raises")))
 def test_no_worker_fails_because_another_was_lost(show: Show, request: pytest.FixtureRequest) -> None:
     """The run would end well all the same: a worker that fails is replaced, too."""
@@ -533,6 +534,7 @@ def test_all_who_should_die_did_and_were_replaced(show: Show, request: pytest.Fi
         assert play.workers in show.sizes[-2:], show.text  # the very last one may have lost a worker at the end
 
 
+@pytest.mark.slow
 @of("watched")
 def test_a_newcomer_looks_at_the_steps_that_the_others_look_at(show: Show) -> None:
     """Or they would not hear how long each of them waited: `Note [Steps that are timed]`."""

@@ -29,7 +29,7 @@ with lockstep.Run(sys.argv[1], seed=1, device="cuda", save_every=7, progress=Fal
     layers = nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 4)
     model = run.replicate(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for batch in run.train(run.batches(data, global_batch_size=32, epochs=10), optimizer):
+    for batch in run.train(run.batches(data, global_batch_size=32, shards=8, epochs=10), optimizer):
         run.step(loss, batch)
     print("digest", run.digest(), flush=True)
 """

@@ -80,7 +80,7 @@ def train_with(plant: Plant | None, guilty: int, rank: int, *, every: int | None
     with lockstep.Run(seed=7, progress=False, device="cpu", check_every=every) as run:
         model = run.replicate(Tracked())
         optimizer = (plant or PLANTS["weight"]).optimizer(model.parameters())
-        batches = run.batches(data(64), global_batch_size=32, epochs=STEPS // 2)
+        batches = run.batches(data(64), global_batch_size=32, shards=8, epochs=STEPS // 2)
         now = -1
 
         def change(*_: Any) -> None:
@@ -221,7 +221,7 @@ def audited(build: Callable[[], nn.Module], *, every: int = 1, hook: Callable[[T
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         number = 0
         try:
-            for batch in run.train(run.batches(data(320), global_batch_size=32), sgd(model.parameters())):
+            for batch in run.train(run.batches(data(320), global_batch_size=32, shards=8), sgd(model.parameters())):
                 before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 number = batch.number
                 run.step(classify, batch)

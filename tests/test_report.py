@@ -556,6 +556,7 @@ def test_a_long_run_makes_a_small_page_and_a_trace_for_perfetto(tmp_path: Path) 
     assert sorted(path.name for path in run.iterdir()) == ["report.html", "trace", "trace.json"]
 
 
+@pytest.mark.slow
 def test_a_page_of_very_many_workers_stays_small(tmp_path: Path) -> None:
     run = write_trace(tmp_path, Plan(workers=96, steps=100, slow={17: 1.3}))
     assert main(["report", str(run)]) == 0

@@ -121,7 +121,9 @@ def log(rank: int, size: int, folder: Path) -> Any:
         first = run.log(same=tenth, third=1 / 3, many=(2.0**53 + 2, 1), tensor=torch.tensor(0.1), whole=3)
         parts = run.log(accuracy=(float(rank + 1), 10.0 * (rank + 1)), mine=rank, tiny=(1e-300, 1), nothing=(0, 0))
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(64), global_batch_size=32, epochs=1), sgd(model.parameters())):
+        for batch in run.train(
+            run.batches(data(64), global_batch_size=32, shards=8, epochs=1), sgd(model.parameters())
+        ):
             run.log(loss=run.step(classify, batch).loss)
     return first, repr(parts), (folder / "metrics.jsonl").read_text()
 
@@ -166,7 +168,9 @@ def stop(rank: int, size: int, folder: Path) -> Any:
     seen: list[int] = []
     with quiet(folder) as run:  # what the program itself asks for does not end it with a status
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), adamw(model.parameters())):
+        for batch in run.train(
+            run.batches(data(100), global_batch_size=32, shards=8, epochs=2), adamw(model.parameters())
+        ):
             assert not run.should_stop
             if batch.number == 2 and rank == size - 1:
                 run.stop()
@@ -189,7 +193,7 @@ def saving(rank: int, size: int, folder: Path) -> Any:
     for name, every in {"steps": 3, "no time": "0.001s", "long": "9h"}.items():
         with quiet(folder / name, save_every=every) as run:
             model = run.replicate(mlp())
-            batches = run.batches(data(100), global_batch_size=32, epochs=2)
+            batches = run.batches(data(100), global_batch_size=32, shards=8, epochs=2)
             steps = []
             for batch in run.train(batches, sgd(model.parameters())):
                 run.on_main(run._session.checkpoints.saver.drain)  # they are written in the background
@@ -207,7 +211,7 @@ def with_schedule(folder: Path | None, *, stop_at: int | None = None, **options:
         model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Linear(32, 10)))
         optimizer = adamw(model.parameters())
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=8)
-        batches = run.batches(data(128), global_batch_size=32, epochs=2)
+        batches = run.batches(data(128), global_batch_size=32, shards=8, epochs=2)
         scaling = lockstep.LRScaling(base_batch=16, warmup_steps=4)
         for batch in run.train(batches, optimizer, scheduler=schedule, scaling=scaling):
             if batch.number + 1 == stop_at:
@@ -230,7 +234,7 @@ def skipped_epoch_end(rank: int, size: int, folder: Path) -> Any:
         model = run.replicate(mlp())
         optimizer = sgd(model.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        batches = run.batches(data(64), global_batch_size=32, epochs=3)
+        batches = run.batches(data(64), global_batch_size=32, shards=8, epochs=3)
         for batch in run.train(batches, optimizer, scheduler=schedule, interval="epoch"):
             bad = math.nan if batch.number in (1, 2) else 1.0
             run.step(lambda model, data, bad=bad: (classify(model, data)[0] * bad, len(data[1])), batch)
@@ -243,7 +247,7 @@ def overflow(rank: int, size: int, folder: Path) -> Any:
     results, scales = [], []
     with quiet(precision="fp16") as run:
         model = run.replicate(nn.Linear(16, 10))
-        batches = run.batches(data(96), global_batch_size=32, epochs=4)
+        batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=4)
 
         def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
             x, y = batch
@@ -332,7 +336,7 @@ def unused_sparse(rank: int, size: int, folder: Path) -> Any:
         model = run.replicate(Sometimes())
         used = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in run.train(run.batches(data(96), global_batch_size=32), optimizer):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, shards=8), optimizer):
             use_bag = batch.number == 1
             run.step(classify, batch)
             used.append(model.bag.weight.grad is not None)
@@ -415,7 +419,7 @@ def left_behind(rank: int, size: int, folder: Path) -> Any:
     for name in ("well", "badly"):
         with contextlib.suppress(ZeroDivisionError), quiet(threads=1) as run:
             model = run.replicate(mlp())
-            for batch in run.train(run.batches(data(64), global_batch_size=32), sgd(model.parameters())):
+            for batch in run.train(run.batches(data(64), global_batch_size=32, shards=8), sgd(model.parameters())):
                 run.step(classify, batch)
                 inside = [torch.get_num_threads(), signal.getsignal(signal.SIGTERM) is _own_handler]
                 if name == "badly":
@@ -619,7 +623,7 @@ def slow_backward(rank: int, size: int, backend: str, store: str) -> str:
     os.environ["LOCKSTEP_STALL_S"] = "0.3"
     with quiet() as run:
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(96), global_batch_size=32), adamw(model.parameters())):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, shards=8), adamw(model.parameters())):
             seconds = 0.4 if batch.number == 1 and rank == 1 else 0.0
 
             def loss(model: Any, batch: Any, seconds: float = seconds) -> tuple[Tensor, int]:
@@ -683,7 +687,7 @@ from runs import adamw, classify, data, mlp
 with lockstep.Run("run", seed=7, progress=False, exit_on_interrupt=False) as run:
     model = run.replicate(mlp())
     steps = []
-    for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), adamw(model.parameters())):
+    for batch in run.train(run.batches(data(100), global_batch_size=32, shards=8, epochs=2), adamw(model.parameters())):
         run.step(classify, batch)
         steps.append(batch.number)
         if os.environ.get("PAUSE_AT") == str(batch.number):
@@ -711,7 +715,9 @@ def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, numbe
     # One worker goes on.
     with quiet(stage.folder / "run") as run:
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), adamw(model.parameters())):
+        for batch in run.train(
+            run.batches(data(100), global_batch_size=32, shards=8, epochs=2), adamw(model.parameters())
+        ):
             assert batch.number >= 4
             run.step(classify, batch)
         assert run.digest() == train(Program(mlp, adamw))[0]
@@ -724,7 +730,9 @@ def test_how_often_to_save_may_be_said_from_outside(tmp_path: Path, monkeypatch:
     for name, options in {"outside": {}, "inside": {"save_every": 5}}.items():
         with quiet(tmp_path / name, **options) as run:
             model = run.replicate(mlp())
-            for batch in run.train(run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters())):
+            for batch in run.train(
+                run.batches(data(100), global_batch_size=32, shards=8, epochs=2), sgd(model.parameters())
+            ):
                 run.step(classify, batch)
                 run._session.checkpoints.saver.drain()
         saved[name] = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
@@ -830,7 +838,7 @@ def saves_before_its_step(folder: Path, *, steps: int | None, saves: bool) -> st
     with quiet(folder, save_every=1000) as run:
         model = run.replicate(mlp())
         for batch in run.train(
-            run.batches(data(100), global_batch_size=32, epochs=2), sgd(model.parameters()), steps=steps
+            run.batches(data(100), global_batch_size=32, shards=8, epochs=2), sgd(model.parameters()), steps=steps
         ):
             if saves and batch.number == 2:
                 run.save()
@@ -854,7 +862,7 @@ def test_a_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with quiet(Path("run"), save_every=1) as run:
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(100), global_batch_size=32), sgd(model.parameters())):
+        for batch in run.train(run.batches(data(100), global_batch_size=32, shards=8), sgd(model.parameters())):
             os.chdir(tmp_path / "elsewhere")
             run.step(classify, batch)
     assert not (tmp_path / "elsewhere" / "run").exists()

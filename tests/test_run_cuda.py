@@ -61,7 +61,7 @@ def train_with_audits(rank: int, size: int, store: str) -> str:
     x = torch.randn(128, 16, generator=torch.Generator().manual_seed(1))
     with lockstep.Run(seed=1, progress=False, device="cuda:0", audit_every=2) as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4)))
-        batches = run.batches(TensorDataset(x, x[:, :4].argmax(1)), global_batch_size=32, epochs=2)
+        batches = run.batches(TensorDataset(x, x[:, :4].argmax(1)), global_batch_size=32, shards=8, epochs=2)
         for batch in run.train(batches, adamw(model.parameters())):
             run.step(PROGRAMS["clipped"].loss, batch)
         run.evaluate(lambda m, b: ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1])), TensorDataset(x, x[:, :4].argmax(1)))
@@ -89,7 +89,7 @@ def overflow(rank: int, size: int, store: str, policy: str) -> str:
     with lockstep.Run(seed=1, progress=False, device="cuda:0", on_nonfinite=policy) as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10)))
         try:
-            for batch in run.train(run.batches(data(128), global_batch_size=32), adamw(model.parameters())):
+            for batch in run.train(run.batches(data(128), global_batch_size=32, shards=8), adamw(model.parameters())):
                 run.step(loss, batch)
         except lockstep.NonFiniteError as error:
             return str(error)

@@ -84,7 +84,7 @@ class Here:
     ) -> None:
         with self.run(**options) as run:
             net = run.replicate(model())
-            chosen = {"global_batch_size": 32, "epochs": 2} | (batches or {})
+            chosen = {"global_batch_size": 32, "shards": 8, "epochs": 2} | (batches or {})
             all_batches = run.batches(data(96) if dataset is None else dataset, **chosen)
             before = [p.clone() for p in net.parameters()]
             try:
@@ -149,14 +149,14 @@ def frozen(width: int) -> Callable[[], nn.Module]:
 def strangers(here: Here) -> None:
     with here.run() as run:
         run.replicate(mlp())
-        for _ in run.train(run.batches(data(96), global_batch_size=32), sgd(mlp().parameters())):
+        for _ in run.train(run.batches(data(96), global_batch_size=32, shards=8), sgd(mlp().parameters())):
             pass
 
 
 def before_track(here: Here) -> None:
     with here.run() as run:
         model = run.replicate(mlp())
-        batches = run.batches(data(96), global_batch_size=32)
+        batches = run.batches(data(96), global_batch_size=32, shards=8)
         for batch in batches:
             run.step(classify, batch)
         assert model
@@ -165,7 +165,7 @@ def before_track(here: Here) -> None:
 def not_a_batch(here: Here) -> None:
     with here.run() as run:
         model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(96), global_batch_size=32), sgd(model.parameters())):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, shards=8), sgd(model.parameters())):
             run.step(classify, batch.shards[0].data)
 
 
@@ -182,7 +182,7 @@ def without_model(here: Here, call: Callable[[lockstep.Run], Any]) -> None:
 
 def tracked(run: lockstep.Run, **options: Any) -> None:
     model = options.pop("model", None) or run.replicate(mlp())
-    next(iter(run.train(run.batches(data(96), global_batch_size=32), sgd(model.parameters()), **options)))
+    next(iter(run.train(run.batches(data(96), global_batch_size=32, shards=8), sgd(model.parameters()), **options)))
 
 
 def two_loops(run: lockstep.Run) -> None:
@@ -569,7 +569,7 @@ def skip_some(rank: int, size: int, backend: str, store: str) -> Any:
     with lockstep.Run(seed=7, progress=False, device="cpu", on_nonfinite="skip") as run:
         model = run.replicate(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)))
         optimizer = adamw(model.parameters())
-        for batch in run.train(run.batches(data(96), global_batch_size=32, epochs=3), optimizer):
+        for batch in run.train(run.batches(data(96), global_batch_size=32, shards=8, epochs=3), optimizer):
             number = batch.number
 
             def loss(model: Any, batch: Any, number: int = number) -> Any:
@@ -623,7 +623,7 @@ def fail_alone(rank: int, size: int, backend: str, store: str, place: str) -> No
 
     with lockstep.Run(seed=7, progress=False, device="cpu") as run:
         model = run.replicate(mlp())
-        batches = run.batches(data(96), global_batch_size=32, epochs=2)
+        batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=2)
         for batch in run.train(batches, sgd(model.parameters())):
             run.step(loss, batch)
         if "evaluate" in place:
@@ -659,7 +659,7 @@ def test_the_launcher_ends_all_and_says_why(stage: Stage) -> None:  # noqa: F811
         "    return classify(model, batch)\n"
         "with lockstep.Run(seed=7, progress=False) as run:\n"
         "    model = run.replicate(mlp())\n"
-        "    batches = run.batches(data(96), global_batch_size=32, epochs=2)\n"
+        "    batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=2)\n"
         "    for batch in run.train(batches, sgd(model.parameters())):\n"
         "        run.step(loss, batch)\n"
     )

@@ -122,7 +122,7 @@ def load_into_new(rank: int, size: int, folder: str) -> tuple[str, str]:
     with lockstep.Run(path, seed=3, progress=False, trace=False) as run:
         model = run.replicate(Zoo())
         optimizer = OPTIMIZERS["asgd"](model.parameters())
-        for batch in run.train(run.batches(data(), global_batch_size=32), optimizer, steps=2):
+        for batch in run.train(run.batches(data(), global_batch_size=32, shards=8), optimizer, steps=2):
             run.step(loss_of, batch)
         trained = float(run.evaluate(loss_of, data()))
     with lockstep.Run(seed=4, progress=False, trace=False) as run:

@@ -297,7 +297,7 @@ def test_the_noise_scale_is_what_all_samples_one_by_one_give(which: str, monkeyp
     with lockstep.Run(seed=1, progress=False, device="cpu") as run:
         model = run.replicate(make_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for part in run.train(run.batches(data, global_batch_size=batch, epochs=None), optimizer, steps=500):
+        for part in run.train(run.batches(data, global_batch_size=batch, shards=8, epochs=None), optimizer, steps=500):
             run.step(loss, part)
         measured = run.noise_scale
     assert measured == pytest.approx(of_all_samples(model, data, lambda y, to: of(y, to, reduction="sum")), rel=0.1)
@@ -449,7 +449,7 @@ def test_what_follows_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:
     with lockstep.Run(tmp_path, progress=False, device="cpu") as run:
         model = run.replicate(nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for part in run.train(run.batches(Slow(0), global_batch_size=16), optimizer, steps=3):
+        for part in run.train(run.batches(Slow(0), global_batch_size=16, shards=8), optimizer, steps=3):
             run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
         time.sleep(0.5)  # an evaluation
     (end,) = lines_of(tmp_path, "end")
@@ -468,7 +468,9 @@ class Named(torch.optim.SGD):
 def test_an_optimiser_may_keep_what_it_likes(tmp_path: Path) -> None:
     with lockstep.Run(tmp_path, progress=False, device="cpu", save_every="1h") as run:
         model = run.replicate(nn.Linear(8, 2))
-        for part in run.train(run.batches(Slow(0), global_batch_size=16), Named(model.parameters(), lr=0.1), steps=4):
+        for part in run.train(
+            run.batches(Slow(0), global_batch_size=16, shards=8), Named(model.parameters(), lr=0.1), steps=4
+        ):
             run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
         run.directory = None  # no checkpoint can hold such a state
         run._session.checkpoints.saver._store = None
@@ -490,7 +492,7 @@ def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:
     with lockstep.Run(tmp_path, progress=False, trace=False, device="cpu") as run:
         model = run.replicate(nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for part in run.train(run.batches(Slow(0), global_batch_size=16), optimizer, steps=2):
+        for part in run.train(run.batches(Slow(0), global_batch_size=16, shards=8), optimizer, steps=2):
             run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
     assert not (tmp_path / "trace").exists()
 
@@ -500,6 +502,6 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     with lockstep.Run(tmp_path, progress=False, device="cpu") as run:
         model = run.replicate(nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for part in run.train(run.batches(Slow(0), global_batch_size=16), optimizer, steps=3):
+        for part in run.train(run.batches(Slow(0), global_batch_size=16, shards=8), optimizer, steps=3):
             run.step(lambda model, part: (model(part[0]).sum(), len(part[1])), part)
     assert (tmp_path / "trace").read_text() == "in the way"

@@ -38,7 +38,7 @@ with lockstep.Run(seed=1, progress=False) as run:
     model = run.replicate(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loaders = int("num_workers=1" in sys.argv)
-    for batch in run.train(run.batches(Samples(), global_batch_size=16, num_workers=loaders), optimizer):
+    for batch in run.train(run.batches(Samples(), global_batch_size=16, shards=8, num_workers=loaders), optimizer):
         run.step(loss, batch)
 """
 

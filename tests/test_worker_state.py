@@ -76,6 +76,7 @@ def test_a_worker_that_was_heard_in_between_is_looked_at_anew() -> None:
     assert took_s > STALL_S
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", [ASLEEP, BUSY])
 def test_a_worker_that_does_not_leave_is_dead_unless_it_computes(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is heard all the time: only its training thread does not come."""

@@ -46,7 +46,7 @@ with lockstep.Run(seed=1) as run:
     features = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4))
     model = run.replicate(nn.Sequential(features, nn.Flatten(), nn.Linear(64, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch in run.train(run.batches(train_set, global_batch_size=64, epochs=4), optimizer, steps=STEPS):
+    for batch in run.train(run.batches(train_set, global_batch_size=64, shards=8, epochs=4), optimizer, steps=STEPS):
         result = run.step(loss, batch)
         if batch.ends_epoch:
             run.log(train_accuracy=result.metrics["accuracy"])

@@ -47,7 +47,7 @@ with lockstep.Run(seed=1) as run:
     model = run.replicate(Product())
     model.compile(backend=BACKEND)  # torch.compile(model) would put `_orig_mod.` before all names
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for batch in run.train(run.batches(train_set, global_batch_size=60, epochs=5), optimizer, steps=STEPS):
+    for batch in run.train(run.batches(train_set, global_batch_size=60, shards=8, epochs=5), optimizer, steps=STEPS):
         run.step(squared_error, batch)
     error, digest = run.evaluate(squared_error, test_set), run.digest()
     run.on_main(lambda: print(f"squared error {error:.5f}  digest {digest}"))

@@ -44,7 +44,7 @@ with lockstep.Run("runs/ema", seed=1) as run:
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
     run.register_state(ema=ema)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for batch in run.train(run.batches(train_set, global_batch_size=64, epochs=5), optimizer, steps=STEPS):
+    for batch in run.train(run.batches(train_set, global_batch_size=64, shards=8, epochs=5), optimizer, steps=STEPS):
         run.step(loss, batch)
         ema.update_parameters(model)
     plain, averaged, digest = run.evaluate(correct, test_set), run.evaluate(correct, test_set, model=ema), run.digest()

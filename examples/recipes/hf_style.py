@@ -53,7 +53,7 @@ with lockstep.Run(seed=1) as run:
     train_set, test_set = [make_sample() for _ in range(2048)], [make_sample() for _ in range(512)]
     model = run.replicate(Tagger())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for batch in run.train(run.batches(train_set, global_batch_size=64, epochs=4), optimizer, steps=STEPS):
+    for batch in run.train(run.batches(train_set, global_batch_size=64, shards=8, epochs=4), optimizer, steps=STEPS):
         run.step(loss, batch)
     nats, digest = run.evaluate(loss, test_set), run.digest()
     run.on_main(lambda: print(f"{nats:.4f} nats per label  digest {digest}"))

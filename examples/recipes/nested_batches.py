@@ -53,7 +53,7 @@ with lockstep.Run(seed=1) as run:
     train_set, test_set = Matches(4096), Matches(512)
     model = run.replicate(Forecast())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for batch in run.train(run.batches(train_set, global_batch_size=64, epochs=3), optimizer, steps=STEPS):
+    for batch in run.train(run.batches(train_set, global_batch_size=64, shards=8, epochs=3), optimizer, steps=STEPS):
         run.step(loss, batch)
     found, digest = run.evaluate(loss, test_set), run.digest()
     run.on_main(lambda: print(f"accuracy {found['accuracy']:.2%}  digest {digest}"))

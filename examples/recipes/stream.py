@@ -52,7 +52,7 @@ def squared_error(model, batch):
 with lockstep.Run("runs/stream", seed=1) as run:
     model = run.replicate(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batches = run.batches(Waves(4096), global_batch_size=64, epochs=3)
+    batches = run.batches(Waves(4096), global_batch_size=64, shards=8, epochs=3)
     for batch in run.train(batches, optimizer, steps=STEPS):
         run.step(squared_error, batch)
     error, digest = run.evaluate(squared_error, Waves(512, first=10**6)), run.digest()

@@ -52,7 +52,7 @@ with lockstep.Run(seed=1) as run:
     model = run.replicate(Parity())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     order = lockstep.ByLength([len(row) for row, _ in train_set], BATCH, seed=1)
-    batches = run.batches(train_set, global_batch_size=BATCH, epochs=5, order=order, collate_fn=pad)
+    batches = run.batches(train_set, global_batch_size=BATCH, shards=8, epochs=5, order=order, collate_fn=pad)
     for batch in run.train(batches, optimizer, steps=STEPS):
         run.step(loss, batch)
     found, digest = run.evaluate(loss, test_set, collate_fn=pad), run.digest()

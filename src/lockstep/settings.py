@@ -28,8 +28,15 @@ def _positive(text: str) -> float:
     return number
 
 
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 _SECONDS = _Kind(_positive, "a positive number of seconds")
 _NUMBER = _Kind(int, "a whole number")
+_COUNT = _Kind(_count, "a whole number of 1 or more")
 _FLAG = _Kind(lambda text: text.strip() != "0")
 _WORD = _Kind(str.strip)
 _TEXT = _Kind(str)
@@ -74,6 +81,13 @@ class Settings:
         "every epoch",
     )
     fresh: bool = _variable(False, _FLAG, "1: a `Run` starts over instead of resuming; set by `--fresh`")
+    shards: int | None = _variable(
+        None,
+        _COUNT,
+        "shards of a global batch in a new `Run` whose program does not set `shards=`; "
+        "an elastic `lockstep run` sets it to `--max`",
+        "the number of workers",
+    )
     traceback: str | None = _variable(
         None, _WORD, "`full`: tracebacks with all frames of lockstep and torch", "frames of your own code"
     )

@@ -29,6 +29,7 @@ class Variant:
 
     name: str
     workers: int
+    shards: int  # of a batch, if the program does not set the number: the most workers of all variants
     killed_in: int | None = None
     resumed_after: int | None = None  # steps on `workers`; the rest in a second start, on one worker
 
@@ -54,10 +55,11 @@ StateRecords = dict[tuple[int, int], dict[str, Any]]  # by (step, number of the 
 
 
 def list_variants(workers: Sequence[int], steps: int) -> list[Variant]:
-    plain = [Variant(f"{n} worker{'s' if n > 1 else ''}", n) for n in workers]
-    again = Variant(f"{plain[0].name}, again", workers[0])
-    resumed = Variant(f"2 workers, resumed on 1 at step {steps // 2}", 2, resumed_after=steps // 2)
-    killed = Variant(f"3 workers, one killed in step {steps // 2}", 3, killed_in=steps // 2)
+    shards = max(3, *workers)
+    plain = [Variant(f"{n} worker{'s' if n > 1 else ''}", n, shards) for n in workers]
+    again = Variant(f"{plain[0].name}, again", workers[0], shards)
+    resumed = Variant(f"2 workers, resumed on 1 at step {steps // 2}", 2, shards, resumed_after=steps // 2)
+    killed = Variant(f"3 workers, one killed in step {steps // 2}", 3, shards, killed_in=steps // 2)
     return [plain[0], again, *plain[1:], resumed, killed]
 
 
@@ -105,7 +107,7 @@ def likely_cause(found: dict[Variant, Difference | None]) -> str:
 def run_variant(variant: Variant, program: Sequence[str], steps: int, folder: Path, timeout_s: float) -> StateRecords:
     """Runs the program and returns what it recorded. Raises RuntimeError with the end of its output if it fails."""
     folder.mkdir()
-    env = {"LOCKSTEP_STATE_LOG_STEPS": str(steps)}
+    env = {"LOCKSTEP_STATE_LOG_STEPS": str(steps), "LOCKSTEP_SHARDS": str(variant.shards)}
     more: list[str] = []
     workers, end_s = variant.workers, time.monotonic() + timeout_s
     if variant.killed_in is not None:
@@ -145,8 +147,8 @@ def main(arguments: Sequence[str]) -> int:
         prog="lockstep certify",
         usage="lockstep certify [--steps N] [--workers 1,2,4] [--json FILE] (script.py | -m module) [args ...]",
         description="Run the first steps of a program on several numbers of workers, resumed in the middle on another "
-        "number, and with a worker killed, and compare every bit. Checkpoints of the program are neither read nor "
-        "written.",
+        "number, and with a worker killed, and compare every bit. A program that does not set shards= is run with as "
+        "many shards as the largest number of workers. Checkpoints of the program are neither read nor written.",
     )
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="how many (default: 8)")
     parser.add_argument("--workers", default="1,2,4", metavar="LIST", help="numbers of workers (default: 1,2,4)")
@@ -202,6 +204,7 @@ def _certify(program: list[str], workers: list[int], chosen: argparse.Namespace,
     if holds:
         numbers = ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}" if len(workers) > 1 else str(workers[0])
         claim = f"has the same bits on {numbers} workers, resumed, and with one of 3 killed"
+        claim += f" ({next(iter(reference.values()))['shards']} shards)"
         print(f"certified: {' '.join(program)} {claim}")
         return 0
     print(f"NOT certified. Likely cause: {likely_cause(found)}")

@@ -100,7 +100,7 @@ class BatchSettings:
     """Options of `run.batches`. The first four and `split` decide what is computed, the others how fast."""
 
     global_batch_size: int  # samples per step, summed over all workers
-    shards: int = 8
+    shards: int  # parts of a batch, and the largest possible number of workers
     epochs: int | None = 1  # None: endless
     drop_last: bool = False
     num_workers: int = 0  # loader processes; 0: the training process loads the samples itself

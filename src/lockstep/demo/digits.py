@@ -63,7 +63,7 @@ def main() -> None:
     with lockstep.Run(directory, seed=SEED, save_every=SAVE_EVERY) as run:
         model = run.replicate(make_model())
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-        batches = run.batches(train_set, global_batch_size=BATCH, epochs=args.epochs)
+        batches = run.batches(train_set, global_batch_size=BATCH, shards=8, epochs=args.epochs)
         for batch in run.train(batches, optimizer):
             run.step(loss, batch)
             if batch.ends_epoch and (batch.epoch + 1) % EVALUATE_EVERY == 0:

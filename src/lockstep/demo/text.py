@@ -65,7 +65,7 @@ def main() -> None:
     with lockstep.Run(args.directory, seed=SEED, max_grad_norm=1.0) as run:
         model = run.replicate(CharGpt(len(alphabet)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        batches = run.batches(train_set, global_batch_size=BATCH)
+        batches = run.batches(train_set, global_batch_size=BATCH, shards=8)
         for batch in run.train(batches, optimizer, steps=args.steps):
             run.step(loss, batch)
         nats = float(run.evaluate(loss, test_set))  # type: ignore[arg-type]

@@ -65,6 +65,8 @@ def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores
         env.update(MALLOC_TRIM_THRESHOLD_=str(2**30), MALLOC_MMAP_THRESHOLD_=str(2**25))
     env.update(LOCAL_RANK=str(rank), PYTHONUNBUFFERED="1", LOCKSTEP_RUN_DIR=str(job.log_dir), LOCKSTEP_RUN_ID=job.id)
     env["LOCKSTEP_LAUNCHER"] = str(os.getpid())  # tells a worker from the processes that it starts
+    if job.elastic is not None:
+        env.setdefault("LOCKSTEP_SHARDS", str(job.elastic.most))  # a batch is cut for the largest number of workers
     if job.hosts is not None:
         return _env_for_hosts(env, job.hosts)
     if "lo" in (name for _, name in socket.if_nameindex()):

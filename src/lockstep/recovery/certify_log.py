@@ -25,6 +25,7 @@ class StateLog:
 
     def __init__(self, path: Path, steps: int, directory: Path | None = None, *, is_part: bool = False) -> None:
         self._path, self.steps, self.directory, self.is_part = path, steps, directory, is_part
+        self.shards = 0  # of a batch; set when training begins
         self._at = (-1, 0)  # the last step, and the number of evaluations since
 
     @staticmethod
@@ -53,5 +54,12 @@ class StateLog:
         digests = dict(zip(tensors, cheap_digests(tensors.values()), strict=True))
         bits = {name: [float(value).hex() for value in values] for name, values in metrics.items()}
         with self._path.open("a") as file:
-            line = {"step": step, "call": call, "what": what, "figures": bits, "tensors": digests}
+            line = {
+                "step": step,
+                "call": call,
+                "what": what,
+                "shards": self.shards,
+                "figures": bits,
+                "tensors": digests,
+            }
             file.write(json.dumps(line) + "\n")

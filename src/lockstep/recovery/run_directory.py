@@ -1,5 +1,5 @@
 """What a run directory holds for a later start, beside its checkpoints: that the program ended the training itself
-(stopped.json), and which job has started over there (fresh.json).
+(stopped.json), which job has started over there (fresh.json), and into how many shards a batch is cut (shards.json).
 
 A start that resumes at exactly the step in stopped.json does not train. To train on, delete the file, or start over.
 
@@ -24,6 +24,7 @@ from lockstep import run_files
 
 STOPPED: Final = "stopped.json"
 FRESH: Final = "fresh.json"
+SHARDS: Final = "shards.json"
 
 
 def is_restart(env: Mapping[str, str]) -> bool:
@@ -54,6 +55,18 @@ def read_stop(directory: Path | None) -> int | None:
     """Return the step before which the program ended the training; None if it did not, or the file cannot be read."""
     step = _read(directory / STOPPED, "step") if directory is not None else None
     return step if isinstance(step, int) else None
+
+
+def write_shards(directory: Path, shards: int) -> None:
+    """Note the number of shards, for later starts of a program that does not set it."""
+    if read_shards(directory) != shards:
+        _write(directory / SHARDS, {"shards": shards})
+
+
+def read_shards(directory: Path | None) -> int | None:
+    """Return the number of shards of the run in this directory; None if there is none, or the file cannot be read."""
+    shards = _read(directory / SHARDS, "shards") if directory is not None else None
+    return shards if isinstance(shards, int) and shards > 0 else None
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

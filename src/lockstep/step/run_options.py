@@ -18,7 +18,9 @@ Choice = TypeVar("Choice", bound=Enum)
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 RUN_ARGUMENTS: Final = ("directory", "seed", "exact", "resume")  # arguments of Run that are not fields of RunOptions
-_TO_BATCHES: Final = "it belongs to run.batches(dataset, global_batch_size=..., epochs=..., num_workers=...)"
+_TO_BATCHES: Final = (
+    "it belongs to run.batches(dataset, global_batch_size=..., shards=..., epochs=..., num_workers=...)"
+)
 RENAMED: Final = {
     "clip_norm": "max_grad_norm",
     "clip": "max_grad_norm",

@@ -18,7 +18,7 @@ from lockstep.data.reader import DataError
 from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.recovery.collective_calls import print_message
-from lockstep.recovery.run_directory import pending_stops, write_stop
+from lockstep.recovery.run_directory import pending_stops, write_shards, write_stop
 from lockstep.seed import derive_seed, seed_all
 from lockstep.step import determinism, step_check
 from lockstep.step.shard_graphs import ShardGraphs
@@ -104,6 +104,8 @@ class TrainLoop:
         self._resume(plan)
         if self.state.context is None:
             self.state.assign_shards(plan)
+        if session.directory is not None and session.is_main:
+            write_shards(session.directory, plan.batches.settings.shards)
         check = self._check = LoopCheck(plan.model, plan.optimizer, plan.leaves)
         self._print_start(plan)
         if session.checkpoints.was_stopped:

@@ -3,7 +3,7 @@
     with lockstep.Run("runs/digits", seed=7) as run:
         model = run.replicate(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        batches = run.batches(train_set, global_batch_size=256, epochs=15)
+        batches = run.batches(train_set, global_batch_size=256, shards=8, epochs=15)
         for batch in run.train(batches, optimizer):
             run.step(loss, batch)
         accuracy = run.evaluate(correct, test_set)
@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Batches, BatchSettings, check_options
-from lockstep.data.sample_order import Order
+from lockstep.data.sample_order import Order, is_int
 from lockstep.ddp.replica import named_state, sha256_of
 from lockstep.errors import LockstepError
 from lockstep.recovery.module_state import GeneratorState
@@ -202,16 +202,18 @@ class Run:
         dataset: Any,
         *,
         global_batch_size: int = 0,  # must be given
-        shards: int = 8,
+        shards: int | None = None,
         epochs: int | None = 1,
         order: Order | Sampler[Any] | None = None,
         drop_last: bool = False,
         **loading: Any,
     ) -> Batches:
-        """Return the global batches of a dataset, each cut into `shards`.
+        """Return the global batches of a dataset, each cut into shards.
 
         global_batch_size  number of samples of one step, over all workers; must be given
-        shards     parts of a batch, and the largest possible number of workers. The result of a step depends on it
+        shards     parts of a batch, and the largest possible number of workers. The bits of a result depend on it, and
+                   not on the workers. None: as many as workers can take part in a new run (`lockstep run --max`, else
+                   those that are there), or as the run that is resumed has
         epochs     number of passes over the dataset; None: no limit
         order      an `Order`, or a torch `Sampler` or `BatchSampler` as for one worker; None: a new shuffle every epoch
         drop_last  leave out the last batch of an epoch if it is not full
@@ -220,6 +222,8 @@ class Run:
                    `lockstep.data.batches.BatchSettings`
         """
         check_options(loading)
+        if shards is None:
+            shards = self._session.choose_shards(global_batch_size) if is_int(global_batch_size) else 1
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
         self._session.agree(
@@ -284,6 +288,7 @@ class Run:
         state_log = self._session.state_log
         if state_log is not None:
             steps = min(steps or state_log.steps, state_log.steps)
+            state_log.shards = batches.settings.shards
         model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, optimizer, batches, config, scaling=scaling)
         plan.schedule, plan.interval = scheduler, interval

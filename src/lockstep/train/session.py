@@ -21,7 +21,7 @@ from lockstep.recovery.call_check import CallCheck
 from lockstep.recovery.certify_log import StateLog
 from lockstep.recovery.collective_calls import CollectiveCalls, print_message
 from lockstep.recovery.elastic_calls import ElasticCalls, GenerationListener
-from lockstep.recovery.run_directory import is_restart, start_over
+from lockstep.recovery.run_directory import is_restart, read_shards, start_over
 from lockstep.recovery.run_lock import FILE as RUN_LOCK, RunLock
 from lockstep.recovery.run_on_one import RunOnOne
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
@@ -193,6 +193,21 @@ class Session:
                 text = f"{type(error).__name__}: {error}"[:2000]
                 last_first.callback(self.trace_writer.event, "error", text=text)
             last_first.callback(self._stack.close)
+
+    def choose_shards(self, global_batch_size: int) -> int:
+        """Return the number of shards for a program that does not set it: that of the run which is resumed here, or as
+        many as workers can take part. Raises ValueError if there are more workers than the resumed run has shards.
+        """
+        stored, size = read_shards(self.directory), self.world.size
+        if stored is None:
+            return max(1, min(self.settings.shards or size, global_batch_size))
+        if size > stored:
+            raise ValueError(
+                f"{size} workers for {stored} shard{'s' * (stored > 1)}: the run in {self.directory} was begun with "
+                f"{stored}, and what it computes depends on that number. Start at most {stored} worker"
+                f"{'s' * (stored > 1)}, or start over (--fresh), then with run.batches(shards={size}) or more"
+            )
+        return stored
 
     # -- collective calls ----------------------------------------------------------------------------------------------
 

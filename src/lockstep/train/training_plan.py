@@ -29,6 +29,7 @@ from lockstep.world.world import World
 
 _NOT_SETTINGS: Final = ("last_epoch", "params", "initial_lr")
 _ORDER_OPTIONS: Final = ("seed", "sampler", "order_seed", "order_size")  # which `Batches.order_name` contains
+FEW_SHARDS: Final = 8  # with fewer, the first line says how to allow more workers
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
@@ -274,7 +275,12 @@ def describe_nothing_to_train(plan: TrainingPlan, steps: int | None, *, was_stop
 def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
     """A line that describes what is about to be trained."""
     settings, step, size = plan.batches.settings, plan.batches.position.number, world.size
-    cut = f"{settings.shards} shards on {size} worker{'s' if size > 1 else ''} ({world.backend})"
+    shards = settings.shards
+    cut = f"{shards} shard{'s' * (shards > 1)} on {size} worker{'s' * (size > 1)} ({world.backend})"
+    if config.exact:
+        numbers = "1" if shards == 1 else "1 or 2" if shards == 2 else f"1 to {shards}"
+        cut += f", the same bits on {numbers} worker{'s' * (shards > 1)}"
+        cut += "" if shards >= FEW_SHARDS else f" (shards={FEW_SHARDS} allows up to {FEW_SHARDS})"
     rates = sorted({float(group["lr"]) for group in plan.optimizer.param_groups})
     what = f"global batch {settings.global_batch_size}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     what = plan.large_batch.describe() if plan.large_batch is not None else what
