@@ -36,44 +36,50 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: BatchSettings(0), "global_batch_size=0, which must be a whole number of 1 or more"),
-        (lambda: BatchSettings(8.0), "global_batch_size=8.0"),  # type: ignore[arg-type]
+        (lambda: BatchSettings(0, 8), "global_batch_size=0, which must be a whole number of 1 or more"),
+        (lambda: BatchSettings(8.0, 8), "global_batch_size=8.0"),  # type: ignore[arg-type]
         (lambda: BatchSettings(8, 0), "shards=0"),
         (lambda: BatchSettings(8, True), "shards=True"),
-        (lambda: BatchSettings(8, epochs=0), "epochs=0, which must be a whole number of 1 or more, or None for no end"),
-        (lambda: BatchSettings(8, epochs="3"), "epochs='3'"),  # type: ignore[arg-type]
-        (lambda: BatchSettings(8, num_workers=-1), "num_workers=-1, which must be a whole number of 0 or more"),
-        (lambda: BatchSettings(8, prefetch_factor=0), "prefetch_factor=0"),
-        (lambda: BatchSettings(8, timeout_s=0), "timeout_s=0"),
-        (lambda: BatchSettings(8, collate_fn=3), "collate_fn=3 cannot be called"),  # type: ignore[arg-type]
         (
-            lambda: BatchSettings(4),
+            lambda: BatchSettings(8, 8, epochs=0),
+            "epochs=0, which must be a whole number of 1 or more, or None for no end",
+        ),
+        (lambda: BatchSettings(8, 8, epochs="3"), "epochs='3'"),  # type: ignore[arg-type]
+        (lambda: BatchSettings(8, 8, num_workers=-1), "num_workers=-1, which must be a whole number of 0 or more"),
+        (lambda: BatchSettings(8, 8, prefetch_factor=0), "prefetch_factor=0"),
+        (lambda: BatchSettings(8, 8, timeout_s=0), "timeout_s=0"),
+        (lambda: BatchSettings(8, 8, collate_fn=3), "collate_fn=3 cannot be called"),  # type: ignore[arg-type]
+        (
+            lambda: BatchSettings(4, 8),
             "shards=8 of a batch of 4 samples: .* set shards=4 or less, or a larger global_batch_size",
         ),
-        (lambda: batches(Plain(7), BatchSettings(8)), r"\(Plain\) has 7 samples, fewer than one global batch of 8"),
-        (lambda: batches(Plain(8), BatchSettings(8), size=9), "9 workers for 8 shards"),
-        (lambda: batches(Plain(8), BatchSettings(8), rank=2, size=2), "rank=2 is not one of 2 workers"),
-        (lambda: batches(Plain(8), BatchSettings(8), seed="a"), "seed='a' is a str; give a plain int"),
+        (lambda: batches(Plain(7), BatchSettings(8, 8)), r"\(Plain\) has 7 samples, fewer than one global batch of 8"),
+        (lambda: batches(Plain(8), BatchSettings(8, 8), size=9), "9 workers for 8 shards"),
+        (lambda: batches(Plain(8), BatchSettings(8, 8), rank=2, size=2), "rank=2 is not one of 2 workers"),
+        (lambda: batches(Plain(8), BatchSettings(8, 8), seed="a"), "seed='a' is a str; give a plain int"),
         (
-            lambda: batches(Plain(8), BatchSettings(8), order=Sequential(9, 8)),
+            lambda: batches(Plain(8), BatchSettings(8, 8), order=Sequential(9, 8)),
             "an order of 9 samples, but the dataset has 8",
         ),
-        (lambda: batches(Plain(8), BatchSettings(8), order=Sequential(8, 4)), "batches of 4, but global_batch_size=8"),
         (
-            lambda: batches(Plain(8), BatchSettings(8, drop_last=True), order=Sequential(8, 8)),
+            lambda: batches(Plain(8), BatchSettings(8, 8), order=Sequential(8, 4)),
+            "batches of 4, but global_batch_size=8",
+        ),
+        (
+            lambda: batches(Plain(8), BatchSettings(8, 8, drop_last=True), order=Sequential(8, 8)),
             "drop_last=True with Sequential",
         ),
         (
-            lambda: batches(Plain(8), BatchSettings(8), order=[3]),
+            lambda: batches(Plain(8), BatchSettings(8, 8), order=[3]),
             r"order=\[3\] is no torch Sampler, and has no steps\(epoch\) and",
         ),
         (
-            lambda: batches(Stream(8), BatchSettings(8), order=Sequential(8, 8)),
+            lambda: batches(Stream(8), BatchSettings(8, 8), order=Sequential(8, 8)),
             "for a Stream: an iterable dataset has the order",
         ),
-        (lambda: batches(3, BatchSettings(8)), "a int is no dataset: it needs __getitem__ and __len__"),
-        (lambda: batches(Dataset(), BatchSettings(8)), "a Dataset is no dataset"),
-        (lambda: batches((i for i in range(9)), BatchSettings(8)), "a generator can be iterated over only once"),
+        (lambda: batches(3, BatchSettings(8, 8)), "a int is no dataset: it needs __getitem__ and __len__"),
+        (lambda: batches(Dataset(), BatchSettings(8, 8)), "a Dataset is no dataset"),
+        (lambda: batches((i for i in range(9)), BatchSettings(8, 8)), "a generator can be iterated over only once"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(make: Callable[[], object], words: str) -> None:
