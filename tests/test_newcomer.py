@@ -479,7 +479,7 @@ def test_an_optimizer_of_some_parameters_is_told(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("optimizer", "scheduler", "words"),
     [
-        (lambda p: [torch.optim.SGD(p, lr=0.1)], None, "takes one optimizer, not a list of 1: put all parameters"),
+        (lambda p: [torch.optim.SGD(p, lr=0.1)], None, "takes an optimizer, not a list of 1"),
         (lambda p: torch.optim.LBFGS(p), None, "cannot use LBFGS, which evaluates the loss several times"),
         (lambda p: 0.1, None, "takes an optimizer such as torch.optim.AdamW, not a float"),
         (

@@ -84,14 +84,16 @@ def refuse_other_state(
         )
 
 
-def encode_update(number: int, training: StepContext) -> dict[str, Any]:
-    """Encode step `number` for `broadcast_state`. `is_intact` is False if another worker cannot apply it."""
-    update = training.newest
+def encode_update(index: int, training: StepContext) -> dict[str, Any]:
+    """Encode the step with this index for `broadcast_state`. `is_intact`: False if another worker cannot apply it."""
+    update = training.last.update
     is_written = training.gradient_writes.were_found
-    if update is None or update.number != number or is_written or not update.is_intact:
-        return {"number": number, "is_intact": False}
+    if update is None or update.index != index or is_written or not update.is_intact:
+        return {"index": index, "part": training.part, "is_intact": False}
     gradients = [None if g is None else _encode_sparse(g) if g.is_sparse else g for g in update.gradients]
     return {
+        "index": update.index,
+        "part": update.part,
         "number": update.number,
         "ends_epoch": update.ends_epoch,
         "finite": update.finite,
@@ -106,7 +108,7 @@ def apply_sent_step(training: StepContext, sent: dict[str, Any]) -> Update:
     """Apply a step that this worker has missed. If it cannot be applied, kill this process, which is then replaced."""
     if not sent["is_intact"]:
         print_message(
-            f"this worker has missed step {sent['number']}, and cannot get it from another one, because the optimizer "
+            f"this worker has missed step {sent['index']}, and cannot get it from another one, because the optimizer "
             "or the program has written to the gradients since; it ends and is replaced"
         )
         os.kill(os.getpid(), signal.SIGKILL)
@@ -123,6 +125,8 @@ def _decode_update(sent: dict[str, Any], training: StepContext) -> Update:
     versions = [0 if g is None else g._version for g in gradients]
     return Update(
         sent["number"],
+        part=sent["part"],
+        index=sent["index"],
         ends_epoch=sent["ends_epoch"],
         finite=sent["finite"],
         bad_loss=sent["bad_loss"],

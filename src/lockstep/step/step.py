@@ -8,12 +8,13 @@ one fixed tree, whichever worker computed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep import faults
 from lockstep.data.batches import Batch, Shard
@@ -37,17 +38,20 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     table = StepTable(t.sum, buffers=len(t.buffers), loss_scale=t.loss_scale.value)
     t.gradients.begin()
     t.graphs.begin_step()
-    t.gradients.on_gradients, t.sum.is_timed = observer.begin_step(batch.number), observer.is_detailed
+    is_first = t.part == 0  # the noise of the gradient is that of the first optimiser
+    t.gradients.on_gradients = observer.begin_step(batch.number) if is_first else None
+    t.sum.is_timed = observer.is_detailed
     t.buffers.begin()
-    with preserve_random_state(t.sum.device), t.sum.in_step():
+    with preserve_random_state(t.sum.device), t.sum.in_step(), without_gradients(t.frozen):
         compute_gradients(t, loss, batch, table, requests)
         outcome, waited_s = finish_exchange(t, loss, batch, table)
 
     faults.at("reduced")
     waits = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
     check = step_check.check_gradients(t.leaves, outcome, t.options, wait=waits, shares=t.sum.shares)
-    t.norm_check.defer(batch.number, check.norm if not waits else None, t.options)
-    observer.add_gradient(check.norm if check.finite else None, batch.count, t.loss_scale.value)
+    t.norm_check.defer(batch.number, check.norm if not waits else None, t.options, t.leaves)
+    if is_first:
+        observer.add_gradient(check.norm if check.finite else None, batch.count, t.loss_scale.value)
     buffers = t.buffers.gather(outcome.changed, t.sum.merge_counts(batch.counts), t.sum) if check.finite else []
     requests.commit()  # up to here the step can be repeated
     faults.at("committed")
@@ -120,13 +124,26 @@ def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss
     return one
 
 
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let these parameters require no gradient in this context: those of other optimisers than the one that steps."""
+    was = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, required in zip(parameters, was, strict=True):
+            parameter.requires_grad_(required)
+
+
 def run_loss(t: StepContext, loss: Loss, data: Any) -> ShardLoss:
     with t.options.precision.autocast(t.sum.device):
         return parse_loss(loss(t.model, data))
 
 
 def seed_of(t: StepContext, batch: Batch, shard: Shard) -> int:
-    return derive_seed(t.seed, "shard", batch.number, shard.number)
+    return derive_seed(t.seed, "shard", batch.number, shard.number, *([t.part] if t.part else []))
 
 
 def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> CapturedShard | None:
@@ -198,7 +215,7 @@ def finish_exchange(t: StepContext, loss: Loss, batch: Batch, table: StepTable) 
     outcome = table.outcome()
     step_check.refuse_bad_data(outcome, batch.number)
     with t.sum.on_side_stream(table.sent):
-        t.norm_check.check(t.leaves)
+        t.norm_check.check()
         observer.add_reports(outcome.reports)
     t.gradients.finish()
     waited_s = time.perf_counter() - began_s
@@ -226,6 +243,8 @@ def make_update(
     gradients = [leaf.parameter.grad for leaf in t.leaves] if t.keeps_update else []
     return Update(
         number=batch.number,
+        part=t.part,
+        index=t.applied_steps,
         ends_epoch=batch.ends_epoch,
         finite=finite,
         bad_loss=bad_loss,
@@ -245,7 +264,7 @@ def apply(t: StepContext, update: Update) -> None:
             t.optimizer.step()
     if not update.bad_loss:  # a loss is not scaled
         t.loss_scale.update(finite=update.finite)
-    t.newest = update if t.keeps_update else None
+    t.last.update = update if t.keeps_update else None
 
 
 def drop_update(t: StepContext) -> None:
@@ -253,9 +272,10 @@ def drop_update(t: StepContext) -> None:
 
     Raises PeerLostError if that cannot be known.
     """
-    if t.newest is not None:
-        if t.newest.receipt is None:
-            raise PeerLostError(f"the group of workers failed after step {t.newest.number}")
-        t.gradient_writes.were_found = t.gradient_writes.were_found or not t.newest.is_intact
-        t.newest.receipt.wait()
-    t.newest = None
+    last = t.last.update
+    if last is not None:
+        if last.receipt is None:
+            raise PeerLostError(f"the group of workers failed after step {last.number}")
+        t.gradient_writes.were_found = t.gradient_writes.were_found or not last.is_intact
+        last.receipt.wait()
+    t.last.update = None

@@ -124,19 +124,21 @@ class DeferredNormCheck:
     def __init__(self) -> None:
         self._norm: Tensor | None = None
         self._number = 0
+        self._leaves: Sequence[Leaf] = ()
 
-    def defer(self, number: int, norm: float | Tensor | None, options: RunOptions) -> None:
-        """Keep the norm of step `number` for a later `check`."""
+    def defer(self, number: int, norm: float | Tensor | None, options: RunOptions, leaves: Sequence[Leaf]) -> None:
+        """Keep the norm of step `number`, in which `leaves` were trained, for a later `check`."""
         is_checked = options.on_nonfinite is not OnNonFinite.IGNORE
         self._number, self._norm = number, norm if isinstance(norm, Tensor) and is_checked else None
+        self._leaves = leaves
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
+    def check(self) -> None:
         """Raise NonFiniteError if the norm was not finite. Call it where a GPU synchronisation is cheap."""
         norm, self._norm = self._norm, None
         if norm is not None and not math.isfinite(float(norm)):
             raise NonFiniteError(
                 f"step {self._number}: the gradient was not finite, and its step has been taken: "
-                f"{_first_bad(leaves, 'weight')}. Resume from the last checkpoint; "
+                f"{_first_bad(self._leaves, 'weight')}. Resume from the last checkpoint; "
                 'Run(on_nonfinite="skip") waits for the GPU in every step and leaves such batches out'
             )
 

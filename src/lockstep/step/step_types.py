@@ -84,7 +84,9 @@ class Result:
 class Update:
     """What one step changes; equal on all workers. A worker that has missed the step gets this and applies it."""
 
-    number: int
+    number: int  # of the batch
+    part: int  # which optimiser takes the step: see `StepContext.part`
+    index: int  # how many steps were applied before it, those of all optimisers counted
     ends_epoch: bool
     finite: bool  # if not, the weights are not changed
     bad_loss: bool  # a loss was not finite, of which the loss scale is not the cause
@@ -101,6 +103,13 @@ class Update:
         if not all(gradient is None or gradient._version == version for gradient, version in pairs):
             return False
         return self.digests is None or cheap_digests(g for g in self.gradients if g is not None) == self.digests
+
+
+@dataclass
+class LastUpdate:
+    """The update of the last step of any optimiser, until all workers are known to have applied it."""
+
+    update: Update | None = None
 
 
 @final
@@ -129,7 +138,7 @@ class TrainingPlan:
 
     model: nn.Module
     leaves: list[Leaf]
-    optimizer: torch.optim.Optimizer
+    optimizer: Any  # a torch optimiser, or an `OptimizerSet`
     batches: Batches
     loss_scale: LossScale
     synced: list[str]  # names of the SyncBatchNorm layers
@@ -142,11 +151,12 @@ class TrainingPlan:
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
+    finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
 
 
 @dataclass
 class StepContext:
-    """What a step works on: the plan, and what depends on the current workers."""
+    """What a step works on: the plan, and what depends on the current workers. Each optimiser has its own."""
 
     model: nn.Module
     leaves: list[Leaf]
@@ -159,6 +169,9 @@ class StepContext:
     observer: StepObserver
     options: RunOptions
     seed: int
+    part: int = 0  # the number of the optimiser, if there are several
+    frozen: Sequence[nn.Parameter] = ()  # trainable parameters that this optimiser does not have
+    applied_steps: int = 0  # before the step that is taken: see `Update.index`
     large_batch: LargeBatch | None = None
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
@@ -167,4 +180,4 @@ class StepContext:
     is_loss_checked: bool = False  # it was checked that the loss function returns a sum
     is_exchanging: bool = False  # this worker is in the exchange of a step, and cannot repeat the step alone
     keeps_update: bool = False  # workers may be lost; one that missed a step gets it from another worker
-    newest: Update | None = None  # of the last step, until all workers are known to have applied it
+    last: LastUpdate = field(default_factory=LastUpdate)  # shared by the contexts of all optimisers

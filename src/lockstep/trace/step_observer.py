@@ -103,6 +103,10 @@ class StepObserver:
         if self.trace_writer.count_step(number, loss, samples, self._timer.end_step()):
             self.trace_writer.end_window_if_due(self._timer.totals(), epoch=epoch, facts=facts())
 
+    def end_further_step(self) -> None:
+        """A step of another optimiser, with the same batch, was applied: its time belongs to the same step."""
+        self._timer.end_step()
+
     def close(self, *, succeeded: bool) -> None:
         self.trace_writer.close(self._timer.totals(), succeeded=succeeded)
 
@@ -201,6 +205,9 @@ class NullObserver(StepObserver):
     def end_step(
         self, number: int, loss: float, *, samples: int, epoch: int, facts: Callable[[], dict[str, Any]]
     ) -> None:
+        pass
+
+    def end_further_step(self) -> None:
         pass
 
     def pop_report(self) -> Sequence[float]:

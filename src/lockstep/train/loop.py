@@ -28,7 +28,9 @@ from lockstep.step.step_types import Loss, Result, StepRequests, Stop, TrainingP
 from lockstep.train.evaluation import evaluate_for_state_log
 from lockstep.train.loop_check import LoopCheck, describe_untrained
 from lockstep.train.loop_state import WorkerState
+from lockstep.train.optimizer_set import OptimizerSet
 from lockstep.train.progress import Progress
+from lockstep.train.run_state import is_batch_done
 from lockstep.train.session import Session
 from lockstep.train.training_plan import (
     RunConfig,
@@ -66,6 +68,7 @@ class TrainLoop:
         self._batch_versions: list[int] = []  # of its tensors when it was yielded: see `versions_of`
         self._is_batch_changed = False  # the program wrote to it before it took the step
         self._assignment = 0  # `WorkerState.assignments` when it was fetched
+        self._steps_before = 0  # number of applied steps when that batch was yielded
         self._batches: Generator[Batch, None, None]
         self._loss: Loss | None = None  # the loss function of the last step, for `lockstep certify`
 
@@ -98,6 +101,8 @@ class TrainLoop:
         plan.graphs = ShardGraphs.on_device(
             session.device, plan.model, capture, exact=session.exact, announce=session.announce
         )
+        if isinstance(plan.optimizer, OptimizerSet) and plan.graphs.is_enabled:
+            plan.graphs.refuse("the run has several optimizers")
         if plan.synced and plan.graphs.is_enabled:
             plan.graphs.refuse(f"{plan.synced[0]} is a SyncBatchNorm, which communicates in the forward pass")
         self._refuse_unsavable(plan)
@@ -174,12 +179,16 @@ class TrainLoop:
                     session.calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
                 self._in_hand, self._fetched_again = True, None
+                self._steps_before = self.state.applied_steps - len(plan.finished)  # some may be in the checkpoint
                 self._batch_versions = versions_of(batch) if session.calls.is_elastic else []
                 session.calls.hand_out()
                 check.hand_out(batch.number)
                 seed_all(derive_seed(session.seed, "loop", batch.number), session.device)
                 yield batch
                 check.end_iteration()
+                if plan.finished and not is_batch_done(plan):
+                    self._record_samples(plan, batch)
+                self.state.end_batch(plan, ends_epoch=batch.ends_epoch)
                 self._in_hand = False
                 is_due = session.checkpoints.saver.is_due(batch.number, ends_epoch=batch.ends_epoch)
                 if is_due and not self._should_stop:
@@ -250,8 +259,8 @@ class TrainLoop:
     # -- positions and checkpoints -----------------------------------------------------------------------------------
 
     def position(self, plan: TrainingPlan) -> Position:
-        """Position of the next step: that of the current batch, unless its step was taken."""
-        return self._here if self._in_hand and self.state.applied_steps <= self._here.number else plan.batches.position
+        """Position of the next step: that of the current batch, unless all optimisers have taken their step."""
+        return self._here if self._in_hand and not is_batch_done(plan) else plan.batches.position
 
     def save(self, plan: TrainingPlan) -> None:
         self._session.checkpoints.save(plan, self.position(plan), writes=self._session.is_main)
@@ -262,33 +271,59 @@ class TrainLoop:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self, plan: TrainingPlan, loss: Loss, batch: Batch) -> Result:
-        """See `Run.step`."""
+    def step(self, plan: TrainingPlan, loss: Loss, batch: Batch, part: int) -> Result:
+        """See `Run.step`. `part` is the number of the optimiser."""
         session, check = self._session, self._check
         assert check is not None
-        check.begin_step(batch, warns=session.is_main)
+        check.begin_step(batch, part, warns=session.is_main)
+        is_first = not check.is_stepped
+        if part in plan.finished:  # it is in the checkpoint, which was saved in the middle of this batch
+            check.end_step(part)
+            return plan.finished[part]
         self._is_batch_changed = session.calls.is_elastic and versions_of(batch) != self._batch_versions
         if check.has_other_parameters:
             self._update_trainable(plan, check)
         check.is_stepping = True
         try:
-            take = partial(self._take_step, plan, loss, batch)
-            result = session.calls.make(
-                "run.step", take, encode=Result.to_json, decode=Result.from_json, may_repeat=True
-            )
+            take = partial(self._take_step, plan, loss, batch, part)
+            what = f"run.step of optimizer {part}" if part else "run.step"
+            result = session.calls.make(what, take, encode=Result.to_json, decode=Result.from_json, may_repeat=True)
         except BaseException as error:
             check.note_failure(error)
             self._end_failed_step(error)
             raise
         finally:
             check.is_stepping = False
-        check.end_step()
+        check.end_step(part)
+        plan.finished[part] = result
         self.state.start_receipt()
-        if self.state.applied_steps == self._resumed_at + 1:  # the optimiser has a state now
+        if self.state.applied_steps <= self._resumed_at + len(self.state.contexts):  # the optimiser has a state now
             self._refuse_unsavable(plan)
         session.stops.agreed = max(session.stops.agreed, result.stop)
         if result.move:
             session.calls.move_at_next_step(result.move)
+        if is_batch_done(plan):
+            self._record_samples(plan, batch)
+        session.calls.make("the comparison of replicas", lambda: self.state.compare_replicas(batch.number))
+        if session.state_log is not None:
+            self._loss = loss
+            state = partial(named_state, plan.model, plan.optimizer)
+            if is_first:
+                session.state_log.log_step(batch.number, result.loss, state, writes=session.is_main)
+            else:
+                session.state_log.log_evaluation(what, {"loss": [result.loss]}, state, writes=session.is_main)
+        if result.metrics:
+            session.trace_writer.log(batch.number + 1, result.metrics, writes=session.is_main)
+        if is_first:
+            self.progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
+            facts = partial(lr_and_grad_norm, plan, result)
+            session.observer.end_step(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
+        else:
+            session.observer.end_further_step()
+        return result
+
+    def _record_samples(self, plan: TrainingPlan, batch: Batch) -> None:
+        session, result = self._session, next(iter(plan.finished.values()))  # all have the same samples
         session.checkpoints.ledger.record(
             batch.number,
             epoch=batch.epoch,
@@ -297,17 +332,6 @@ class TrainLoop:
             seen=batch.seen,
             writes=session.is_main,
         )
-        session.calls.make("the comparison of replicas", lambda: self.state.compare_replicas(batch.number))
-        if session.state_log is not None:
-            self._loss = loss
-            state = partial(named_state, plan.model, plan.optimizer)
-            session.state_log.log_step(batch.number, result.loss, state, writes=session.is_main)
-        if result.metrics:
-            session.trace_writer.log(batch.number + 1, result.metrics, writes=session.is_main)
-        self.progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
-        facts = partial(lr_and_grad_norm, plan, result)
-        session.observer.end_step(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
-        return result
 
     def _end_failed_step(self, error: BaseException) -> None:
         """Restore the buffers after a failed step. If it failed in the exchange of gradients, no call can follow."""
@@ -318,9 +342,8 @@ class TrainLoop:
             if context.is_exchanging and isinstance(error, Exception) and not isinstance(error, LockstepError):
                 self._session.calls.failed = error
 
-    def _take_step(self, plan: TrainingPlan, loss: Loss, batch: Batch) -> Result:
-        session, context = self._session, self.state.context
-        assert context is not None
+    def _take_step(self, plan: TrainingPlan, loss: Loss, batch: Batch, part: int) -> Result:
+        session, context = self._session, self.state.begin_step(part)
         if self._assignment != self.state.assignments:  # the workers have changed, and with them the shards of this one
             if self._is_batch_changed:
                 raise LockstepError(
@@ -335,15 +358,17 @@ class TrainLoop:
             batch = self._fetched_again
         if plan.synced and session.world.size > 1:
             determinism.refuse_empty_shards(plan.synced[0], batch, context.sum.shares, exact=session.exact)
-        if batch.number < self.state.applied_steps and session.calls.is_elastic:
+        if self.state.applied_steps != self._steps_before + len(plan.finished) and session.calls.is_elastic:
             raise DivergenceError(
-                f"step {batch.number} would be applied twice, after step {self.state.applied_steps - 1}; report this"
+                f"step {batch.number} would be applied twice: this worker has applied {self.state.applied_steps} steps "
+                f"in all, and {self._steps_before} with earlier batches; report this"
             )
         calls = session.calls
         requests = StepRequests(session.stops.asked, calls.wants_to_move, self.state.commit, calls.check_left)
         with session.step_stream.active():
             result = take_step(context, loss, batch, requests)
-        self.state.end_step(plan, batch.number, ends_epoch=batch.ends_epoch, skipped=result.skipped)
+        self.state.end_step(plan, part, ends_epoch=batch.ends_epoch, skipped=result.skipped)
+        plan.finished[part] = result
         faults.at("applied")
         return result
 

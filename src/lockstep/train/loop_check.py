@@ -17,15 +17,28 @@ from lockstep.step.buffer_snapshot import is_expanded
 
 WATCHED: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
 NAMED: Final = 4  # parameters in a message
+SEVERAL: Final = (
+    "give them one by one, `run.train(batches, opt_a, opt_b)`, and say in each step which one takes it: "
+    "`run.step(loss_a, batch, optimizer=opt_a)`"
+)
 ONE_STEP: Final = "`for batch in run.train(batches, optimizer): run.step(loss, batch)` takes one step for each batch"
 
 
-def refuse_optimizer(optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError for an optimiser or a scheduler that `run.train` cannot drive."""
+def check_train_arguments(steps: Any, interval: Any) -> None:
+    """Raise ValueError for arguments of `run.train` that are not allowed."""
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps={steps!r} must be a whole number, 1 or more, or None")
+    if interval not in ("step", "epoch"):
+        raise ValueError(f'interval={interval!r} is not known; choose "step" or "epoch"')
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """Raise TypeError for an optimiser that `run.train` cannot drive."""
     if isinstance(optimizer, (list, tuple, dict)):
         raise TypeError(
-            f"run.train takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}: put all parameters "
-            "into one, with a group for each learning rate: torch.optim.AdamW([{'params': ..., 'lr': ...}, ...])"
+            f"run.train takes an optimizer, not a {type(optimizer).__name__} of {len(optimizer)}. For several losses "
+            f"{SEVERAL}. For several learning rates make groups of one optimizer: "
+            "torch.optim.AdamW([{'params': ..., 'lr': ...}, ...])"
         )
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
         raise TypeError(f"run.train takes an optimizer such as torch.optim.AdamW, not a {type(optimizer).__name__}")
@@ -34,13 +47,17 @@ def refuse_optimizer(optimizer: Any, scheduler: Any) -> None:
             "run.train cannot use LBFGS, which evaluates the loss several times in one step with other weights each "
             "time; use an optimizer of one evaluation, such as torch.optim.AdamW"
         )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """Raise TypeError for a scheduler that `run.train` cannot drive."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "run.train(scheduler=ReduceLROnPlateau) does not know the value to follow. Step it in the loop, where all "
             "workers have the same value: `plateau.step(run.evaluate(...))`, and name it before the loop with "
             "`run.register_state(plateau=plateau)`, so that it is saved and resumed"
         )
-    if scheduler is not None and not hasattr(scheduler, "step"):
+    if not hasattr(scheduler, "step"):
         raise TypeError(f"scheduler= takes one of torch.optim.lr_scheduler, not a {type(scheduler).__name__}")
 
 
@@ -67,7 +84,7 @@ def refuse_model(model: nn.Module, who: str) -> None:
             )
 
 
-def describe_untrained(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> str | None:
+def describe_untrained(leaves: Sequence[Leaf], optimizer: Any) -> str | None:
     """Return a line about parameters that require a gradient and are not in the optimiser; None if there are none."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [leaf.name for leaf in leaves if id(leaf.parameter) not in covered]
@@ -82,12 +99,13 @@ def describe_untrained(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer)
 
 @final
 class LoopCheck:
-    """Follows one training loop: each batch that is handed out gets exactly one `run.step`, and nothing else trains."""
+    """Follows one training loop: each batch gets one `run.step` of an optimiser, and nothing else trains."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, leaves: Sequence[Leaf]) -> None:
+        """`optimizer`: a torch optimiser, or an `OptimizerSet`."""
         self._parameters, self._optimizer = list(model.parameters()), optimizer
         self._number: int | None = None  # of the batch that the program got last
-        self._is_stepped = False
+        self._stepped: set[int] = set()  # the optimisers that have taken a step with it, by number
         self._failure = ""  # the error of the step with that batch
         self.is_stepping = False  # run.step is running, and may call optimizer.step
         self._has_warned = False
@@ -113,37 +131,45 @@ class LoopCheck:
     def _count_groups(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a step was taken with the current batch."""
+        return bool(self._stepped)
+
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
 
     def hand_out(self, number: int) -> None:
         """Note that the program gets batch `number`."""
-        self._number, self._is_stepped, self._failure = number, False, ""
+        self._number, self._stepped, self._failure = number, set(), ""
 
     def end_iteration(self) -> None:
         """Raise LockstepError if the program took no step with the batch that it got."""
-        if self._failure and not self._is_stepped:
+        if self._failure:
             raise LockstepError(
                 f"run.step failed for batch {self._number} on this worker ({self._failure}), and the program caught "
                 "the exception and asks for the next batch: the other workers cannot leave this one out. Take the step "
                 "with the same batch again, which gives the same bits, or let the exception end the program"
             )
-        if not self._is_stepped:
+        if not self._stepped:
             raise LockstepError(
                 f"batch {self._number} was handed out, and the next one asked for without run.step(loss, batch): its "
                 f"samples would be left out without a word. {ONE_STEP}. To leave samples out, leave them out of the "
                 "dataset; to end early, `break`"
             )
 
-    def begin_step(self, batch: Batch, *, warns: bool) -> None:
-        """Raise LockstepError if this batch has had its step. Warn once of gradients that the program computed."""
-        if batch.number != self._number or self._is_stepped:
+    def begin_step(self, batch: Batch, part: int, *, warns: bool) -> None:
+        """Raise LockstepError if this batch has had its step. Warn once of gradients that the program computed.
+
+        part  the number of the optimiser
+        """
+        if batch.number != self._number or part in self._stepped:
             why = "has had its step" if batch.number == self._number else f"is not the current one, {self._number}"
             raise LockstepError(
                 f"run.step: batch {batch.number} {why}. {ONE_STEP}: a second one would draw the same random numbers "
                 "and count its samples twice. For several passes over the data, set run.batches(epochs=...); for "
-                "several losses, return their sum from one loss function"
+                "several losses, return their sum from one loss function, or give run.train several optimizers"
             )
         changed = self._find_own_gradient()
         if changed is not None and warns and not self._has_warned:
@@ -160,8 +186,9 @@ class LoopCheck:
         """Note that the step with this batch has failed."""
         self._failure = f"{type(error).__name__}: {error}"[:200]
 
-    def end_step(self) -> None:
-        self._is_stepped = True
+    def end_step(self, part: int) -> None:
+        self._stepped.add(part)
+        self._failure = ""
         self._note_gradients()
 
     def _note_gradients(self) -> None:

@@ -20,6 +20,7 @@ from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
 from lockstep.step.step_types import StepContext, TrainingPlan
 from lockstep.train import training_plan
+from lockstep.train.optimizer_set import SchedulerSet
 from lockstep.train.session import Session
 from lockstep.train.training_plan import RunConfig
 from lockstep.world.world import World
@@ -36,8 +37,9 @@ class WorkerState:
         self._session, self._is_stepping = session, is_stepping
         self.plan: TrainingPlan | None = None
         self.step_limit: int | None = None  # the loop ends after so many steps
-        self.context: StepContext | None = None
-        self.applied_steps = -1  # -1: there is no state yet
+        self.contexts: list[StepContext] = []  # of each optimiser
+        self.context: StepContext | None = None  # the one of the current or the last step
+        self.applied_steps = -1  # of all optimisers; -1: there is no state yet
         self.is_applying = False  # a step is applied in part, and cannot be saved
         self.assignments = 0  # how often the shards were assigned to workers
         self._left_s: float | None = None  # when the last generation ended, until the next one begins
@@ -49,27 +51,43 @@ class WorkerState:
         self._session.calls.check_commit()
         self.is_applying = True
 
-    def end_step(self, plan: TrainingPlan, number: int, *, ends_epoch: bool, skipped: bool) -> None:
-        """Called after step `number` was applied."""
+    def begin_step(self, part: int) -> StepContext:
+        """Make the context of this optimiser the current one, and return it."""
+        context = self.context = self.contexts[part]
+        context.applied_steps = self.applied_steps
+        return context
+
+    def end_step(self, plan: TrainingPlan, part: int, *, ends_epoch: bool, skipped: bool) -> None:
+        """Called after a step of this optimiser was applied."""
         if plan.schedule is not None and (ends_epoch if plan.interval == "epoch" else not skipped):
-            plan.schedule.step()
-        self.applied_steps, self.is_applying = number + 1, False
+            plan.schedule.step(*([part] if isinstance(plan.schedule, SchedulerSet) else []))
+        self.applied_steps, self.is_applying = self.applied_steps + 1, False
+
+    def end_batch(self, plan: TrainingPlan, *, ends_epoch: bool) -> None:
+        """Called when the program asks for the next batch: optimisers without a step in this one have an epoch less."""
+        if isinstance(plan.schedule, SchedulerSet) and plan.interval == "epoch" and ends_epoch:
+            for part in range(len(self.contexts)):
+                if part not in plan.finished:
+                    plan.schedule.step(part)
+        plan.finished = {}
 
     def start_receipt(self) -> None:
         """Start the barrier that shows, by the next backward pass, that all workers have applied this `Update`."""
         context = self.context
         assert context is not None
-        if context.newest is not None and context.newest.receipt is None:
+        update = context.last.update
+        if update is not None and update.receipt is None:
             with suppress(Exception):  # the group has failed; the next call fails too, and is then made again
-                context.newest.receipt = context.sum.start_barrier()
+                update.receipt = context.sum.start_barrier()
 
     def compare_replicas(self, number: int) -> None:
-        context = self.context
+        context, plan = self.context, self.plan
         assert context is not None
+        assert plan is not None
         faults.at("compared")
         with self._session.call_check.explain_errors("the comparison of replicas"):
             self.replica_check.after_step(
-                number, lambda: named_state(context.model, context.optimizer) | context.buffers.overwritten_digests()
+                number, lambda: named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests()
             )
 
     # -- assignment of shards ----------------------------------------------------------------------------------------
@@ -79,9 +97,10 @@ class WorkerState:
         session, world, settings = self._session, self._session.world, plan.batches.settings
         config = RunConfig(session.options, session.seed, session.exact)
         with session.step_stream.active():  # autograd remembers the stream of the first hook
-            context = training_plan.assign_shards(plan, config, world, session.group, session.observer)
-        self.context = context
-        context.keeps_update = session.calls.is_elastic and world.size > 1
+            self.contexts = training_plan.assign_shards(plan, config, world, session.group, session.observer)
+        context = self.context = self.contexts[0]
+        for one in self.contexts:
+            one.keeps_update = session.calls.is_elastic and world.size > 1
         session.observer.set_world(
             lambda: training_plan.describe(plan, context),
             config=training_plan.observer_config(plan, world),
@@ -106,9 +125,10 @@ class WorkerState:
         """
         if self.context is not None:
             self.context.buffers.abort()
-            if clears_gradients:
-                self.context.gradients.begin()
-            self.context.gradients.stop()  # a traceback may still refer to it
+            for one in self.contexts:
+                if clears_gradients:
+                    one.gradients.begin()
+                one.gradients.stop()  # a traceback may still refer to it
             self.context.sum.close()
 
     # -- generations of workers (recovery/elastic_calls.py) ---------------------------------------------------------
@@ -136,13 +156,12 @@ class WorkerState:
             assert context is not None
             mine = encode_update(self.applied_steps - 1, context)
         sent = broadcast_state(session.group, session.device, source, mine)
-        if self.applied_steps < 0 or self.applied_steps == sent["number"] + 1:
+        if self.applied_steps < 0 or self.applied_steps == sent["index"] + 1:
             return  # this worker is new, or has applied the step
-        if self.applied_steps != sent["number"]:
-            raise DivergenceError(f"this worker has applied {self.applied_steps} steps, and gets step {sent['number']}")
-        assert context is not None
-        update = apply_sent_step(context, sent)
-        self.end_step(plan, update.number, ends_epoch=update.ends_epoch, skipped=not update.finite)
+        if self.applied_steps != sent["index"]:
+            raise DivergenceError(f"this worker has applied {self.applied_steps} steps, and gets step {sent['index']}")
+        update = apply_sent_step(self.begin_step(sent["part"]), sent)
+        self.end_step(plan, update.part, ends_epoch=update.ends_epoch, skipped=not update.finite)
         then()
         faults.at("restored")
 
@@ -152,11 +171,11 @@ class WorkerState:
         is_source, is_new, mine = session.world.rank == source, self.applied_steps < 0, None
         if is_source:
             session.checkpoints.ledger.write()  # a worker that gets this state does not know the samples before it
-            mine = session.checkpoints.state(plan)
+            mine = session.checkpoints.state(plan) | {"applied_steps": self.applied_steps}
         state = broadcast_state(session.group, session.device, source, mine)
         if is_new:
             session.checkpoints.restore(plan, state)
-            self.applied_steps = state["batches"]["number"]
+            self.applied_steps = state["applied_steps"]
             then()
             faults.at("restored")
         # Other workers are not compared: they may not have reached the end of their loop body.

@@ -41,7 +41,8 @@ from lockstep.trace.metrics import Mean
 from lockstep.train import evaluation
 from lockstep.train.crash_context import CrashContext
 from lockstep.train.loop import TrainLoop
-from lockstep.train.loop_check import refuse_model, refuse_optimizer
+from lockstep.train.loop_check import check_train_arguments, refuse_model
+from lockstep.train.optimizer_set import join_optimizers, join_schedulers, number_of
 from lockstep.train.run_methods import copy_from_rank_0, load_weights, reduce_metrics
 from lockstep.train.run_state import plan_of
 from lockstep.train.session import Session
@@ -233,10 +234,8 @@ class Run:
         settings = BatchSettings(
             global_batch_size=global_batch_size, shards=shards, epochs=epochs, drop_last=drop_last, **loading
         )
-        is_main = self._session.is_main
-        determinism.check_split(
-            settings.split, exact=self.exact, is_elastic=self._session.calls.is_elastic, is_main=is_main
-        )
+        is_elastic, is_main = self._session.calls.is_elastic, self._session.is_main
+        determinism.check_split(settings.split, exact=self.exact, is_elastic=is_elastic, is_main=is_main)
         # A new worker does not know its rank and the number of workers yet; they are set when it joins.
         rank, size = (self.world.rank, self.world.size) if self._session.calls.is_member else (0, 1)
         return Batches(
@@ -260,7 +259,7 @@ class Run:
         self,
         batches: Batches,
         optimizer: torch.optim.Optimizer,
-        *,
+        *more_optimizers: torch.optim.Optimizer,
         scheduler: Any = None,
         interval: str = "step",
         scaling: LRScaling | None = None,
@@ -268,7 +267,9 @@ class Run:
     ) -> Iterator[Batch]:
         """Iterate over the batches, from where the last run in this directory ended, with progress and checkpoints.
 
-        scheduler  a torch learning-rate scheduler; its step() is called after every `interval`: "step" or "epoch"
+        more_optimizers  of other parts of the model, as in a GAN; `step` then says which one takes the step
+        scheduler  a torch learning-rate scheduler, or a list of them; its step() is called after every `interval`:
+                   "step" (of its own optimizer) or "epoch"
         scaling    scales the learning rate with the batch size: see `lockstep.LRScaling`
         steps      end after so many steps, counted from the first step of the training; None: at the end of the batches
 
@@ -276,38 +277,37 @@ class Run:
         later start does not continue it. After SIGTERM, SIGUSR1 or Ctrl-C the current step is finished and saved, and
         the program exits here with status 75 (130 after Ctrl-C), unless `Run(exit_on_interrupt=False)`.
         """
-        if steps is not None and (not isinstance(steps, int) or steps < 1):
-            raise ValueError(f"steps={steps!r} must be a whole number, 1 or more, or None")
-        if interval not in ("step", "epoch"):
-            raise ValueError(f'interval={interval!r} is not known; choose "step" or "epoch"')
-        refuse_optimizer(optimizer, scheduler)
+        check_train_arguments(steps, interval)
+        optimizers = (optimizer, *more_optimizers)
+        schedule = join_schedulers(scheduler, optimizers)
         if not isinstance(batches, Batches):
             raise TypeError(f"run.train takes run.batches(dataset, ...) first, not a {type(batches).__name__}")
         if self._loop.plan is not None:
             raise LockstepError("a Run has one loop: run.train goes over all epochs, see run.batches(epochs=...)")
-        state_log = self._session.state_log
-        if state_log is not None:
-            steps = min(steps or state_log.steps, state_log.steps)
-            state_log.shards = batches.settings.shards
+        if (state_log := self._session.state_log) is not None:
+            steps, state_log.shards = min(steps or state_log.steps, state_log.steps), batches.settings.shards
         model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
-        plan = make_plan(model, optimizer, batches, config, scaling=scaling)
-        plan.schedule, plan.interval = scheduler, interval
+        plan = make_plan(model, join_optimizers(optimizers, model), batches, config, scaling=scaling)
+        plan.schedule, plan.interval = schedule, interval
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
         yield from self._loop.run(plan, steps)
 
-    def step(self, loss: Loss, batch: Batch) -> Result:
+    def step(self, loss: Loss, batch: Batch, *, optimizer: torch.optim.Optimizer | None = None) -> Result:
         """Run forward and backward, average the gradient over all workers, and take the optimiser's step.
 
         `loss(model, batch)` returns (sum, weight): the sum of the losses of its samples, and the number of samples (or
         of tokens, or any other weight). The gradient is that of the mean over the global batch. With metrics it returns
         `(sum, weight, {"accuracy": (correct, count)})`: their means over the global batch are `result.metrics`.
+
+        optimizer  the one that takes the step, if `train` was given several: only its parameters get gradients, and
+                   each takes one step with a batch at most
         """
         plan = self._loop.plan
         if plan is None:
             raise LockstepError("run.step belongs into `for batch in run.train(batches, optimizer)`: call train first")
         if not isinstance(batch, Batch):
             raise TypeError(f"run.step takes a batch from run.train, not a {type(batch).__name__}")
-        return self._loop.step(plan, loss, batch)
+        return self._loop.step(plan, loss, batch, number_of(optimizer, plan.optimizer))
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 

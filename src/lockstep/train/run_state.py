@@ -19,7 +19,8 @@ from lockstep.recovery.checkpointing import MODEL, BestMetric, CheckpointSaver, 
 from lockstep.recovery.collective_calls import print_message
 from lockstep.recovery.module_state import InitialModuleState
 from lockstep.recovery.run_directory import read_stop
-from lockstep.step.step_types import TrainingPlan
+from lockstep.step.step_types import Result, TrainingPlan
+from lockstep.train.optimizer_set import class_names, parts_of
 from lockstep.train.training_plan import (
     add_missing_groups,
     group_names,
@@ -66,7 +67,7 @@ class Checkpoints:
 
         The entry `run` is what must not change between the starts of a run.
         """
-        run = {"shards": plan.batches.settings.shards, "optimizer": type(plan.optimizer).__name__}
+        run = {"shards": plan.batches.settings.shards, "optimizer": class_names(plan.optimizer)}
         more = {
             "trainable": [leaf.name for leaf in plan.leaves],
             "in_eval_mode": modules_in_eval_mode(plan.model),
@@ -74,6 +75,8 @@ class Checkpoints:
             "settings": plan.settings,
             "best": self._best.state(),
         }
+        if not is_batch_done(plan):
+            more["finished"] = {str(part): result.to_json() for part, result in plan.finished.items()}
         found = collect_state(self._things(plan)) | {"run": self._identity | run} | more
         return found if here is None else found | {"batches": plan.batches.state(here)}
 
@@ -84,6 +87,8 @@ class Checkpoints:
         restore_trainable(plan, state)
         restore_eval_mode(plan.model, state.get("in_eval_mode"))
         self._best.restore(state.get("best"))
+        finished = state.get("finished") or {}
+        plan.finished = {int(part): Result.from_json(result) for part, result in finished.items()}
 
     def _things(self, plan: TrainingPlan) -> dict[str, Any]:
         """Everything that has a state, by name."""
@@ -116,7 +121,7 @@ class Checkpoints:
 
     def save(self, plan: TrainingPlan, here: Position, *, writes: bool) -> None:
         """Write a checkpoint in the background. Waits only until the tensors are copied."""
-        plan.norm_check.check(plan.leaves)
+        plan.norm_check.check()
         if writes:
             self.ledger.write()
         self.saver.save(here.number, lambda: self.state(plan, here), writes=writes)
@@ -139,7 +144,7 @@ class Checkpoints:
         self.saver.drain(check)
         # A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
         if here.number != self._resumed_from and not self.saver.has_written(here.number):
-            plan.norm_check.check(plan.leaves)
+            plan.norm_check.check()
             self.saver.save(here.number, lambda: self.state(plan, here), writes=True)
             self.saver.drain(check)
 
@@ -192,6 +197,11 @@ class Checkpoints:
             found["schedule"] = None  # a scheduler of another class cannot load this state
         # The optimiser and the scheduler keep the settings they are restored with, and later checkpoints record those.
         plan.settings = now | {name: saved[name] for name in ("optimizer", "scheduler") if saved.get(name)}
+
+
+def is_batch_done(plan: TrainingPlan) -> bool:
+    """Whether every optimiser has taken its step with the current batch."""
+    return len(plan.finished) == len(parts_of(plan.optimizer))
 
 
 def plan_of(plan: TrainingPlan | None, who: str) -> TrainingPlan:

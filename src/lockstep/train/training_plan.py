@@ -23,8 +23,9 @@ from lockstep.step.precision import LossScale
 from lockstep.step.recompute_check import RecomputeCheck
 from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_gradients import ShardGradients
-from lockstep.step.step_types import Result, StepContext, TrainingPlan
+from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
+from lockstep.train.optimizer_set import OptimizerSet, class_names, parts_of
 from lockstep.world.world import World
 
 _NOT_SETTINGS: Final = ("last_epoch", "params", "initial_lr")
@@ -44,13 +45,16 @@ class RunConfig:
 
 def make_plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     batches: Batches,
     config: RunConfig,
     *,
     scaling: LRScaling | None,
 ) -> TrainingPlan:
-    """Return the plan of a training. Changes nothing; raises ValueError for arguments that do not fit together."""
+    """Return the plan of a training. Changes nothing; raises ValueError for arguments that do not fit together.
+
+    optimizer  a torch optimiser, or an `OptimizerSet`
+    """
     leaves = replica.trained_leaves(model, set())
     _check_optimizer_parameters(optimizer, leaves)
     audit_every, is_stream = config.options.audit_every, batches.state()["samples"] < 0
@@ -73,8 +77,8 @@ def make_plan(
     )
 
 
-def _check_optimizer_parameters(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError if the optimiser has parameters that are not in the model."""
+def _check_optimizer_parameters(optimizer: torch.optim.Optimizer | OptimizerSet, leaves: Sequence[Leaf]) -> None:
+    """Raise ValueError if the optimiser has parameters that are not in the model, or one of several has none."""
     known = {leaf.parameter for leaf in leaves}
     unknown = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     if unknown:
@@ -82,6 +86,10 @@ def _check_optimizer_parameters(optimizer: torch.optim.Optimizer, leaves: Sequen
             f"the optimiser has {unknown} parameters that the replicated model has not: "
             "make it from `run.replicate(model).parameters()`"
         )
+    if isinstance(optimizer, OptimizerSet):
+        for number, one in enumerate(optimizer.optimizers):
+            if not any(p in known for group in one.param_groups for p in group["params"]):
+                raise ValueError(f"optimizer {number} has no parameter that requires a gradient")
 
 
 def settings_of(
@@ -104,7 +112,7 @@ def settings_of(
             "max_grad_norm": options.max_grad_norm,
             "on_nonfinite": options.on_nonfinite.value,
             "threads": options.threads,
-            "scheduler": None if scheduler is None else type(scheduler).__name__,
+            "scheduler": None if scheduler is None else class_names(scheduler),
             "interval": plan.interval,
             "scaling": None if scaling is None else str(scaling),
         },
@@ -135,6 +143,10 @@ def update_trainable(plan: TrainingPlan) -> dict[str, Any]:
     if not leaves:
         raise ValueError("the program has frozen all parameters: none requires a gradient any more")
     _check_optimizer_parameters(plan.optimizer, leaves)
+    if isinstance(plan.optimizer, OptimizerSet):
+        known = len(plan.settings["optimizer"])
+        if len(plan.optimizer.param_groups) != known:
+            plan.optimizer.add_param_group({})  # raises ValueError
     held = {p for group in plan.optimizer.param_groups for p in group["params"]}
     if any(parameter not in held for parameter in plan.optimizer.state):
         raise ValueError(
@@ -195,8 +207,8 @@ def restore_eval_mode(model: nn.Module, names: Sequence[str] | None) -> None:
 
 def assign_shards(
     plan: TrainingPlan, config: RunConfig, world: World, group: dist.ProcessGroup, observer: StepObserver
-) -> StepContext:
-    """Assign the shards to the workers, and prepare steps with them. Called by all workers of `group`."""
+) -> list[StepContext]:
+    """Assign the shards to the workers, and prepare steps with them, for each optimiser. Called by all workers."""
     batches, options, size = plan.batches, config.options, world.size
     shards = batches.settings.shards
     shares = [shards_of_rank(shards, size, rank) for rank in range(size)]
@@ -207,23 +219,42 @@ def assign_shards(
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
 
-    return StepContext(
-        model=plan.model,
-        leaves=plan.leaves,
-        optimizer=plan.optimizer,
-        sum=sum_,
-        gradients=ShardGradients(plan.leaves, sum_, comm_dtype=options.grad_comm_dtype),
-        buffers=BufferExchange(plan.model, shards, checks_weights=batches.position.number == 0),
-        loss_scale=plan.loss_scale,
-        recompute_check=RecomputeCheck(plan.model, plan.leaves, every=options.audit_every, fetch=fetch),
-        observer=observer,
-        options=options,
-        seed=config.seed,
-        large_batch=plan.large_batch,
-        norm_check=plan.norm_check,
-        gradient_writes=plan.gradient_writes,
-        graphs=plan.graphs,
-    )
+    buffers = BufferExchange(plan.model, shards, checks_weights=batches.position.number == 0)
+    last, contexts = LastUpdate(), []
+    for part, optimizer in enumerate(parts_of(plan.optimizer)):
+        leaves = _leaves_of(plan, optimizer)
+        own = {leaf.name for leaf in leaves}
+        contexts.append(
+            StepContext(
+                model=plan.model,
+                leaves=leaves,
+                optimizer=optimizer,
+                sum=sum_,
+                gradients=ShardGradients(leaves, sum_, comm_dtype=options.grad_comm_dtype),
+                buffers=buffers,
+                loss_scale=plan.loss_scale,
+                recompute_check=RecomputeCheck(plan.model, leaves, every=options.audit_every, fetch=fetch),
+                observer=observer,
+                options=options,
+                seed=config.seed,
+                part=part,
+                frozen=[leaf.parameter for leaf in plan.leaves if leaf.name not in own],
+                large_batch=plan.large_batch,
+                norm_check=plan.norm_check,
+                gradient_writes=plan.gradient_writes,
+                graphs=plan.graphs,
+                last=last,
+            )
+        )
+    return contexts
+
+
+def _leaves_of(plan: TrainingPlan, optimizer: torch.optim.Optimizer) -> list[Leaf]:
+    """The parameters that get gradients in a step: with several optimisers those of the one that takes the step."""
+    if not isinstance(plan.optimizer, OptimizerSet):
+        return plan.leaves
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [leaf for leaf in plan.leaves if id(leaf.parameter) in own]
 
 
 def observer_config(plan: TrainingPlan, world: World) -> ObserverConfig:
