@@ -900,6 +900,57 @@ def test_a_model_is_compiled_for_each_size_of_a_shard_whatever_was_seen_before()
     assert config() == before
 
 
+def train_compiled(rank: int, size: int, options: Any, samples: int) -> str:
+    torch._dynamo.reset()
+    with quiet(compile=options) as run:
+        model = run.replicate(Deep())
+        batches = run.batches(dataset(samples), global_batch_size=BATCH, shards=4)
+        for batch in run.train(batches, torch.optim.AdamW(model.parameters(), lr=0.01)):
+            run.step(loss, batch)
+        assert all(not name.startswith("_orig_mod") for name in model.state_dict())
+        return run.digest()
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).softmax(1).log()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "aot_eager"},
+        pytest.param(True, marks=pytest.mark.slow),
+        pytest.param({"mode": "max-autotune"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_has_the_same_bits_on_any_number_of_workers(options: Any) -> None:
+    alone = train_compiled(0, 1, options, 70)  # shards of 4 samples; in the last batch of 1 and 2
+    for size in (2, 4) if options is True else (2,):
+        assert on_workers(train_compiled, size, options, 70) == [alone] * size
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ("yes", TypeError, r"compile='yes' must be True, False, or a dict of options of torch.compile"),
+        ({"fast": True}, ValueError, r"compile={'fast': ...} is not an option of torch.compile; it has fullgraph"),
+        (True, ValueError, r"needs a C\+\+ compiler on a CPU, and there is neither"),
+    ],
+)
+def test_compile_options_that_cannot_be(
+    options: Any, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(error, match=text), quiet(compile=options) as run:
+        run.replicate(net())
+
+
 # ---- the number of shards, where the program does not set it -------------------------------------------------------
 
 

@@ -41,11 +41,10 @@ def squared_error(model, batch):
     return (model(factors) - product).square().sum(), len(product)
 
 
-with lockstep.Run(seed=1) as run:
+with lockstep.Run(seed=1, compile={"backend": BACKEND}) as run:
     run.on_main(lambda: print(f"torch.compile with the backend {BACKEND}"))
     train_set, test_set = make_products(2000), make_products(512)
     model = run.replicate(Product())
-    model.compile(backend=BACKEND)  # torch.compile(model) would put `_orig_mod.` before all names
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for batch in run.train(run.batches(train_set, global_batch_size=60, shards=8, epochs=5), optimizer, steps=STEPS):
         run.step(squared_error, batch)

@@ -139,6 +139,13 @@ def dynamo() -> Any:
     return torch._dynamo
 
 
+def inductor_config() -> Any:
+    """Return the settings of the compiler behind torch.compile; `deterministic` is the one that is used."""
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
 def exclude_from_compiler(package: str) -> None:
     """Make torch.compile run the code of `package` as it is, as it does with torch's own distributed code."""
     dynamo().trace_rules.add(package)

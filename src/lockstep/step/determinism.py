@@ -82,13 +82,17 @@ def _compile_per_shape() -> Iterator[None]:
     By default it compiles for dynamic shapes as soon as it has seen a second size, and falls back to eager after eight
     compilations. Which sizes a process sees, and in which order, depends on its shards, so on the number of workers;
     and code for dynamic shapes rounds differently. Here it compiles once for each size, and raises an error instead of
-    falling back. Functions compiled with `dynamic=True` are not affected.
+    falling back. Functions compiled with `dynamic=True` are not affected. Kernels are not chosen by how fast they are
+    on this worker ("max-autotune"), which could choose another one, with other bits, on another.
     """
     config: Any = _torch.dynamo().config
-    with config.patch(
-        automatic_dynamic_shapes=False,
-        recompile_limit=max(COMPILED_SHAPES, config.recompile_limit),
-        fail_on_recompile_limit_hit=True,
+    with (
+        config.patch(
+            automatic_dynamic_shapes=False,
+            recompile_limit=max(COMPILED_SHAPES, config.recompile_limit),
+            fail_on_recompile_limit_hit=True,
+        ),
+        _torch.inductor_config().patch(deterministic=True),
     ):
         yield
 

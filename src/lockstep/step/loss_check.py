@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.step.buffer_snapshot import BufferSnapshot
+from lockstep.step.compiled_model import is_compiled
 
 TOLERANCE: Final = 1e-3  # relative; the halves are computed by other kernels
 LAST_OPERATIONS: Final = 32
@@ -188,11 +189,6 @@ def _eval_mode(model: nn.Module) -> ExitStack:
     stack.callback(restore)
     model.eval()
     return stack
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a part is compiled: other shapes would be compiled too, and could change what later steps run."""
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 
 def _like(data: Any, values: list[Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Final, TypedDict, TypeVar
 import torch
 
 from lockstep.errors import refuse_unknown_options
+from lockstep.step.compiled_model import CompileOptions, check_compile_option
 from lockstep.step.precision import Precision
 from lockstep.step.shard_graphs import Capture
 
@@ -64,6 +65,7 @@ class OptionNames(TypedDict, total=False):
     save_every: int | str | None
     exit_on_interrupt: bool
     threads: int
+    compile: bool | dict[str, Any]
     capture: bool | str
     progress: bool
     trace: bool
@@ -86,6 +88,8 @@ class RunOptions:
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`
     threads       CPU threads of each worker. The bits depend on it, so it is not derived from the number of workers
+    compile       True, or options of torch.compile: the forward pass of the replicated model is compiled, by one worker
+                  of each host for all. It computes other bits than without, and the same on any number of workers
     capture       on a GPU, run forward and backward of a shard as CUDA graphs, with the same bits: "auto": after a few
                   steps, if the program allows it; True: as "auto", but raise if it does not; False: never
     progress      print the progress
@@ -104,6 +108,7 @@ class RunOptions:
     save_every: int | str | None = None
     exit_on_interrupt: bool = True
     threads: int = 1
+    compile: CompileOptions = False
     capture: Capture = Capture.AUTO
     progress: bool = True
     trace: bool = True
@@ -119,6 +124,7 @@ class RunOptions:
         values: dict[str, Any] = dict(named)
         values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
         values["on_nonfinite"] = one_of(OnNonFinite, "on_nonfinite", values.get("on_nonfinite", "stop"))
+        values["compile"] = check_compile_option(values.get("compile", False))
         values["capture"] = one_of(Capture, "capture", values.get("capture", "auto"))
         values["grad_comm_dtype"] = _comm_dtype(values.get("grad_comm_dtype"))
         clip = values.get("max_grad_norm")

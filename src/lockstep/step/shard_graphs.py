@@ -33,7 +33,7 @@ from lockstep.ddp.replica import cheap_digests
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.seed import cuda_generator, host_random_state, seed_all
 from lockstep.step.captured_shard import CannotCaptureError, CapturedShard, Lane, ShardPass, map_tensors
-from lockstep.step.loss_check import is_compiled
+from lockstep.step.compiled_model import is_compiled
 from lockstep.step.python_inputs import PythonInputs, code_of
 
 WARM_UP_STEPS: Final = 3

@@ -34,6 +34,7 @@ from lockstep.errors import LockstepError
 from lockstep.recovery.module_state import GeneratorState
 from lockstep.recovery.run_directory import pending_stops
 from lockstep.step import determinism
+from lockstep.step.compiled_model import compile_model
 from lockstep.step.learning_rate import LRScaling
 from lockstep.step.run_options import OptionNames, RunOptions
 from lockstep.step.step_types import Loss, Result, Stop
@@ -132,9 +133,8 @@ class Run:
                 raise
         else:
             assert error is not None
-            self._leave(
-                error
-            )  # before anything that takes time: the launcher checks whether the other workers leave, too
+            # Before anything that takes time: the launcher checks whether the other workers leave, too.
+            self._leave(error)
             self._loop.save_after(error)
         self._close(None if is_planned else error)
         if is_planned:
@@ -179,6 +179,7 @@ class Run:
         refuse_model(model, "run.replicate")
         model = model.to(self.device)
         copy_from_rank_0(self._session, model)
+        compile_model(model, self.options.compile, self.device)
         self._model = model
         return model
 

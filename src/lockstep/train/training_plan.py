@@ -112,6 +112,7 @@ def settings_of(
             "max_grad_norm": options.max_grad_norm,
             "on_nonfinite": options.on_nonfinite.value,
             "threads": options.threads,
+            "compile": str(options.compile),
             "scheduler": None if scheduler is None else class_names(scheduler),
             "interval": plan.interval,
             "scaling": None if scaling is None else str(scaling),
