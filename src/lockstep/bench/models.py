@@ -32,6 +32,10 @@ class Workload:
     about: str
     precision: str = "fp32"  # of the forward pass
 
+    def shards(self, workers: int) -> int:
+        """Eight shards of a global batch; fewer if it has fewer rows."""
+        return min(8, workers * len(self.batch(torch.Generator().manual_seed(0)).inputs))
+
 
 SGD = "SGD with momentum"
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

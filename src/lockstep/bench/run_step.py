@@ -55,7 +55,8 @@ class RunArm:
         torch.manual_seed(SEED)
         self.name, self.model = name, workload.build().to(device)
         kind, self._rank, self._size = name.partition("@")[0], group.rank(), group.size()
-        exact, shards = kind != FAST, 8 if kind in (EXACT_8, EXACT_8_EAGER) else group.size()
+        exact, is_cut = kind != FAST, kind in (EXACT_8, EXACT_8_EAGER)
+        shards = workload.shards(self._size) if is_cut else self._size
         shares = [shards_of_rank(shards, self._size, rank) for rank in range(self._size)]
         self._mine, self._shards = shares[self._rank], shards
         self._settings = determinism.arithmetic(device, exact=exact, threads=torch.get_num_threads())

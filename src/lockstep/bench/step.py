@@ -39,6 +39,7 @@ from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
 from lockstep.report.table import columns, megabytes, percent, render
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
+NONE_8 = "none8"  # without communication; eight micro-batches over all workers
 DEFAULT_ARMS = (NONE, TORCH, OURS)
 STEP_ARMS = (*DEFAULT_ARMS, f"{OURS}@shm")
 CLASSES = {TORCH: "torch.nn.parallel.DistributedDataParallel", OURS: "lockstep.DistributedDataParallel"}
@@ -124,7 +125,8 @@ class WrapperArm:
     ) -> None:
         torch.manual_seed(SEED)
         model = workload.build().to(device)
-        if name != NONE:
+        self._micro_batches = max(1, workload.shards(group.size()) // group.size()) if name == NONE_8 else 1
+        if name not in (NONE, NONE_8):
             ids = None if device.type == "cpu" else [device.index]
             model = load_wrapper(name)(model, device_ids=ids, process_group=group)
         self.name, self.model = name, model
@@ -133,14 +135,16 @@ class WrapperArm:
 
     def step(self, batch: LabeledBatch) -> None:
         self.optimizer.zero_grad()
-        with self._precision:
-            loss = loss_of(self.model(batch.inputs), batch.targets)
-        torch.autograd.backward(loss)
+        parts = self._micro_batches
+        for inputs, targets in zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True):
+            with self._precision:
+                loss = loss_of(self.model(inputs), targets)
+            torch.autograd.backward(loss if parts == 1 else loss / parts)
         self.optimizer.step()
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Sizes of the gradient buckets, in the order in which they are reduced; empty without a wrapper."""
-        if self.name == NONE:
+        if self.name in (NONE, NONE_8):
             return ()
         log = cast(Any, self.model)._get_ddp_logging_data()
         sizes = log.get("rebuilt_bucket_sizes") or log["bucket_sizes"]
@@ -195,7 +199,7 @@ class ArmWorker:
             for _ in range(settings.plan.warmup if turn == self.arm else 0):  # then the buckets are final
                 arm.step(batch)
         own_turns: dict[str, Callable[[], None]] = {self.arm: partial(arm.step, batch)}
-        if self.arm != NONE:
+        if self.arm not in (NONE, NONE_8):
             own_turns[communication_name(self.arm)] = communication(arm.bucket_bytes(), device, self.group)
         sync = RoundSync(dist.barrier, finish_of(device), lambda text: self.worker.send(f"{model}: {text}"))
         turns = [*settings.arms, *(communication_name(arm) for arm in settings.arms if arm != NONE)]
