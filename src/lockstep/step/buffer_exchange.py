@@ -210,17 +210,20 @@ class BufferExchange:
         self._in_step = False
 
     @torch.no_grad()
-    def gather(self, changed: Tensor, counts: Sequence[int], sum_: ShardSum) -> list[NewBuffer | NewNumber]:
+    def gather(
+        self, changed: Sequence[Sequence[float]], counts: Sequence[int], sum_: ShardSum
+    ) -> list[NewBuffer | NewNumber]:
         """Exchange the new values with all workers. Returns what `apply` is to write, equal on all; writes nothing yet.
 
-        `changed[shard, buffer]`: what `collect` returned for all shards, on the host. `counts`: samples of each shard.
+        `changed[shard][buffer]`: what `collect` returned for all shards. `counts`: samples of each shard.
         """
-        columns = changed[:, :-1].bool().tolist()
-        by_shard = [[shard for shard in range(self._shards) if columns[shard][n]] for n in range(changed.shape[1] - 1)]
-        places = zip(self._snapshot.places, by_shard, strict=True)
-        changes = [_compatible_change(place, shards) for place, shards in places if shards]
+        changes: list[BufferChange] = []
+        if any(map(any, changed)):
+            for n, place in enumerate(self._snapshot.places):
+                if shards := [shard for shard, row in enumerate(changed) if row[n]]:
+                    changes.append(_compatible_change(place, shards))
         numbers: list[NewNumber] = []
-        if bool(changed[:, -1].any()):
+        if any(row[-1] for row in changed):
             mine = [[shard, entries] for shard, entries in self._incompatible.items()]
             gathered = agreement.gather_values(sum_.group, mine, device=sum_.device)
             incompatible = sorted((entry for one in gathered for entry in one), key=lambda entry: int(entry[0]))
@@ -274,11 +277,10 @@ class BufferExchange:
             if value is not None and value.numel():
                 row += (value.reshape(-1) if change.averages else _to_words(value)).to(row.device)
 
-    def _compare_less(self, changed: Tensor) -> None:
+    def _compare_less(self, changed: Sequence[Sequence[float]]) -> None:
         """After the first step, equally on all workers: see Note [Silent writes] in buffer_snapshot.py."""
-        found = (changed[:, :-1] == FOUND_BY_VALUE).any(dim=0).tolist()
-        for place, is_found in zip(self._snapshot.places, found, strict=True):
-            place.compare_less(is_found=bool(is_found))
+        for n, place in enumerate(self._snapshot.places):
+            place.compare_less(is_found=any(row[n] == FOUND_BY_VALUE for row in changed))
 
     @torch.no_grad()
     def apply(self, new: Sequence[NewBuffer | NewNumber]) -> None:

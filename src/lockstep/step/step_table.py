@@ -8,8 +8,9 @@ steps (step_observer.py); and which buffers changed.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +45,7 @@ class StepOutcome:
     samples: list[int]  # size of the global batch, as each rank has it
     ends_epoch: list[bool]  # as each rank has it
     content: list[int]  # 64-bit digest of the global batch, by rank; 0 on a rank that did not compute it
-    changed: Tensor  # [shard, buffer]
+    changed: list[list[float]]  # [shard][buffer]
     fingerprint: int  # of all samples of the batch (data/ledger.py)
     reports: list[list[float]]  # by rank, on earlier steps
     metrics: dict[str, tuple[float, float]]  # of the loss function, by name: (sum, weight) over all shards
@@ -69,10 +70,13 @@ class StepTable:
         self.sent: Any = None  # on a GPU: the event after which the sum was started
         self._scale: float | Tensor | None = None
 
-    def _parts(self, table: Tensor) -> list[Tensor]:
+    def _rows(self, table: list[float]) -> list[list[list[float]]]:
         """[shard, (loss, weight, samples)], [rank, (stop, ended, ...)], [shard, changed buffers], [shard, metrics]"""
-        parts = torch.split(table, [math.prod(shape) for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        found, first = [], 0
+        for rows, width in self._shapes:
+            found.append([table[first + n * width : first + (n + 1) * width] for n in range(rows)])
+            first += rows * width
+        return found
 
     def add_shard(self, shard: int, loss: ShardLoss, changed: list[int]) -> None:
         """Add what the loss function returned for a shard. `changed`: by buffer, whether the shard changed it."""
@@ -112,33 +116,35 @@ class StepTable:
         shards, self._names = self._sum.shards, names
         by_rank_shape = (self._sum.size, REPORT + REPORT_FIELDS)
         self._shapes = [(shards, 4), by_rank_shape, (shards, self._buffers), (shards, 2 * len(names))]
-        # Filled in on the host, which is fast; values that a GPU has computed are added on the device. From memory
-        # that is not pinned, the copy to a GPU would wait until everything before it is computed.
-        numel, is_pinned = sum(math.prod(shape) for shape in self._shapes), self._sum.device.type == "cuda"
-        self._table = torch.zeros(numel, dtype=torch.float64, pin_memory=is_pinned)
-        by_shard, by_rank, changed, _ = self._parts(self._table)
-        number, samples, ends_epoch = (
-            (batch.number, batch.count, batch.ends_epoch) if batch is not None else (0, 0, False)
-        )
+        # Filled in as a list, which is fast; values that a GPU has computed are added on the device. From memory that
+        # is not pinned, the copy to a GPU would wait until everything before it is computed.
+        starts = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
+        values, device = [0.0] * starts[-1], self._sum.device
         for one in batch.shards if batch is not None else ():
-            by_shard[one.number, HIGH] = one.samples >> 32
-            by_shard[one.number, LOW] = one.samples & 0xFFFFFFFF
-        content = batch.content if batch is not None else 0
+            first = 4 * one.number
+            values[first + HIGH], values[first + LOW] = one.samples >> 32, one.samples & 0xFFFFFFFF
+        number, samples, ends_epoch, content = (
+            (batch.number, batch.count, batch.ends_epoch, batch.content) if batch is not None else (0, 0, False, 0)
+        )
         mine = [number, stop, batch is None, samples, ends_epoch, move, content >> 32, content & 0xFFFFFFFF, *report]
-        by_rank[self._rank] = torch.tensor(mine, dtype=torch.float64)
+        first = starts[1] + self._rank * len(mine)
+        values[first : first + len(mine)] = mine
+        late: list[tuple[int, Tensor]] = []  # (place, value on a GPU)
         for shard, loss, which in self._added:
-            if any(which):
-                changed[shard] = torch.tensor(which, dtype=torch.float64)
-            if not isinstance(loss.weight, Tensor):
-                by_shard[shard, WEIGHT] = loss.weight
-        self._table = self._table.to(self._sum.device, non_blocking=True)
-        by_shard, _, _, metrics = self._parts(self._table)
-        for shard, loss, _ in self._added:
-            by_shard[shard, LOSS] += loss.total
-            if isinstance(loss.weight, Tensor):
-                by_shard[shard, WEIGHT] += loss.weight
-            for n, value in enumerate(part for name in names for part in loss.metrics[name]):
-                metrics[shard, n] += value
+            first = starts[2] + shard * self._buffers
+            values[first : first + len(which)] = which
+            found = [(4 * shard + LOSS, loss.total), (4 * shard + WEIGHT, loss.weight)]
+            first = starts[3] + shard * 2 * len(names)
+            found += enumerate((part for name in names for part in loss.metrics[name]), first)
+            for place, value in found:
+                if isinstance(value, Tensor) and value.is_cuda:
+                    late.append((place, value))
+                else:
+                    values[place] = float(value) + 0.0  # not -0.0, to which a sum of several workers would not lead
+        self._table = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._table = self._table.to(device, non_blocking=True)
+        for place, value in late:
+            self._table[place] += value
         self.sent = torch.cuda.current_stream().record_event() if self._table.is_cuda else None
         self._pending = self._sum.start_small_sum(self._table)
 
@@ -148,7 +154,7 @@ class StepTable:
         On a GPU it is a tensor, so that the host does not wait.
         """
         if self._scale is None:
-            weight = self._parts(self._table)[0][:, WEIGHT].sum() * self._loss_scale
+            weight = self._table[WEIGHT : 4 * self._sum.shards : 4].sum() * self._loss_scale
             if weight.is_cuda:
                 self._scale = weight.reciprocal().float()
             else:
@@ -161,26 +167,27 @@ class StepTable:
         self._sum.wait(self._pending, "the sum of losses and weights")
         with self._sum.on_side_stream(self.sent):
             self._sum.wait(self._pending, "the sum of losses and weights")
-            by_shard, by_rank, changed, metrics = self._parts(self._table.cpu())
-        weights: list[float] = by_shard[:, WEIGHT].tolist()
+            table = self._table.cpu()
+        by_shard, by_rank, changed, metrics = self._rows(table.tolist())
+        losses, weights = table[LOSS : 4 * len(by_shard) : 4].sum(), table[WEIGHT : 4 * len(by_shard) : 4].sum()
         return StepOutcome(
-            loss_sum=float(by_shard[:, LOSS].sum()),
-            weight=float(by_shard[:, WEIGHT].sum()),
-            bad_shards=[s for s, loss in enumerate(by_shard[:, LOSS].tolist()) if not math.isfinite(loss)],
-            bad_weights={s: weight for s, weight in enumerate(weights) if not 0 <= weight < math.inf},
-            stop=int(by_rank[:, STOP].max()),
-            stop_asked_by=_ranks_with(by_rank[:, STOP]),
-            move=int(by_rank[:, MOVE].max()),
-            ended=_ranks_with(by_rank[:, ENDED]),
-            numbers=[int(number) for number in by_rank[:, NUMBER].tolist()],
-            samples=[int(count) for count in by_rank[:, SAMPLES].tolist()],
-            ends_epoch=[bool(ends) for ends in by_rank[:, ENDS_EPOCH].tolist()],
-            content=_words(by_rank[:, CONTENT_HIGH], by_rank[:, CONTENT_LOW]),
+            loss_sum=float(losses),
+            weight=float(weights),
+            bad_shards=[s for s, row in enumerate(by_shard) if not math.isfinite(row[LOSS])],
+            bad_weights={s: row[WEIGHT] for s, row in enumerate(by_shard) if not 0 <= row[WEIGHT] < math.inf},
+            stop=int(max(row[STOP] for row in by_rank)),
+            stop_asked_by=[rank for rank, row in enumerate(by_rank) if row[STOP]],
+            move=int(max(row[MOVE] for row in by_rank)),
+            ended=[rank for rank, row in enumerate(by_rank) if row[ENDED]],
+            numbers=[int(row[NUMBER]) for row in by_rank],
+            samples=[int(row[SAMPLES]) for row in by_rank],
+            ends_epoch=[bool(row[ENDS_EPOCH]) for row in by_rank],
+            content=[_word(row[CONTENT_HIGH], row[CONTENT_LOW]) for row in by_rank],
             changed=changed,
-            fingerprint=sum(_words(by_shard[:, HIGH], by_shard[:, LOW])) % 2**64,
-            reports=by_rank[:, REPORT:].tolist(),
+            fingerprint=sum(_word(row[HIGH], row[LOW]) for row in by_shard) % 2**64,
+            reports=[row[REPORT:] for row in by_rank],
             metrics={
-                name: (_exact_sum(metrics[:, 2 * n]), _exact_sum(metrics[:, 2 * n + 1]))
+                name: (_exact_sum(row[2 * n] for row in metrics), _exact_sum(row[2 * n + 1] for row in metrics))
                 for n, name in enumerate(self._names)
             },
         )
@@ -207,17 +214,13 @@ def describe_odd_metrics(some: Sequence[str], others: Sequence[str]) -> str:
     )
 
 
-def _exact_sum(values: Tensor) -> float:
+def _exact_sum(values: Iterable[float]) -> float:
     try:
-        return math.fsum(values.tolist())
+        return math.fsum(values)
     except (ValueError, OverflowError):  # infinities of both signs
         return math.nan
 
 
-def _ranks_with(votes: Tensor) -> list[int]:
-    return [rank for rank, vote in enumerate(votes.tolist()) if vote]
-
-
-def _words(high: Tensor, low: Tensor) -> list[int]:
-    """Join the halves of 64-bit integers."""
-    return [(int(a) << 32) + int(b) for a, b in zip(high.tolist(), low.tolist(), strict=True)]
+def _word(high: float, low: float) -> int:
+    """Join the halves of a 64-bit integer."""
+    return (int(high) << 32) + int(low)
