@@ -189,7 +189,8 @@ class Collectives:
         me, size = self.sync.rank, self.sync.size
         name = "all_reduce" if root is None else "reduce"
         same = reduction_key(op, tensor.dtype, tensor.numel(), -1 if root is None else root)
-        tensor = op.prepare(tensor, copy=root not in (None, me))
+        if op.factor is not None:
+            tensor = op.prepare(tensor, copy=root not in (None, me))
         if tensor.nbytes <= SMALL_BYTES:
             self.sync.publish_call(Call(name, same))
             self._reduce_small(tensor, op, wanted=root in (None, me))

@@ -87,7 +87,7 @@ class ShmWork(Work):
                 raise
         finally:
             self.ended_s = time.monotonic()
-            self._run = lambda work, spin: None  # drops the tensors it held
+            self._run = _run_nothing  # drops the tensors it held
 
     def _complete_future(self) -> None:
         assert self._future is not None
@@ -97,6 +97,10 @@ class ShmWork(Work):
         else:
             error = self._error if isinstance(self._error, Exception) else RuntimeError("interrupted")
             self._future.set_exception(error)
+
+
+def _run_nothing(work: ShmWork, spin: bool) -> None:
+    pass
 
 
 class CombinedWork(Work):
