@@ -365,6 +365,34 @@ def test_gradients_in_a_buffer_of_the_users_own() -> None:
     on_workers(own_buffer, 2)
 
 
+class KeepsItsLoss(nn.Module):
+    """Its loss is no output, so that no output tells when a backward pass begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = self.used(x).sum()
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def loss_beside_the_outputs(rank: int, size: int) -> None:
+    ddp = OurDDP(seeded(KeepsItsLoss), find_unused_parameters=True)
+    for _ in range(3):
+        mine = ddp.module.unused.weight.grad = torch.full((3, 3), 7.0)
+        ddp.module.used.weight.grad = None
+        ddp(torch.full((2, 3), float(rank)))
+        ddp.module.loss.backward()
+        assert ddp.module.unused.weight.grad is mine
+        assert torch.equal(mine, torch.full((3, 3), 7.0))
+        assert torch.equal(ddp.module.used.weight.grad, torch.full((3, 3), (size - 1.0)))
+
+
+def test_a_gradient_of_the_users_own_stays_where_the_loss_is_no_output() -> None:
+    on_workers(loss_beside_the_outputs, 2)
+
+
 def memory(rank: int, size: int) -> int:
     """How many distinct gradient-sized storages exist after a step."""
     import gc

@@ -199,6 +199,8 @@ class Reducer:
         if not current.begin_reducing(stale_is_error=not self.queue.nothing_to_send):
             return False
         self.exchange.watch.enter()
+        if not current.start_seen and self.hooks.mode is HookMode.ALL_PARAMETERS:
+            self.queue.record_existing_gradients()  # the loss is not computed from an output: look now
         if usage.graph is GraphUse.LEARNING:
             current.static_counts = [0] * len(self.parameters)
             current.see_start(self._backward_ended)
