@@ -20,7 +20,7 @@ from lockstep.report.generations import choose_excerpt, find_excerpts, find_gene
 from lockstep.report.page import mark_code
 from lockstep.report.run_folder import worker_name
 from lockstep.report.summary import MOST_POINTS, RunSummary, Status, advise_batch, draw, summarize, thin_out
-from lockstep.report.time_shares import COMPUTE, TimeUsage
+from lockstep.report.time_shares import COMPUTE, TimeUsage, ms
 from lockstep.report.trace_reader import PHASES, DetailedStep, TraceSpan, read_trace
 from lockstep.run_files import write_pointers
 from traces import UNIX_S, Plan, make_trace, write_trace
@@ -629,3 +629,20 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_usage_of_nothing() -> None:
     nothing = TimeUsage("w", 0, "", "", 0, 0.0, dict.fromkeys(PHASES, 0.0))
     assert nothing.share("data") == nothing.per_step_s() == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 µs"),
+        (999.4e-6, "999 µs"),
+        (999.6e-6, "1 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (999.4, "999 s"),
+        (999.6, "1,000 s"),
+        (12345.6, "12,346 s"),
+    ],
+)
+def test_times_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
+    assert ms(seconds) == text

@@ -291,8 +291,8 @@ def percent(share: float) -> str:
 
 def ms(seconds: float) -> str:
     """Formats a time with three significant digits in a suitable unit."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    if seconds >= 1e-3:
+    if seconds >= 0.9995:  # which three digits round to 1
+        return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+    if seconds >= 0.9995e-3:
         return f"{1e3 * seconds:.3g} ms"
     return f"{1e6 * seconds:.3g} µs"
