@@ -3,10 +3,10 @@
 As `training.py`: a worker is stopped (SIGSTOP) when it has the gradients of a step and has not applied it; the others
 apply it, run the body of their loop and come to the next step; there one of them is killed; then the first one is
 continued. The programs change their state themselves around each step: a target network, the learning rate, a scheduler
-that follows the loss, an average of the weights that was registered, random numbers. The run must end with status 0 and
-the bits of an undisturbed one.
+that follows the loss, an average of the weights that was registered, random numbers, steps of two optimisers. The run
+must end with status 0 and the bits of an undisturbed one.
 
-    python chaos/training_behind.py                         50 rounds of each of five programs on shm and on Gloo
+    python chaos/training_behind.py                         50 rounds of each of six programs on shm and on Gloo
     python chaos/training_behind.py --quick                 one case of each program
     python chaos/training_behind.py --seed 7 --only-case 3  one case again; with --times 20, twenty times
 

@@ -12,7 +12,8 @@ EPOCHS = 30  # of 12 steps
 STEPS = 12 * EPOCHS
 ALL = -1  # all that live
 STACKS = signal.SIGRTMIN + 5  # workers write their stacks down
-BODIES = ("target", "rate", "plateau", "gpt", "draws")  # programs that change their state between the steps
+PAIR = "pair"  # a program with two optimisers
+BODIES = ("target", "rate", "plateau", "gpt", "draws", PAIR)  # programs that change their state between the steps
 RUN_SEEDS = 2  # of each program; what they compute undisturbed is computed once
 
 # Places of `lockstep.faults`, by what must happen for a worker to come by.

@@ -48,6 +48,7 @@ class Variant:
     inputs: Callable[[int, torch.Generator], Tensor]
     last_batch: int  # samples in the last batch of an epoch
     body: type[Body] | None = None  # what the program does itself around each step
+    second: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # takes steps, too, with some of the batches
 
 
 class Cnn(nn.Module):
@@ -206,6 +207,18 @@ class Draws(Body):
         random.random()
 
 
+class Pair(nn.Module):
+    """Two networks, each of which has its own optimiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = _mlp(), nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.2), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.one(x) - self.other(x)
+        return out
+
+
 VARIANTS = {
     "mlp": Variant(_mlp, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17),
     "cnn": Variant(Cnn, _momentum, lambda n, dice: torch.randn(n, 1, 8, 8, generator=dice), last_batch=19),
@@ -218,6 +231,14 @@ VARIANTS = {
         _mlp, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17, body=Plateau
     ),
     "draws": Variant(_mlp, _adamw, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17, body=Draws),
+    "pair": Variant(
+        Pair,
+        lambda model: torch.optim.AdamW(model.one.parameters(), lr=3e-3),
+        lambda n, dice: torch.randn(n, 12, generator=dice),
+        last_batch=17,
+        body=Average,
+        second=lambda model: torch.optim.SGD(model.other.parameters(), lr=0.05, momentum=0.9),
+    ),
     # Fewer samples than shards in the last batch: some shards are empty.
     "tiny": Variant(
         lambda: nn.Linear(5, 4), _momentum, lambda n, dice: torch.randn(n, 5, generator=dice), last_batch=5
@@ -261,12 +282,15 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         batches = run.batches(
             data, global_batch_size=BATCH, shards=SHARDS, epochs=chosen.epochs or EPOCHS, num_workers=chosen.num_workers
         )
-        for batch in run.train(batches, optimizer, scheduler=schedule, steps=chosen.steps):
+        second = [] if variant.second is None else [variant.second(model)]
+        for batch in run.train(batches, optimizer, *second, scheduler=schedule, steps=chosen.steps):
             if ear is not None:
                 ear.begins(batch.number, run)
             body.before(batch.number)
-            result = run.step(loss, batch)
+            result = run.step(loss, batch, optimizer=optimizer)
             losses[batch.number] = result.loss.hex()
+            for one in second if batch.number % 3 else []:
+                losses[batch.number] += run.step(loss, batch, optimizer=one).loss.hex()
             body.after(batch.number, result.loss)
             if batch.ends_epoch:
                 mean = run.evaluate(correct, data, batch_size=50)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from training_plan import FORMING, TURNS, Case, surely_noticed
+from training_plan import FORMING, PAIR, TURNS, Case, surely_noticed
 
 MEDIAN_S, MOST_S = 0.2, 1.5  # what half and 99 % of all recoveries may take
 
@@ -208,9 +208,10 @@ def _changes(seen: Seen) -> Iterable[Change]:
 
 
 def _judge_steps(seen: Seen, changes: Sequence[Change]) -> Iterable[Finding]:
+    most = 2 if seen.case.variant == PAIR else 1  # steps with one batch
     for pid, trace in seen.traces.items():
         applied = [mark.step for mark in trace if mark.place == "applied"]
-        twice = [step for earlier, step in pairwise(applied) if step <= earlier]
+        twice = [step for earlier, step in pairwise(applied) if step < earlier or applied.count(step) > most]
         if twice:
             yield Finding(Fault.TWICE, f"pid {pid} applied step {twice[0]} after a later one, or again")
     for change in changes:
