@@ -121,6 +121,87 @@ class _FinishedCall:
         return [self.what, self.encode(self.result)]
 
 
+class CallHistory:
+    """The position of a worker, and the results of its own calls and those that others sent. See Note [Positions]."""
+
+    def __init__(self, agent: AgentClient) -> None:
+        self._agent = agent
+        self.position = (-1, 0)
+        # By step begun: calls before the loop, of this step and of the last.
+        self._made: dict[int, list[_FinishedCall]] = {-1: []}
+        self.known: dict[int, list[list[Any]]] = {}  # results of other workers, by step begun
+        self.call_log_end: int | None = None  # the number of the call that begins the loop
+        self._published = 0  # number of calls that the call log has
+        self._has_sent_loop = False
+
+    def begin_step(self, number: int) -> None:
+        """Go to the top of a step, and drop the results that are not needed any more."""
+        self._made = {top: made for top, made in self._made.items() if top in (-1, self.position[0])} | {number: []}
+        self.known = {top: known for top, known in self.known.items() if top >= number}
+        self._set_position((number, 0))
+
+    def _set_position(self, position: tuple[int, int]) -> None:
+        self.position = self._agent.position = position
+
+    def find(self, what: str, *, is_member: bool) -> list[Any] | None:
+        """The result that another worker sent for this call; None if there is none."""
+        top, calls = self.position
+        if top == -1 and not is_member and calls != self.call_log_end and self._agent.wait_for_call(calls + 1):
+            self.known[-1] = [[name, result] for name, result in self._agent.call_log]
+        known = self.known.get(top, [])
+        if calls >= len(known):
+            return None
+        if known[calls][0] != what:
+            raise DesyncError(
+                f"this worker calls {what} where the others called {known[calls][0]} "
+                f"({f'call {calls} of step {top}' if top >= 0 else f'call {calls + 1} after the start'}); look for "
+                "control flow that depends on the worker"
+            )
+        return known[calls]
+
+    def record(self, made: _FinishedCall) -> None:
+        """Count a finished call, and publish those before the loop that are settled."""
+        top, calls = self.position
+        self._made[top].append(made)
+        self._set_position((top, calls + 1))
+        before = self._made[-1]
+        settled = len(before) - (1 if top == -1 else 0)
+        if self.call_log_end is not None:
+            settled = min(settled, self.call_log_end)
+        if self._published < settled:
+            entries = [one.to_json() for one in before[self._published : settled]]
+            for what, result in entries:
+                if (size := len(json.dumps(result))) > LARGEST_RESULT_BYTES:
+                    raise ValueError(
+                        f"{what} gave {size} bytes. Of a call before the loop an elastic run keeps the result, for "
+                        f"workers that join later: at most {LARGEST_RESULT_BYTES} bytes. Return less, or a path"
+                    )
+            self._agent.send("journal", first=self._published, entries=entries)
+            self._published = settled
+        if top >= 0 and not self._has_sent_loop:
+            self._has_sent_loop = True
+            self._agent.send("loop")
+
+    def results(self) -> dict[int, list[list[Any]]]:
+        """Results of all calls that belong to the state of this worker, its own and received ones, by step begun."""
+        results = {top: [one.to_json() for one in made] for top, made in self._made.items()}
+        for top, known in self.known.items():
+            mine = results.setdefault(top, [])
+            mine += known[len(mine) :]
+        return results
+
+    def reachable_position(self, applied_steps: int) -> tuple[int, int]:
+        """The position that this worker can reach with the results, and perhaps the state, of a worker that was lost.
+
+        Not beyond the step that the program is in, since what the program itself does in between has yet to be done.
+        Only a new worker that was given a state is at the position of that state.
+        """
+        if applied_steps < 0 or not self.known:
+            return self.position
+        top = self.position[0] if self.position[0] >= 0 else max(self.known)
+        return max(self.position, (top, len(self.known.get(top, []))))
+
+
 class ElasticCalls(CollectiveCalls):
     """Executes the collective calls of an elastic run: see Note [Positions] and Note [New workers]."""
 
@@ -139,21 +220,14 @@ class ElasticCalls(CollectiveCalls):
         self._agent, self._listener = agent, listener
         agent.is_calling = lambda: bool(self.current_call)
         self._groups = GenerationGroups(agent, slot=identity.slot, backend=backend, device=device)
-        self._position = (-1, 0)
-        self._made: dict[int, list[_FinishedCall]] = {
-            -1: []
-        }  # by step begun: calls before the loop, of this step and of the last
-        self._known: dict[int, list[list[Any]]] = {}  # results of other workers, by step begun
-        self._call_log_end: int | None = None  # the number of the call that begins the loop
-        self._published = 0  # number of calls that the call log has
-        self._has_sent_loop = False
+        self._history = CallHistory(agent)
         self._is_member = False
         self._ending_generation = 0  # the generation that ends at the next top of the loop; 0: none
         self._recoveries, self._collecting_s = 0, 0.0
 
     @property
     def position(self) -> tuple[int, int]:
-        return self._position
+        return self._history.position
 
     @property
     def is_member(self) -> bool:
@@ -174,10 +248,10 @@ class ElasticCalls(CollectiveCalls):
         # `may_repeat` is not needed: here a call is counted only when it has a result.
         self._refuse_after_failure(what)
         if begins_loop:
-            self._call_log_end = self._position[1]
+            self._history.call_log_end = self._history.position[1]
         self.current_call = what
         while True:
-            known = self._find(what)
+            known = self._history.find(what, is_member=self._is_member)
             if known is not None:
                 result = decode(known[1])
                 break
@@ -193,67 +267,24 @@ class ElasticCalls(CollectiveCalls):
             except Exception as error:
                 self._check_lost(error)
             self._recover()  # outside of `except`, which refers to the frames of the old generation
-        self._record(_FinishedCall(what, result, encode))
+        self._history.record(_FinishedCall(what, result, encode))
         self.current_call = ""
         return result
-
-    def _find(self, what: str) -> list[Any] | None:
-        """The result that another worker sent for this call; None if there is none."""
-        top, calls = self._position
-        if top == -1 and not self._is_member and calls != self._call_log_end and self._agent.wait_for_call(calls + 1):
-            self._known[-1] = [[name, result] for name, result in self._agent.call_log]
-        known = self._known.get(top, [])
-        if calls >= len(known):
-            return None
-        if known[calls][0] != what:
-            raise DesyncError(
-                f"this worker calls {what} where the others called {known[calls][0]} "
-                f"({f'call {calls} of step {top}' if top >= 0 else f'call {calls + 1} after the start'}); look for "
-                "control flow that depends on the worker"
-            )
-        return known[calls]
-
-    def _record(self, made: _FinishedCall) -> None:
-        """Count a finished call, and publish those before the loop that are settled."""
-        top, calls = self._position
-        self._made[top].append(made)
-        self._set_position((top, calls + 1))
-        before = self._made[-1]
-        settled = len(before) - (1 if top == -1 else 0)
-        if self._call_log_end is not None:
-            settled = min(settled, self._call_log_end)
-        if self._published < settled:
-            entries = [one.to_json() for one in before[self._published : settled]]
-            for what, result in entries:
-                if (size := len(json.dumps(result))) > LARGEST_RESULT_BYTES:
-                    raise ValueError(
-                        f"{what} gave {size} bytes. Of a call before the loop an elastic run keeps the result, for "
-                        f"workers that join later: at most {LARGEST_RESULT_BYTES} bytes. Return less, or a path"
-                    )
-            self._agent.send("journal", first=self._published, entries=entries)
-            self._published = settled
-        if top >= 0 and not self._has_sent_loop:
-            self._has_sent_loop = True
-            self._agent.send("loop")
 
     @property
     def generation(self) -> int:
         return self._agent.generation
 
     def begin_step(self, number: int) -> None:
-        self._made = {top: made for top, made in self._made.items() if top in (-1, self._position[0])} | {number: []}
-        self._known = {top: known for top, known in self._known.items() if top >= number}
-        self._set_position((number, 0))
+        self._history.begin_step(number)
         faults.context["step"] = number
         faults.at("top")
         if self._ending_generation == self._agent.generation:
-            self._change_generation()
+            self._leave_generation()
+            self._join()
 
     def hand_out(self) -> None:
         self.make("the next batch", lambda: None)
-
-    def _set_position(self, position: tuple[int, int]) -> None:
-        self._position = self._agent.position = position
 
     @property
     def wants_to_move(self) -> int:
@@ -279,18 +310,17 @@ class ElasticCalls(CollectiveCalls):
         self._agent.send("done")
 
     def leave(self) -> None:
-        self._agent.send("leaves", position=self._position, calling=bool(self.current_call))
+        self._agent.send("leaves", position=self._history.position, calling=bool(self.current_call))
 
     # -- generations -------------------------------------------------------------------------------------------------
 
     def _join_first(self) -> None:
-        self._agent.report_ready(self._position)
+        self._agent.report_ready(self._history.position)
         self._join()
 
-    def _change_generation(self) -> None:
+    def _leave_generation(self) -> None:
         self._groups.leave()
-        self._agent.report_left(self._reachable_position())
-        self._join()
+        self._agent.report_left(self._history.reachable_position(self._listener.applied_steps))
 
     def _check_lost(self, error: Exception) -> None:
         """Raise the error again if the program caused it, and not the end of the generation."""
@@ -306,8 +336,7 @@ class ElasticCalls(CollectiveCalls):
         """Leave the generation that has ended, and join the next one."""
         began = time.monotonic()
         self._listener.end_generation()
-        self._groups.leave()
-        self._agent.report_left(self._reachable_position())
+        self._leave_generation()
         self._join()
         self._agent.send("recovered", took_s=time.monotonic() - began)
         self._recoveries += 1
@@ -342,8 +371,7 @@ class ElasticCalls(CollectiveCalls):
                     if not is_network or tries == FORM_TRIES:
                         raise
                     print_message(f"generation {joined.generation.number} could not be formed, and is left: {error}")
-            self._groups.leave()
-            self._agent.report_left(self._reachable_position())
+            self._leave_generation()
 
     def _enter(self, joined: JoinedGeneration) -> None:
         faults.context["rank"] = joined.rank
@@ -366,12 +394,12 @@ class ElasticCalls(CollectiveCalls):
         source = generation.members.index(generation.source)
         mine: dict[str, Any] = {"applied": self._listener.applied_steps}
         if joined.rank == source:
-            mine["made"] = sorted(self._results().items())
+            mine["made"] = sorted(self._history.results().items())
         told = agreement.gather_values(group, mine, device=device)
 
         def use_results() -> None:
             if joined.rank != source:  # not before its state is here: the results mean nothing without it
-                self._known = dict(told[source]["made"])
+                self._history.known = dict(told[source]["made"])
 
         newest, steps = told[source]["applied"], [one["applied"] for one in told]
         if steps[joined.rank] == newest or newest < 0:
@@ -382,22 +410,3 @@ class ElasticCalls(CollectiveCalls):
             agreement.gather_values(group, None, device=device)
         if newest >= 0 and min(steps) < 0:
             self._listener.send_state(source, use_results)
-
-    def _results(self) -> dict[int, list[list[Any]]]:
-        """Results of all calls that belong to the state of this worker, its own and received ones, by step begun."""
-        results = {top: [one.to_json() for one in made] for top, made in self._made.items()}
-        for top, known in self._known.items():
-            mine = results.setdefault(top, [])
-            mine += known[len(mine) :]
-        return results
-
-    def _reachable_position(self) -> tuple[int, int]:
-        """The position that this worker can reach with the results, and perhaps the state, of a worker that was lost.
-
-        Not beyond the step that the program is in, since what the program itself does in between has yet to be done.
-        Only a new worker that was given a state is at the position of that state.
-        """
-        if self._listener.applied_steps < 0 or not self._known:
-            return self._position
-        top = self._position[0] if self._position[0] >= 0 else max(self._known)
-        return max(self._position, (top, len(self._known.get(top, []))))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from lockstep import faults
-from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Batches, BatchSettings, check_options
 from lockstep.data.sample_order import Order, is_int
 from lockstep.ddp.replica import named_state, sha256_of
@@ -44,7 +44,7 @@ from lockstep.train.crash_context import CrashContext
 from lockstep.train.loop import TrainLoop
 from lockstep.train.loop_check import check_train_arguments, refuse_model
 from lockstep.train.optimizer_set import join_optimizers, join_schedulers, number_of
-from lockstep.train.run_methods import copy_from_rank_0, load_weights, reduce_metrics
+from lockstep.train.run_methods import copy_from_rank_0, gather_rows, load_weights, reduce_metrics, whereabouts
 from lockstep.train.run_state import plan_of
 from lockstep.train.session import Session
 from lockstep.train.training_plan import RunConfig, make_plan, settings_of
@@ -86,7 +86,7 @@ class Run:
         self.seed, self.exact = seed, exact
         self._loop = TrainLoop(self._session)
         self._model: nn.Module | None = None
-        self._crash_context = CrashContext(self._session.settings, self._whereabouts)
+        self._crash_context = CrashContext(self._session.settings, partial(whereabouts, self._session, self._loop))
 
     @property
     def world(self) -> World:
@@ -156,13 +156,6 @@ class Run:
         with ExitStack() as last_first:
             last_first.callback(self._loop.close)
             last_first.callback(self._session.close, error)
-
-    def _whereabouts(self) -> dict[str, Any]:
-        """Position of this worker, for the failure report."""
-        found: dict[str, Any] = {"call": self._session.calls.current_call}
-        if hasattr(self._session, "world"):
-            found |= {"rank": self.world.rank, "size": self.world.size}
-        return found | self._loop.whereabouts()
 
     # -- what is trained ---------------------------------------------------------------------------------------------
 
@@ -248,13 +241,8 @@ class Run:
             device=self.device,
             order=order,
             joined=not self.exact,
-            exchange=self._exchange,
+            exchange=partial(gather_rows, self._session),
         )
-
-    def _exchange(self, row: list[int]) -> list[list[int]]:
-        """Gather the rows of all workers about the next batch of a stream that splits itself."""
-        with self._session.call_check.explain_errors("the next batch"):
-            return agreement.gather_rows(self._session.group, row, device=self.device)
 
     def train(
         self,

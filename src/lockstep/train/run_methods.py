@@ -1,4 +1,4 @@
-"""The collective calls behind `Run.replicate`, `Run.log` and `Run.load`."""
+"""The collective calls behind `Run.replicate`, `Run.batches`, `Run.log` and `Run.load`, and a worker's position."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lockstep import faults
+from lockstep.comm import agreement
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import CheckpointError
@@ -16,6 +17,7 @@ from lockstep.recovery.checkpointing import describe_misfit, read_weights
 from lockstep.recovery.module_state import load_module
 from lockstep.recovery.state_transfer import broadcast_state
 from lockstep.trace.metrics import as_pairs, gather_pieces, mean_of
+from lockstep.train.loop import TrainLoop
 from lockstep.train.session import Session
 
 
@@ -40,6 +42,12 @@ def copy_from_rank_0(session: Session, model: nn.Module) -> None:
         replica.check_same_values(session.group, model, set(), session.device, buffers=True, advice=advice)
 
     session.calls.make("run.replicate", copy)
+
+
+def gather_rows(session: Session, row: list[int]) -> list[list[int]]:
+    """Gather the rows of all workers about the next batch of a stream that splits itself."""
+    with session.call_check.explain_errors("the next batch"):
+        return agreement.gather_rows(session.group, row, device=session.device)
 
 
 def reduce_metrics(session: Session, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -81,3 +89,11 @@ def load_weights(session: Session, model: nn.Module, path: str | Path, what: str
         load_module(model, read["weights"], read["raw"])
 
     session.calls.make("run.load", load)
+
+
+def whereabouts(session: Session, loop: TrainLoop) -> dict[str, Any]:
+    """Position of this worker, for the failure report."""
+    found: dict[str, Any] = {"call": session.calls.current_call}
+    if hasattr(session, "world"):
+        found |= {"rank": session.world.rank, "size": session.world.size}
+    return found | loop.whereabouts()
