@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def sockets_of(pid: int) -> list[str]:
     by_inode = {f"socket:[{fields[6]}]": fields[7][1:] for fields in listed if fields[-1].startswith("@lockstep-")}
     links = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if os.path.lexists(fd):
+        with suppress(FileNotFoundError):  # it may be closed meanwhile
             links.append(os.readlink(fd))
     return sorted({by_inode[link] for link in links if link in by_inode})
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.shard_sum import ShardSum
+from lockstep.comm.shard_sum import HALF_DTYPES, ShardSum
 from lockstep.ddp.bucket import piece_of
 from lockstep.ddp.replica import Leaf
 
@@ -28,6 +28,32 @@ def comm_dtype_of(own: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dty
     Complex gradients are sent as they are: torch has no complex dtype as narrow as bfloat16.
     """
     return comm_dtype if own.is_floating_point else None
+
+
+def round_gradient(leaf: Leaf, gradient: Tensor | None, comm_dtype: torch.dtype | None) -> Tensor | None:
+    """Round a gradient to the dtype in which it would be sent; and widen it, because sums are formed in float32."""
+    if gradient is None:
+        return None
+    if gradient.is_sparse != leaf.sparse:
+        raise RuntimeError(
+            f"the gradient of {leaf.name} is {'sparse' if gradient.is_sparse else 'dense'}, but its embedding has "
+            f"sparse={leaf.sparse}; a parameter must be used in one way only"
+        )
+    if leaf.sparse:
+        return gradient.coalesce()
+    narrow = comm_dtype_of(gradient.dtype, comm_dtype)
+    if narrow is not None:
+        return gradient.to(narrow).to(torch.float32)
+    return gradient.float() if gradient.dtype in HALF_DTYPES else gradient
+
+
+def copy_rounded(view: Tensor, gradient: Tensor | None, comm_dtype: torch.dtype | None) -> None:
+    """Write a gradient into `view`, rounded to the dtype in which it is sent; zeros if there is none."""
+    if gradient is None:
+        view.zero_()
+        return
+    narrow = comm_dtype_of(gradient.dtype, comm_dtype)
+    view.copy_(gradient if narrow is None or narrow == view.dtype else gradient.to(narrow))
 
 
 @dataclass
@@ -63,3 +89,7 @@ class ShardBucket:
     def cut(self, flat: Tensor) -> list[Tensor]:
         pieces = (piece_of(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True))
         return [piece.data for piece in pieces]
+
+    def marks_for(self, used: Sequence[bool]) -> Tensor:
+        """Return the marks of a row: nonzero for each parameter that was used."""
+        return self.all_used if all(used) else self.all_used * torch.tensor(used, device=self.all_used.device)

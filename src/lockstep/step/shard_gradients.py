@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch, faults
-from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum, add_coalesced, coalesced
+from lockstep.comm.shard_sum import Scale, ShardSum, add_coalesced, coalesced
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
-from lockstep.step.shard_bucket import GradientMark, ShardBucket, comm_dtype_of
+from lockstep.step.shard_bucket import GradientMark, ShardBucket, comm_dtype_of, copy_rounded, round_gradient
 
 
 @dataclass
@@ -46,6 +46,23 @@ class SubtreeGradients:
 
     values: list[Tensor | None]
     is_owned: bool = False
+
+    def add(self, right: SubtreeGradients, dense: Sequence[int], sparse: Sequence[int]) -> SubtreeGradients:
+        """Return the sum. Gradients may share memory with each other, so only owned sums are written to."""
+        total = list(self.values)
+        both = [i for i in dense if self.values[i] is not None and right.values[i] is not None]
+        a, b = [self.values[i] for i in both], [right.values[i] for i in both]
+        if self.is_owned and both:
+            _torch.foreach_add_(a, b)  # type: ignore[arg-type]
+        elif both:
+            for i, value in zip(both, _torch.foreach_add(a, b), strict=True):  # type: ignore[arg-type]
+                total[i] = value
+        for i in set(dense) - set(both):
+            one = right.values[i] if self.values[i] is None else self.values[i]
+            total[i] = None if one is None else one + 0.0  # Note [Zeros]
+        for i in sparse:
+            total[i] = _add_sparse(self.values[i], right.values[i])
+        return SubtreeGradients(total, is_owned=True)
 
 
 class ShardGradients:
@@ -115,7 +132,9 @@ class ShardGradients:
 
     def _reset(self) -> None:
         self._armed = self._is_replayed = False
-        self._sums: TreeAccumulator[SubtreeGradients] = TreeAccumulator(self._sum.shards, self._add)
+        self._sums: TreeAccumulator[SubtreeGradients] = TreeAccumulator(
+            self._sum.shards, lambda left, right: left.add(right, self._dense, self._sparse)
+        )
         self._chain: list[SubtreeGradients] = []
         self._rows: list[SubtreeGradients] = []
 
@@ -139,41 +158,8 @@ class ShardGradients:
     def _round(self, gradients: Sequence[Tensor | None]) -> SubtreeGradients:
         if self.on_gradients is not None:
             self.on_gradients(gradients)
-        return SubtreeGradients([self._rounded(i, gradient) for i, gradient in enumerate(gradients)])
-
-    def _rounded(self, index: int, gradient: Tensor | None) -> Tensor | None:
-        """Round a gradient to the dtype in which it would be sent; and widen it, because sums are formed in float32."""
-        if gradient is None:
-            return None
-        leaf = self._leaves[index]
-        if gradient.is_sparse != leaf.sparse:
-            raise RuntimeError(
-                f"the gradient of {leaf.name} is {'sparse' if gradient.is_sparse else 'dense'}, but its embedding has "
-                f"sparse={leaf.sparse}; a parameter must be used in one way only"
-            )
-        if leaf.sparse:
-            return gradient.coalesce()
-        narrow = comm_dtype_of(gradient.dtype, self._comm_dtype)
-        if narrow is not None:
-            return gradient.to(narrow).to(torch.float32)
-        return gradient.float() if gradient.dtype in HALF_DTYPES else gradient
-
-    def _add(self, left: SubtreeGradients, right: SubtreeGradients) -> SubtreeGradients:
-        """Add two subtrees. Gradients may share memory with each other, so only owned sums are written to."""
-        total = list(left.values)
-        both = [i for i in self._dense if left.values[i] is not None and right.values[i] is not None]
-        a, b = [left.values[i] for i in both], [right.values[i] for i in both]
-        if left.is_owned and both:
-            _torch.foreach_add_(a, b)  # type: ignore[arg-type]
-        elif both:
-            for i, value in zip(both, _torch.foreach_add(a, b), strict=True):  # type: ignore[arg-type]
-                total[i] = value
-        for i in set(self._dense) - set(both):
-            one = right.values[i] if left.values[i] is None else left.values[i]
-            total[i] = None if one is None else one + 0.0  # Note [Zeros]
-        for i in self._sparse:
-            total[i] = _add_sparse(left.values[i], right.values[i])
-        return SubtreeGradients(total, is_owned=True)
+        pairs = zip(self._leaves, gradients, strict=True)
+        return SubtreeGradients([round_gradient(leaf, gradient, self._comm_dtype) for leaf, gradient in pairs])
 
     # -- the last shard ----------------------------------------------------------------------------------------------
 
@@ -251,24 +237,17 @@ class ShardGradients:
         if gradient is not None:
             self._is_used[index] = True
         if not self._chain:
-            self._copy(view, gradient)
+            copy_rounded(view, gradient, self._comm_dtype)
             return
-        leaf, first = self._rounded(index, gradient), self._chain[0].values[index]
-        if leaf is None and first is None:
+        last, first = round_gradient(self._leaves[index], gradient, self._comm_dtype), self._chain[0].values[index]
+        if last is None and first is None:
             view.zero_()
         else:
             zero = view.new_zeros(())  # Note [Zeros]
-            torch.add(zero if first is None else first, zero if leaf is None else leaf, out=view)
+            torch.add(zero if first is None else first, zero if last is None else last, out=view)
         for kept in self._chain[1:]:
             more = kept.values[index]
             view.add_(0.0 if more is None else more)
-
-    def _copy(self, view: Tensor, gradient: Tensor | None) -> None:
-        if gradient is None:
-            view.zero_()
-            return
-        narrow = comm_dtype_of(gradient.dtype, self._comm_dtype)
-        view.copy_(gradient if narrow is None or narrow == view.dtype else gradient.to(narrow))
 
     def _write_bucket(self, bucket: ShardBucket) -> None:
         """Write all gradients of a bucket: with few large kernels instead of many small ones, if none is missing."""
@@ -280,7 +259,8 @@ class ShardGradients:
             return
         if self.on_gradients is not None:
             self.on_gradients(gradients)
-        total = [self._rounded(i, gradient) for i, gradient in zip(bucket.indices, gradients, strict=True)]
+        pairs = zip(bucket.indices, gradients, strict=True)
+        total = [round_gradient(self._leaves[i], gradient, self._comm_dtype) for i, gradient in pairs]
         for values in chain:
             total = list(_torch.foreach_add(values, total))  # type: ignore[arg-type]
         _torch.foreach_copy_(bucket.views[-1], total)  # type: ignore[arg-type]
@@ -294,14 +274,10 @@ class ShardGradients:
             values = [kept.values[i] for i in bucket.indices]
             for view, value in zip(views, values, strict=True):
                 view.zero_() if value is None else view.copy_(value)
-            marks.copy_(self._marks_for(bucket, [value is not None for value in values]))
-        bucket.marks[-1].copy_(self._marks_for(bucket, [self._is_used[i] for i in bucket.indices]))
+            marks.copy_(bucket.marks_for([value is not None for value in values]))
+        bucket.marks[-1].copy_(bucket.marks_for([self._is_used[i] for i in bucket.indices]))
         faults.at("backward")
         self._sum.start(bucket.buffers, self._scale)
-
-    @staticmethod
-    def _marks_for(bucket: ShardBucket, used: Sequence[bool]) -> Tensor:
-        return bucket.all_used if all(used) else bucket.all_used * torch.tensor(used, device=bucket.all_used.device)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -358,7 +334,7 @@ class ShardGradients:
             ((_, kept),) = self._sums.pending
             parts = [kept.values[index]]
         else:
-            last, parameter.grad = self._rounded(index, parameter.grad), None
+            last, parameter.grad = round_gradient(self._leaves[index], parameter.grad, self._comm_dtype), None
             for kept in self._chain:
                 last = _add_sparse(kept.values[index], last)
             parts = [*(kept.values[index] for kept in self._rows), last]

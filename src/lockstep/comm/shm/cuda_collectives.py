@@ -109,7 +109,7 @@ class CudaCollectives:
             for rank in self._leaders
         }
         self._exporter = IpcExporter()
-        self._importers = {rank: IpcImporter(device) for rank in sync.peers}
+        self._importers = {rank: IpcImporter(device) for rank in sync.members.peers}
         self._staging_buffers: list[StagingBuffer] = []
         self._issued = 0
         self._in_use: deque[tuple[int, list[Tensor]]] = deque()  # (number, tensors) that a collective may still use
@@ -123,7 +123,7 @@ class CudaCollectives:
             if index == self.device.index:
                 continue
             if index is None or not torch.cuda.can_device_access_peer(self.device, index):
-                me, other = self.sync.describe(self.sync.rank), self.sync.describe(rank)
+                me, other = self.sync.members.describe(self.sync.rank), self.sync.members.describe(rank)
                 text = f"{me} on {self.device} cannot reach the GPU {uuid} of {other}"
                 raise self.sync.fail(
                     LockstepError(f"{text}; use backend='nccl' when every worker has a GPU of its own")

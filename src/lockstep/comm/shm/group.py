@@ -370,7 +370,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             return error
         if not process.is_dead(seen_from=self.processes[sync.global_ranks[self._rank]]):
             return error
-        cause = sync.peer_lost_by(sync.global_ranks.index(error.rank))
+        cause = sync.members.peer_lost_by(sync.global_ranks.index(error.rank))
         return cast(PeerLostError, sync.fail(error if cause is None else cause))
 
     # ---- execution --------------------------------------------------------------------------------------------------

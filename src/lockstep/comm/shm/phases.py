@@ -89,11 +89,15 @@ class SegmentLayout:
 
     def device_info(self) -> int:
         """Offset of the description of the owner's GPU and of its tensors there."""
-        return self.lengths(HEADERS)
+        return self.message_ring(self.size) + HEADERS * 2 * self.size * 8
 
-    def lengths(self, slot: int) -> int:
+    def header(self, number: int) -> int:
+        """Offset of the header of the owner's collective `number`."""
+        return self.HEADER + number % HEADERS * self.HEADER_BYTES
+
+    def lengths(self, number: int) -> int:
         """Offset of the number of bytes that the owner sends to each rank, then of those that it expects from each."""
-        return self.message_ring(self.size) + slot * 2 * self.size * 8
+        return self.message_ring(self.size) + number % HEADERS * 2 * self.size * 8
 
     @property
     def end(self) -> int:
@@ -132,15 +136,94 @@ class PeerCall(NamedTuple):
     offset: int
 
 
+class GroupMembers:
+    """The workers of a group as one of them sees them: their processes, and the states that they have published."""
+
+    def __init__(self, rank: int, segment: Segment, global_ranks: tuple[int, ...], peers: dict[int, Peer]) -> None:
+        self.rank, self.segment, self.global_ranks, self.peers = rank, segment, global_ranks, peers
+        self.layout, self._poll = SegmentLayout(len(global_ranks)), select.poll()
+        self._by_fd = {peer.alive_fd: rank for rank, peer in sorted(peers.items())}
+        for fd in self._by_fd:
+            self._poll.register(fd, select.POLLIN)
+
+    def describe(self, rank: int) -> str:
+        return f"rank {self.global_ranks[rank]} (pid {self.pid(rank)})"
+
+    def pid(self, rank: int) -> int:
+        return os.getpid() if rank == self.rank else self.peers[rank].pid
+
+    def find_error(self, missing: Sequence[int], pending: PendingWait) -> PeerLostError | None:
+        """The error if waiting for `missing` is of no use, else None: a peer is lost or has left, or it is too late."""
+        dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
+        states = {rank: _STATE.unpack_from(peer.segment.map, self.layout.STATE) for rank, peer in self.peers.items()}
+        for rank in dead:
+            if states[rank][:2] == (State.OPEN, 0):
+                return self._error(rank, "died in", pending)
+        for rank, (_, cause, _, _) in states.items():
+            if cause not in (0, self.rank + 1):
+                state = State(states[cause - 1][0])
+                how = "was lost in" if state is State.OPEN else state.departure
+                more = f"{self.describe(rank)} reported that first"
+                return self._error(cause - 1, how, pending, more)
+        for rank in missing:
+            if states[rank][0] != State.OPEN and not self._has_unread_signal(rank):
+                _, _, lost, pid = states[rank]
+                if lost:
+                    text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} does not join"
+                    return PeerLostError(f"{text} {pending.doing}", rank=lost - 1, pid=pid)
+                stopped = self._stopped_peer()
+                how = State(states[rank][0]).departure if stopped is None else "is stopped and does not join"
+                return self._error(rank if stopped is None else stopped, how, pending)
+        is_late = time.monotonic() > pending.began_s + pending.wait_s
+        return self._timeout_error(missing, pending) if is_late else None
+
+    def _stopped_peer(self) -> int | None:
+        """The rank of a stopped peer, or None. It is the cause even if other peers are missing because of it."""
+        return next((rank for rank in self.peers if _condition(self.pid(rank)).startswith("is stopped")), None)
+
+    def _timeout_error(self, missing: Sequence[int], pending: PendingWait) -> PeerLostError:
+        stopped = self._stopped_peer()
+        if stopped is None and not missing:
+            waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms for any rank"
+            return PeerLostError(f"{self.describe(self.rank)} in {pending.doing}: {waited}")
+        rank = missing[0] if stopped is None else stopped
+        how = f"{_condition(self.pid(rank))} and did not join"
+        waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms"  # in the words of Gloo
+        return self._error(rank, how, pending, f"{waited}; {self._last_call(rank)}")
+
+    def _has_unread_signal(self, rank: int) -> bool:
+        """Whether `rank` has posted a signal that this worker has not consumed yet."""
+        places = (self.layout.arrival_semaphore(rank), self.layout.message_semaphore(rank))
+        # A semaphore's first word is its count.
+        return any(ctypes.c_uint.from_address(self.segment.address + place).value for place in places)
+
+    def _last_call(self, rank: int) -> str:
+        headers = (_HEADER.unpack_from(self.peers[rank].segment.map, self.layout.header(i)) for i in range(HEADERS))
+        number, name = max(header[:2] for header in headers)
+        return f"its last call was {OPERATIONS[name]} #{number}" if number else "it has made no call yet"
+
+    def _error(self, rank: int, how: str, pending: PendingWait, more: str = "its own output says why") -> PeerLostError:
+        message = f"{self.describe(rank)} {how} {pending.doing}: {more}"
+        return PeerLostError(message, rank=self.global_ranks[rank], pid=self.pid(rank))
+
+    def peer_lost_by(self, rank: int) -> PeerLostError | None:
+        """The loss that a dead peer published before it died; None if there was none, or it named this worker."""
+        _, _, lost, pid = _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE)
+        if lost in (0, self.global_ranks[self.rank] + 1):
+            return None
+        text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} has ended"
+        return PeerLostError(text, rank=lost - 1, pid=pid)
+
+
 class GroupSync:
-    """One worker's view of its group: phases, published calls, and the state of its peers."""
+    """One worker's part in the collectives of its group: phases, published calls, and failure."""
 
     def __init__(self, rank: int, segment: Segment, timeout_s: float, global_ranks: tuple[int, ...]) -> None:
         """`global_ranks`: the global rank of each rank of this group, used in messages."""
         self.rank, self.segment, self.timeout_s, self.global_ranks = rank, segment, timeout_s, global_ranks
         self.size = size = len(global_ranks)
         self.layout = SegmentLayout(size)
-        self.peers: dict[int, Peer] = {}
+        self.members = GroupMembers(rank, segment, global_ranks, {})
         self.calls = 0  # number of collectives so far
         self.failure: LockstepError | None = None
         self.on_idle: Callable[[], None] = lambda: None  # called now and then while a worker waits
@@ -152,8 +235,6 @@ class GroupSync:
         self._outgoing: list[int] = []  # semaphores in the peers' segments that this worker posts
         self._incoming: list[tuple[int, int]] = []  # (rank, semaphore in the own segment that it posts)
         self.segments: list[Segment] = []  # of all ranks
-        self._poll = select.poll()
-        self._by_fd: dict[int, int] = {}
         _lost_peer[:] = [0, 0]  # a new group starts without a lost peer
         segment.reserve(0, self.layout.end, "the control block of a group")
         for src in range(size):
@@ -162,11 +243,9 @@ class GroupSync:
 
     def join(self, peers: dict[int, Peer]) -> None:
         """Connect to `peers`, which this object closes, and wait until all workers have done so."""
-        self.peers = peers
+        self.members = GroupMembers(self.rank, self.segment, self.global_ranks, peers)
         self.segments = [self.segment if rank == self.rank else peers[rank].segment for rank in range(self.size)]
         for rank, peer in sorted(peers.items()):
-            self._poll.register(peer.alive_fd, select.POLLIN)
-            self._by_fd[peer.alive_fd] = rank
             self._outgoing.append(peer.segment.address + self.layout.arrival_semaphore(self.rank))
             self._incoming.append((rank, self.segment.address + self.layout.arrival_semaphore(rank)))
         self.await_phase(self.arrive())
@@ -190,8 +269,8 @@ class GroupSync:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.failure is None:
-            what = f"{type(error).__name__}: {error}"
-            self.fail(LockstepError(f"{self.describe(self.rank)} failed in {self._pending.doing}: {what}"[:500]))
+            who, what = self.members.describe(self.rank), f"{type(error).__name__}: {error}"
+            self.fail(LockstepError(f"{who} failed in {self._pending.doing}: {what}"[:500]))
 
     def publish_call(self, call: Call) -> None:
         """Publish this worker's next call. The peers read it after the first phase."""
@@ -199,10 +278,10 @@ class GroupSync:
         self._pending = PendingWait(call.name, self._wait_s, self.calls)
         self._published = (self.calls, _OPERATION_CODES[call.name], hash(call.same) & 0xFFFFFFFF)
         longest = max(call.lengths) if call.lengths else 0
-        _HEADER.pack_into(self.segment.map, self._header_at(self.calls), *self._published, longest, call.offset)
+        _HEADER.pack_into(self.segment.map, self.layout.header(self.calls), *self._published, longest, call.offset)
         if call.lengths:
             both = (*call.lengths, *call.expects)
-            struct.pack_into(f"<{2 * self.size}q", self.segment.map, self._lengths_at(self.calls), *both)
+            struct.pack_into(f"<{2 * self.size}q", self.segment.map, self.layout.lengths(self.calls), *both)
 
     def arrive(self) -> int:
         """Signal that this worker's part of the phase is done. Returns the phase number; equal on all workers."""
@@ -233,7 +312,7 @@ class GroupSync:
 
     def read_calls(self) -> list[PeerCall]:
         """The published call of each rank, after the first phase. Raises DesyncError if the calls differ."""
-        at, calls, segments = self._header_at(self.calls), [], self.segments
+        at, calls, segments = self.layout.header(self.calls), [], self.segments
         if self.failure is not None:  # checked after `segments` was read: another thread may close the group
             raise self.failure
         for rank, segment in enumerate(segments):
@@ -241,7 +320,7 @@ class GroupSync:
             if (number, name, check) != self._published:
                 ours, theirs = self._pending.doing, f"{OPERATIONS[name]} #{number}"
                 how = "with another shape, dtype, root or operation" if theirs == ours else f"is in {theirs}"
-                text = f"{self.describe(self.rank)} called {ours}, but {self.describe(rank)} {how}"
+                text = f"{self.members.describe(self.rank)} called {ours}, but {self.members.describe(rank)} {how}"
                 advice = "look for control flow that depends on the rank just before it"
                 raise self.fail(DesyncError(f"{text}; {advice}"))
             calls.append(PeerCall(length, offset))
@@ -249,21 +328,16 @@ class GroupSync:
 
     def check_lengths(self, call: Call) -> None:
         """Raise DesyncError unless each rank sends the bytes expected from it, and expects the bytes sent to it."""
-        for rank, peer in self.peers.items():
-            table = struct.unpack_from(f"<{2 * self.size}q", peer.segment.map, self._lengths_at(self.calls))
+        for rank, peer in self.members.peers.items():
+            table = struct.unpack_from(f"<{2 * self.size}q", peer.segment.map, self.layout.lengths(self.calls))
             self._check_pair(rank, self.rank, table[self.rank], call.expects[rank])
             self._check_pair(self.rank, rank, call.lengths[rank], table[self.size + self.rank])
 
     def _check_pair(self, src: int, dst: int, sent: int, taken: int) -> None:
         if taken not in (sent, NOTHING_WANTED):
-            text = f"{self._pending.doing}: {self.describe(src)} sends {sent} bytes to {self.describe(dst)}"
+            sender, receiver = self.members.describe(src), self.members.describe(dst)
+            text = f"{self._pending.doing}: {sender} sends {sent} bytes to {receiver}"
             raise self.fail(DesyncError(f"{text}, which expects {taken}; make the sizes agree"))
-
-    def _header_at(self, number: int) -> int:
-        return self.layout.HEADER + number % HEADERS * self.layout.HEADER_BYTES
-
-    def _lengths_at(self, number: int) -> int:
-        return self.layout.lengths(number % HEADERS)
 
     # ---- lost and late peers ----------------------------------------------------------------------------------------
 
@@ -276,65 +350,9 @@ class GroupSync:
         if self.failure is not None:
             raise self.failure
         self.on_idle()
-        dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
-        states = {rank: _STATE.unpack_from(peer.segment.map, self.layout.STATE) for rank, peer in self.peers.items()}
-        for rank in dead:
-            if states[rank][:2] == (State.OPEN, 0):
-                raise self.fail(self._peer_lost_error(rank, "died in", pending))
-        for rank, (_, cause, _, _) in states.items():
-            if cause not in (0, self.rank + 1):
-                state = State(states[cause - 1][0])
-                how = "was lost in" if state is State.OPEN else state.departure
-                more = f"{self.describe(rank)} reported that first"
-                raise self.fail(self._peer_lost_error(cause - 1, how, pending, more))
-        for rank in missing:
-            if states[rank][0] != State.OPEN and not self._has_unread_signal(rank):
-                _, _, lost, pid = states[rank]
-                if lost:
-                    text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} does not join"
-                    raise self.fail(PeerLostError(f"{text} {pending.doing}", rank=lost - 1, pid=pid))
-                stopped = self._stopped_peer()
-                how = State(states[rank][0]).departure if stopped is None else "is stopped and does not join"
-                raise self.fail(self._peer_lost_error(rank if stopped is None else stopped, how, pending))
-        if time.monotonic() > pending.began_s + pending.wait_s:
-            raise self.fail(self._timeout_error(missing, pending))
-
-    def _stopped_peer(self) -> int | None:
-        """The rank of a stopped peer, or None. It is the cause even if other peers are missing because of it."""
-        return next((rank for rank in self.peers if _condition(self.pid(rank)).startswith("is stopped")), None)
-
-    def _timeout_error(self, missing: Sequence[int], pending: PendingWait) -> PeerLostError:
-        stopped = self._stopped_peer()
-        if stopped is None and not missing:
-            waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms for any rank"
-            return PeerLostError(f"{self.describe(self.rank)} in {pending.doing}: {waited}")
-        rank = missing[0] if stopped is None else stopped
-        how = f"{_condition(self.pid(rank))} and did not join"
-        waited = f"Timed out waiting {1000 * pending.wait_s:.0f}ms"  # in the words of Gloo
-        return self._peer_lost_error(rank, how, pending, f"{waited}; {self._last_call(rank)}")
-
-    def _has_unread_signal(self, rank: int) -> bool:
-        """Whether `rank` has posted a signal that this worker has not consumed yet."""
-        places = (self.layout.arrival_semaphore(rank), self.layout.message_semaphore(rank))
-        # A semaphore's first word is its count.
-        return any(ctypes.c_uint.from_address(self.segment.address + place).value for place in places)
-
-    def _last_call(self, rank: int) -> str:
-        headers = (_HEADER.unpack_from(self.peers[rank].segment.map, self._header_at(i)) for i in range(HEADERS))
-        number, name = max(header[:2] for header in headers)
-        return f"its last call was {OPERATIONS[name]} #{number}" if number else "it has made no call yet"
-
-    def _peer_lost_error(
-        self, rank: int, how: str, pending: PendingWait, more: str = "its own output says why"
-    ) -> PeerLostError:
-        message = f"{self.describe(rank)} {how} {pending.doing}: {more}"
-        return PeerLostError(message, rank=self.global_ranks[rank], pid=self.pid(rank))
-
-    def describe(self, rank: int) -> str:
-        return f"rank {self.global_ranks[rank]} (pid {self.pid(rank)})"
-
-    def pid(self, rank: int) -> int:
-        return os.getpid() if rank == self.rank else self.peers[rank].pid
+        error = self.members.find_error(missing, pending)
+        if error is not None:
+            raise self.fail(error)
 
     def fail(self, error: LockstepError) -> LockstepError:
         """Mark the group as failed for good, and publish that to the peers. Returns the error to raise."""
@@ -347,19 +365,11 @@ class GroupSync:
             self._publish_state(State.FAILED, cause)
         return self.failure
 
-    def peer_lost_by(self, rank: int) -> PeerLostError | None:
-        """The loss that a dead peer published before it died; None if there was none, or it named this worker."""
-        _, _, lost, pid = _STATE.unpack_from(self.peers[rank].segment.map, self.layout.STATE)
-        if lost in (0, self.global_ranks[self.rank] + 1):
-            return None
-        text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} has ended"
-        return PeerLostError(text, rank=lost - 1, pid=pid)
-
     def leave(self, state: State) -> None:
         """Publish that this worker takes no further part in the group."""
         if self.failure is None:
-            word = "aborted" if state is State.ABORTED else "destroyed"
-            self.failure = LockstepError(f"this shm group was {word} by {self.describe(self.rank)}; form a new one")
+            word, who = "aborted" if state is State.ABORTED else "destroyed", self.members.describe(self.rank)
+            self.failure = LockstepError(f"this shm group was {word} by {who}; form a new one")
             self._publish_state(state, -1)
         # Other threads of this process that wait here wake up and raise the failure.
         for rank, semaphore in self._incoming:
@@ -368,9 +378,9 @@ class GroupSync:
 
     def close(self) -> None:
         """Close the descriptors of the peers and of the own segment, and drop the peers' memory."""
-        close_peers(self.peers)
+        close_peers(self.members.peers)
         os.close(self.segment.fd)
-        self.peers, self._outgoing, self._incoming, self.segments = {}, [], [], []
+        self.members.peers, self._outgoing, self._incoming, self.segments = {}, [], [], []
 
     def _publish_state(self, state: State, cause: int) -> None:
         _STATE.pack_into(self.segment.map, self.layout.STATE, state, cause + 1, *_lost_peer)

@@ -58,8 +58,8 @@ class PointToPoint:
     def __init__(self, sync: GroupSync, heap: Heap) -> None:
         self._sync, self._heap = sync, heap
         self._lock = threading.RLock()
-        self._send_queues = {rank: _SendQueue() for rank in sync.peers}
-        self._messages_read = dict.fromkeys(sync.peers, 0)
+        self._send_queues = {rank: _SendQueue() for rank in sync.members.peers}
+        self._messages_read = dict.fromkeys(sync.members.peers, 0)
         self._unclaimed: list[Message] = []  # arrived, but no receive was called for them yet
         self._receives: list[ReceiveWork] = []  # not arrived yet, in the order of the calls
         sync.on_idle = self.send_all_ready
@@ -92,7 +92,7 @@ class PointToPoint:
                 work = queue.waiting.popleft()
                 self._write(queue, work)
                 work.done = True
-                post_semaphore(sync.peers[dst].segment.address + sync.layout.message_semaphore(sync.rank))
+                post_semaphore(sync.members.peers[dst].segment.address + sync.layout.message_semaphore(sync.rank))
 
     def _is_full(self, queue: _SendQueue, size: int) -> bool:
         if not queue.in_flight:
@@ -142,14 +142,14 @@ class PointToPoint:
     def poll(self, work: ReceiveWork, pause_s: float) -> None:
         """Process the messages that have arrived. If `work` is not done then, wait up to `pause_s` for another."""
         with self._lock:
-            for src in self._sync.peers:
+            for src in self._sync.members.peers:
                 while not work.done and self._receive_one(src, 0.0):
                     pass
             if work.done or not pause_s:
                 return
             self.send_all_ready()
         # Sleep until a message arrives from an expected sender; with several senders, wait a little for each in turn.
-        sources = [work.src] if work.src is not None else list(self._sync.peers)
+        sources = [work.src] if work.src is not None else list(self._sync.members.peers)
         if not any([self._receive_one(src, pause_s / len(sources)) for src in sources]):
             self._sync.check_peers([] if work.src is None else [work.src], work.pending)
 
@@ -163,7 +163,7 @@ class PointToPoint:
         with self._lock:
             entry = self._messages_read[src] % RING_ENTRIES
             at = self._sync.layout.message_ring(self._sync.rank) + entry * RING_ENTRY_BYTES
-            message = Message(src, *_ENTRY.unpack_from(self._sync.peers[src].segment.map, at))
+            message = Message(src, *_ENTRY.unpack_from(self._sync.members.peers[src].segment.map, at))
             self._messages_read[src] += 1
             for i, work in enumerate(self._receives):
                 if work.matches(message):
@@ -174,16 +174,15 @@ class PointToPoint:
         return True
 
     def _deliver(self, message: Message, work: ReceiveWork) -> None:
-        segment = self._sync.peers[message.src].segment
+        segment = self._sync.members.peers[message.src].segment
         if message.length == work.tensor.numel():
             start = message.offset + HEADER_BYTES
             with torch.inference_mode():
                 work.tensor.copy_(segment.bytes[start : start + message.length])
         else:
-            work.error = DesyncError(
-                f"{self._sync.describe(message.src)} sent {message.length} bytes with tag {message.tag}, "
-                f"{self._sync.describe(self._sync.rank)} receives into {work.tensor.numel()}; make the sizes agree"
-            )
+            sender, receiver = (self._sync.members.describe(rank) for rank in (message.src, self._sync.rank))
+            text = f"{sender} sent {message.length} bytes with tag {message.tag}, {receiver} receives into"
+            work.error = DesyncError(f"{text} {work.tensor.numel()}; make the sizes agree")
         memory_fence()
         _RECEIVED.pack_into(segment.map, message.offset, 1)
         work.done, work.source = True, message.src
