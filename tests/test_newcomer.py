@@ -980,6 +980,11 @@ def test_there_are_as_many_shards_as_workers_at_the_first_start(
     said = capfd.readouterr().err
     assert "2 shards on 1 worker (shm), the same bits on 1 or 2 workers (shards=8 allows up to 8)" in said
     assert train_without_shards(0, 1, None, 1)[0] == 5
+    (tmp_path / "shards.json").write_text('{"shards": true}')
+    assert train_without_shards(0, 1, tmp_path, None) == (2, whole)  # that of the checkpoint
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "shards.json").write_text('{"shards": 3}')  # of a start that came to no checkpoint
+    assert train_without_shards(0, 1, tmp_path / "new", 1)[0] == 5
     monkeypatch.setenv("LOCKSTEP_SHARDS", "100")  # more than samples in a batch
     assert train_without_shards(0, 1, None, 1)[0] == BATCH
     monkeypatch.setenv("LOCKSTEP_SHARDS", "0")

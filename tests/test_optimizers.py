@@ -22,7 +22,7 @@ from lockstep.data.ledger import prove
 from lockstep.errors import LockstepError
 from lockstep.recovery.run_directory import pending_stops
 from lockstep.train.optimizer_set import OptimizerSet
-from on_workers import on_workers
+from on_workers import Failure, on_workers, try_on_workers
 from test_launch import nothing_left_behind, outer_env  # noqa: F401  (a fixture among them)
 
 BATCH, SAMPLES, EPOCHS = 16, 56, 3  # a smaller last batch in each epoch
@@ -232,6 +232,56 @@ def test_a_program_that_fails_between_two_steps_of_a_batch_goes_on_there(kind: s
     assert prove(tmp_path).holds
 
 
+@pytest.mark.parametrize("options", [{"save_every": 1}, {}])
+def test_a_break_between_two_steps_is_in_the_last_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also where there is a checkpoint from before the first of them."""
+
+    def start() -> str:
+        with lockstep.Run(tmp_path, seed=7, progress=False, device="cpu", **options) as run:
+            _, one, other = parts(run)
+            batches = run.batches(data(), global_batch_size=BATCH, epochs=EPOCHS)
+            for batch in run.train(batches, one, other):
+                run.step(total, batch, optimizer=one)
+                if batch.number == 4:  # the first of an epoch
+                    break
+                run.step(total, batch, optimizer=other)
+            return run.digest()
+
+    assert start() == start()
+
+
+def test_parameters_are_unfrozen_with_several_schedulers() -> None:
+    with lockstep.Run(seed=7, progress=False, device="cpu") as run:
+        model, one, other = parts(run)
+        model[0].requires_grad_(False)
+        before = model[0].weight.clone()
+        schedulers = [lr_scheduler.StepLR(one, 2), lr_scheduler.ExponentialLR(other, 0.9)]
+        for batch in run.train(run.batches(data(), global_batch_size=8), one, other, scheduler=schedulers):
+            if batch.number == 3:
+                assert torch.equal(model[0].weight, before)
+                model[0].requires_grad_(True)
+            if batch.number >= 3:
+                run.step(total, batch, optimizer=one)
+            run.step(total, batch, optimizer=other)
+        assert not torch.equal(model[0].weight, before)
+
+
+def toggled(rank: int, size: int, by_hand: bool) -> str:
+    with lockstep.Run(seed=7, progress=False, device="cpu") as run:
+        model, one, other = parts(run)
+        for batch in run.train(run.batches(data(), global_batch_size=BATCH, shards=4), one, other):
+            run.step(total, batch, optimizer=one)
+            if by_hand:
+                model[0].requires_grad_(False)
+            run.step(total, batch, optimizer=other)
+            model[0].requires_grad_(True)
+        return run.digest()
+
+
+def test_freezing_the_others_by_hand_changes_nothing() -> None:
+    assert on_workers(toggled, 2, True) == [toggled(0, 1, False)] * 2
+
+
 # ---- workers that are killed -----------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -318,7 +368,27 @@ def given_twice(run: lockstep.Run) -> None:
 def frozen(run: lockstep.Run) -> None:
     model, one, other = parts(run)
     model[1].requires_grad_(False)
-    next(run.train(run.batches(data(), global_batch_size=8), one, other))  # type: ignore[call-overload]
+    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+        run.step(total, batch, optimizer=one)
+        run.step(total, batch, optimizer=other)
+
+
+def in_place(run: lockstep.Run) -> None:
+    def change(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return total(model, x.mul_(1.1))
+
+    _, one, other = parts(run)
+    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+        run.step(change, batch, optimizer=one)
+        run.step(total, batch, optimizer=other)
+
+
+def late_mean(run: lockstep.Run) -> None:
+    _, one, other = parts(run)
+    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+        run.step(total, batch, optimizer=one)
+        if batch.number == 2:
+            run.step(lambda model, x: (model(x).square().mean(), len(x)), batch, optimizer=other)
 
 
 def other_scheduler(run: lockstep.Run) -> None:
@@ -347,6 +417,21 @@ def added_group(run: lockstep.Run) -> None:
         other.add_param_group({"params": [model[1].bias]})
 
 
+def in_another_order(rank: int, size: int) -> None:
+    with lockstep.Run(seed=7, progress=False, device="cpu") as run:
+        _, one, other = parts(run)
+        for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+            for optimizer in (one, other) if rank == 0 or batch.number < 2 else (other, one):
+                run.step(total, batch, optimizer=optimizer)
+
+
+def test_workers_in_steps_of_different_optimizers_are_told_before_one_is_applied() -> None:
+    for outcome in try_on_workers(in_another_order, 2):
+        assert isinstance(outcome, Failure)
+        assert "DesyncError" in outcome
+        assert "optimizer 1" in outcome
+
+
 @pytest.mark.parametrize(
     ("program", "error", "text"),
     [
@@ -356,7 +441,9 @@ def added_group(run: lockstep.Run) -> None:
         (no_step, LockstepError, r"batch 0 was handed out, and the next one asked for without run.step"),
         (shared, ValueError, r"optimizers 0 and 1 both have 0.weight, 0.bias: a parameter belongs to one"),
         (given_twice, ValueError, r"optimizer 1 was given before"),
-        (frozen, ValueError, r"optimizer 1 has no parameter that requires a gradient"),
+        (frozen, ValueError, r"run.step: optimizer 1 has no parameter that requires a gradient"),
+        (in_place, LockstepError, r"the loss function of optimizer 0 has changed the samples of batch 0 in place"),
+        (late_mean, ValueError, r"mean"),
         (other_scheduler, ValueError, r"the StepLR was made for an optimizer that run.train has not been given"),
         (as_list, TypeError, r"not a list of 2. For several losses give them one by one, `run.train\(batches, opt_a"),
         (own_step, LockstepError, r"optimizer.step\(\) was called inside the training loop"),

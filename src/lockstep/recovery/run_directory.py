@@ -66,7 +66,7 @@ def write_shards(directory: Path, shards: int) -> None:
 def read_shards(directory: Path | None) -> int | None:
     """Return the number of shards of the run in this directory; None if there is none, or the file cannot be read."""
     shards = _read(directory / SHARDS, "shards") if directory is not None else None
-    return shards if isinstance(shards, int) and shards > 0 else None
+    return shards if type(shards) is int and shards > 0 else None
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def _why_not_covered(scheduler: Any, groups: list[dict[str, Any]]) -> str:
 
 def _parts(scheduler: Any) -> list[Any]:
     """The scheduler; or those that it is composed of, like SequentialLR and ChainedScheduler."""
-    inner = getattr(scheduler, "_schedulers", None)
+    inner = getattr(scheduler, "_schedulers", None) or getattr(scheduler, "parts", None)  # a `SchedulerSet`
     if inner is None:
         return [] if scheduler is None else [scheduler]
     return [one for part in inner for one in _parts(part)]

@@ -35,7 +35,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     observer = t.observer.active
     observer.lap("between")
     t.is_exchanging = False
-    table = StepTable(t.sum, buffers=len(t.buffers), loss_scale=t.loss_scale.value)
+    table = StepTable(t.sum, buffers=len(t.buffers), loss_scale=t.loss_scale.value, part=t.part)
     t.gradients.begin()
     t.graphs.begin_step()
     is_first = t.part == 0  # the noise of the gradient is that of the first optimiser
@@ -118,7 +118,8 @@ def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss
     seed_all(seed_of(t, batch, shard), t.sum.device)
     with t.recompute_check.recording(batch, shard.number), t.graphs.watching():
         one = run_loss(t, loss, shard.data)
-    if batch.number == 0 and shard.count > 1 and not t.is_loss_checked:
+    is_first_step = batch.number == 0 or (t.part > 0 and not t.optimizer.state)
+    if is_first_step and shard.count > 1 and not t.is_loss_checked:
         t.is_loss_checked = True
         refuse_mean_loss(t, loss, shard, one)
     return one

@@ -56,6 +56,12 @@ def refuse_bad_data(outcome: StepOutcome, number: int) -> None:
             "applied. A worker has left out a batch or taken one twice: look for control flow in the loop that depends "
             "on the rank, or for an exception of run.step that the program catches on one worker"
         )
+    odd = next((rank for rank, part in enumerate(outcome.parts) if part != outcome.parts[0]), None)
+    if odd is not None and not outcome.ended:
+        raise DesyncError(
+            f"step {number}: rank 0 takes a step of optimizer {outcome.parts[0]}, but rank {odd} one of optimizer "
+            f"{outcome.parts[odd]}; neither was applied. Look for control flow in the loop that depends on the rank"
+        )
     for what, values in (("samples", outcome.samples), ("the end of an epoch", outcome.ends_epoch)):
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if odd is not None:

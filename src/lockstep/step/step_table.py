@@ -26,7 +26,7 @@ from lockstep.trace.step_observer import NO_REPORT, REPORT_FIELDS
 # Columns of a shard. The last two are the fingerprint of its samples, in two halves of 32 bits.
 LOSS, WEIGHT, HIGH, LOW = range(4)
 # Columns of a worker. Its report takes all the rest.
-NUMBER, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, REPORT = range(9)
+NUMBER, PART, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, REPORT = range(10)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class StepOutcome:
     move: int  # see `StepRequests`
     ended: list[int]  # ranks that have no more data
     numbers: list[int]  # the step that each rank takes
+    parts: list[int]  # the optimiser of that step, by rank
     samples: list[int]  # size of the global batch, as each rank has it
     ends_epoch: list[bool]  # as each rank has it
     content: list[int]  # 64-bit digest of the global batch, by rank; 0 on a rank that did not compute it
@@ -59,8 +60,9 @@ class StepOutcome:
 class StepTable:
     """The table of one step: add the shards of this worker, `send` it, and read its `outcome`."""
 
-    def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0) -> None:
-        self._sum, self._rank = sum_, sum_.group.rank()
+    def __init__(self, sum_: ShardSum, *, buffers: int, loss_scale: float = 1.0, part: int = 0) -> None:
+        """`part`: the number of the optimiser, if there are several."""
+        self._sum, self._rank, self._part = sum_, sum_.group.rank(), part
         self._buffers, self._loss_scale = buffers, loss_scale
         self._added: list[tuple[int, ShardLoss, list[int]]] = []
         self._names: Sequence[str] = ()
@@ -126,7 +128,8 @@ class StepTable:
         number, samples, ends_epoch, content = (
             (batch.number, batch.count, batch.ends_epoch, batch.content) if batch is not None else (0, 0, False, 0)
         )
-        mine = [number, stop, batch is None, samples, ends_epoch, move, content >> 32, content & 0xFFFFFFFF, *report]
+        asks = [number, self._part, stop, batch is None, samples, ends_epoch, move]
+        mine = [*asks, content >> 32, content & 0xFFFFFFFF, *report]
         first = starts[1] + self._rank * len(mine)
         values[first : first + len(mine)] = mine
         late: list[tuple[int, Tensor]] = []  # (place, value on a GPU)
@@ -180,6 +183,7 @@ class StepTable:
             move=int(max(row[MOVE] for row in by_rank)),
             ended=[rank for rank, row in enumerate(by_rank) if row[ENDED]],
             numbers=[int(row[NUMBER]) for row in by_rank],
+            parts=[int(row[PART]) for row in by_rank],
             samples=[int(row[SAMPLES]) for row in by_rank],
             ends_epoch=[bool(row[ENDS_EPOCH]) for row in by_rank],
             content=[_word(row[CONTENT_HIGH], row[CONTENT_LOW]) for row in by_rank],

@@ -28,7 +28,7 @@ from lockstep.step.step_types import Loss, Result, StepRequests, Stop, TrainingP
 from lockstep.train.evaluation import evaluate_for_state_log
 from lockstep.train.loop_check import LoopCheck, describe_untrained
 from lockstep.train.loop_state import WorkerState
-from lockstep.train.optimizer_set import OptimizerSet
+from lockstep.train.optimizer_set import OptimizerSet, parts_of
 from lockstep.train.progress import Progress
 from lockstep.train.run_state import is_batch_done
 from lockstep.train.session import Session
@@ -68,7 +68,8 @@ class TrainLoop:
         self._batch_versions: list[int] = []  # of its tensors when it was yielded: see `versions_of`
         self._is_batch_changed = False  # the program wrote to it before it took the step
         self._assignment = 0  # `WorkerState.assignments` when it was fetched
-        self._steps_before = 0  # number of applied steps when that batch was yielded
+        self._steps_before = 0  # number of steps that were applied with earlier batches
+        self._restored = 0  # steps with that batch that are in the checkpoint
         self._batches: Generator[Batch, None, None]
         self._loss: Loss | None = None  # the loss function of the last step, for `lockstep certify`
 
@@ -146,7 +147,7 @@ class TrainLoop:
 
         session.calls.make("resuming", resume, begins_loop=True)
         self._resumed_at = plan.batches.position.number
-        session.checkpoints.saver.begin(self._resumed_at)
+        session.checkpoints.begin(plan)
 
     def _print_start(self, plan: TrainingPlan) -> None:
         """Print what is trained, and from which step on; or why nothing is."""
@@ -179,7 +180,8 @@ class TrainLoop:
                     session.calls.make("the end of the data", lambda: self._agree_on_end(batches))
                     break
                 self._in_hand, self._fetched_again = True, None
-                self._steps_before = self.state.applied_steps - len(plan.finished)  # some may be in the checkpoint
+                self._restored = len(plan.finished)
+                self._steps_before = self.state.applied_steps - self._restored
                 self._batch_versions = versions_of(batch) if session.calls.is_elastic else []
                 session.calls.hand_out()
                 check.hand_out(batch.number)
@@ -201,7 +203,7 @@ class TrainLoop:
         self._stage, here = LoopStage.ENDED, self.position(plan)
         session.observer.end_loop()
         self.progress.end(here.number)
-        if not session.checkpoints.saver.is_saved(here.number):
+        if not session.checkpoints.is_saved(plan, here):
             self.save(plan)
         directory, prints = session.directory, self._should_stop and session.is_main
         if directory is None:
@@ -276,7 +278,7 @@ class TrainLoop:
         session, check = self._session, self._check
         assert check is not None
         check.begin_step(batch, part, warns=session.is_main)
-        is_first = not check.is_stepped
+        is_first = len(plan.finished) == self._restored
         if part in plan.finished:  # it is in the checkpoint, which was saved in the middle of this batch
             check.end_step(part)
             return plan.finished[part]
@@ -289,7 +291,7 @@ class TrainLoop:
             what = f"run.step of optimizer {part}" if part else "run.step"
             result = session.calls.make(what, take, encode=Result.to_json, decode=Result.from_json, may_repeat=True)
         except BaseException as error:
-            check.note_failure(error)
+            check.note_failure(part, error)
             self._end_failed_step(error)
             raise
         finally:
@@ -297,7 +299,7 @@ class TrainLoop:
         check.end_step(part)
         plan.finished[part] = result
         self.state.start_receipt()
-        if self.state.applied_steps <= self._resumed_at + len(self.state.contexts):  # the optimiser has a state now
+        if self.state.applied_steps <= self._resumed_at + len(parts_of(plan.optimizer)):  # it has a state now
             self._refuse_unsavable(plan)
         session.stops.agreed = max(session.stops.agreed, result.stop)
         if result.move:
@@ -365,8 +367,15 @@ class TrainLoop:
             )
         calls = session.calls
         requests = StepRequests(session.stops.asked, calls.wants_to_move, self.state.commit, calls.check_left)
+        versions = versions_of(batch) if isinstance(plan.optimizer, OptimizerSet) else []
         with session.step_stream.active():
             result = take_step(context, loss, batch, requests)
+        if versions and versions != versions_of(batch):
+            raise LockstepError(
+                f"the loss function of optimizer {part} has changed the samples of batch {batch.number} in place. The "
+                "other optimizers would see the change, but not after a resume in the middle of the batch; work on a "
+                "copy, or change samples in collate_fn"
+            )
         self.state.end_step(plan, part, ends_epoch=batch.ends_epoch, skipped=result.skipped)
         plan.finished[part] = result
         faults.at("applied")

@@ -106,7 +106,7 @@ class LoopCheck:
         self._parameters, self._optimizer = list(model.parameters()), optimizer
         self._number: int | None = None  # of the batch that the program got last
         self._stepped: set[int] = set()  # the optimisers that have taken a step with it, by number
-        self._failure = ""  # the error of the step with that batch
+        self._failures: dict[int, str] = {}  # the error of the step with that batch, by the number of the optimiser
         self.is_stepping = False  # run.step is running, and may call optimizer.step
         self._has_warned = False
         self._grads: list[tuple[Leaf, weakref.ref[Tensor] | None, int]] = []
@@ -131,24 +131,19 @@ class LoopCheck:
     def _count_groups(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
-    @property
-    def is_stepped(self) -> bool:
-        """Whether a step was taken with the current batch."""
-        return bool(self._stepped)
-
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
 
     def hand_out(self, number: int) -> None:
         """Note that the program gets batch `number`."""
-        self._number, self._stepped, self._failure = number, set(), ""
+        self._number, self._stepped, self._failures = number, set(), {}
 
     def end_iteration(self) -> None:
         """Raise LockstepError if the program took no step with the batch that it got."""
-        if self._failure:
+        for failure in self._failures.values():
             raise LockstepError(
-                f"run.step failed for batch {self._number} on this worker ({self._failure}), and the program caught "
+                f"run.step failed for batch {self._number} on this worker ({failure}), and the program caught "
                 "the exception and asks for the next batch: the other workers cannot leave this one out. Take the step "
                 "with the same batch again, which gives the same bits, or let the exception end the program"
             )
@@ -182,13 +177,13 @@ class LoopCheck:
                 flush=True,
             )
 
-    def note_failure(self, error: BaseException) -> None:
-        """Note that the step with this batch has failed."""
-        self._failure = f"{type(error).__name__}: {error}"[:200]
+    def note_failure(self, part: int, error: BaseException) -> None:
+        """Note that the step of this optimiser has failed with this batch."""
+        self._failures[part] = f"{type(error).__name__}: {error}"[:200]
 
     def end_step(self, part: int) -> None:
         self._stepped.add(part)
-        self._failure = ""
+        self._failures.pop(part, None)
         self._note_gradients()
 
     def _note_gradients(self) -> None:

@@ -20,7 +20,7 @@ from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
 from lockstep.step.step_types import StepContext, TrainingPlan
 from lockstep.train import training_plan
-from lockstep.train.optimizer_set import SchedulerSet
+from lockstep.train.optimizer_set import SchedulerSet, parts_of
 from lockstep.train.session import Session
 from lockstep.train.training_plan import RunConfig
 from lockstep.world.world import World
@@ -37,7 +37,7 @@ class WorkerState:
         self._session, self._is_stepping = session, is_stepping
         self.plan: TrainingPlan | None = None
         self.step_limit: int | None = None  # the loop ends after so many steps
-        self.contexts: list[StepContext] = []  # of each optimiser
+        self.contexts: dict[int, StepContext] = {}  # of each optimiser, by its number
         self.context: StepContext | None = None  # the one of the current or the last step
         self.applied_steps = -1  # of all optimisers; -1: there is no state yet
         self.is_applying = False  # a step is applied in part, and cannot be saved
@@ -52,7 +52,15 @@ class WorkerState:
         self.is_applying = True
 
     def begin_step(self, part: int) -> StepContext:
-        """Make the context of this optimiser the current one, and return it."""
+        """Make the context of this optimiser the current one, and return it.
+
+        Raises ValueError if it has nothing to train.
+        """
+        if part not in self.contexts:
+            raise ValueError(
+                f"run.step: optimizer {part} has no parameter that requires a gradient. With several optimizers those "
+                "of the others need not be frozen by hand: run.step does it"
+            )
         context = self.context = self.contexts[part]
         context.applied_steps = self.applied_steps
         return context
@@ -66,7 +74,7 @@ class WorkerState:
     def end_batch(self, plan: TrainingPlan, *, ends_epoch: bool) -> None:
         """Called when the program asks for the next batch: optimisers without a step in this one have an epoch less."""
         if isinstance(plan.schedule, SchedulerSet) and plan.interval == "epoch" and ends_epoch:
-            for part in range(len(self.contexts)):
+            for part in range(len(parts_of(plan.optimizer))):
                 if part not in plan.finished:
                     plan.schedule.step(part)
         plan.finished = {}
@@ -98,8 +106,8 @@ class WorkerState:
         config = RunConfig(session.options, session.seed, session.exact)
         with session.step_stream.active():  # autograd remembers the stream of the first hook
             self.contexts = training_plan.assign_shards(plan, config, world, session.group, session.observer)
-        context = self.context = self.contexts[0]
-        for one in self.contexts:
+        context = self.context = next(iter(self.contexts.values()))
+        for one in self.contexts.values():
             one.keeps_update = session.calls.is_elastic and world.size > 1
         session.observer.set_world(
             lambda: training_plan.describe(plan, context),
@@ -125,7 +133,7 @@ class WorkerState:
         """
         if self.context is not None:
             self.context.buffers.abort()
-            for one in self.contexts:
+            for one in self.contexts.values():
                 if clears_gradients:
                     one.gradients.begin()
                 one.gradients.stop()  # a traceback may still refer to it

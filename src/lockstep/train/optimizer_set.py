@@ -83,20 +83,20 @@ class SchedulerSet:
 
     def __init__(self, schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises ValueError if a scheduler is of none of the optimisers."""
-        self.schedulers = list(schedulers)
+        self.parts = list(schedulers)
         self._part_of = [_index_of(scheduler, optimizers) for scheduler in schedulers]
 
     def step(self, part: int) -> None:
         """Step the schedulers of this optimiser, given by its number."""
-        for scheduler, own in zip(self.schedulers, self._part_of, strict=True):
+        for scheduler, own in zip(self.parts, self._part_of, strict=True):
             if own == part:
                 scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.schedulers)}
+        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.parts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for number, scheduler in enumerate(self.schedulers):
+        for number, scheduler in enumerate(self.parts):
             scheduler.load_state_dict(state[str(number)])
 
 
@@ -123,10 +123,8 @@ def number_of(optimizer: torch.optim.Optimizer | None, trained: torch.optim.Opti
 
 def class_names(one: Any) -> str:
     """The class of an optimiser or a scheduler; those of all in a set."""
-    many = getattr(one, "optimizers", None) if isinstance(one, OptimizerSet) else getattr(one, "schedulers", None)
-    if isinstance(one, (OptimizerSet, SchedulerSet)) and many is not None:
-        return ", ".join(type(part).__name__ for part in many)
-    return type(one).__name__
+    parts = one.optimizers if isinstance(one, OptimizerSet) else one.parts if isinstance(one, SchedulerSet) else [one]
+    return ", ".join(type(part).__name__ for part in parts)
 
 
 def join_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Any:

@@ -58,7 +58,8 @@ class Checkpoints:
         self._best = BestMetric()
         self._best_saver: CheckpointSaver | None = None
         self.was_stopped = False  # by the program, in an earlier start
-        self._resumed_from: int | None = None  # the step of the checkpoint
+        self._saved: tuple[int, int] | None = None  # what was saved or restored last: see `_mark`
+        self._resumed_from: tuple[int, int] | None = None  # what the checkpoint holds: see `_mark`
 
     # -- what a state is ---------------------------------------------------------------------------------------------
 
@@ -119,9 +120,23 @@ class Checkpoints:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
+    def begin(self, plan: TrainingPlan) -> None:
+        """Note that nothing has to be saved now: this is the initial or the restored state."""
+        self._saved = self._mark(plan, plan.batches.position)
+        self.saver.begin(plan.batches.position.number)
+
+    def is_saved(self, plan: TrainingPlan, here: Position) -> bool:
+        return self._saved == self._mark(plan, here)
+
+    @staticmethod
+    def _mark(plan: TrainingPlan, here: Position) -> tuple[int, int]:
+        """(the batch, the steps that were taken with it): several optimisers may be in the middle of a batch."""
+        return here.number, 0 if is_batch_done(plan) else len(plan.finished)
+
     def save(self, plan: TrainingPlan, here: Position, *, writes: bool) -> None:
         """Write a checkpoint in the background. Waits only until the tensors are copied."""
         plan.norm_check.check()
+        self._saved = self._mark(plan, here)
         if writes:
             self.ledger.write()
         self.saver.save(here.number, lambda: self.state(plan, here), writes=writes)
@@ -143,8 +158,11 @@ class Checkpoints:
         self.ledger.write()
         self.saver.drain(check)
         # A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
-        if here.number != self._resumed_from and not self.saver.has_written(here.number):
+        mark = self._mark(plan, here)
+        is_written = self.saver.has_written(here.number) and self._saved == mark
+        if mark != self._resumed_from and not is_written:
             plan.norm_check.check()
+            self._saved = mark
             self.saver.save(here.number, lambda: self.state(plan, here), writes=True)
             self.saver.drain(check)
 
@@ -180,7 +198,7 @@ class Checkpoints:
             plan.batches.check(found["batches"])  # raises before it is printed that the run resumes
             self._compare_settings(plan, found, writes=writes, announce=announce)
             self.restore(plan, found)
-            self.was_stopped, self._resumed_from = stopped == step, step
+            self.was_stopped, self._resumed_from = stopped == step, self._mark(plan, plan.batches.position)
         self.ledger.begin(plan.batches.position.number, plan.batches.facts(), writes=writes)
         return step
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lockstep import faults, run_files
 from lockstep._torch import get_default_store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.comm import abortable_wait
 from lockstep.elastic import agent_client
 from lockstep.recovery.call_check import CallCheck
@@ -198,7 +199,7 @@ class Session:
         """Return the number of shards for a program that does not set it: that of the run which is resumed here, or as
         many as workers can take part. Raises ValueError if there are more workers than the resumed run has shards.
         """
-        stored, size = read_shards(self.directory), self.world.size
+        stored, size = self._stored_shards(), self.world.size
         if stored is None:
             return max(1, min(self.settings.shards or size, global_batch_size))
         if size > stored:
@@ -207,6 +208,15 @@ class Session:
                 f"{stored}, and what it computes depends on that number. Start at most {stored} worker"
                 f"{'s' * (stored > 1)}, or start over (--fresh), then with run.batches(shards={size}) or more"
             )
+        return stored
+
+    def _stored_shards(self) -> int | None:
+        """The number of shards of the run that is resumed here; None if there is no checkpoint."""
+        if self.directory is None or (store := CheckpointStore(self.directory)).last() is None:
+            return None
+        stored = read_shards(self.directory)
+        if stored is None and (found := store.newest()) is not None:  # the file is lost or damaged
+            stored = (found.state.get("run") or {}).get("shards")
         return stored
 
     # -- collective calls ----------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def make_plan(
 
 
 def _check_optimizer_parameters(optimizer: torch.optim.Optimizer | OptimizerSet, leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError if the optimiser has parameters that are not in the model, or one of several has none."""
+    """Raise ValueError if the optimiser has parameters that are not in the model."""
     known = {leaf.parameter for leaf in leaves}
     unknown = sum(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     if unknown:
@@ -86,10 +86,6 @@ def _check_optimizer_parameters(optimizer: torch.optim.Optimizer | OptimizerSet,
             f"the optimiser has {unknown} parameters that the replicated model has not: "
             "make it from `run.replicate(model).parameters()`"
         )
-    if isinstance(optimizer, OptimizerSet):
-        for number, one in enumerate(optimizer.optimizers):
-            if not any(p in known for group in one.param_groups for p in group["params"]):
-                raise ValueError(f"optimizer {number} has no parameter that requires a gradient")
 
 
 def settings_of(
@@ -208,8 +204,11 @@ def restore_eval_mode(model: nn.Module, names: Sequence[str] | None) -> None:
 
 def assign_shards(
     plan: TrainingPlan, config: RunConfig, world: World, group: dist.ProcessGroup, observer: StepObserver
-) -> list[StepContext]:
-    """Assign the shards to the workers, and prepare steps with them, for each optimiser. Called by all workers."""
+) -> dict[int, StepContext]:
+    """Assign the shards to the workers, and prepare steps with them. Called by all workers.
+
+    Returns the context of each optimiser, by its number. One without a parameter that requires a gradient has none.
+    """
     batches, options, size = plan.batches, config.options, world.size
     shards = batches.settings.shards
     shares = [shards_of_rank(shards, size, rank) for rank in range(size)]
@@ -221,12 +220,12 @@ def assign_shards(
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
 
     buffers = BufferExchange(plan.model, shards, checks_weights=batches.position.number == 0)
-    last, contexts = LastUpdate(), []
+    last, contexts = LastUpdate(), dict[int, StepContext]()
     for part, optimizer in enumerate(parts_of(plan.optimizer)):
         leaves = _leaves_of(plan, optimizer)
         own = {leaf.name for leaf in leaves}
-        contexts.append(
-            StepContext(
+        if leaves:
+            contexts[part] = StepContext(
                 model=plan.model,
                 leaves=leaves,
                 optimizer=optimizer,
@@ -246,7 +245,6 @@ def assign_shards(
                 graphs=plan.graphs,
                 last=last,
             )
-        )
     return contexts
 
 
