@@ -78,7 +78,8 @@ def test_stops_are_of_all_lengths() -> None:
 
 # --------------------------------------------------------------------------------------------------------- the verdict
 
-CASE = replace(plan(0, 0), workers=3, strikes=(Strike("reduced"), Strike("top", late_s=2.0)), stall_s=1.0)
+STRIKES = (Strike("reduced"), Strike("top", late_s=2.0))
+CASE = replace(plan(0, 0), variant="mlp", workers=3, strikes=STRIKES, stall_s=1.0)
 REFERENCE: dict[str, Any] = {"digest": "d", "body": "", "losses": {"0": "a", "1": "b"}, "figures": {}, "steps": 2}
 PIDS = {"h0.0": 10, "h0.1": 11, "h0.2": 12, "h0.3": 13}
 

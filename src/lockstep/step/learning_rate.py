@@ -204,8 +204,8 @@ def _why_not_covered(scheduler: Any, groups: list[dict[str, Any]]) -> str:
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """The scheduler; or those that it is composed of, like SequentialLR and ChainedScheduler."""
-    inner = getattr(scheduler, "_schedulers", None) or getattr(scheduler, "parts", None)  # a `SchedulerSet`
+    """The scheduler; or those that it is composed of, like SequentialLR, ChainedScheduler and `SchedulerSet`."""
+    inner = getattr(scheduler, "_schedulers", None)
     if inner is None:
         return [] if scheduler is None else [scheduler]
     return [one for part in inner for one in _parts(part)]

@@ -83,20 +83,20 @@ class SchedulerSet:
 
     def __init__(self, schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises ValueError if a scheduler is of none of the optimisers."""
-        self.parts = list(schedulers)
+        self._schedulers = list(schedulers)
         self._part_of = [_index_of(scheduler, optimizers) for scheduler in schedulers]
 
     def step(self, part: int) -> None:
         """Step the schedulers of this optimiser, given by its number."""
-        for scheduler, own in zip(self.parts, self._part_of, strict=True):
+        for scheduler, own in zip(self._schedulers, self._part_of, strict=True):
             if own == part:
                 scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.parts)}
+        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self._schedulers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for number, scheduler in enumerate(self.parts):
+        for number, scheduler in enumerate(self._schedulers):
             scheduler.load_state_dict(state[str(number)])
 
 
@@ -123,7 +123,11 @@ def number_of(optimizer: torch.optim.Optimizer | None, trained: torch.optim.Opti
 
 def class_names(one: Any) -> str:
     """The class of an optimiser or a scheduler; those of all in a set."""
-    parts = one.optimizers if isinstance(one, OptimizerSet) else one.parts if isinstance(one, SchedulerSet) else [one]
+    parts = [one]
+    if isinstance(one, OptimizerSet):
+        parts = list(one.optimizers)
+    elif isinstance(one, SchedulerSet):
+        parts = one._schedulers
     return ", ".join(type(part).__name__ for part in parts)
 
 
