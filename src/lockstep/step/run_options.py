@@ -88,8 +88,8 @@ class RunOptions:
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`
     threads       CPU threads of each worker. The bits depend on it, so it is not derived from the number of workers
-    compile       True, or options of torch.compile: the forward pass of the replicated model is compiled, by one worker
-                  of each host for all. It computes other bits than without, and the same on any number of workers
+    compile       True, or options of torch.compile: the forward pass of the replicated model is compiled. It computes
+                  other bits than without, and the same on any number of workers
     capture       on a GPU, run forward and backward of a shard as CUDA graphs, with the same bits: "auto": after a few
                   steps, if the program allows it; True: as "auto", but raise if it does not; False: never
     progress      print the progress

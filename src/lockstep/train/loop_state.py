@@ -72,7 +72,10 @@ class WorkerState:
         self.applied_steps, self.is_applying = self.applied_steps + 1, False
 
     def end_batch(self, plan: TrainingPlan, *, ends_epoch: bool) -> None:
-        """Called when the program asks for the next batch: optimisers without a step in this one have an epoch less."""
+        """Called when the program asks for the next batch.
+
+        At the end of an epoch, step the schedulers of optimisers that took no step with the last batch.
+        """
         if isinstance(plan.schedule, SchedulerSet) and plan.interval == "epoch" and ends_epoch:
             for part in range(len(parts_of(plan.optimizer))):
                 if part not in plan.finished:

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from lockstep.train.loop_check import refuse_optimizer, refuse_scheduler
 
 NAMED: Final = 4  # parameters in a message
+NO_NEW_GROUPS: Final = (
+    "with several optimizers the groups of each must be complete before run.train; freeze what is to be trained later "
+    "with requires_grad_(False)"
+)
 
 
 @final
@@ -61,10 +65,8 @@ class OptimizerSet:
         return _Handles([one.register_step_pre_hook(hook) for one in self.optimizers])
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        raise ValueError(
-            "with several optimizers the groups of each must be complete before run.train; freeze what is to be "
-            "trained later with requires_grad_(False)"
-        )
+        """Raise ValueError: groups of one of them would change the places of those of the others."""
+        raise ValueError(NO_NEW_GROUPS)
 
 
 @final

@@ -25,7 +25,7 @@ from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
-from lockstep.train.optimizer_set import OptimizerSet, class_names, parts_of
+from lockstep.train.optimizer_set import NO_NEW_GROUPS, OptimizerSet, class_names, parts_of
 from lockstep.world.world import World
 
 _NOT_SETTINGS: Final = ("last_epoch", "params", "initial_lr")
@@ -140,10 +140,9 @@ def update_trainable(plan: TrainingPlan) -> dict[str, Any]:
     if not leaves:
         raise ValueError("the program has frozen all parameters: none requires a gradient any more")
     _check_optimizer_parameters(plan.optimizer, leaves)
-    if isinstance(plan.optimizer, OptimizerSet):
-        known = len(plan.settings["optimizer"])
-        if len(plan.optimizer.param_groups) != known:
-            plan.optimizer.add_param_group({})  # raises ValueError
+    is_set = isinstance(plan.optimizer, OptimizerSet)
+    if is_set and len(plan.optimizer.param_groups) != len(plan.settings["optimizer"]):
+        raise ValueError(NO_NEW_GROUPS)
     held = {p for group in plan.optimizer.param_groups for p in group["params"]}
     if any(parameter not in held for parameter in plan.optimizer.state):
         raise ValueError(
