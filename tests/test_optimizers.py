@@ -256,7 +256,7 @@ def test_parameters_are_unfrozen_with_several_schedulers() -> None:
         model[0].requires_grad_(False)
         before = model[0].weight.clone()
         schedulers = [lr_scheduler.StepLR(one, 2), lr_scheduler.ExponentialLR(other, 0.9)]
-        for batch in run.train(run.batches(data(), global_batch_size=8), one, other, scheduler=schedulers):
+        for batch in loop(run, one, other, scheduler=schedulers):
             if batch.number == 3:
                 assert torch.equal(model[0].weight, before)
                 model[0].requires_grad_(True)
@@ -326,49 +326,53 @@ def parts(run: lockstep.Run) -> tuple[Any, Any, Any]:
     return model, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
 
 
+def loop(run: lockstep.Run, *optimizers: Any, **options: Any) -> Any:
+    return run.train(run.batches(data(), global_batch_size=8), *optimizers, **options)
+
+
 def total(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return model(x).square().sum(), len(x)
 
 
 def no_optimizer(run: lockstep.Run) -> None:
     _, one, other = parts(run)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch)
 
 
 def unknown_optimizer(run: lockstep.Run) -> None:
     model, one, other = parts(run)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch, optimizer=torch.optim.Adam(model.parameters()))
 
 
 def twice(run: lockstep.Run) -> None:
     _, one, other = parts(run)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch, optimizer=one)
         run.step(total, batch, optimizer=one)
 
 
 def no_step(run: lockstep.Run) -> None:
     _, one, other = parts(run)
-    for _ in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for _ in loop(run, one, other):
         pass
 
 
 def shared(run: lockstep.Run) -> None:
     model, one, _ = parts(run)
-    next(run.train(run.batches(data(), global_batch_size=8), one, torch.optim.Adam(model.parameters())))  # type: ignore[call-overload]
+    next(loop(run, one, torch.optim.Adam(model.parameters())))
 
 
 def given_twice(run: lockstep.Run) -> None:
     _, one, _ = parts(run)
-    next(run.train(run.batches(data(), global_batch_size=8), one, one))  # type: ignore[call-overload]
+    next(loop(run, one, one))
 
 
 def frozen(run: lockstep.Run) -> None:
     model, one, other = parts(run)
     model[1].requires_grad_(False)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch, optimizer=one)
         run.step(total, batch, optimizer=other)
 
@@ -378,14 +382,14 @@ def in_place(run: lockstep.Run) -> None:
         return total(model, x.mul_(1.1))
 
     _, one, other = parts(run)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(change, batch, optimizer=one)
         run.step(total, batch, optimizer=other)
 
 
 def late_mean(run: lockstep.Run) -> None:
     _, one, other = parts(run)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch, optimizer=one)
         if batch.number == 2:
             run.step(lambda model, x: (model(x).square().mean(), len(x)), batch, optimizer=other)
@@ -394,17 +398,17 @@ def late_mean(run: lockstep.Run) -> None:
 def other_scheduler(run: lockstep.Run) -> None:
     model, one, other = parts(run)
     scheduler = lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1), 1)
-    next(run.train(run.batches(data(), global_batch_size=8), one, other, scheduler=scheduler))  # type: ignore[call-overload]
+    next(loop(run, one, other, scheduler=scheduler))
 
 
 def as_list(run: lockstep.Run) -> None:
     _, one, other = parts(run)
-    next(run.train(run.batches(data(), global_batch_size=8), [one, other]))  # type: ignore[call-overload, arg-type]
+    next(loop(run, [one, other]))
 
 
 def own_step(run: lockstep.Run) -> None:
     _, one, other = parts(run)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch, optimizer=one)
         other.step()
 
@@ -412,7 +416,7 @@ def own_step(run: lockstep.Run) -> None:
 def added_group(run: lockstep.Run) -> None:
     model, one, _ = parts(run)
     other = torch.optim.SGD([model[1].weight], lr=0.1)
-    for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+    for batch in loop(run, one, other):
         run.step(total, batch, optimizer=one)
         other.add_param_group({"params": [model[1].bias]})
 
@@ -420,7 +424,7 @@ def added_group(run: lockstep.Run) -> None:
 def in_another_order(rank: int, size: int) -> None:
     with lockstep.Run(seed=7, progress=False, device="cpu") as run:
         _, one, other = parts(run)
-        for batch in run.train(run.batches(data(), global_batch_size=8), one, other):
+        for batch in loop(run, one, other):
             for optimizer in (one, other) if rank == 0 or batch.number < 2 else (other, one):
                 run.step(total, batch, optimizer=optimizer)
 
