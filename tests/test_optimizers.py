@@ -182,6 +182,16 @@ def test_schedulers_follow_their_own_optimizer() -> None:
     assert other.param_groups[0]["lr"] == 0.5
 
 
+def test_schedulers_of_epochs_follow_also_an_optimizer_without_a_step_in_the_last_batch() -> None:
+    with lockstep.Run(seed=0, progress=False, device="cpu") as run:
+        _, one, other = parts(run)
+        schedulers = [lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in (one, other)]
+        batches = run.batches(data(64), global_batch_size=BATCH, epochs=2)
+        for batch in run.train(batches, one, other, scheduler=schedulers, interval="epoch"):
+            run.step(total, batch, optimizer=other if batch.step == 0 else one)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in (one, other)] == [0.025, 0.025]
+
+
 def test_the_state_is_that_of_one_optimizer_with_all_groups() -> None:
     weights = [nn.Parameter(torch.randn(3)) for _ in range(3)]
     parts = [torch.optim.Adam(weights[:1]), torch.optim.Adam([{"params": [w], "lr": 0.5} for w in weights[1:]])]
