@@ -54,7 +54,7 @@ NEVER, ALWAYS = -math.inf, math.inf
 class Protection(Enum):
     FENCING = "fencing"  # contributions carry the number of their generation
     LEASES = "leases"  # a step is applied only while the lease holds by the host's clock
-    AGREEMENT = "agreement"  # whoever is behind gets state and results from the newest
+    AGREEMENT = "agreement"  # a worker that is behind gets state and results from the newest
     SWAPPING = "swapping"  # `run` is replaced only if it is still the record that was read
     LEAVING = "leaving"  # a host comes back from a lost lease with workers that have left
     PASSING = "passing"  # and does not join the generation that it finds
@@ -198,7 +198,7 @@ class Snapshot:
         self.run, self.swaps, self.want = run, swaps, want
         self.hosts = [host for _, host in records.values()]
         self.leases = {name: lease for name, (lease, _) in records.items()}
-        self.next: Generation | bool | None = False  # False: nobody has thought about it yet
+        self.next: Generation | bool | None = False  # False: it is not decided yet
 
 
 class Cluster:
@@ -526,7 +526,7 @@ class Cluster:
                 raise Violation(f"{process.id} and {source.id} differ at {own}: {process.state}, {self.starts[number]}")
             self.go(process, number)
         elif source is None:
-            raise Violation(f"{process.id} is behind generation {number} and nobody can help it")
+            raise Violation(f"{process.id} is behind generation {number} and no worker can help it")
         elif not self.agreement:
             before, history, _, _ = process.state
             process.state = (before, history, where[0], (0,) * where[1])

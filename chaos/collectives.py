@@ -23,7 +23,7 @@ class WrongResult(AssertionError):
 
 
 @dataclass
-class Seat:
+class GroupMember:
     """Our place in the group."""
 
     rank: int
@@ -56,26 +56,26 @@ def any_size(dice: Random) -> int:
     return dice.choice([1, 7, 1000, 65_537, LARGE // 8])
 
 
-def all_reduce_small(seat: Seat, dice: Random) -> None:
-    tensor = seat.ours(dice.randint(1, 2000))
+def all_reduce_small(member: GroupMember, dice: Random) -> None:
+    tensor = member.ours(dice.randint(1, 2000))
     dist.all_reduce(tensor)
-    expect(tensor, seat.total, "all_reduce")
+    expect(tensor, member.total, "all_reduce")
 
 
-def all_reduce_large(seat: Seat, dice: Random) -> None:
-    tensor = seat.ours(dice.choice([LARGE // 4, LARGE, LARGE + 3]))
+def all_reduce_large(member: GroupMember, dice: Random) -> None:
+    tensor = member.ours(dice.choice([LARGE // 4, LARGE, LARGE + 3]))
     dist.all_reduce(tensor)
-    expect(tensor, seat.total, "all_reduce")
+    expect(tensor, member.total, "all_reduce")
 
 
-def all_reduce_allocated(seat: Seat, dice: Random) -> None:
+def all_reduce_allocated(member: GroupMember, dice: Random) -> None:
     numel = dice.choice([1000, LARGE // 4])
-    if numel not in seat.allocated:
-        seat.allocated[numel] = _allocate(numel)
-    tensor = seat.allocated[numel]
-    tensor.fill_(float(seat.rank + 1))
+    if numel not in member.allocated:
+        member.allocated[numel] = _allocate(numel)
+    tensor = member.allocated[numel]
+    tensor.fill_(float(member.rank + 1))
     dist.all_reduce(tensor)
-    expect(tensor, seat.total, "all_reduce of allocated memory")
+    expect(tensor, member.total, "all_reduce of allocated memory")
 
 
 def _allocate(numel: int) -> torch.Tensor:
@@ -87,56 +87,56 @@ def _allocate(numel: int) -> torch.Tensor:
     return allocated
 
 
-def all_reduce_in_flight(seat: Seat, dice: Random) -> None:
-    tensors = [seat.ours(any_size(dice)) for _ in range(dice.randint(2, IN_FLIGHT))]
+def all_reduce_in_flight(member: GroupMember, dice: Random) -> None:
+    tensors = [member.ours(any_size(dice)) for _ in range(dice.randint(2, IN_FLIGHT))]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work, tensor in zip(works, tensors, strict=True):
         assert work is not None
         work.wait()
-        expect(tensor, seat.total, "all_reduce in flight")
+        expect(tensor, member.total, "all_reduce in flight")
 
 
-def all_reduce_coalesced(seat: Seat, dice: Random) -> None:
-    tensors = [seat.ours(any_size(dice)) for _ in range(3)]
+def all_reduce_coalesced(member: GroupMember, dice: Random) -> None:
+    tensors = [member.ours(any_size(dice)) for _ in range(3)]
     with dist.distributed_c10d._coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor)
     for tensor in tensors:
-        expect(tensor, seat.total, "all_reduce, coalesced")
+        expect(tensor, member.total, "all_reduce, coalesced")
 
 
-def broadcast(seat: Seat, dice: Random) -> None:
-    root, tensor = dice.randrange(seat.size), seat.ours(any_size(dice))
+def broadcast(member: GroupMember, dice: Random) -> None:
+    root, tensor = dice.randrange(member.size), member.ours(any_size(dice))
     dist.broadcast(tensor, root)
     expect(tensor, root + 1, "broadcast")
 
 
-def reduce(seat: Seat, dice: Random) -> None:
-    root, tensor = dice.randrange(seat.size), seat.ours(any_size(dice))
+def reduce(member: GroupMember, dice: Random) -> None:
+    root, tensor = dice.randrange(member.size), member.ours(any_size(dice))
     dist.reduce(tensor, root)
-    if seat.rank == root:
-        expect(tensor, seat.total, "reduce")
+    if member.rank == root:
+        expect(tensor, member.total, "reduce")
 
 
-def all_gather(seat: Seat, dice: Random) -> None:
-    tensor = seat.ours(any_size(dice))
-    pieces = [torch.empty_like(tensor) for _ in range(seat.size)]
+def all_gather(member: GroupMember, dice: Random) -> None:
+    tensor = member.ours(any_size(dice))
+    pieces = [torch.empty_like(tensor) for _ in range(member.size)]
     dist.all_gather(pieces, tensor)
     for rank, piece in enumerate(pieces):
         expect(piece, rank + 1, "all_gather")
 
 
-def all_gather_into_tensor(seat: Seat, dice: Random) -> None:
-    tensor = seat.ours(any_size(dice))
-    whole = torch.empty(seat.size, tensor.numel())
+def all_gather_into_tensor(member: GroupMember, dice: Random) -> None:
+    tensor = member.ours(any_size(dice))
+    whole = torch.empty(member.size, tensor.numel())
     dist.all_gather_into_tensor(whole.view(-1), tensor)
     for rank, piece in enumerate(whole):
         expect(piece, rank + 1, "all_gather_into_tensor")
 
 
-def all_gather_coalesced(seat: Seat, dice: Random) -> None:
-    tensors = [seat.ours(any_size(dice)) for _ in range(3)]
-    wholes = [torch.empty(seat.size, tensor.numel()) for tensor in tensors]
+def all_gather_coalesced(member: GroupMember, dice: Random) -> None:
+    tensors = [member.ours(any_size(dice)) for _ in range(3)]
+    wholes = [torch.empty(member.size, tensor.numel()) for tensor in tensors]
     with dist.distributed_c10d._coalescing_manager():
         for whole, tensor in zip(wholes, tensors, strict=True):
             dist.all_gather_into_tensor(whole.view(-1), tensor)
@@ -145,82 +145,82 @@ def all_gather_coalesced(seat: Seat, dice: Random) -> None:
             expect(piece, rank + 1, "all_gather_into_tensor, coalesced")
 
 
-def reduce_scatter(seat: Seat, dice: Random) -> None:
+def reduce_scatter(member: GroupMember, dice: Random) -> None:
     numel = any_size(dice)
     piece = torch.empty(numel)
-    dist.reduce_scatter(piece, [seat.ours(numel) for _ in range(seat.size)])
-    expect(piece, seat.total, "reduce_scatter")
+    dist.reduce_scatter(piece, [member.ours(numel) for _ in range(member.size)])
+    expect(piece, member.total, "reduce_scatter")
 
 
-def reduce_scatter_tensor(seat: Seat, dice: Random) -> None:
+def reduce_scatter_tensor(member: GroupMember, dice: Random) -> None:
     numel = any_size(dice)
     piece = torch.empty(numel)
-    dist.reduce_scatter_tensor(piece, seat.ours(numel * seat.size))
-    expect(piece, seat.total, "reduce_scatter_tensor")
+    dist.reduce_scatter_tensor(piece, member.ours(numel * member.size))
+    expect(piece, member.total, "reduce_scatter_tensor")
 
 
-def reduce_scatter_coalesced(seat: Seat, dice: Random) -> None:
+def reduce_scatter_coalesced(member: GroupMember, dice: Random) -> None:
     pieces = [torch.empty(any_size(dice)) for _ in range(3)]
     with dist.distributed_c10d._coalescing_manager():
         for piece in pieces:
-            dist.reduce_scatter_tensor(piece, seat.ours(piece.numel() * seat.size))
+            dist.reduce_scatter_tensor(piece, member.ours(piece.numel() * member.size))
     for piece in pieces:
-        expect(piece, seat.total, "reduce_scatter_tensor, coalesced")
+        expect(piece, member.total, "reduce_scatter_tensor, coalesced")
 
 
-def all_to_all(seat: Seat, dice: Random) -> None:
+def all_to_all(member: GroupMember, dice: Random) -> None:
     numel = any_size(dice)
-    pieces = [torch.empty(numel) for _ in range(seat.size)]
-    dist.all_to_all(pieces, [seat.ours(numel) for _ in range(seat.size)])
+    pieces = [torch.empty(numel) for _ in range(member.size)]
+    dist.all_to_all(pieces, [member.ours(numel) for _ in range(member.size)])
     for rank, piece in enumerate(pieces):
         expect(piece, rank + 1, "all_to_all")
 
 
-def all_to_all_single(seat: Seat, dice: Random) -> None:
+def all_to_all_single(member: GroupMember, dice: Random) -> None:
     """Uneven: rank a sends base + b elements to rank b."""
     base = any_size(dice)
-    sent = [base + rank for rank in range(seat.size)]
-    received = [base + seat.rank] * seat.size
+    sent = [base + rank for rank in range(member.size)]
+    received = [base + member.rank] * member.size
     whole = torch.empty(sum(received))
-    dist.all_to_all_single(whole, seat.ours(sum(sent)), received, sent)
+    dist.all_to_all_single(whole, member.ours(sum(sent)), received, sent)
     for rank, piece in enumerate(whole.split(received)):
         expect(piece, rank + 1, "all_to_all_single")
 
 
-def gather(seat: Seat, dice: Random) -> None:
-    root, tensor = dice.randrange(seat.size), seat.ours(any_size(dice))
-    pieces = [torch.empty_like(tensor) for _ in range(seat.size)] if seat.rank == root else None
+def gather(member: GroupMember, dice: Random) -> None:
+    root, tensor = dice.randrange(member.size), member.ours(any_size(dice))
+    pieces = [torch.empty_like(tensor) for _ in range(member.size)] if member.rank == root else None
     dist.gather(tensor, pieces, root)
     for rank, piece in enumerate(pieces or []):
         expect(piece, rank + 1, "gather")
 
 
-def scatter(seat: Seat, dice: Random) -> None:
-    root, numel = dice.randrange(seat.size), any_size(dice)
+def scatter(member: GroupMember, dice: Random) -> None:
+    root, numel = dice.randrange(member.size), any_size(dice)
     piece = torch.empty(numel)
-    pieces = [torch.full((numel,), float(rank)) for rank in range(seat.size)] if seat.rank == root else None
+    pieces = [torch.full((numel,), float(rank)) for rank in range(member.size)] if member.rank == root else None
     dist.scatter(piece, pieces, root)
-    expect(piece, seat.rank, "scatter")
+    expect(piece, member.rank, "scatter")
 
 
-def send_recv(seat: Seat, dice: Random) -> None:
+def send_recv(member: GroupMember, dice: Random) -> None:
     """A parcel goes once around; each adds one. Blocking calls."""
-    after, before = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
+    after, before = (member.rank + 1) % member.size, (member.rank - 1) % member.size
     parcel = torch.zeros(any_size(dice))
-    if seat.rank == 0:
+    if member.rank == 0:
         dist.send(parcel, after)
         dist.recv(parcel, before)
-        expect(parcel, seat.size - 1, "send and recv")
+        expect(parcel, member.size - 1, "send and recv")
     else:
         dist.recv(parcel, before)
-        expect(parcel, seat.rank - 1, "send and recv")
+        expect(parcel, member.rank - 1, "send and recv")
         dist.send(parcel + 1, after)
 
 
-def isend_irecv(seat: Seat, dice: Random) -> None:
+def isend_irecv(member: GroupMember, dice: Random) -> None:
     """Each worker sends to the next, at the same time."""
-    after, before = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
-    tensor = seat.ours(any_size(dice))
+    after, before = (member.rank + 1) % member.size, (member.rank - 1) % member.size
+    tensor = member.ours(any_size(dice))
     got = torch.empty_like(tensor)
     works = [dist.isend(tensor, after), dist.irecv(got, before)]
     for work in works:
@@ -229,70 +229,70 @@ def isend_irecv(seat: Seat, dice: Random) -> None:
     expect(got, before + 1, "isend and irecv")
 
 
-def recv_from_any(seat: Seat, dice: Random) -> None:
+def recv_from_any(member: GroupMember, dice: Random) -> None:
     """One hears from all the others, in any order, and answers each."""
-    root, parcel = dice.randrange(seat.size), seat.ours(any_size(dice))
+    root, parcel = dice.randrange(member.size), member.ours(any_size(dice))
     tag = dice.randrange(1 << 20)  # a worker that has its answer may be in the next round already
-    if seat.rank != root:
+    if member.rank != root:
         dist.send(parcel, root, tag=tag)
         dist.recv(parcel, root, tag=tag)
         expect(parcel, root + 1, "the answer")
         return
     got = torch.empty_like(parcel)
-    for _ in range(seat.size - 1):
+    for _ in range(member.size - 1):
         sender = dist.recv(got, tag=tag)
         expect(got, sender + 1, "recv from any rank")
         dist.send(parcel, sender, tag=tag)
 
 
-def barrier(seat: Seat, dice: Random) -> None:
+def barrier(member: GroupMember, dice: Random) -> None:
     dist.barrier()
 
 
-def monitored_barrier(seat: Seat, dice: Random) -> None:
+def monitored_barrier(member: GroupMember, dice: Random) -> None:
     """Torch's function is for Gloo only, so the group's own."""
     group: Any = dist.distributed_c10d._get_default_group()
     group.monitored_barrier()
 
 
-def objects(seat: Seat, dice: Random) -> None:
+def objects(member: GroupMember, dice: Random) -> None:
     text = "x" * dice.randint(0, 5000)
-    gathered: list[Any] = [None] * seat.size
-    dist.all_gather_object(gathered, (seat.rank, text))
-    if gathered != [(rank, text) for rank in range(seat.size)]:
+    gathered: list[Any] = [None] * member.size
+    dist.all_gather_object(gathered, (member.rank, text))
+    if gathered != [(rank, text) for rank in range(member.size)]:
         raise WrongResult("all_gather_object: not what was sent")
-    root = dice.randrange(seat.size)
-    said = [{"from": seat.rank}]
+    root = dice.randrange(member.size)
+    said = [{"from": member.rank}]
     dist.broadcast_object_list(said, root)
     if said != [{"from": root}]:
         raise WrongResult(f"broadcast_object_list: {said} is not what rank {root} sent")
 
 
-def subgroup(seat: Seat, dice: Random) -> None:
+def subgroup(member: GroupMember, dice: Random) -> None:
     """A sum in our half, then all meet: the other half does not wait for our half's dead by itself."""
-    ranks = seat.half()
-    tensor = seat.ours(any_size(dice))
-    dist.all_reduce(tensor, group=seat.halves[0 if 0 in ranks else 1])
+    ranks = member.half()
+    tensor = member.ours(any_size(dice))
+    dist.all_reduce(tensor, group=member.halves[0 if 0 in ranks else 1])
     expect(tensor, sum(rank + 1 for rank in ranks), "all_reduce in a subgroup")
     dist.barrier()
 
 
-def make_halves(seat: Seat) -> None:
+def make_halves(member: GroupMember) -> None:
     """All workers take part in the making of every subgroup: torch requires it."""
-    middle = (seat.size + 1) // 2
-    halves = [list(range(middle)), list(range(middle, seat.size))]
-    seat.halves = [dist.new_group(ranks, timeout=seat.timeout) for ranks in halves]
+    middle = (member.size + 1) // 2
+    halves = [list(range(middle)), list(range(middle, member.size))]
+    member.halves = [dist.new_group(ranks, timeout=member.timeout) for ranks in halves]
 
 
-def new_group(seat: Seat, dice: Random) -> None:
+def new_group(member: GroupMember, dice: Random) -> None:
     """A group for one sum."""
-    group: Any = dist.new_group(list(range(seat.size)), timeout=seat.timeout)
-    tensor = seat.ours(100)
+    group: Any = dist.new_group(list(range(member.size)), timeout=member.timeout)
+    tensor = member.ours(100)
     dist.all_reduce(tensor, group=group)
-    expect(tensor, seat.total, "all_reduce in a new group")
+    expect(tensor, member.total, "all_reduce in a new group")
     dist.destroy_process_group(group)
 
 
-def by_name(name: str) -> Callable[[Seat, Random], None]:
-    function: Callable[[Seat, Random], None] = globals()[name]
+def by_name(name: str) -> Callable[[GroupMember, Random], None]:
+    function: Callable[[GroupMember, Random], None] = globals()[name]
     return function

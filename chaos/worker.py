@@ -158,13 +158,13 @@ class Worker:
             store = join.address.open(STORE_S)
             with self._inside("forming"):
                 _init(join, store)
-                seat = collectives.Seat(join.rank, join.case.workers, timedelta(seconds=join.case.timeout_s))
+                member = collectives.GroupMember(join.rank, join.case.workers, timedelta(seconds=join.case.timeout_s))
                 if join.case.collective in ("subgroup", MIXED):
-                    collectives.make_halves(seat)
+                    collectives.make_halves(member)
             if join.case.event is Event.HEIR and join.rank in join.case.victims:
                 self._leave_an_heir()
             self._pipe.send(Formed(time.monotonic()))
-            self._loop(join.case, seat)
+            self._loop(join.case, member)
         except Exception as error:
             raised_s = time.monotonic()
             told = Told(
@@ -181,7 +181,7 @@ class Worker:
             )
         self._pipe.send(told)
 
-    def _loop(self, case: Case, seat: collectives.Seat) -> None:
+    def _loop(self, case: Case, member: collectives.GroupMember) -> None:
         dice = Random(f"steps {case.seed} {case.number}")  # falls alike on all workers
         end_s = time.monotonic() + case.patience_s
         while time.monotonic() < end_s:
@@ -189,8 +189,8 @@ class Worker:
             if case.event is Event.NEW_GROUP:
                 name = "new_group"
             with self._inside(name):
-                collectives.by_name(name)(seat, dice)
-            if seat.rank == case.slow_rank:
+                collectives.by_name(name)(member, dice)
+            if member.rank == case.slow_rank:
                 time.sleep(SLOW_S)
         raise TimeoutError(f"went on for {case.patience_s:g} s, and no collective failed")
 

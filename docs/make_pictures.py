@@ -78,7 +78,7 @@ def record(folder: Path) -> None:
 def _read(master: int) -> bytes:
     try:
         return os.read(master, 1 << 16)
-    except OSError:  # how Linux says that nobody has the other end any more
+    except OSError:  # how Linux says that no process has the other end any more
         return b""
 
 

@@ -33,7 +33,7 @@ def make_images(count: int) -> tuple[Tensor, Tensor]:
 class Augmented(TensorDataset):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         image, kind = super().__getitem__(number)
-        top, left = torch.randint(5, (2,)).tolist()  # draws that belong to the sample, whoever loads it
+        top, left = torch.randint(5, (2,)).tolist()  # draws that belong to the sample, whichever worker loads it
         image = nn.functional.pad(image, [2, 2, 2, 2])[:, top : top + SIZE, left : left + SIZE]
         return image.flip(2) if torch.rand(()) < 0.5 else image, kind
 
