@@ -16,7 +16,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make conformance  PyTorch's own tests: of DDP against our class, of collectives against shm (QUICK=1: ours only)"
 	@echo "make chaos        500 kills in every collective of shm; 2,000 kills and 200 stops of workers that train, 300 of them"
-	@echo "                  in one run; 500 workers one step behind; resizing; hostile messages (QUICK=1: fewer)"
+	@echo "                  in one run; 500 workers one step behind; 5,000 wrong results; resizing; hostile messages (QUICK=1: fewer)"
 	@echo "make chaos-hosts  100 cuts through the network of three hosts made of network namespaces (needs root)"
 	@echo "make checkpoints  damages and kills in every call of a save (QUICK=1: fewer)"
 	@echo "make simulate     1,000,000 schedules of the membership protocol (QUICK=1: fewer)"
@@ -79,6 +79,8 @@ chaos: $(READY)
 	$(BIN)/python chaos/training.py $(if $(QUICK),--quick)
 	$(BIN)/python chaos/training_stops.py $(if $(QUICK),--quick)
 	$(BIN)/python chaos/training_behind.py $(if $(QUICK),--quick --within-s 100)
+	$(BIN)/python chaos/training_drains.py $(if $(QUICK),--quick)
+	$(BIN)/python chaos/corruption.py $(if $(QUICK),--faults 60 --audits 600)
 	$(BIN)/python chaos/training_resize.py $(if $(QUICK),--backend shm)
 	$(if $(QUICK),,$(BIN)/python chaos/training_soak.py)
 	$(if $(QUICK),,$(BIN)/python chaos/training_hostile.py)

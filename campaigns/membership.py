@@ -66,6 +66,7 @@ class Strike(Enum):
     KILL_NEXT = "as soon as the next generation is formed, its source is killed"
     STOP_WORKER = "a worker stops"
     LEAVE = "a worker leaves by itself"
+    DRAIN = "a worker is asked to leave between two steps"
     KILL_HOST = "the host is killed, and comes back"
     STOP_HOST = "the host stops with all its workers"
     STOP_AGENT = "the host agent stops"
@@ -414,7 +415,7 @@ class Cluster:
         if len(host.known) >= host.room and not self.ended:
             return
         done = Standing.DONE
-        own = sum(worker.standing is not done for worker in host.known.values())
+        own = sum(worker.standing is not done and not worker.is_leaving for worker in host.known.values())
         if own >= host.room:
             return
         missing = seen.want.workers - own
@@ -422,7 +423,7 @@ class Cluster:
             for worker in other.workers:
                 if worker.standing is done and worker.id in seen.run.members:
                     return
-                missing -= other.name != host.name and worker.standing is not done
+                missing -= other.name != host.name and worker.standing is not done and not worker.is_leaving
         for _ in range(min(missing, host.room - own)):
             host.serial += 1
             process = Process(f"{host.name}.{host.serial}", host)
@@ -437,7 +438,8 @@ class Cluster:
         if host.stopped_until > self.now:
             host.held.append((self.hear, (process, standing, number, position)))
         elif process.id in host.known:
-            host.known[process.id] = Worker(process.id, standing, number, position)
+            known = host.known[process.id]
+            host.known[process.id] = replace(known, standing=standing, generation=number, position=position)
             self.news(host)
 
     def reap(self, process: Process) -> None:
@@ -675,7 +677,7 @@ class Cluster:
         self.say(f"{fault.strike.value}: h{fault.host}, {fault.pick}, until {self.now + fault.lasts:.2f}")
         host, until = self.hosts[fault.host], self.now + fault.lasts
         match fault.strike:
-            case Strike.KILL_WORKER | Strike.STOP_WORKER | Strike.LEAVE:
+            case Strike.KILL_WORKER | Strike.STOP_WORKER | Strike.LEAVE | Strike.DRAIN:
                 living = [process for process in host.processes.values() if process.alive]
                 if living:
                     self.strike_worker(living[fault.pick % len(living)], fault.strike, until)
@@ -708,8 +710,22 @@ class Cluster:
         elif strike is Strike.STOP_WORKER:
             self.stop(process, until)
             self.at(self.now + HANGS_AFTER, self.kill_stopped, process)
+        elif strike is Strike.DRAIN:
+            self.drain(process)
         elif process.standing is Standing.INSIDE:
             self.leave(process, process.generation)
+
+    def drain(self, process: Process) -> None:
+        """As the host agent does it: a member leaves between two steps, and another worker is ended."""
+        host = process.host
+        if host.stopped_until > self.now:
+            host.held.append((self.drain, (process,)))
+        elif process.id in host.known:
+            if process.standing in (Standing.STARTING, Standing.READY):
+                self.kill(process)
+            else:
+                host.known[process.id] = replace(host.known[process.id], is_leaving=True)
+                self.news(host)
 
     def strike_host(self, host: SimulatedAgent, strike: Strike, until: float) -> None:
         if host.lease and host.lease_until == ALWAYS:
@@ -757,7 +773,7 @@ class Cluster:
     # -------------------------------------------------------------------------------------------------------- checks
 
     def check_next(self, seen: Snapshot, proposed: Generation) -> None:
-        """At the moment at which the store takes it, and by what is true then, not by what anybody has seen."""
+        """At the moment at which the store takes it, and by what is true then, not by what a host has read."""
         if proposed.number in self.generations:
             raise Violation(f"two generations have the number {proposed.number}")
         for member in seen.run.members:

@@ -1,4 +1,4 @@
-"""One case with real workers: form, strike, listen, bury, form again, look for what is left."""
+"""One case with real workers: form a group, kill, collect the errors, reap, form again, look for what is left."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 import leftovers
 from fleet import Fleet, Member, Silent
 from plan import COLLECTIVES, Case, Event
-from verdict import NOTICE_S, Fault, Finding, Result, judge
+from result_check import NOTICE_S, Fault, Finding, Result, judge
 from worker import Address, Formed, Join, Left, Reform, Reformed, Told
 
 FORM_S = 30.0  # for a group to be there
 LEAVE_S = 10.0  # for a group to be destroyed
 
 
-class Meeting:
+class CaseStores:
     """Stores for one case: in the driver, or in files, so that no death takes them away."""
 
     def __init__(self, case: Case, fleet: Fleet) -> None:
@@ -41,7 +41,7 @@ class Meeting:
             file = Path(self.address("first").path)
             return file.exists() and f"process/{rank}".encode() in file.read_bytes()
         assert self._server is not None
-        keys = getattr(self._server, "list_keys", list)()  # older torch has none, and the verdict is milder
+        keys = getattr(self._server, "list_keys", list)()  # older torch has none, and the check is milder
         return any(key.endswith(f"process/{rank}") for key in keys)
 
     def close(self) -> None:
@@ -55,25 +55,25 @@ def run(case: Case, fleet: Fleet, *, backend: str) -> Result:
     """Whatever happens, the fleet is fit for the next case afterwards."""
     result = Result(case)
     shm_before = leftovers.shm_files()
-    members = list(fleet.muster(case.workers))
-    Random(f"seats {case.seed} {case.number}").shuffle(members)  # who has survived before may have any rank now
+    members = list(fleet.get(case.workers))
+    Random(f"ranks {case.seed} {case.number}").shuffle(members)  # who has survived before may have any rank now
     result.pids = {rank: member.pid for rank, member in enumerate(members)}
-    meeting = Meeting(case, fleet)
+    stores = CaseStores(case, fleet)
     try:
-        _strike(result, members, meeting, fleet, backend=backend)
-        result.signed = meeting.has_signed(case.victims[0])
+        _strike(result, members, stores, fleet, backend=backend)
+        result.signed = stores.has_signed(case.victims[0])
         note = fleet.note(members[case.victims[0]])
         result.place, result.inside = _place(case, note.collective), bool(note.inside)
         _listen(result, members)
         _finish_victims(result, members, fleet)
-        _form_again(result, members, meeting, backend)
+        _form_again(result, members, stores, backend)
         result.findings += judge(result)
     except Silent as silent:
         result.findings += [*judge(result), Finding(Fault.BROKEN, str(silent))]
         for member in members:
             fleet.discard(member)
     finally:
-        meeting.close()
+        stores.close()
     _check_leftovers(result, "on this machine", [*leftovers.shm_left(shm_before), *fleet.strangers()])
     return result
 
@@ -84,10 +84,10 @@ def _place(case: Case, collective: int) -> str:
     return "new_group" if case.event is Event.NEW_GROUP else "forming"
 
 
-def _strike(result: Result, members: Sequence[Member], meeting: Meeting, fleet: Fleet, *, backend: str) -> None:
+def _strike(result: Result, members: Sequence[Member], stores: CaseStores, fleet: Fleet, *, backend: str) -> None:
     case, end_s = result.case, time.monotonic() + FORM_S
     for rank, member in enumerate(members):
-        member.send(Join(case, rank, meeting.address("first"), backend))
+        member.send(Join(case, rank, stores.address("first"), backend))
     if case.event is Event.FORMING:
         first = members[case.victims[0]]
         while not fleet.note(first).steps and not fleet.note(first).inside and time.monotonic() < end_s:
@@ -133,7 +133,7 @@ def _finish_victims(result: Result, members: Sequence[Member], fleet: Fleet) -> 
         if not case.continued:
             if case.event is Event.STOP:
                 member.kill()
-            fleet.bury(member)
+            fleet.reap(member)
             continue
         # It finds itself alone: the others have left meanwhile.
         continued_s = member.go_on()
@@ -145,10 +145,10 @@ def _finish_victims(result: Result, members: Sequence[Member], fleet: Fleet) -> 
         _check_left(result, rank, member.receive(Left, time.monotonic() + LEAVE_S))
 
 
-def _form_again(result: Result, members: Sequence[Member], meeting: Meeting, backend: str) -> None:
+def _form_again(result: Result, members: Sequence[Member], stores: CaseStores, backend: str) -> None:
     survivors = [members[rank] for rank in result.case.survivors]
     for rank, member in enumerate(survivors):
-        member.send(Reform(rank, len(survivors), meeting.address("again"), backend))
+        member.send(Reform(rank, len(survivors), stores.address("again"), backend))
     end_s = time.monotonic() + FORM_S
     for member in survivors:
         again = member.receive(Reformed, end_s)

@@ -100,7 +100,7 @@ class Fleet:
         self._rows = 0
         self._board = Board.create(self.folder / "board", ROWS)
 
-    def muster(self, count: int) -> list[Member]:
+    def get(self, count: int) -> list[Member]:
         """So many, alive: those that are left from before, and new ones."""
         fresh = [self._start() for _ in range(count - len(self._members))]
         end_s = time.monotonic() + START_S
@@ -124,7 +124,7 @@ class Fleet:
     def note(self, member: Member) -> Note:
         return self._board.read(member.row)
 
-    def bury(self, member: Member) -> None:
+    def reap(self, member: Member) -> None:
         """After its death: collected, and its child too."""
         member.collect()
         self._members.remove(member)
@@ -138,7 +138,7 @@ class Fleet:
         if member in self._members:
             with contextlib.suppress(ProcessLookupError):
                 member.kill()
-            self.bury(member)
+            self.reap(member)
 
     def strangers(self) -> list[str]:
         """Unknown processes: not ours, nor the fork server and its tracker, nor a worker."""

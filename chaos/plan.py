@@ -45,12 +45,12 @@ class Event(StrEnum):
     NEW_GROUP = "new group"  # one worker, while subgroups come and go
     TWO = "two"  # one after the other
     ALL = "all"  # at once: none is left to be told
-    HEIR = "heir"  # a child forked from it lives on and holds all it had open, as a data loader's worker does
+    CHILD = "child"  # a child forked from it lives on and holds all it had open, as a data loader's worker does
     STOP = "stop"  # SIGSTOP: alive, and silent
 
 
 # In the order of Event, without STOP, which has a rhythm of its own.
-SHARES = {Event.KILL: 60, Event.FORMING: 14, Event.NEW_GROUP: 4, Event.TWO: 8, Event.ALL: 6, Event.HEIR: 8}
+SHARES = {Event.KILL: 60, Event.FORMING: 14, Event.NEW_GROUP: 4, Event.TWO: 8, Event.ALL: 6, Event.CHILD: 8}
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from pathlib import Path
 import torch
 
 import campaign
-import verdict
+import result_check
 from fleet import Fleet, adopt_orphans
 from plan import Case, Event, cases, plan
-from verdict import Result
+from result_check import Result
 
 KILLS = 500
 QUICK_KILLS = 150
@@ -56,7 +56,7 @@ class Progress:
         self._said_s = now_s
         kills = sum(r.case.event is not Event.STOP for r in results)
         failed = sum(bool(r.findings) for r in results)
-        worst_ms = 1e3 * verdict.worst_notice_s(results)
+        worst_ms = 1e3 * result_check.worst_notice_s(results)
         left_s = (now_s - self._started_s) / len(results) * (self._total - len(results))
         line = f"{kills} kills, {failed} failed, worst notice {worst_ms:.0f} ms, {left_s:.0f} s to go"
         print(f"\r{line:70}" if live else line, end="" if live else "\n", flush=True)
@@ -73,7 +73,7 @@ def carry_out(todo: list[Case], arguments: argparse.Namespace) -> list[Result]:
                 break
             results.append(campaign.run(case, fleet, backend=arguments.backend))
             if results[-1].findings:
-                print("\r" + verdict.failures(results[-1]))
+                print("\r" + result_check.failures(results[-1]))
             progress.show(results)
     return results
 
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         write_json(arguments.json, results, arguments)
     failed = sum(bool(result.findings) for result in results)
-    print(f"\n{verdict.table(results)}\n\n{verdict.summary(results)}")
+    print(f"\n{result_check.table(results)}\n\n{result_check.summary(results)}")
     print(f"{len(results)} cases, {failed} failed, seed {arguments.seed}, {time.monotonic() - started_s:.0f} s")
     return 1 if failed else 0
 

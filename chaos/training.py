@@ -26,13 +26,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import training_verdict as verdict
+import training_check
+from training_check import Result
 from training_job import References, carry_out, folder_for, strike_all
 from training_plan import STRIKES, Case, plan
-from training_verdict import Result
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Progress:
 
     def show(self, results: list[Result]) -> None:
         live = sys.stdout.isatty()
-        hits = verdict.hits_of(results)
+        hits = training_check.hits_of(results)
         failed = sum(bool(result.findings) for result in results)
         took = [one.took_s for result in results for one in result.recoveries]
         left_s = (time.monotonic() - self._started_s) / max(1, hits) * max(0, self._wanted - hits)
@@ -79,46 +79,57 @@ def until_enough(
     seeds = list(seeds)
     for n, seed in enumerate(seeds, 1):
         number = 0
-        while verdict.hits_of(results) < wanted * n / len(seeds):
+        while training_check.hits_of(results) < wanted * n / len(seeds):
             yield of(seed, number)
             number += 1
 
 
-def campaign(cases: Iterable[Case], results: list[Result], progress: Progress, *, again: str, end_s: float) -> bool:
+def campaign(
+    cases: Iterable[Case],
+    results: list[Result],
+    progress: Progress,
+    *,
+    again: str,
+    end_s: float,
+    device: str = "cpu",
+) -> bool:
     """Carry the cases out. `results` grows meanwhile: how many cases there are may depend on it. False: interrupted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _campaign(cases, results, progress, again=again, end_s=end_s)
+        _campaign(cases, results, progress, again=again, end_s=end_s, device=device)
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _campaign(cases: Iterable[Case], results: list[Result], progress: Progress, *, again: str, end_s: float) -> None:
-    references = References()
-    for case in cases:
+def _campaign(
+    cases: Iterable[Case], results: list[Result], progress: Progress, *, again: str, end_s: float, device: str
+) -> None:
+    references = References(device)
+    for one in cases:
+        case = replace(one, device=device)
         if time.monotonic() > end_s:
             print("\nthe time is over: what is left is not run")
             break
         reference = references.of(case.program)
         with folder_for(case) as folder:
-            result = verdict.judge(carry_out(case, folder, strike_all), reference)
+            result = training_check.judge(carry_out(case, folder, strike_all), reference)
             if result.findings:
                 (folder / "keep").touch()
-                print(f"\r{verdict.failures(result, again=again)}\n    its folder: {folder}")
+                print(f"\r{training_check.failures(result, again=again)}\n    its folder: {folder}")
         result.seen.traces = {}  # they are large
         results.append(result)
         progress.show(results)
 
 
 def report(results: list[Result], *, whole: bool, seconds: float) -> int:
-    failed, slow = sum(bool(result.findings) for result in results), verdict.too_slow(results)
-    print(f"\n{verdict.table(results)}\n\n{verdict.summary(results)}")
+    failed, slow = sum(bool(result.findings) for result in results), training_check.too_slow(results)
+    print(f"\n{training_check.table(results)}\n\n{training_check.summary(results)}")
     for text in slow:
         print(f"TOO SLOW: {text}")
     rest = "" if whole else ", INTERRUPTED"
-    print(f"{len(results)} runs, {verdict.hits_of(results)} hits, {failed} runs failed, {seconds:.0f} s{rest}")
+    print(f"{len(results)} runs, {training_check.hits_of(results)} hits, {failed} runs failed, {seconds:.0f} s{rest}")
     return 1 if failed or slow or not whole else 0
 
 
@@ -148,6 +159,9 @@ def read_arguments(kind: Kind, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--within-s", type=float, metavar="S", help="begin no case after so long")
     parser.add_argument("--only-case", type=int, metavar="N", help="this one of the seed")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="with --only-case: so often")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all workers on one GPU, as CUDA graphs"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
     given = parser.parse_args(argv)
     given.wanted = given.wanted or (kind.quick_wanted if given.quick else kind.wanted)
@@ -170,7 +184,7 @@ def main(kind: Kind, argv: list[str]) -> int:
         cases, wanted = until_enough(seeds, given.wanted, results, kind.plan), given.wanted
     end_s = started_s + (given.within_s or (QUICK_S if given.quick else float("inf")))
     progress, again = Progress(wanted, kind.what), f"python chaos/{kind.program}"
-    whole = campaign(cases, results, progress, again=again, end_s=end_s)
+    whole = campaign(cases, results, progress, again=again, end_s=end_s, device=given.device)
     if given.json:
         write_json(given.json, results)
     return report(results, whole=whole, seconds=time.monotonic() - started_s)

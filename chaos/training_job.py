@@ -19,12 +19,11 @@ from random import Random
 from typing import Any
 
 import leftovers
+from training_check import Hit, Mark, Seen
 from training_life import is_alive, listens
 from training_plan import ENDING, OUTSIDE, STACKS, Case, Strike, Who
-from training_verdict import Hit, Mark, Seen
 
 MARK = "LOCKSTEP_TRAINING_CHAOS"  # in the environment of all processes we start, so that they can be found
-CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a driver whose processes are killed leaves files of its own in /dev/shm
 PROGRAM = Path(__file__).with_name("training_program.py")
 IDLE_PACE_S = 0.05  # between steps, while replacements start: steps are not to run out
 LOOK_EVERY_S = 0.02
@@ -63,14 +62,14 @@ class Job:
             "--num-workers",
             str(case.num_workers),
         ]
-        command += ["--epochs", str(case.epochs)]
+        command += ["--epochs", str(case.epochs), "--device", case.device]
         self._events_read, self.events = 0, list[dict[str, Any]]()
         self._looked_s, self._grew_s, self._size = 0.0, time.monotonic(), -1
         self._is_slow = False
         self.slow: list[str] = []  # where all were when nothing went on
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment(folder)
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment(folder, case.device)
             )
 
     # -- what the program is told ------------------------------------------------------------------------------------
@@ -195,8 +194,13 @@ class Job:
         return found
 
 
-def environment(folder: Path) -> dict[str, str]:
-    return dict(os.environ) | CPU | {MARK: str(folder), "OMP_NUM_THREADS": "1"}
+def devices(device: str) -> dict[str, str]:
+    """Hide the GPUs from runs on the CPU: a driver whose processes are killed leaves files of its own in /dev/shm."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+
+
+def environment(folder: Path, device: str) -> dict[str, str]:
+    return dict(os.environ) | devices(device) | {MARK: str(folder), "OMP_NUM_THREADS": "1"}
 
 
 # ------------------------------------------------------------------------------------------------------------ one case
@@ -243,7 +247,7 @@ def strike_all(job: Job, seen: Seen) -> None:
         claim = _from_outside(job, strike, dice) if strike.place == OUTSIDE else _from_inside(job, number, strike)
         if claim is not None:
             seen.hits += [
-                Hit(number, strike.place, pid, claim["at_s"], stopped=strike.late_s is not None)
+                Hit(number, strike.place, pid, claim["at_s"], stopped=strike.late_s is not None, drained=strike.drains)
                 for pid in claim["pids"]
             ]
             if strike.kills_other:
@@ -255,6 +259,8 @@ def strike_all(job: Job, seen: Seen) -> None:
                     claim["at_s"] = other["at_s"]
                     # How long it takes to recover depends on us, so it is not counted: as with a stop.
                     seen.hits += [Hit(number, "behind", pid, other["at_s"], stopped=True) for pid in other["pids"]]
+            if strike.drains:
+                _await_left(job, claim["pids"])
             if strike.late_s is not None:
                 _go_on(job, claim["pids"], claim["at_s"] + strike.late_s)
 
@@ -310,6 +316,16 @@ def _from_outside(job: Job, strike: Strike, dice: Random, spare: Sequence[int] =
         with suppress(ProcessLookupError):
             os.kill(pid, strike.signal)
     return {"at_s": at_s, "pids": victims}
+
+
+def _await_left(job: Job, pids: list[int]) -> None:
+    """Until none of these trains any more: if all workers are asked to leave at once, that ends the run."""
+    while not job.is_over:
+        job.look()
+        named = job.pids()
+        if not any(named.get(member) in pids for member in job.members()[0]):
+            return
+        time.sleep(LOOK_EVERY_S)
 
 
 def _go_on(job: Job, pids: list[int], at_s: float) -> None:
@@ -375,16 +391,16 @@ def _ports_left(folder: Path) -> list[str]:
 class References:
     """What the programs compute undisturbed, in a world of one. Each is run once."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self._found: dict[str, dict[str, Any]] = {}
+        self._device = device
 
     def need(self, programs: set[str], *, more: tuple[str, ...] = ()) -> None:
         missing = sorted(programs - set(self._found))
         if missing:
-            command = [sys.executable, str(PROGRAM), *more, "--reference", *missing]
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, timeout=REFERENCE_S, check=True, env=dict(os.environ) | CPU
-            )
+            command = [sys.executable, str(PROGRAM), "--device", self._device, *more, "--reference", *missing]
+            env = dict(os.environ) | devices(self._device)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=REFERENCE_S, check=True, env=env)
             self._found |= dict(json.loads(line) for line in done.stdout.splitlines())
 
     def of(self, program: str) -> dict[str, Any]:

@@ -51,10 +51,13 @@ class Strike:
     pause_s: float = 0.0  # and not before they have done so for this long
     pace_s: float = 0.0  # how long the program sleeps between steps meanwhile
     late_s: float | None = None  # SIGSTOP, and SIGCONT after so long; None: SIGKILL
+    drains: bool = False  # SIGTERM: it leaves after its step
     kills_other: bool = False  # another one is killed while this one is stopped, when it has begun the next step
 
     @property
     def signal(self) -> int:
+        if self.drains:
+            return signal.SIGTERM
         return signal.SIGKILL if self.late_s is None else signal.SIGSTOP
 
     def __str__(self) -> str:
@@ -76,6 +79,7 @@ class Case:
     strikes: tuple[Strike, ...]
     stall_s: float = 10.0
     epochs: int = EPOCHS
+    device: str = "cpu"
 
     @property
     def program(self) -> str:
@@ -181,6 +185,33 @@ def _stop(dice: Random, place: str, workers: int) -> Strike:
 def surely_noticed(strike: Strike, stall_s: float) -> bool:
     """It was stopped for so long that it must have been taken for dead. Its last sign of life was a moment before."""
     return strike.late_s is not None and strike.late_s > stall_s + 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- drained
+
+DRAINS = 10  # of a case
+DRAINED_AT = (
+    OUTSIDE, "top", "forward", "exchange", OUTSIDE, "committed", "optimizer", "applied", OUTSIDE, "evaluating", "write",
+    "compared",
+)  # fmt: skip
+
+
+def plan_drains(seed: int, number: int) -> Case:
+    """Workers that are asked to leave with a signal, and are replaced."""
+    dice = Random(f"drains {seed} {number}")
+    case = replace(_setting(dice, seed, number), num_workers=0)
+    places = [DRAINED_AT[(number * DRAINS + n) % len(DRAINED_AT)] for n in range(DRAINS)]
+    strikes = tuple(
+        Strike(
+            place=place,
+            who=Who.ANY if place in SAVING else dice.choice((Who.FIRST, Who.OTHER, Who.ANY)),
+            members=dice.choice((case.workers, 2)),
+            pause_s=dice.choice((0.0, dice.uniform(0.0, 0.4))),
+            drains=True,
+        )
+        for place in places
+    )
+    return replace(case, strikes=strikes)
 
 
 # ----------------------------------------------------------------------------------------------------- one step behind

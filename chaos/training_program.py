@@ -30,12 +30,14 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import faults
 from lockstep.elastic import agent_client
+from lockstep.step import shard_balance
 from lockstep.trace.metrics import Mean
 from training_life import is_alive
 from training_plan import ALL, EPOCHS, STACKS, Who
 
 SHARDS, BATCH, STEPS_PER_EPOCH = 8, 24, 12
 THREADS = 1
+CAPTURED = ("mlp", "cnn", "gpt", "tiny", "target", "rate", "plateau")  # as CUDA graphs, on a GPU
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -72,8 +74,9 @@ class Gpt(nn.Module):
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1]))
-        out: Tensor = self.last(self.block(hidden, src_mask=nn.Transformer.generate_square_subsequent_mask(10))[:, -1])
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(10, device=x.device)
+        out: Tensor = self.last(self.block(hidden, src_mask=mask)[:, -1])
         return out
 
 
@@ -132,7 +135,7 @@ class Average(Body):
             self.values[name].copy_(value)
 
     def state(self) -> str:
-        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in self.values.values())).hexdigest()
+        return hashlib.sha256(b"".join(v.cpu().numpy().tobytes() for v in self.values.values())).hexdigest()
 
 
 class Twin(nn.Module):
@@ -262,8 +265,6 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
     data = Samples(variant.inputs(samples, dice), torch.randint(4, (samples,), generator=dice))
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        if ear is not None:
-            ear.computes()
         x, y = batch
         return F.cross_entropy(model(x if body.scale == 1.0 else x * body.scale), y, reduction="sum"), len(y)
 
@@ -272,7 +273,11 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         return (model(x).argmax(1) == y).sum(), len(y)
 
     directory = chosen.folder / "run" if chosen.folder is not None else None
+    if seed % 2:  # shards are assigned anew all the time, by the noise of the times
+        shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
+    if chosen.device == "cuda":  # the other programs cannot be captured
+        options |= {"device": "cuda:0", "capture": True if name in CAPTURED else "auto"}
     with lockstep.Run(directory, seed=seed, save_every=chosen.save_every, **options) as run:
         model = run.replicate(variant.model())
         optimizer = variant.optimizer(model)
@@ -299,6 +304,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         rates = [float(group["lr"]).hex() for group in optimizer.param_groups]
         found: dict[str, Any] = {"digest": run.digest(), "body": [body.state(), *rates]}
         found |= {"losses": losses, "figures": figures, "steps": batches.position.number}
+        if chosen.device == "cuda":
+            found["gpu_bytes"] = torch.cuda.memory_reserved()
         if ear is not None:
             ear.ends(found)
     return found
@@ -336,8 +343,8 @@ class Ear:
             run.stop()
         time.sleep(control["pace_s"])
 
-    def computes(self) -> None:
-        """In the loss function: once for every time that a step is computed, by this worker in this generation."""
+    def _computes(self) -> None:
+        """Once for every time that a step is computed, by this worker in this generation."""
         if self._computing != (self._generation, self._step):
             self._computing = (self._generation, self._step)
             self._mark("loss", self._step)
@@ -353,6 +360,8 @@ class Ear:
             self._first = self._generation
             (self._folder / "names" / str(self._pid)).write_text(str(faults.context["worker"]))
         self._mark(place, faults.context.get("step", -1))
+        if place == "forward":
+            self._computes()
         order = self._control().get("order")
         if order is None or order["place"] != place or not self._is_meant(Who(order["who"])):
             return
@@ -407,6 +416,7 @@ def main() -> int:
     parser.add_argument("--variant", default="mlp")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--steps", type=int)

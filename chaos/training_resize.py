@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-import training_verdict as verdict
+import training_check
+from training_check import Fault, Finding, Seen
 from training_job import LOOK_EVERY_S, Job, References, Stuck, carry_out, folder_for
 from training_plan import Case
-from training_verdict import Fault, Finding, Seen
 
 SIZES = (1, 4, 2, 3, 6, 1)
 WITHIN_S = 60.0
@@ -65,7 +65,7 @@ def resize(backend: str, sizes: Sequence[int], references: References) -> int:
 
     with folder_for(case) as folder:
         seen = carry_out(case, folder, drive)
-        result = verdict.judge(seen, references.of(case.program))
+        result = training_check.judge(seen, references.of(case.program))
         found = [finding for finding in result.findings if finding.fault is not Fault.DIED]
         found += [Finding(Fault.AGAIN, f"{steps} steps were computed again") for steps in result.again if steps]
         lost = [event for event in seen.events if event["event"] == "lost"]

@@ -28,10 +28,10 @@ from pathlib import Path
 from random import Random
 
 import leftovers
-import training_verdict as verdict
+import training_check
+from training_check import Hit, Seen
 from training_job import LOOK_EVERY_S, Job, References, carry_out, folder_for
 from training_plan import Case
-from training_verdict import Hit, Seen
 
 RECOVERIES, QUICK = 300, 20
 WORKERS = 3
@@ -169,19 +169,21 @@ def main(argv: list[str]) -> int:
         more = ("--epochs", str(EPOCHS), "--steps", str(steps))
         references = References()
         references.need({case.program}, more=more)
-        result = verdict.judge(seen, references.of(case.program))
+        result = training_check.judge(seen, references.of(case.program))
         grown = growth(moments)
         if result.findings or grown:
             (folder / "keep").touch()
-            print(f"\r{verdict.failures(result, again='python chaos/training_soak.py')}\n    its folder: {folder}")
+            print(
+                f"\r{training_check.failures(result, again='python chaos/training_soak.py')}\n    its folder: {folder}"
+            )
     for text in grown:
         print(f"GROWS: {text}")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(moment) for moment in moments], indent=1) + "\n")
-    print(f"\n{verdict.table([result])}\n\n{verdict.summary([result])}")
+    print(f"\n{training_check.table([result])}\n\n{training_check.summary([result])}")
     if moments:
         print(f"at first: {moments[0]}\nat last:  {moments[-1]}")
-    slow = verdict.too_slow([result])
+    slow = training_check.too_slow([result])
     print("\n".join([*slow, f"{len(moments)} recoveries over {steps} steps, {time.monotonic() - started_s:.0f} s"]))
     return 1 if result.findings or grown or slow or len(moments) < arguments.recoveries else 0
 

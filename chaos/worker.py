@@ -34,7 +34,7 @@ from lockstep.errors import LockstepError, PeerLostError
 from plan import COLLECTIVES, MIXED, Case, Event
 
 SLOW_S = 0.2  # how long the slow one sleeps
-HEIR_S = 30  # a child that outlives its parent ends by itself after this
+CHILD_S = 30  # a child that outlives its parent ends by itself after this
 STORE_S = 10.0  # what a store may take: it lives in the driver, which is never killed
 
 
@@ -161,7 +161,7 @@ class Worker:
                 member = collectives.GroupMember(join.rank, join.case.workers, timedelta(seconds=join.case.timeout_s))
                 if join.case.collective in ("subgroup", MIXED):
                     collectives.make_halves(member)
-            if join.case.event is Event.HEIR and join.rank in join.case.victims:
+            if join.case.event is Event.CHILD and join.rank in join.case.victims:
                 self._leave_an_heir()
             self._pipe.send(Formed(time.monotonic()))
             self._loop(join.case, member)
@@ -210,7 +210,7 @@ class Worker:
         parents = (os.getpid(), os.getppid(), self._driver_pid)
         child = os.fork()
         if child == 0:
-            end_s = time.monotonic() + HEIR_S
+            end_s = time.monotonic() + CHILD_S
             while os.getppid() in parents and time.monotonic() < end_s:
                 time.sleep(0.1)
             os._exit(0)

@@ -32,15 +32,26 @@ EPOCHS = 4  # 16 steps, so that shards are captured in most of them
 NOT_CAPTURED = {"unused branches", "buffer of its own"}
 
 
-def train_all(rank: int, size: int, store: str, names: list[str], capture: Any) -> dict[str, Any]:
+COMPILED = (  # the last has gradient checkpoints
+    "mlp, momentum, uneven last batch",
+    "cnn with batch norm",
+    "gpt with dropout and tied weights, AdamW",
+    "bf16, fused AdamW",
+    "arrives twice",
+)
+
+
+def train_all(rank: int, size: int, store: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
     use("shm", store, rank, size)
-    return {name: train(ON_GPU[name], device="cuda:0", epochs=EPOCHS, capture=capture) for name in names}
+    return {name: train(ON_GPU[name], device="cuda:0", epochs=EPOCHS, **options) for name in names}
 
 
 @functools.cache
-def results(size: int, capture: Any) -> dict[str, Any]:
+def results(size: int, capture: Any, *, compiled: bool = False) -> dict[str, Any]:
+    names = list(COMPILED if compiled else ON_GPU)
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, f"{folder}/store", list(ON_GPU), capture)
+        options = {"capture": capture, "compile": compiled}
+        by_rank = on_workers(train_all, size, f"{folder}/store", names, options)
     assert all(found == by_rank[0] for found in by_rank)
     return by_rank[0]
 
@@ -49,6 +60,18 @@ def results(size: int, capture: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_captured_shards_give_the_bits_of_eager_ones(size: int, name: str) -> None:
     assert results(size, "auto")[name] == results(1, False)[name]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_compiled_and_captured_shards_give_the_bits_of_compiled_ones(size: int, name: str) -> None:
+    assert results(size, "auto", compiled=True)[name] == results(1, False, compiled=True)[name]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_shards_are_captured(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(ON_GPU[name], device="cuda:0", epochs=EPOCHS, progress=True, compile=True)
+    assert "shards run as CUDA graphs" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ON_GPU)

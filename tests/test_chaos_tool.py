@@ -19,8 +19,8 @@ TOOL = Path(__file__).resolve().parent.parent / "chaos"
 sys.path.append(str(TOOL))
 from leftovers import differences, holdings, marked_processes, shm_files, shm_left  # noqa: E402
 from plan import COLLECTIVES, Case, Event, cases, plan  # noqa: E402
+from result_check import Fault, Result, judge, table  # noqa: E402
 from run import read_arguments  # noqa: E402
-from verdict import Fault, Result, judge, table  # noqa: E402
 from worker import Told  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -44,7 +44,7 @@ def test_a_campaign_has_its_kills_and_everything_in_them() -> None:
         assert bool(case.survivors) == (case.event is not Event.ALL)
 
 
-# --------------------------------------------------------------------------------------------------------- the verdict
+# --------------------------------------------------------------------------------------------------------- the checks
 
 KILLED_S = 100.0
 PIDS = {0: 40, 1: 41, 2: 42}

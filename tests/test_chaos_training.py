@@ -16,6 +16,7 @@ import training_behind  # noqa: E402
 import training_soak  # noqa: E402
 import training_stops  # noqa: E402
 from lockstep import faults  # noqa: E402
+from training_check import Fault, Hit, Mark, Result, Seen, judge, quantile, recoveries, table, too_slow  # noqa: E402
 from training_job import References, carry_out, strike_all  # noqa: E402
 from training_plan import (  # noqa: E402
     ALL,
@@ -35,7 +36,6 @@ from training_plan import (  # noqa: E402
     surely_noticed,
 )
 from training_soak import Moment, Sample, growth  # noqa: E402
-from training_verdict import Fault, Hit, Mark, Result, Seen, judge, quantile, recoveries, table, too_slow  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 
@@ -76,7 +76,7 @@ def test_stops_are_of_all_lengths() -> None:
     assert all(strike.late_s is not None and strike.late_s < 3 * STALL_S for strike in strikes)
 
 
-# --------------------------------------------------------------------------------------------------------- the verdict
+# --------------------------------------------------------------------------------------------------------- the checks
 
 STRIKES = (Strike("reduced"), Strike("top", late_s=2.0))
 CASE = replace(plan(0, 0), variant="mlp", workers=3, strikes=STRIKES, stall_s=1.0)

@@ -263,24 +263,24 @@ def test_what_hangs_on_a_lease_stays_while_it_is_renewed_and_goes_when_its_holde
     store = ControlStore()
     server = loop.server(store)
     apart = Loop()
-    holder, watcher = apart.client(dial(server), ClientOptions("job/", ttl_s=0.6)), loop.client(dial(server))
+    holder, watcher = apart.client(dial(server), ClientOptions("job/", ttl_s=2.0)), loop.client(dial(server))
     loop.until(lambda: [apart.turn(0.005)] and holder.is_connected and watcher.is_connected, "connected")
     heard: list[Any] = []
     holder.cas("job/mine", 1, 0, leased=True, then=heard.append)
     loop.until(lambda: [apart.turn(0.005)] and heard, "an answer")
-    end_s = time.monotonic() + 1.5
+    end_s = time.monotonic() + 3.0
     while time.monotonic() < end_s:
         apart.turn(0.005)
         loop.turn(0.005)
         assert store.get("job/mine") is not None
         assert holder.held_until_s > time.monotonic()
     promised_s = holder.held_until_s
-    loop.until(lambda: "job/mine" not in watcher.snapshot(), "the key is gone", 2.0)
-    assert promised_s <= time.monotonic() < promised_s + 0.6
+    loop.until(lambda: "job/mine" not in watcher.snapshot(), "the key is gone", 5.0)
+    assert promised_s <= time.monotonic() < promised_s + 2.0
     assert apart.lost == []
     apart.turn(0.0)
     assert len(apart.lost) == 1
-    assert "not renewed for 0.6 s" in apart.lost[0]
+    assert "not renewed for 2 s" in apart.lost[0]
     loop.until(lambda: [apart.turn(0.005)] and holder.held_until_s > time.monotonic(), "a new lease")
     apart.close()
 
@@ -302,11 +302,11 @@ def test_who_leaves_takes_its_keys_along_at_once(loop: Loop) -> None:
 def test_a_lease_that_the_store_ends_is_lost_and_followed_by_a_new_one(loop: Loop) -> None:
     store = ControlStore()
     server = loop.server(store)
-    client = loop.client(dial(server), ClientOptions("job/", ttl_s=0.6))
+    client = loop.client(dial(server), ClientOptions("job/", ttl_s=4.0))
     loop.connected(client)
     mine = loop.cas(client, "job/mine", 1, 0, leased=True)
     store.revoke(mine.lease)
-    loop.until(lambda: loop.lost, "it is told", 2.0)
+    loop.until(lambda: loop.lost, "it is told", 8.0)
     assert "the store has ended it" in loop.lost[0]
     loop.until(lambda: client.held_until_s > time.monotonic(), "a new lease")
     again = loop.cas(client, "job/mine", 2, 0, leased=True)
@@ -379,7 +379,7 @@ def test_a_store_that_does_not_come_back_in_time_costs_the_lease(loop: Loop) -> 
 def test_who_is_silent_or_another_is_given_up_and_said_to_be(loop: Loop) -> None:
     with deaf_listener() as address:
         silent = loop.client(TcpDial(*address), ClientOptions("job/", answer_timeout_s=0.3))
-        loop.until(lambda: "nothing was received for 0.3 s" in silent.disconnect_reason, "patience ends")
+        loop.until(lambda: "nothing was received for 0.3 s" in silent.disconnect_reason, "the limit is reached")
     server = loop.server(ControlStore())
     wrong = loop.client(dial(server), secret=bytes(32))
     loop.until(lambda: "the secrets may differ" in wrong.disconnect_reason, "it is refused")

@@ -358,6 +358,23 @@ def test_sigterm_on_one_host_saves_and_ends_all_of_them(stage: Stage) -> None:
     assert fleet.await_end() == {"ada": 75, "bob": 75}, fleet.outputs()
 
 
+@pytest.mark.slow
+@needs_hosts
+def test_a_host_is_drained_and_the_other_takes_over(stage: Stage, undisturbed: str) -> None:
+    fleet = stage.fleet(2, 1, "--min", "1")
+    fleet.start()
+    fleet.await_members(2)
+    fleet.await_step(5)
+    drain = [sys.executable, "-m", "lockstep", "drain"]
+    subprocess.run([*drain, str(fleet.folder / "logs" / "ada")], check=True, timeout=60)
+    fleet.await_(lambda: "this host keeps the control store" in fleet.output("ada"), "the refusal")
+    subprocess.run([*drain, str(fleet.folder / "logs" / "bob")], check=True, timeout=60)
+    assert fleet.await_end("bob") == {"bob": 0}, fleet.outputs()
+    fleet.await_(lambda: "2 workers continue" in fleet.output("ada"), "two workers of ada")
+    check(fleet, undisturbed, "ada")
+    assert "was lost" not in fleet.output("ada") + fleet.output("bob")
+
+
 @needs_etcd
 def test_with_an_etcd_no_host_is_special(tmp_path: Path, undisturbed: str) -> None:
     """Over the loopback. The host agent that came first is killed, and started again with the same secret."""

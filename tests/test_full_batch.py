@@ -116,7 +116,11 @@ def gradients_of_all(rank: int, size: int, backend: str, store: str) -> dict[str
     return found
 
 
-@pytest.fixture(scope="module", params=[(1, "gloo"), (3, "shm")], ids=lambda world: f"{world[0]}-{world[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1, "gloo"), marks=pytest.mark.slow), (3, "shm")],
+    ids=lambda world: f"{world[0]}-{world[1]}",
+)
 def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
     size, backend = request.param
     with tempfile.TemporaryDirectory() as folder:

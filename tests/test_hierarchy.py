@@ -325,7 +325,7 @@ def train_twice(rank: int, size: int, hosts: str, sort: str) -> tuple[bytes, byt
     return here.numpy().tobytes(), on_gloo.numpy().tobytes()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sort", ["torch", "ours", "fsdp"])
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
 def test_training_gives_what_it_gives_on_gloo(hosts, sort):

@@ -66,7 +66,7 @@ def train(rank: int, size: int, wrapper: type, hook: str, view: bool) -> list[st
     return digests
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(
     "hook",

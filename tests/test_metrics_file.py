@@ -37,19 +37,19 @@ def test_the_heir_adds_the_last_line_if_it_is_missing(tmp_path: Path, wrote: boo
 
 
 def test_the_heir_adds_it_at_the_end_if_nothing_comes_after_it(tmp_path: Path) -> None:
-    heir = MetricsFile(tmp_path)
-    heir.add(7, {"loss": 1.0}, writes=False)
-    heir.write()
-    heir.write()
+    successor = MetricsFile(tmp_path)
+    successor.add(7, {"loss": 1.0}, writes=False)
+    successor.write()
+    successor.write()
     assert lines(tmp_path) == [(7, 1.0)]
 
 
 @pytest.mark.parametrize("loss", [2.5, math.nan, math.inf])
 def test_a_call_that_is_made_again_is_not_written_again(tmp_path: Path, loss: float) -> None:
-    """The first wrote it and was lost; the heir learns the result then, and is rank 0."""
-    first, heir = MetricsFile(tmp_path), MetricsFile(tmp_path)
+    """The first wrote it and was lost; the successor learns the result then, and is rank 0."""
+    first, successor = MetricsFile(tmp_path), MetricsFile(tmp_path)
     first.add(0, {"loss": 1.0}, writes=True)
-    heir.add(0, {"loss": 1.0}, writes=False)
+    successor.add(0, {"loss": 1.0}, writes=False)
     first.add(1, {"loss": loss}, writes=True)
-    heir.add(1, {"loss": loss}, writes=True)
+    successor.add(1, {"loss": loss}, writes=True)
     assert [step for step, _ in lines(tmp_path)] == [0, 1]

@@ -84,16 +84,15 @@ def scene(place):
                 os.kill(os.getpid(), 9)
             wait(lambda: agent.leave_reason() is not None)  # what it sends then fails inside of autograd
         return
-    if env["SCENE"] in ("orphan", "heir") and place == "restored":  # the source dies when the other one has its state
-        if me != "h0.0":
+    if env["SCENE"] in ("orphan", "successor"):  # the source dies when the other one has its step, or its state
+        if place == "restored" and me != "h0.0":
             Path("restored").touch()
-        else:
-            wait(lambda: Path("restored").exists())
+        if me == "h0.0" and Path("restored").exists():
             os.kill(os.getpid(), 9)
     if env["SCENE"] == "route" and place == "joining" and me == "h0.0" and agent.generation == 2:
         lockstep.recovery.elastic_calls.ORDER_MUST_COME_WITHIN_S = 0.5
         raise lockstep.WorldError("no route to the others")
-    if env["SCENE"] in ("heir", "route"):
+    if env["SCENE"] in ("successor", "route"):
         if place == "waiting" and faults.context.get("step") == 2 and me == "h0.1":
             os.kill(os.getpid(), 9)
         return
@@ -228,7 +227,7 @@ class Play:
 
     @property
     def victims(self) -> list[str]:
-        scenes = {"behind": [2], "midst": [1, 2], "backward": [1], "orphan": [2, 0], "heir": [1, 0], "route": [1]}
+        scenes = {"behind": [2], "midst": [1, 2], "backward": [1], "orphan": [2, 0], "successor": [1, 0], "route": [1]}
         victims = [f"h0.{number}" for number in scenes.get(self.env.get("SCENE", ""), [])]
         return victims + [str(one["worker"]) for one in self.faults]
 
@@ -428,7 +427,7 @@ PLAYS = {
         for backend in ("shm", "gloo")
     },
     "no route for a moment": Play(env={"SCENE": "route"}),
-    "only the newcomer has the state": Play(workers=2, env={"SCENE": "heir"}),
+    "only the newcomer has the state": Play(workers=2, env={"SCENE": "successor"}),
     **{
         f"all in backward, {backend}": Play(workers=2, backend=backend, env={"SCENE": "backward"})
         for backend in ("shm", "gloo")
@@ -448,7 +447,9 @@ SLOW = (
     "in a checkpoint", "between steps", "raises once", "raises after its Run", "two Runs", "a step behind",
     "all in backward, shm", "all in backward, gloo", "in the midst of a step",
     "a step behind, and the source is lost, shm", "a step behind, and the source is lost, gloo",
-    "only the newcomer has the state",
+    "only the newcomer has the state", "while they gather, gloo", "two at once, and then all",
+    "the source, and no other has a state", "no route for a moment",
+    "in the last checkpoint", "no Run", "watched",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 
@@ -509,7 +510,7 @@ def test_a_generation_that_cannot_be_formed_is_left(show: Show) -> None:
 
 
 @of("only the newcomer has the state")
-def test_the_heir_goes_on_where_the_others_were(show: Show) -> None:
+def test_the_newcomer_goes_on_where_the_others_were(show: Show) -> None:
     """There is no checkpoint: without the state it would begin at step 0."""
     assert show.steps_of(2)[0][0] >= 2, show.text
 
@@ -694,11 +695,13 @@ def test_the_last_checkpoint_is_there(show: Show) -> None:
 def test_the_scene_was_as_it_should_be(show: Show, request: pytest.FixtureRequest) -> None:
     """Or the digest would prove nothing."""
     second, *_ = (event for event in show.events("generation") if "h0.2 was lost" in event["why"])
+    at_top = second["position"] == [5, 0]  # else the one that is ahead has got its next batch, and no other can join
+    assert at_top or second["position"] == [5, 1], show.text
     if request.node.callspec.params["show"] == "a step behind":
-        assert (second["members"], second["position"]) == (["h0.0", "h0.1"], [5, 0]), show.text
+        assert second["members"] == ["h0.0", "h0.1"], show.text
     else:
-        assert (second["members"], second["position"]) == (["h0.0", "h0.3"], [5, 0]), show.text
-        assert show.steps_of(3)[0][0] == 5
+        assert second["members"] == (["h0.0", "h0.3"] if at_top else ["h0.0"]), show.text
+        assert show.steps_of(3)[0][0] == (5 if at_top else 6)
 
 
 def test_nothing_is_left_behind(shows: Shows) -> None:

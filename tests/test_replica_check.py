@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.recovery.replica_check import describe_majority
+from lockstep.recovery.replica_check import describe_minority, minority
 from on_workers import Failure, try_on_workers
 from runs import PROGRAMS, adamw, classify, data, sgd, train, use
 
-WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+WORLDS = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
 STEPS = 8
 
 
@@ -166,7 +166,7 @@ def test_the_minority_is_to_blame_if_there_is_one(size: int) -> None:
         most = max(digests.count(value) for value in digests)
         if most == size:
             continue
-        text = describe_majority(digests)
+        text = describe_minority(minority([[value] for value in digests]), size)
         if 2 * most > size:
             right = max(digests, key=digests.count)
             wrong = [str(rank) for rank, value in enumerate(digests) if value != right]
@@ -275,10 +275,13 @@ def test_a_module_that_does_not_repeat_is_named(size: int, name: str) -> None:
     assert "the output of 1 (Noisy) is the first that differs" in text
     assert text.endswith("weights unchanged]")
     number = int(text.rpartition("[")[2].split(",")[0])
-    assert f"step {number}, shard {(number + 1) // (3 if name == 'every third' else 1) % 8}: rank " in text
+    assert text.startswith(f"step {number}, shard ")
     assert f"rank {size - 1} computed it" in text
+    assert f"2 of 3 agree: rank {size - 1} is wrong" in text if size == 3 else "It does not repeat" in text
     if name == "every third":
-        assert number % 3 == 2
+        assert (
+            number % 3 == 2 or size == 3
+        )  # of eight shards one worker has two: it has time for an audit in every step
     assert audits(size)["sown"] == "nothing found"
 
 

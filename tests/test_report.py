@@ -183,7 +183,7 @@ def test_a_curve_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "batch", "verdict"),
+    ("scale", "batch", "advice"),
     [
         (27, 64, "which is more: a larger batch no longer pays"),
         (127.9, 256, "which is more: a larger batch no longer pays"),
@@ -194,9 +194,9 @@ def test_a_curve_of_nothing() -> None:
         (10_000, 256, "which is less: a larger batch pays."),
     ],
 )
-def test_what_the_noise_scale_says_of_the_batch(scale: float, batch: float, verdict: str) -> None:
+def test_what_the_noise_scale_says_of_the_batch(scale: float, batch: float, advice: str) -> None:
     said = advise_batch(scale, batch)
-    assert f"about {scale:,.0f} samples, the batch has {batch}, {verdict}" in said
+    assert f"about {scale:,.0f} samples, the batch has {batch}, {advice}" in said
     assert ("fewer samples" in said) == ("no longer" in said)
 
 

@@ -42,7 +42,7 @@ def sparse_case(workers: int) -> list[dict[str, Digests]]:
         return on_workers(both, workers, [SPARSE], True)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(case: str, workers: int) -> None:

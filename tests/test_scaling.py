@@ -28,7 +28,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [scale_request.REQUEST_SIGNAL])
 scale_request.publish_launcher(folder, least=2, most=3)
 print("ready", flush=True)
 signal.sigwait([scale_request.REQUEST_SIGNAL])
-print(scale_request.read_request(folder), flush=True)
+asked = scale_request.read_request(folder)
+print(asked.workers, *asked.leaving, flush=True)
 """
 WIDE = json.dumps({"pid": 2**70, "started": "1", "host": socket.gethostname(), "least": 1, "most": 3})
 Process = subprocess.Popen[str]
@@ -132,4 +133,4 @@ def test_a_note_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_no_note(tmp_path: Path) -> None:
     with pytest.raises(scale_request.NotRunning, match=LAUNCHER_FILE):
-        scale_request.request_workers(tmp_path, 2)
+        scale_request.send_request(tmp_path, scale_request.Request(workers=2))

@@ -403,3 +403,18 @@ def test_where_memory_is_scarce_slots_are_smaller_and_training_goes_on(workers: 
 def test_safety(name: str, size: int) -> None:
     failures = CHECKS.failures(name, size)
     assert not failures, failures
+
+
+# ---- many files ------------------------------------------------------------------------------------------------------
+
+
+def with_many_files(rank: int, size: int, store: str) -> list[float]:
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    group = ShmGroup(dist.FileStore(store, size), rank, size, timedelta(seconds=60))
+    group.allreduce([tensor := full(rank + 1.0)], dist.AllreduceOptions()).wait()
+    assert min(kept) < 1024 < max(kept)
+    return tensor.tolist()
+
+
+def test_a_program_may_have_more_than_a_thousand_open_files(tmp_path: Path) -> None:
+    assert on_workers(with_many_files, 2, str(tmp_path / "store")) == [[3.0] * 5] * 2

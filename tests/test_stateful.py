@@ -36,7 +36,10 @@ def results(size: int, backend: str, device: str = "cpu") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("size", "backend"), [(2, "shm"), (3, "gloo"), pytest.param(8, "shm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [(2, "shm"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, "gloo"), (8, "shm")))],
+)
 def test_any_number_of_workers_gives_the_same_bits(size: int, backend: str, optimizer: str) -> None:
     assert results(size, backend)[optimizer] == results(1, "gloo")[optimizer]
 

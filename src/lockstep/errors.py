@@ -50,7 +50,15 @@ class NonFiniteError(LockstepError):
 
 
 class DivergenceError(LockstepError):
-    """Replicas that must be equal are not, or the same computation gave two results."""
+    """Replicas that must be equal are not, or the same computation gave two results.
+
+    `wrong_ranks` names the workers that are wrong; empty if it is not known which; None if a faulty machine is not the
+    likely cause, but the program, so that it would happen again.
+    """
+
+    def __init__(self, message: str, wrong_ranks: Sequence[int] | None = None) -> None:
+        super().__init__(message)
+        self.wrong_ranks = None if wrong_ranks is None else tuple(wrong_ranks)
 
 
 class UnevenDataError(LockstepError):

@@ -34,8 +34,15 @@ def _count(text: str) -> int:
     return number
 
 
+def _factor(text: str) -> float:
+    if not (1 < (number := float(text.strip().removesuffix("x"))) < math.inf):
+        raise ValueError
+    return number
+
+
 _SECONDS = _Kind(_positive, "a positive number of seconds")
 _NUMBER = _Kind(int, "a whole number")
+_FACTOR = _Kind(_factor, "a number above 1, such as 3x")
 _COUNT = _Kind(_count, "a whole number of 1 or more")
 _FLAG = _Kind(lambda text: text.strip() != "0")
 _WORD = _Kind(str.strip)
@@ -79,6 +86,13 @@ class Settings:
         "steps (`200`) or time (`5m`) between checkpoints of a `Run` without `save_every=`; "
         "set by `--checkpoint-every`",
         "every epoch",
+    )
+    drop_slower_than: float | None = _variable(
+        None,
+        _FACTOR,
+        "how many times as long as the others a worker may take for a sample before it leaves an elastic run; "
+        "set by `--drop-slower-than`",
+        "no limit",
     )
     fresh: bool = _variable(False, _FLAG, "1: a `Run` starts over instead of resuming; set by `--fresh`")
     shards: int | None = _variable(

@@ -50,7 +50,9 @@ def run_step(arguments: argparse.Namespace) -> int:
 
 
 def run_exact(arguments: argparse.Namespace) -> int:
-    return exact.run(step_settings(arguments, arms=()), arguments.backends, arguments.json)
+    if "nccl" in arguments.backends and arguments.device != "cuda":
+        raise LockstepError("--backends nccl needs --device cuda")
+    return exact.run(step_settings(arguments, arms=arguments.arms), arguments.backends, arguments.json)
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
@@ -126,8 +128,12 @@ def make_parser() -> argparse.ArgumentParser:
     of_wrapper = command("wrapper", run_wrapper, "time and memory the wrapper costs on one device, world size 1")
     of_comm = command("comm", run_comm, "time of collectives over their size: shm, Gloo, NCCL, a plain copy")
     of_hosts = command("hosts", run_hosts, "collectives over several hosts: hierarchy, Gloo; needs root")
-    backends = partial(distinct, allowed=["shm", "gloo"])
-    of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help="with commas (default shm,gloo)")
+    backends = partial(distinct, allowed=["shm", "gloo", "nccl"])
+    about = "with commas (default shm,gloo); nccl needs --device cuda"
+    of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help=about)
+    by_default = "all but the compiled and the audited ones; exact8-eager on a GPU only"
+    about = f"of {', '.join(exact.NAMES)}, with commas (default: {by_default})"
+    of_exact("--arms", type=partial(distinct, allowed=exact.NAMES), default=(), metavar="NAMES", help=about)
     for add, models in ((of_step, DEFAULT_MODELS), (of_exact, ("mlp", "gpt")), (of_trace, ("small", "gpt"))):
         add("--workers", type=positive, default=2, metavar="N", help="worker processes (default 2)")
         add("--threads", type=positive, default=1, metavar="N", help="of each worker (default 1)")

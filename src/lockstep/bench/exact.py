@@ -2,8 +2,9 @@
 
 Compares the step of `lockstep.Run` with what a program has without it: the plain loop (without communication, so it is
 what one worker would take), the same loop with as many micro-batches as there are shards, and torch's DDP. Arms of
-`Run`: as many shards as workers, eight shards, and `exact=False`; on a GPU also eight shards without CUDA graphs.
-Processes and rounds are those of `lockstep bench step`.
+`Run`: as many shards as workers, eight shards, and `exact=False`; on a GPU also eight shards without CUDA graphs. With
+`--arms` others can be chosen, such as those with `compile=True` or with audits. Processes and rounds are those of
+`lockstep bench step`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ import torch
 from lockstep.bench import step
 from lockstep.bench.models import WORKLOADS
 from lockstep.bench.rounds import estimate, paired_ratio, show
-from lockstep.bench.run_step import EXACT, EXACT_8, EXACT_8_EAGER, FAST
+from lockstep.bench.run_step import (
+    EXACT,
+    EXACT_8,
+    EXACT_8_AUDITED,
+    EXACT_8_COMPILED,
+    EXACT_8_EAGER,
+    EXACT_AUDITED,
+    EXACT_COMPILED,
+    FAST,
+)
 from lockstep.bench.step import (
     NONE,
     NONE_8,
@@ -42,17 +52,24 @@ NAMES = {
     EXACT: "Run, a shard per worker",
     EXACT_8: "Run, 8 shards",
     EXACT_8_EAGER: "Run, 8 shards, capture=False",
+    EXACT_COMPILED: "Run, a shard per worker, compile=True",
+    EXACT_8_COMPILED: "Run, 8 shards, compile=True",
+    EXACT_AUDITED: 'Run, a shard per worker, audit_every="auto"',
+    EXACT_8_AUDITED: 'Run, 8 shards, audit_every="auto"',
 }
+BY_DEFAULT = (NONE, NONE_8, TORCH, OURS, FAST, EXACT, EXACT_8)
+ONLY_ON_GPU = (EXACT_8_EAGER,)  # by default
 COLUMNS = columns(
     "model", "backend", "arm", ">step ms", "over the plain loop", "with 8 micro-batches", "over torch DDP"
 )
 GPU_WARM_UP = 40  # steps: shards are captured in the fifth, and compared with eager ones up to the 37th
 
 
-def arms_for(backends: tuple[str, ...], device: str) -> tuple[str, ...]:
-    plain = (NONE, NONE_8)
-    kinds = [kind for kind in NAMES if kind not in plain and (kind != EXACT_8_EAGER or device.startswith("cuda"))]
-    return (*plain, *(f"{kind}@{backend}" for backend in backends for kind in kinds))
+def arms_for(kinds: tuple[str, ...], backends: tuple[str, ...], device: str) -> tuple[str, ...]:
+    """Return the arms of these kinds, or of the default ones if there are none; the plain loop is always measured."""
+    kinds = kinds or (*BY_DEFAULT, *(ONLY_ON_GPU if device.startswith("cuda") else ()))
+    plain = [kind for kind in (NONE, NONE_8) if kind == NONE or kind in kinds]
+    return (*plain, *(f"{kind}@{backend}" for backend in backends for kind in kinds if kind not in (NONE, NONE_8)))
 
 
 def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[str, ...]]:
@@ -63,7 +80,8 @@ def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[st
         torchs = times.get(f"{TORCH}@{backend}")
         over_torch = str(paired_ratio(times[arm], torchs)) if torchs and kind != TORCH else ""
         over_plain = str(paired_ratio(times[arm], times[NONE])) if kind != NONE else ""
-        over_micro = str(paired_ratio(times[arm], times[NONE_8])) if kind in (EXACT_8, EXACT_8_EAGER) else ""
+        is_cut = kind.startswith(EXACT_8) and NONE_8 in times
+        over_micro = str(paired_ratio(times[arm], times[NONE_8])) if is_cut else ""
         model = results[0].model if arm == NONE else ""
         step_ms = f"{estimate(times[arm]).median:.2f}"
         rows.append((model, backend, NAMES[kind], step_ms, over_plain, over_micro, over_torch))
@@ -74,7 +92,7 @@ def run(settings: StepSettings, backends: tuple[str, ...], json_path: Path | Non
     plan = settings.plan
     if settings.device.startswith("cuda"):
         plan = replace(plan, warmup=GPU_WARM_UP)
-    settings = replace(settings, arms=arms_for(backends, settings.device), plan=plan)
+    settings = replace(settings, arms=arms_for(settings.arms, backends, settings.device), plan=plan)
     rows: list[tuple[str, ...]] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
     name = partial(worker_name, settings=settings)

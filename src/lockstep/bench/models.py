@@ -180,6 +180,16 @@ def draw_tokens(generator: torch.Generator, *, rows: int, length: int, vocabular
     return LabeledBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+def gpt2(*, rows: int, length: int, about: str) -> Workload:
+    return Workload(
+        build=lambda: GptModel(GPT2_124M),
+        batch=partial(draw_tokens, rows=rows, length=length, vocabulary=50257),
+        optimizer="AdamW, fused",
+        about=about,
+        precision="bf16",
+    )
+
+
 WORKLOADS = {
     "small": Workload(
         build=partial(mlp, width=192, layers=4),
@@ -205,20 +215,10 @@ WORKLOADS = {
         optimizer="AdamW",
         about="4 layers, 256 wide, causal attention, tied embedding, 4x128 tokens",
     ),
-    "gpt2": Workload(
-        build=lambda: GptModel(GPT2_124M),
-        batch=lambda generator: draw_tokens(generator, rows=8, length=1024, vocabulary=50257),
-        optimizer="AdamW, fused",
-        about="GPT-2 with 124 million parameters, bf16, 8x1024 tokens: for a GPU",
-        precision="bf16",
-    ),
-    "gpt2-short": Workload(
-        build=lambda: GptModel(GPT2_124M),
-        batch=lambda generator: draw_tokens(generator, rows=8, length=256, vocabulary=50257),
-        optimizer="AdamW, fused",
-        about="the same with 8x256 tokens: bound by launching kernels",
-        precision="bf16",
-    ),
+    "gpt2": gpt2(rows=8, length=1024, about="GPT-2 with 124 million parameters, bf16, 8x1024 tokens: for a GPU"),
+    "gpt2-short": gpt2(rows=8, length=256, about="the same with 8x256 tokens: bound by launching kernels"),
+    "gpt2-16x1024": gpt2(rows=16, length=1024, about="the same with 16x1024 tokens"),
+    "gpt2-32x1024": gpt2(rows=32, length=1024, about="the same with 32x1024 tokens: takes 50 GB of memory"),
     "tiny": Workload(
         build=partial(mlp, width=64, layers=3),
         batch=partial(draw_rows, rows=4, width=64),

@@ -1,6 +1,6 @@
 """The training step of `lockstep.Run` as an arm of a benchmark: exact or fast, with or without an observer.
 
-Each worker has one shard, except in the arms `exact8` and `exact8-eager`, in which all workers share eight.
+Each worker has one shard, except in the arms whose name begins with `exact8`, in which all workers share eight.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.bench.models import OPTIMIZERS, LabeledBatch, Workload, digest_of
+from lockstep.comm.agreement import Broadcast
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch as GlobalBatch, Shard
 from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp.replica import Leaf, trained_leaves
 from lockstep.step import determinism
+from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.captured_shard import StepStream
+from lockstep.step.compiled_model import compile_model
 from lockstep.step.precision import LossScale
-from lockstep.step.recompute_check import RecomputeCheck
 from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import Capture, ShardGraphs
@@ -31,17 +33,15 @@ from lockstep.trace.step_observer import NullObserver, ObserverConfig, StepObser
 from lockstep.train.training_plan import lr_and_grad_norm
 
 EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
-KINDS = (EXACT, FAST, EXACT_8, EXACT_8_EAGER)
+EXACT_COMPILED, EXACT_8_COMPILED = "exact-compiled", "exact8-compiled"
+EXACT_AUDITED, EXACT_8_AUDITED = "exact-audited", "exact8-audited"
+KINDS = (EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_AUDITED, EXACT_8_AUDITED)
 SEED = 7
 
 
 def loss(model: nn.Module, batch: LabeledBatch) -> tuple[Tensor, int]:
     logits, targets = model(batch.inputs).flatten(0, -2), batch.targets.flatten()
     return F.cross_entropy(logits, targets, reduction="sum"), len(targets)
-
-
-def _nothing_to_fetch(batch: GlobalBatch, number: int) -> Shard:
-    raise AssertionError("benchmarks do not audit")
 
 
 @final
@@ -55,12 +55,15 @@ class RunArm:
         torch.manual_seed(SEED)
         self.name, self.model = name, workload.build().to(device)
         kind, self._rank, self._size = name.partition("@")[0], group.rank(), group.size()
-        exact, is_cut = kind != FAST, kind in (EXACT_8, EXACT_8_EAGER)
+        exact, is_cut = kind != FAST, kind.startswith(EXACT_8)
         shards = workload.shards(self._size) if is_cut else self._size
         shares = [shards_of_rank(shards, self._size, rank) for rank in range(self._size)]
-        self._mine, self._shards = shares[self._rank], shards
+        self._mine, self._shards, self._shares, self._group = shares[self._rank], shards, shares, group
+        self._is_audited = kind.endswith("-audited")
+        self._batch: LabeledBatch | None = None  # with audits all workers compute the same batch, so that any can audit
         self._settings = determinism.arithmetic(device, exact=exact, threads=torch.get_num_threads())
         self._settings.__enter__()
+        compile_model(self.model, kind.endswith("-compiled"), device)
         self._stream = StepStream(device)
         leaves, sum_ = trained_leaves(self.model, set()), ShardSum(group, shares, device=device, exact=exact)
         capture = Capture.OFF if kind == EXACT_8_EAGER else Capture.AUTO
@@ -74,7 +77,12 @@ class RunArm:
             gradients=self._make_gradients(leaves, sum_),
             buffers=BufferExchange(self.model, shards),
             loss_scale=LossScale(),
-            recompute_check=RecomputeCheck(self.model, leaves, every=0, fetch=_nothing_to_fetch),
+            audit=ShardAudit(
+                dict(self.model.named_modules()),
+                leaves,
+                schedule=AuditSchedule("auto" if self._is_audited else 0),
+                fetch=self._fetch,
+            ),
             observer=self._observer,
             options=RunOptions.from_keywords({"precision": workload.precision}),
             seed=SEED,
@@ -98,11 +106,25 @@ class RunArm:
             observer.set_world(dict, config=ObserverConfig(writes=self._rank == 0), first=0, **world)
         self._observer = self._training.observer = observer
 
+    def _fetch(self, batch: GlobalBatch, number: int) -> Shard:
+        """Return a shard of another worker."""
+        assert self._batch is not None
+        share = next(share for share in self._shares if number in share)
+        part = self._parts(self._batch)[list(share).index(number)]
+        return Shard(number, len(part.inputs), part)
+
+    def _parts(self, batch: LabeledBatch) -> list[LabeledBatch]:
+        inputs, targets = batch.inputs.chunk(len(self._mine)), batch.targets.chunk(len(self._mine))
+        return [LabeledBatch(*pair) for pair in zip(inputs, targets, strict=True)]
+
     def step(self, batch: LabeledBatch) -> None:
+        if self._is_audited and self._batch is None:
+            self._batch = LabeledBatch(batch.inputs.clone(), batch.targets.clone())
+            Broadcast(keep=False)(self._group, [self._batch.inputs, self._batch.targets])
+        batch = batch if self._batch is None else self._batch
         rows, number, observer = len(batch.inputs), self._steps.get(self._observer, 0), self._observer
         self._steps[observer] = number + 1
-        inputs, targets = batch.inputs.chunk(len(self._mine)), batch.targets.chunk(len(self._mine))
-        parts = [LabeledBatch(*pair) for pair in zip(inputs, targets, strict=True)]
+        parts = self._parts(batch)
         whole = GlobalBatch(
             epoch=0,
             step=number,

@@ -10,6 +10,7 @@ An arm is named by its class and, after an @, the backend of its process group: 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -207,11 +208,19 @@ class ArmWorker:
         return WorkerTimes(model, self.arm, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
 
 
+def share_gpu_over_nccl(rank: int) -> None:
+    """Let NCCL accept several ranks on one GPU: it takes them for other hosts, and they talk through sockets."""
+    os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
+    os.environ |= {"NCCL_HOSTID": f"lockstep-bench-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def work(worker: BenchWorker, settings: StepSettings) -> None:
     """Measure all models, and send a WorkerTimes for each."""
     torch.set_num_threads(settings.threads)
     number, rank_in_arm = divmod(worker.rank, settings.workers)
     device = use_device(settings.device, rank_in_arm)
+    if "nccl" in map(backend_of, settings.arms) and settings.workers > torch.cuda.device_count():
+        share_gpu_over_nccl(rank_in_arm)
     worker.join()
     groups = [
         dist.new_group(list(range(first, first + settings.workers)), timeout=worker.timeout, backend=backend_of(arm))

@@ -35,6 +35,8 @@ from lockstep.checkpoint.manifest import directory_name, looks_valid, names_in, 
 from lockstep.errors import CheckpointError
 from lockstep.process_identity import read_stat
 
+SUSPECT = "suspect"  # folder for checkpoints that a worker may have computed wrongly
+SUSPECT_AFTER = "suspect-after"  # file with a step, while the checkpoints of later steps are moved there
 KEPT = 2  # least number of valid checkpoints that are kept
 READ_TRIES = 10
 OLD_S = 3600.0  # age of an abandoned temporary folder of another machine
@@ -61,18 +63,25 @@ class LoadedCheckpoint:
     skipped: tuple[Skipped, ...]  # newer checkpoints that are damaged
 
 
-def choose_outdated(steps: Iterable[int], is_valid: Callable[[int], bool], *, written: int, kept: int) -> list[int]:
+def choose_outdated(
+    steps: Iterable[int], is_valid: Callable[[int], bool], *, written: int, kept: int, kept_step: int | None = None
+) -> list[int]:
     """Return the steps to remove after `written` was saved: those older than the newest `kept` valid ones.
 
-    Steps after `written` stay: they belong to a run that returned to an older checkpoint, and may be damaged.
+    Steps after `written` stay: they belong to a run that returned to an older checkpoint, and may be damaged. The
+    newest valid one up to `kept_step` stays, too.
     """
     earlier = sorted((step for step in steps if step < written), reverse=True)
-    count = 1
-    for n, step in enumerate(earlier):
-        if count == kept:
-            return sorted(earlier[n:])
-        count += is_valid(step)
-    return []
+    count, is_kept, outdated = 1, kept_step is None or written <= kept_step, list[int]()
+    for step in earlier:
+        if count < kept:
+            count += (valid := is_valid(step))
+            is_kept = is_kept or (valid and step <= (kept_step or 0))
+        elif not is_kept and step <= (kept_step or 0) and is_valid(step):
+            is_kept = True
+        else:
+            outdated.append(step)
+    return sorted(outdated)
 
 
 class CheckpointStore:
@@ -85,6 +94,7 @@ class CheckpointStore:
         self._kept = kept
         self._known_valid: set[int] = set()  # steps whose checkpoint this process has read completely
         self._was_created = False
+        self.kept_step: int | None = None  # the newest checkpoint up to this step is not removed
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +136,9 @@ class CheckpointStore:
     def prune(self, written: int) -> None:
         """Remove outdated checkpoints, after `written` was saved, and temporary folders of killed writers."""
         self._clean_up(now=self.path_of(written).stat().st_ctime)  # by the clock of the file system
-        for step in choose_outdated(steps_in(self.directory), self._is_valid, written=written, kept=self._kept):
+        for step in choose_outdated(
+            steps_in(self.directory), self._is_valid, written=written, kept=self._kept, kept_step=self.kept_step
+        ):
             faults.at("prune")
             removed = new_temporary_folder(self.directory, step, Use.REMOVED)
             try:
@@ -135,6 +147,34 @@ class CheckpointStore:
                 file_io.remove(removed)
             finally:
                 release_name(removed)
+
+    def set_aside_after(self, step: int) -> list[int]:
+        """Move the checkpoints of later steps to the folder `suspect` beside this one. Returns their steps.
+
+        If this process is killed meanwhile, `finish_setting_aside` does the rest.
+        """
+        if not self.directory.is_dir():
+            return []
+        note = self.directory / SUSPECT_AFTER
+        note.write_text(str(step))
+        file_io.sync_directory(self.directory)
+        later = [one for one in steps_in(self.directory) if one > step]
+        suspect = self.directory.parent / SUSPECT
+        for one in later:
+            suspect.mkdir(exist_ok=True)
+            target = suspect / directory_name(one)
+            if os.path.lexists(target):
+                file_io.remove(target)
+            self.path_of(one).rename(target)
+        note.unlink()
+        file_io.sync_directory(self.directory)
+        return later
+
+    def finish_setting_aside(self) -> None:
+        """Do what is left of a `set_aside_after` that was interrupted."""
+        with suppress(FileNotFoundError):
+            text = (self.directory / SUSPECT_AFTER).read_text()
+            self.set_aside_after(int(text) if text.isdecimal() else 0)
 
     def _clean_up(self, *, now: float) -> None:
         """Remove abandoned temporary folders; one set aside whose step has no checkpoint gets its name back."""

@@ -112,10 +112,10 @@ def _ls(chosen: argparse.Namespace) -> int:
         return 0
     lines = []
     for row in rows:
-        verdict = {True: "yes", False: f"NO: {row.reason}", None: "not read"}[row.verified]
+        valid = {True: "yes", False: f"NO: {row.reason}", None: "not read"}[row.verified]
         digest = row.state_sha256[:12] if row.state_sha256 else "-"
         step = "-" if row.step is None else str(row.step)
-        lines.append((step, _time(row.saved_at), _size(row.bytes), digest, verdict))
+        lines.append((step, _time(row.saved_at), _size(row.bytes), digest, valid))
     print(render(columns("step", "saved", "size", "state", "verified"), lines))
     return 0
 

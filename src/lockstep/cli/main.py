@@ -24,6 +24,7 @@ commands:
   demo    train on two to four workers, kill one, and show that the result is that of one worker (about a minute)
   report  say where the time of a run went, as a page and in the terminal
   scale   change the number of workers of a run in progress
+  drain   let a worker leave a run in progress after its step, and be replaced
   certify prove on your own program that any number of workers, and a killed one, give the same bits
   ledger  prove that a run has used every sample exactly once in every epoch
   checkpoint  list, verify, show and export what a run has saved
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
         return status or 0
     chosen = parser.parse_args(arguments)
-    here = {"run": run.main, "scale": _scale, "ledger": _ledger}
+    here = {"run": run.main, "scale": _scale, "drain": _drain, "ledger": _ledger}
     if chosen.command in here:
         return here[chosen.command](chosen)
     parser.print_help()
@@ -77,6 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     about = "its folder of logs, or the directory of its lockstep.Run"
     scale.add_argument("run", type=Path, metavar="RUN", help=about)
     scale.add_argument("workers", type=run.worker_count, metavar="N", help="how many workers it shall have")
+    about = (
+        "Let workers leave a run that was started with --min or --max, between two steps: no step is computed again, "
+        "and others take their place. SIGTERM to a worker does the same."
+    )
+    drain = commands.add_parser("drain", description=about)
+    drain.add_argument("run", type=Path, metavar="RUN", help="its folder of logs, or the directory of its lockstep.Run")
+    about = "its number, as the launcher prints it; on several hosts, of this one. None: all workers of this host"
+    drain.add_argument("workers", type=_worker_number, nargs="*", metavar="WORKER", help=about)
     about = "Prove that a run has used every sample exactly once in every epoch, whatever happened."
     ledger = commands.add_parser("ledger", description=about)
     ledger.add_argument("run", type=Path, metavar="RUN", help="the directory of a lockstep.Run")
@@ -86,21 +95,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _worker_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a worker, such as 1 in `worker 1 (pid 4711)`")
+    return int(text)
+
+
 def _scale(chosen: argparse.Namespace) -> int:
     """Asks a run that was started with --min or --max for another number of workers."""
+    asked = f"asked for {chosen.workers} workers; its output says when it has them"
+    return _send(chosen.run, scale_request.Request(workers=chosen.workers), asked)
+
+
+def _drain(chosen: argparse.Namespace) -> int:
+    """Asks a run that was started with --min or --max to let some workers leave."""
+    names = ", ".join(f"worker {number}" for number in chosen.workers) or "all workers of this host"
+    asked = f"asked {names} to leave; its output says when that is done"
+    return _send(chosen.run, scale_request.Request(leaving=tuple(chosen.workers)), asked)
+
+
+def _send(directory: Path, request: scale_request.Request, asked: str) -> int:
     try:
-        scale_request.request_workers(chosen.run, chosen.workers)
+        scale_request.send_request(directory, request)
     except scale_request.OutOfBounds as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
     except scale_request.NotRunning as error:
         print(
-            f"lockstep: {chosen.run} is not a run that goes on and was started with --min or --max ({error}); give the "
+            f"lockstep: {directory} is not a run that goes on and was started with --min or --max ({error}); give the "
             "folder of its logs, which `lockstep run` prints or takes as --log-dir",
             file=sys.stderr,
         )
         return 2
-    print(f"asked for {chosen.workers} workers; its output says when it has them")
+    print(asked)
     return 0
 
 
@@ -117,8 +144,8 @@ def _ledger(chosen: argparse.Namespace) -> int:
         print(json.dumps(asdict(proof) | {"holds": proof.holds}))
         return 0 if proof.holds else 1
     for epoch in proof.epochs:
-        verdict = "each sample once" if epoch.complete else "as far as it came, each once" if epoch.exact else ""
-        said = epoch.problem or epoch.note or verdict
+        coverage = "each sample once" if epoch.complete else "as far as it came, each once" if epoch.exact else ""
+        said = epoch.problem or epoch.note or coverage
         print(f"epoch {epoch.number}: {epoch.steps} steps, {epoch.samples} samples: {said}")
     again = f", resumed {proof.restarts} times" if proof.restarts else ""
     holds = "proven" if proof.claims_each_once else "no step is missing, and none was applied twice"

@@ -71,6 +71,15 @@ def seconds(text: str) -> float:
     return value
 
 
+def slowness(text: str) -> str:
+    """Check the value of --drop-slower-than, which travels as text."""
+    try:
+        Settings.from_env({"LOCKSTEP_DROP_SLOWER_THAN": text})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 1, such as 3x") from None
+    return text
+
+
 def add_parser(commands: Any) -> None:
     """`commands` is what `ArgumentParser.add_subparsers` returns."""
     parser = commands.add_parser(
@@ -97,6 +106,11 @@ def add_parser(commands: Any) -> None:
     add("--max", dest="most", type=worker_count, metavar="N", help=about)
     about = "with --min or --max: a worker without a sign of life for so long counts as lost (default: 10)"
     add("--stall-s", type=seconds, default=10.0, metavar="S", help=about)
+    about = (
+        "with --min or --max: a worker that takes this many times as long for a sample as the others, in 32 steps, "
+        "leaves, and is not replaced (default: none leaves)"
+    )
+    add("--drop-slower-than", type=slowness, metavar="3x", help=about)
     about = "steps, or a time in s, m or h, between checkpoints of a lockstep.Run that does not say itself"
     add("--checkpoint-every", metavar="N|5m", help=about)
     about = "a lockstep.Run starts over: what is in its directory is moved to `previous-1` there, and not resumed"
@@ -146,6 +160,8 @@ def main(chosen: argparse.Namespace) -> int:
         if not elastic.least <= total <= elastic.most:
             all_of = f"-n {workers}" if hosts is None else f"--hosts {hosts.count} times -n {workers}"
             refuse(f"{all_of} must be at least --min ({elastic.least}) and at most --max ({elastic.most})")
+    if chosen.drop_slower_than is not None and elastic is None:
+        refuse("--drop-slower-than needs --min or --max: without, the others cannot continue without a worker")
     log_dir = (chosen.log_dir or Path("lockstep-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     if hosts is not None:
         log_dir /= hosts.title  # a folder per host: all hosts may share --log-dir
@@ -156,6 +172,8 @@ def main(chosen: argparse.Namespace) -> int:
     command = [*(["--drop-in"] if chosen.drop_in else []), *(["-m"] if chosen.module else []), *program]
     if chosen.checkpoint_every is not None:
         os.environ["LOCKSTEP_CHECKPOINT_EVERY"] = chosen.checkpoint_every
+    if chosen.drop_slower_than is not None:
+        os.environ["LOCKSTEP_DROP_SLOWER_THAN"] = chosen.drop_slower_than
     if chosen.fresh:
         os.environ["LOCKSTEP_FRESH"] = "1"
     try:

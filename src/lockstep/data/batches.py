@@ -220,13 +220,21 @@ class Batches:
         self._position = position
         self._stream_states = {place: state for place, state in self._stream_states.items() if place == position}
 
-    def set_rank(self, rank: int, size: int) -> None:
-        """Continue as rank `rank` of `size` workers: from the next batch on, that rank's shards are loaded."""
+    @property
+    def is_stream(self) -> bool:
+        """The dataset is iterable only: a batch can be read only after those before it."""
+        return self._order is None
+
+    def set_rank(self, rank: int, size: int, mine: range | None = None) -> None:
+        """Continue as rank `rank` of `size` workers: from the next batch on, its shards `mine` are loaded.
+
+        None: as many as every other worker has.
+        """
         if self._assembler is not None and (rank, size) != (self._context.rank, len(self._parts)):
             raise ValueError(
                 f'split="worker": these batches are of {len(self._parts)} workers, and cannot be of {size}'
             )
-        mine = shards_of_rank(self.settings.shards, size, rank)
+        mine = shards_of_rank(self.settings.shards, size, rank) if mine is None else mine
         if (rank, mine) == (self._context.rank, self._division.mine):
             return
         self._stop_loading()

@@ -159,8 +159,8 @@ def run_demo(runner: DemoRunner, workers: int) -> int:
     together, one = many.samples_per_s(workers), alone.samples_per_s(1)
     took = many.recovered_s
     runner.print(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
-    verdict = "the same bits" if is_same else "NOT the same: please report it"
-    runner.print(f"               {alone.digest[:16]}… on one: {verdict}")
+    comparison = "the same bits" if is_same else "NOT the same: please report it"
+    runner.print(f"               {alone.digest[:16]}… on one: {comparison}")
     killed = f"and the others continued after {1000 * took:.0f} ms" if took else "none in time"
     runner.print(f"  killed       {killed}")
     runner.print(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")

@@ -22,10 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lockstep.elastic.membership import Generation, Position, from_json
+from lockstep.elastic.membership import Generation, Position
+from lockstep.elastic.record_json import from_json
 from lockstep.errors import LockstepError
 
 VARIABLE: Final = "LOCKSTEP_AGENT"  # the file descriptor of this worker's end of the pipe
+RESTART_STATUS: Final = 76  # exit status of a worker that another is to replace, because some worker computed wrongly
 BEAT_EVERY_S: Final = 0.25
 ORDER_WITHIN_S: Final = 20.0
 LONGEST_LINE_BYTES: Final = 16 << 20
@@ -168,6 +170,8 @@ class AgentClient:
         self.generation = 0  # the one that this worker is in, or was in last
         self.position: Position = (-1, 0)
         self.on_leave: Callable[[], None] = lambda: None  # called by the reading thread
+        self._was_signalled = False  # set by a signal handler, which must not send: the thread may hold the lock
+        self.on_stop: Callable[[], None] = lambda: None  # the whole run is to end; called by the reading thread
         self.is_calling: Callable[[], bool] = lambda: False  # whether the program is in a call of its Run
         self._thread = threading.Thread(target=self._read_messages, name="lockstep-agent", daemon=True)
 
@@ -202,6 +206,9 @@ class AgentClient:
             if time.monotonic() - beat_s > BEAT_EVERY_S:
                 beat_s = time.monotonic()
                 self.send("beat", position=self.position, calling=self.is_calling())
+                if self._was_signalled:
+                    self._was_signalled = False
+                    self.send("signal")
                 if self.generation in self._leave and self.generation > self._last_left:
                     self.on_leave()  # again: Gloo has tried another time to connect to a host that does not answer
 
@@ -224,6 +231,8 @@ class AgentClient:
                     self._closing = message["generation"]
                 case "release":
                     self._released = True
+                case "stop":
+                    self.on_stop()
                 case "kv":
                     self._answers[message["id"]] = message
             self._changed.notify_all()
@@ -239,6 +248,10 @@ class AgentClient:
     def send(self, what: str, **more: Any) -> None:
         with self._send_lock, suppress(OSError):  # the reading thread notices
             self._socket.sendall(encode({"say": what, **more}))
+
+    def note_signal(self) -> None:
+        """Tell the agent that this worker was sent a signal to end; it decides what that means."""
+        self._was_signalled = True
 
     def wait_for_generation(self) -> JoinedGeneration:
         """Wait for the next generation that has this worker as a member. Raises SystemExit(0) if there will be none."""

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from lockstep.elastic.host_processes import HostProcesses
+from lockstep.elastic.host_processes import RESTART_WITHIN_S, HostProcesses
 from lockstep.elastic.host_workers import HostWorkers
 from lockstep.elastic.membership import OrderAction, Standing, Want
 from lockstep.elastic.other_hosts import OtherHosts, RunEnd
 from lockstep.elastic.records import Records
-from lockstep.elastic.worker_state import LocalWorker, WorkerFailure, start_at_s, why_dead, why_give_up
+from lockstep.elastic.worker_state import LocalWorker, RestartRequest, WorkerFailure, start_at_s, why_dead, why_give_up
 from lockstep.failures.card import Card
 from lockstep.failures.postmortem import show
 from lockstep.launcher import scale_request
@@ -41,6 +41,7 @@ from lockstep.launcher.worker_group import WorkerProcess
 LOOK_EVERY_S: Final = 0.1
 SCREEN_S: Final = 1.0  # how long a write to the screen may block
 START_AGAIN_S: Final = 5.0  # the pause after a worker could not be started
+SIGNALS_WITHIN_S: Final = 0.5  # between signals that a scheduler sends to all processes of a job
 RUN_WITHIN_S: Final = 20.0  # how long a program may take to create its Run after a worker was killed before that
 NO_RUN: Final = "the program has no Run, so the others cannot continue without it"
 
@@ -136,7 +137,7 @@ class HostAgent(HostProcesses):
     def _is_done(self) -> bool:
         if self._running():
             return False
-        if self._is_ending or self._gave_up is not None or self._run_end is not None:
+        if self._is_ending or self._gave_up is not None or self._run_end is not None or self._records.is_leaving:
             return True
         if self._host_workers.is_over:  # until the other hosts are done, they may need to see that ours are
             return self._host_workers.is_finished or not self._connection.client.is_connected
@@ -153,6 +154,8 @@ class HostAgent(HostProcesses):
         self._last_pass_s = now_s
         self._resolve_quits(now_s)
         self._resolve_undecided(now_s)
+        self._resolve_signals(now_s)
+        self._end_restart(now_s)
         # Before a generation is proposed: if no worker is left, it has to wait for those that are being started.
         while self._is_start_due() and now_s >= max(start_at_s(self._failures), self._start_at_s):
             try:
@@ -162,6 +165,7 @@ class HostAgent(HostProcesses):
                     raise
                 print_message(f"a worker could not be started: {error}; the others continue, and it is tried again")
                 self._start_at_s = now_s + START_AGAIN_S
+        self._drop_slow()  # after that: no other worker is started in its place
         for local, why in self._host_workers.act(now_s):
             self._kill_worker(local, why)
         for local in list(self._host_workers.workers.values()):
@@ -176,6 +180,23 @@ class HostAgent(HostProcesses):
             self._kill_latecomers()
         return self._tick(now_s)
 
+    def _resolve_signals(self, now_s: float) -> None:
+        """Decide what a signal to a worker means: it leaves, or the whole run ends.
+
+        The run ends if the launcher got the signal too, which may be a little later, or if all workers did.
+        """
+        running = [self._local_workers[worker.rank] for worker in self._running()]
+        signalled = [local for local in running if local.signalled_s is not None]
+        staying = [local for local in running if local.signalled_s is None and not local.record.is_leaving]
+        stops = self._is_ending or (self._hosts is None and not staying)
+        for local in signalled:
+            assert local.signalled_s is not None
+            if stops:
+                self._host_workers.stop(local)
+            elif now_s > local.signalled_s + SIGNALS_WITHIN_S:
+                local.signalled_s = None
+                self._let_leave(self._number_of(local), "it was sent a signal")
+
     def _tick(self, now_s: float) -> float:
         """Tick the store connection. Returns how long to wait before the next tick."""
         return min(LOOK_EVERY_S, max(0.0, self._connection.tick(now_s) - now_s))
@@ -184,14 +205,22 @@ class HostAgent(HostProcesses):
         over = self._has_ended or self._host_workers.is_over or self._host_workers.has_quits or self._undecided
         if self._is_ending or self._gave_up is not None or self._run_end is not None or over:
             return False
+        if self._restart_end_s is not None:  # workers that go back are still ending
+            return False
         left_out = self._other_hosts is not None and self._other_hosts.is_left_out
         return self._records.is_listed and not left_out and len(self._needed()) < self._share()
 
     def _share(self) -> int:
         """Returns how many of the wanted workers belong on this host."""
-        names = sorted({self._records.name} | {host.name for host in self._records.hosts})
-        many = 1 if self._hosts is None else self._hosts.count
-        return workers_on_host(self._host_workers.want.workers, many, names.index(self._records.name))
+        records, many = self._records, 1 if self._hosts is None else self._hosts.count
+        if records.is_leaving:
+            return 0
+        present = {records.name: False} | {host.name: host.is_leaving for host in records.hosts}
+        leaving = {name for name, is_leaving in present.items() if is_leaving} | (records.hosts_left - present.keys())
+        names = sorted(present.keys() - leaving)
+        share = workers_on_host(self._host_workers.want.workers, max(1, many - len(leaving)), names.index(records.name))
+        self._slots = max(self._slots, share)
+        return min(share, self._slots - len(self._faulty_slots))
 
     def _release_surplus(self) -> None:
         """Release newcomers if fewer workers are wanted by now. Surplus members are left out of the next generation."""
@@ -207,12 +236,34 @@ class HostAgent(HostProcesses):
         if number != scale_request.REQUEST_SIGNAL:
             super()._handle_signal(number)
             return
-        try:  # `lockstep scale` has written how many workers are wanted
-            wanted = scale_request.read_request(self._job.log_dir)
+        try:
+            asked = scale_request.read_request(self._job.log_dir)
         except (OSError, ValueError) as error:
             file = self._job.log_dir / scale_request.REQUEST_FILE
-            print_message(f"SIGUSR2: no number of workers in {file} ({error}); use `lockstep scale`")
+            print_message(f"SIGUSR2: no request in {file} ({error}); use `lockstep scale` or `lockstep drain`")
             return
+        if asked.workers:
+            self._scale(asked.workers)
+        elif asked.leaving:
+            self._drain(asked.leaving)
+        else:
+            self._drain_host()
+
+    def _drain_host(self) -> None:
+        """Let all workers of this host leave, and start no others here."""
+        if self._hosts is None:
+            print_message("all workers are asked to leave, but this is the only host; SIGTERM or Ctrl-C saves and ends")
+        elif self._connection.keeps_store:
+            print_message(
+                "all workers are asked to leave, but this host keeps the control store, without which the others "
+                "cannot continue; use --store etcd://, or end the run with SIGTERM, which saves"
+            )
+        else:
+            self._records.is_leaving = True
+            for number in self._needed():
+                self._let_leave(number, "lockstep drain")
+
+    def _scale(self, wanted: int) -> None:
         least, most = self._elastic.least, self._most()
         if least <= wanted <= most:
             print_message(f"{wanted} workers are wanted")
@@ -267,11 +318,14 @@ class HostAgent(HostProcesses):
             assert code is not None
             local = self._local_workers[worker.rank]
             early = self._reap(worker)
-            is_lost = early or code not in (0, PREEMPTED)
+            is_lost = local.restart is None and (early or code not in (0, PREEMPTED))
             self._events.record("lost" if is_lost else "ended", worker=local.id, code=code)
             lost_peer = is_lost_peer(worker.last_lines())
             self._exits.append(Exit(worker.rank, code, at_s, lost_peer, worker.stop_sent, early))
             if worker.rank in self._abandoned:
+                continue
+            if local.restart is not None:
+                self._handle_restart(worker, local.restart, at_s)
                 continue
             released = any(do is OrderAction.RELEASE for do, _ in local.orders_sent)
             self._has_ended |= not is_lost and not released and local.record.standing is not Standing.QUIT
@@ -279,6 +333,21 @@ class HostAgent(HostProcesses):
                 self._records.publish_over(code if code == PREEMPTED else 0)
             if is_lost:
                 self._handle_loss(worker, at_s, early=early)
+
+    def _handle_restart(self, worker: WorkerProcess, request: RestartRequest, at_s: float) -> None:
+        """Handle the end of a worker that goes back to the last verified state, as all others do."""
+        if request.is_wrong:
+            self._exclude_slot(worker)
+        is_known = worker.rank < self._restart_before  # all workers send the same request: it counts once
+        if is_known or self._is_ending or self._gave_up is not None:
+            return
+        newest, current = self._host_workers.newest[0], self._host_workers.current[0]
+        self._failures.append(WorkerFailure(worker.rank, at_s, newest, current, request.why))
+        self._restart_before, self._restart_end_s = len(self._workers), at_s + RESTART_WITHIN_S
+        self._events.record("goes back", why=request.why)
+        print_message(f"{request.why}. All workers start again from the last verified state")
+        if (why := why_give_up(self._failures, self._job.workers)) is not None:
+            self._give_up(self._failures[-1], why)
 
     def _resolve_quits(self, now_s: float) -> None:
         """Handle the loss of workers that have left their Run while the others stay in it."""

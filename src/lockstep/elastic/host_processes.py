@@ -9,7 +9,10 @@ import os
 import selectors
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Final
 
 from lockstep.elastic.agent_client import VARIABLE, JsonPipe
 from lockstep.elastic.host_workers import HostWorkers
@@ -23,6 +26,8 @@ from lockstep.launcher.job import Job, count_cores, worker_env
 from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch
 from lockstep.launcher.worker_group import WorkerGroup, WorkerProcess
+
+RESTART_WITHIN_S: Final = 3.0  # after the first worker that goes back to the last verified state
 
 
 class _PipeReader:
@@ -48,12 +53,19 @@ class HostProcesses(WorkerGroup):
         self._events = Events(job.log_dir / "events.jsonl")
         self._fork_server: ForkServer | None = None
         self._local_workers: dict[int, LocalWorker] = {}  # by worker number
+        self._faulty_slots: set[int] = set()  # in which a worker computed wrongly; none is started there any more
+        self._slots = job.workers  # the largest number of workers that this host has had to have
+        # All workers with smaller numbers go back to the last verified state, and have to end by then.
+        self._restart_before = 0
+        self._restart_end_s: float | None = None
         self._abandoned: set[int] = set()  # numbers of workers that were stopped, because the lease ended for example
         self._ended_groups: list[WorkerProcess] = []  # ended workers with processes of their group still to be reaped
 
     def _start_worker(self) -> None:
         number, fork_server = len(self._workers), self._fork_server or self._open_fork_server()
-        taken = {local.slot for n, local in self._local_workers.items() if not self._workers[n].is_reaped}
+        # A replacement gets the GPU of the worker that leaves, which may still be there.
+        staying = {n: one for n, one in self._local_workers.items() if not one.record.is_leaving}
+        taken = {local.slot for n, local in staying.items() if not self._workers[n].is_reaped} | self._faulty_slots
         slot = next(n for n in range(len(taken) + 1) if n not in taken)
         ours, theirs = socket.socketpair()
         env = worker_env(os.environ, rank=slot, job=self._job, port=self._port, cores=count_cores())
@@ -81,15 +93,74 @@ class HostProcesses(WorkerGroup):
         self._fork_server = None
 
     def _needed(self) -> list[int]:
-        """The numbers of the running workers, without those that were released because there are too many."""
-        numbers = [worker.rank for worker in self._running()]
-        return [number for number in numbers if not self._local_workers[number].released]
+        """The numbers of the running workers, without those that were released or that are to leave."""
+        local = {worker.rank: self._local_workers[worker.rank] for worker in self._running()}
+        return [number for number, one in local.items() if not one.released and not one.record.is_leaving]
 
     def _number_of(self, local: LocalWorker) -> int:
         return next(n for n, one in self._local_workers.items() if one is local)
 
     def _trace_name(self, worker: WorkerProcess) -> str:
         return self._local_workers[worker.rank].id
+
+    # -- workers that leave ------------------------------------------------------------------------------------------
+
+    def _let_leave(self, number: int, why: str) -> None:
+        local, worker = self._local_workers[number], self._workers[number]
+        print_message(f"{worker.name} (pid {worker.process.pid}) leaves after its step: {why}")
+        self._events.record("leaving", worker=local.id, why=why)
+        self._host_workers.let_leave(local)
+
+    def _drop_slow(self) -> None:
+        """Let a worker leave that is slower than --drop-slower-than allows, one at a time; the others go on."""
+        for number in self._needed():
+            local, want = self._local_workers[number], self._records.want
+            slowness, local.slowness = local.slowness, 0.0
+            if slowness and want.workers > want.least:
+                self._records.set_want(replace(want, workers=want.workers - 1))
+                self._let_leave(number, f"it takes {slowness:.1f} times as long for a sample as the others")
+                return  # the number of wanted workers is written with a delay
+            if slowness and not local.is_slow_told:
+                local.is_slow_told = True
+                print_message(
+                    f"{self._workers[number].name} takes {slowness:.1f} times as long for a sample as the others, and "
+                    f"stays: there must be {want.least} workers (--min)"
+                )
+
+    def _exclude_slot(self, worker: WorkerProcess) -> None:
+        """Start no worker any more where one computed wrongly, unless there would be too few."""
+        local, want = self._local_workers[worker.rank], self._host_workers.want
+        self._events.record("faulty", worker=local.id, slot=local.slot)
+        where = f"{worker.name} (slot {local.slot}) computed wrongly"
+        if min(self._slots, want.workers) - len(self._faulty_slots) > want.least:
+            self._faulty_slots.add(local.slot)
+            print_message(f"{where}; no worker is started in its place")
+        else:
+            print_message(f"{where}; another is started in its place: there must be {want.least} workers (--min)")
+
+    def _end_restart(self, now_s: float) -> None:
+        """Kill the workers that have not asked for the restart as the others did: they were in another call, and would
+        continue from a state that is not verified. No worker is started before all of them have ended."""
+        if self._restart_end_s is None:
+            return
+        alive = [number for number in range(self._restart_before) if self._workers[number].alive]
+        for number in alive if now_s > self._restart_end_s else ():
+            if self._local_workers[number].restart is None:
+                self._kill_worker(self._local_workers[number], "all workers go back to the last verified state")
+        if not alive:
+            self._restart_end_s = None
+
+    def _drain(self, numbers: Sequence[int]) -> None:
+        """Let these workers leave, as `lockstep drain` asks."""
+        needed = self._needed()
+        for number in numbers:
+            if number not in needed:
+                running = ", ".join(map(str, needed)) or "none"
+                print_message(f"worker {number} is asked to leave, but does not run here; there are: {running}")
+            else:
+                self._let_leave(number, "lockstep drain")
+
+    # -- the end of workers -------------------------------------------------------------------------------------------
 
     def _kill_worker(self, local: LocalWorker, why: str) -> None:
         worker = self._workers[self._number_of(local)]

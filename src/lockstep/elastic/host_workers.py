@@ -19,12 +19,12 @@ from lockstep.elastic.membership import (
     Standing,
     Want,
     Worker,
-    as_json,
     next_generation,
     orders,
 )
+from lockstep.elastic.record_json import as_json
 from lockstep.elastic.records import CallLog, GenerationStore, Records
-from lockstep.elastic.worker_state import LocalWorker
+from lockstep.elastic.worker_state import LocalWorker, RestartRequest
 from lockstep.launcher.hosts import Events
 
 LEASE_EVERY_S: Final = 0.5  # how often workers are sent the time until which the lease of this host holds
@@ -136,6 +136,20 @@ class HostWorkers:
         local.orders_sent.add((OrderAction.RELEASE, self._records.generation.number))
         self._send_order(local, OrderAction.RELEASE, why)
 
+    def let_leave(self, local: LocalWorker) -> None:
+        """Let a worker leave the run between two steps. One that is no member yet is released at once."""
+        if (
+            local.record.standing in (Standing.STARTING, Standing.READY)
+            and local.id not in self._records.generation.members
+        ):
+            self.release(local, "it was asked to leave")
+        local.record = replace(local.record, is_leaving=True)
+
+    def stop(self, local: LocalWorker) -> None:
+        """Let a worker that was sent a signal ask all others to save and to end."""
+        local.signalled_s = None
+        local.pipe.send({"do": "stop"})
+
     @property
     def is_over(self) -> bool:
         """The program has ended for a member: no worker is started any more."""
@@ -174,18 +188,28 @@ class HostWorkers:
                 if message["position"] != local.position:
                     local.position, self.progress_count = message["position"], self.progress_count + 1
                 local.is_calling = bool(message.get("calling", False))
+            case "signal":
+                local.signalled_s = local.signalled_s or time.monotonic()
+            case "slow":
+                local.slowness = float(message["times"])
+            case "restart":
+                local.restart = RestartRequest(str(message["why"]), is_wrong=bool(message["is_wrong"]))
             case "leaves":
                 local.left_run, local.position, local.is_calling = True, message["position"], bool(message["calling"])
             case "ready":
                 position = _position(message["position"])
-                local.record = Worker(local.id, Standing.READY, int(message["told"]), position)
+                local.record = replace(
+                    local.record, standing=Standing.READY, generation=int(message["told"]), position=position
+                )
             case "inside":
                 local.leave_sent_s = None
                 local.record = replace(local.record, standing=Standing.INSIDE, generation=int(message["generation"]))
             case "left":
                 local.leave_sent_s = None
                 position = _position(message["position"])
-                local.record = Worker(local.id, Standing.LEFT, int(message["generation"]), position)
+                local.record = replace(
+                    local.record, standing=Standing.LEFT, generation=int(message["generation"]), position=position
+                )
                 self._record_progress(position)
             case "journal":
                 self._call_log.publish(local.record, int(message["first"]), message["entries"])

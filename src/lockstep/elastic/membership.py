@@ -23,10 +23,9 @@ The functions below are safe only if all of these rules hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypeVar
 
 # (top, calls): steps applied when the loop last began a step (-1 before the loop), collective calls finished since.
 Position = tuple[int, int]
@@ -66,12 +65,14 @@ class Worker:
     standing: Standing
     generation: int = 0
     position: Position = START
+    is_leaving: bool = False  # it was asked to leave the run between two steps, while the others continue
 
 
 @dataclass(frozen=True)
 class HostRecord:
     name: str
     workers: tuple[Worker, ...] = ()
+    is_leaving: bool = False  # it starts no workers any more: those of the other hosts take their place
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,12 @@ def _close(now: Generation, workers: Mapping[str, Worker], want: Want) -> Genera
     if now.phase is GenerationPhase.CLOSING or _is_ending(now, workers):
         return None
     newcomers, size = _newcomers(now, workers), len(now.members)
+    leaving = [member for member in now.members if workers[member].is_leaving]
+    staying = size - len(leaving)
     if size > want.workers:
         why = f"{_count(want.workers)} wanted"
+    elif leaving and staying + len(newcomers) >= want.least:
+        why = _join_names(leaving, "leaves", "leave")
     elif newcomers and size < want.workers:
         why = _join_names([worker.id for worker in newcomers[: want.workers - size]], "joins", "join")
     elif size < want.least:  # it was formed only to finish a step
@@ -119,7 +124,7 @@ def _close(now: Generation, workers: Mapping[str, Worker], want: Want) -> Genera
 def _from_survivors(
     now: Generation, survivors: Sequence[Worker], workers: Mapping[str, Worker], want: Want
 ) -> Generation | None:
-    newest = max(survivors, key=lambda worker: worker.position)
+    newest = max(survivors, key=lambda worker: (worker.position, not worker.is_leaving))
     top, calls = newest.position
     in_step = top >= 0 and calls > 0
     if in_step:  # a survivor whose source died before it received any state is like a newcomer
@@ -127,6 +132,9 @@ def _from_survivors(
     # Newcomers cannot join in the middle of a step, and at the end of the program they are too late.
     is_open = not in_step and not _is_ending(now, workers)
     newcomers = _newcomers(now, workers) if is_open else []
+    staying = [worker for worker in survivors if not worker.is_leaving]
+    if is_open and staying and len(staying) + len(newcomers) >= want.least and not newest.is_leaving:
+        survivors = staying
     kept = _evenly(survivors, want.workers)
     if newest not in kept:
         kept = [*kept[:-1], newest]
@@ -189,7 +197,9 @@ def _by_id(hosts: Iterable[HostRecord]) -> dict[str, Worker]:
 
 def _newcomers(now: Generation, workers: Mapping[str, Worker]) -> list[Worker]:
     """The workers that can become members. A member that is READY is not one: it may be joining at this moment."""
-    ready = [w for w in workers.values() if w.standing is Standing.READY and w.id not in now.members]
+    ready = [
+        w for w in workers.values() if w.standing is Standing.READY and w.id not in now.members and not w.is_leaving
+    ]
     return sorted((w for w in ready if not _is_void(w, now)), key=_by_name)
 
 
@@ -223,9 +233,12 @@ def _why_next(now: Generation, workers: Mapping[str, Worker], chosen: Sequence[W
     gone = [member for member in now.members if member not in workers]
     if gone:
         return _join_names(gone, "was lost", "were lost")
+    names = {worker.id for worker in chosen}
+    leaving = [member for member in now.members if workers[member].is_leaving and member not in names]
     newcomers = [worker.id for worker in chosen if worker.id not in now.members]
-    if newcomers:
-        return _join_names(newcomers, "joins", "join")
+    if leaving or newcomers:
+        parts = [(leaving, "leaves", "leave"), (newcomers, "joins", "join")]
+        return ", ".join(_join_names(*part) for part in parts if part[0])
     if len(now.members) > want.workers:
         return f"{_count(want.workers)} wanted"
     return _why_broken(now, workers)
@@ -307,125 +320,3 @@ def _order_for_other(worker: Worker, now: Generation, *, over: bool) -> tuple[Or
     if worker.standing is Standing.READY and _is_void(worker, now):
         return OrderAction.KILL, f"what it replayed was done again in generation {now.anew}"
     return None
-
-
-# --------------------------------------------------------------------------------------------------------------- JSON
-
-Record = TypeVar("Record", bound=Generation | HostRecord | Want | Worker)
-
-
-def as_json(value: Any) -> Any:
-    """A record, or what is in one, as plain JSON."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [as_json(one) for one in value]
-    return {name: as_json(one) for name, one in vars(value).items()} if is_dataclass(value) else value
-
-
-def from_json(kind: type[Record], value: object) -> Record:
-    """The record in `value`. Raises ValueError saying what is wrong: a broken or hostile peer may have written it."""
-    name, readers = kind.__name__, _READERS[kind]
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}: {_short(value)} is not an object")
-    if value.keys() != readers.keys():
-        raise ValueError(f"{name}: has the fields {_short(list(value))}, must have {list(readers)}")
-    read: dict[str, Any] = {}
-    for field, reader in readers.items():
-        try:
-            read[field] = reader(value[field])
-        except ValueError as error:
-            raise ValueError(f"{name}.{field}: {error}") from None
-    record = kind(**read)
-    if wrong := _find_wrong(record):
-        raise ValueError(f"{name}: {wrong}")
-    return record
-
-
-def _find_wrong(record: object) -> str:
-    """Check what no single field shows. Returns what is wrong; "" if nothing is."""
-    match record:
-        case Generation() if len(set(record.members)) < len(record.members):
-            return f"a worker is a member twice: {_short(record.members)}"
-        case Generation() if record.source is not None and record.source not in record.members:
-            return f"the source {_short(record.source)} is no member"
-        case Generation() if record.source is not None and record.position is None:
-            return f"the source {_short(record.source)} has no position"
-        case Generation() if record.anew > record.number:
-            return f"anew is {record.anew}, after its number, {record.number}"
-        case Worker() if record.standing is Standing.READY and record.position[0] != -1:
-            return f"{_short(record.id)} is ready, so its top is -1, not {record.position[0]}"
-        case HostRecord():
-            ids = [worker.id for worker in record.workers]
-            strange = [one for one in ids if not re.fullmatch(rf"{re.escape(record.name)}\.[0-9]+", one)]
-            if strange:
-                return f"{_short(strange[0])} is not <host>.<serial> with the host {_short(record.name)}"
-            if len(set(ids)) < len(ids):
-                return f"a worker is on the list twice: {_short(ids)}"
-        case Want() if not 1 <= record.least <= record.workers <= record.most:
-            return f"1 <= least <= workers <= most does not hold: {record.least}, {record.workers}, {record.most}"
-    return ""
-
-
-def _short(value: object) -> str:
-    return f"{value!r:.80}"
-
-
-def _read_text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} is not a string")
-    return value
-
-
-def _read_int(value: object, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{_short(value)} is not a whole number of at least {least}")
-    return value
-
-
-def _read_list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{_short(value)} is not a list")
-    return value
-
-
-def _read_position(value: object) -> Position:
-    pair = _read_list(value)
-    if len(pair) != 2:
-        raise ValueError(f"{_short(value)} is not a pair (top, calls)")
-    return _read_int(pair[0], -1), _read_int(pair[1])
-
-
-def _read_enum(kind: type[Enum]) -> Callable[[object], object]:
-    known = {one.value: one for one in kind}
-
-    def read(value: object) -> object:
-        if _read_text(value) not in known:
-            raise ValueError(f"{_short(value)} is none of {list(known)}")
-        return known[value]
-
-    return read
-
-
-def _read_optional(reader: Callable[[object], object]) -> Callable[[object], object]:
-    return lambda value: None if value is None else reader(value)
-
-
-def _read_all(reader: Callable[[object], object]) -> Callable[[object], object]:
-    return lambda value: tuple(reader(one) for one in _read_list(value))
-
-
-_READERS: dict[type, dict[str, Callable[[object], object]]] = {
-    Generation: {
-        "number": _read_int,
-        "members": _read_all(_read_text),
-        "phase": _read_enum(GenerationPhase),
-        "position": _read_optional(_read_position),
-        "source": _read_optional(_read_text),
-        "why": _read_text,
-        "anew": _read_int,
-    },
-    Worker: {"id": _read_text, "standing": _read_enum(Standing), "generation": _read_int, "position": _read_position},
-    HostRecord: {"name": _read_text, "workers": _read_all(lambda value: from_json(Worker, value))},
-    Want: {"workers": _read_int, "least": _read_int, "most": _read_int},
-}

@@ -14,7 +14,8 @@ from typing import Any, final
 
 from lockstep.control.store import PREFIX, StoreClient, StoreEntry, ThenEntry
 from lockstep.elastic.agent_client import Message
-from lockstep.elastic.membership import START, Generation, HostRecord, Standing, Want, Worker, as_json, from_json
+from lockstep.elastic.membership import START, Generation, HostRecord, Standing, Want, Worker
+from lockstep.elastic.record_json import as_json, from_json
 from lockstep.elastic.worker_state import LocalWorker
 
 
@@ -51,6 +52,7 @@ class Records:
         self.pending_writes: dict[str, PendingWrite] = {}  # by key
         self.is_clean = False  # whether the store has nothing of an earlier run
         self.found: int | None = None  # see `membership.orders`; None: the workers of this host are not listed yet
+        self.is_leaving = False  # this host: see `HostRecord`
         self._first_want = want
         self._network: dict[str, Any] | None = None
         self._cleaning: set[tuple[str, int]] = set()  # (key, revision) of deletions under way
@@ -167,7 +169,8 @@ class Records:
 
     def list_workers(self, workers: Iterable[Worker]) -> None:
         """Write the records of this host."""
-        mine, lease_losses = as_json(HostRecord(self.name, tuple(workers))), self._lease_losses
+        mine = as_json(HostRecord(self.name, tuple(workers), self.is_leaving))
+        lease_losses = self._lease_losses
 
         def then(result: Any) -> None:
             if isinstance(result, StoreEntry) and lease_losses == self._lease_losses and self.found is None:

@@ -24,6 +24,14 @@ WITHIN_S: Final = 120.0
 ROUNDS: Final = 4  # give up after this many times the usual losses if steps are made, but the run gets no further
 
 
+@dataclass(frozen=True)
+class RestartRequest:
+    """Sent by every worker when some of them computed wrongly: all go back to the last verified state."""
+
+    why: str
+    is_wrong: bool  # this worker is one of those that are wrong
+
+
 @dataclass
 class LocalWorker:
     record: Worker
@@ -42,6 +50,10 @@ class LocalWorker:
     is_calling: bool = False  # whether it was in a call of the Run then
     left_run: bool = False  # it left its Run by an exception, which its program may catch
     ended_s: float = 0.0  # when its process ended with status 0 after that
+    slowness: float = 0.0  # how many times as long as the others it takes, if that is too long; 0.0: it is not
+    is_slow_told: bool = False  # a message has said that it is too slow, and stays
+    restart: RestartRequest | None = None  # it ends, and another is to be started in its place
+    signalled_s: float | None = None  # when it was sent SIGTERM or SIGUSR1, until it is decided what that means
     released: bool = False  # a surplus worker: it ends with status 0, which is not the end of the program
 
     @property

@@ -1,7 +1,7 @@
-"""How `lockstep scale` asks the launcher of a run for another number of workers.
+"""How `lockstep scale` asks the launcher of a run for another number of workers, and `lockstep drain` that some leave.
 
 The launcher writes a file into the folder of its logs: its pid, its start time, and how many workers it can have.
-`lockstep scale` writes the number into a file beside that one, and sends a signal. A launcher that was killed leaves
+The command writes what it asks for into a file beside that one, and sends a signal. A launcher that was killed leaves
 its file behind, and its pid may belong to another process, which the signal would end: hence the start time.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from lockstep.process_identity import read_stat, this_process
 LAUNCHER_FILE: Final = "supervisor.json"
 REQUEST_FILE: Final = "want"
 REQUEST_SIGNAL: Final = signal.SIGUSR2
+READ_WITHIN_S: Final = 3.0
 
 
 class NotRunning(Exception):
@@ -49,13 +51,31 @@ def publish_launcher(folder: Path, *, least: int, most: int) -> None:
     new.rename(folder / LAUNCHER_FILE)
 
 
-def read_request(folder: Path) -> int:
-    """Called by the launcher after REQUEST_SIGNAL: the number of workers. Raises OSError, ValueError."""
-    return int((folder / REQUEST_FILE).read_text())
+@dataclass(frozen=True)
+class Request:
+    """What the launcher is asked for: another number of workers, or that some leave."""
+
+    workers: int = 0
+    leaving: tuple[int, ...] = ()  # numbers of workers of this host
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(one, int) and one >= 0 for one in (self.workers, *self.leaving)):
+            raise ValueError(f"{self}: whole numbers are needed")
 
 
-def request_workers(run: Path, workers: int) -> None:
-    """Asks the launcher of this run for that many workers. Raises NotRunning, OutOfBounds."""
+def read_request(folder: Path) -> Request:
+    """Called by the launcher after REQUEST_SIGNAL; deletes the file. Raises OSError, ValueError."""
+    text = (folder / REQUEST_FILE).read_text()
+    (folder / REQUEST_FILE).unlink()
+    asked = json.loads(text)
+    if not isinstance(asked, dict) or asked.keys() != {"workers", "leaving"} or not isinstance(asked["leaving"], list):
+        raise ValueError(f"{asked!r:.80} is no request")
+    return Request(asked["workers"], tuple(asked["leaving"]))
+
+
+def send_request(run: Path, request: Request) -> None:
+    """Sends a request to the launcher of this run. Raises NotRunning, OutOfBounds."""
+    workers = request.workers
     try:
         folder = _logs_of(run)
         launcher = LauncherInfo(**json.loads((folder / LAUNCHER_FILE).read_text()))
@@ -64,18 +84,26 @@ def request_workers(run: Path, workers: int) -> None:
         with _open_process(launcher.pid) as handle:
             if not _is_running(launcher):
                 raise NotRunning(f"its launcher, process {launcher.pid}, has ended, or is in another container")
-            if not launcher.least <= workers <= launcher.most:
+            if workers and not launcher.least <= workers <= launcher.most:
                 raise OutOfBounds(
                     f"{workers} workers: this run can have {launcher.least} to {launcher.most} "
                     "(--min and --max, and the shards of its batches)"
                 )
-            (folder / REQUEST_FILE).write_text(str(workers))
+            _await_read(folder / REQUEST_FILE)
+            (folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
             if handle is None:
                 os.kill(launcher.pid, REQUEST_SIGNAL)
             else:
                 signal.pidfd_send_signal(handle, REQUEST_SIGNAL)
     except (OSError, OverflowError, KeyError, TypeError, ValueError) as error:
         raise NotRunning(f"{type(error).__name__}: {error}") from error
+
+
+def _await_read(file: Path) -> None:
+    """Wait until the launcher has read an earlier request, which would be overwritten; for READ_WITHIN_S at most."""
+    end_s = time.monotonic() + READ_WITHIN_S
+    while file.exists() and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 def _logs_of(run: Path) -> Path:

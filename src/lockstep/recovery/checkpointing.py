@@ -57,10 +57,12 @@ class CheckpointSaver:
     def is_saved(self, step: int) -> bool:
         return self._saved_at == step
 
-    def save(self, step: int, state: Callable[[], State], *, writes: bool) -> None:
+    def save(self, step: int, state: Callable[[], State], *, writes: bool, kept_step: int | None = None) -> None:
+        """Save in the background. `kept_step`: the newest checkpoint up to this step is not removed."""
         self.begin(step)
         if self._store is None or not writes:
             return
+        self._store.kept_step = kept_step
         if self._writer is None:
             self._writer = CheckpointWriter(self._store, _warn, fence=self._fence, on_written=self._on_written)
         self._writer.submit(step, state())

@@ -118,6 +118,18 @@ class CollectiveCalls:
     def limit(self, workers: int) -> None:
         """Announce that the run cannot use more workers than this."""
 
+    def report_slowness(self, times: float) -> None:
+        """Announce that this worker takes so many times as long for a sample as the others, which is too long."""
+
+    def restart(self, why: str, prepare: Callable[[], None], *, is_wrong: bool) -> None:
+        """Call `prepare`, and end this process, so that another starts in its place; all workers do that. Returns if
+        there is no launcher that would start one.
+
+        why       the error
+        is_wrong  this worker computed wrongly, so that none is started on its machine
+        """
+        prepare()
+
     def end(self) -> None:
         """Called when all workers have made all calls."""
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.comm.abortable_group import deferred_destroy
 from lockstep.comm.peer_watch import is_peer_loss
-from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration, WorkerIdentity
+from lockstep.elastic.agent_client import RESTART_STATUS, AgentClient, GenerationEnded, JoinedGeneration, WorkerIdentity
 from lockstep.elastic.generation_groups import GenerationGroups
 from lockstep.errors import (
     CheckpointError,
@@ -306,6 +308,20 @@ class ElasticCalls(CollectiveCalls):
     def limit(self, workers: int) -> None:
         self._agent.send("limit", workers=workers)
 
+    def report_slowness(self, times: float) -> None:
+        self._agent.send("slow", times=times)
+
+    def restart(self, why: str, prepare: Callable[[], None], *, is_wrong: bool) -> None:
+        self._agent.send("restart", why=why, is_wrong=is_wrong)
+        try:
+            prepare()
+        except Exception as error:
+            print_message(f"the checkpoints could not be set aside: {type(error).__name__}: {error}")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(RESTART_STATUS)  # not by an exception, which the program might catch
+
     def end(self) -> None:
         self._agent.send("done")
 
@@ -324,6 +340,8 @@ class ElasticCalls(CollectiveCalls):
 
     def _check_lost(self, error: Exception) -> None:
         """Raise the error again if the program caused it, and not the end of the generation."""
+        if isinstance(error, DivergenceError) and error.wrong_ranks is not None:
+            raise error  # all workers know it, and the first of them may have ended the generation already
         if self._agent.leave_reason() is not None:
             return  # whatever the error is: a group that is aborted may raise anything
         if isinstance(error, PROGRAM_ERRORS):

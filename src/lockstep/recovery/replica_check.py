@@ -35,13 +35,13 @@ class ReplicaCheck:
         self._cost_s = 0.0
         self._first_check_s: float | None = None
 
-    def after_step(self, number: int, state: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Call it after every step. `state` returns everything that must be equal, by name.
+    def after_step(self, number: int, state: Callable[[], Mapping[str, Tensor]], *, now: bool = False) -> None:
+        """Call it after every step. `state` returns everything that must be equal, by name. `now`: compare in any case.
 
         Raises DivergenceError on all workers if something differs.
         """
         self._steps += 1
-        if self._is_due():
+        if self._is_due() or (now and self._group.size() > 1):
             at = time.perf_counter()
             self.compare(number, state())
             self._cost_s = time.perf_counter() - at
@@ -80,22 +80,28 @@ class ReplicaCheck:
             raise DivergenceError(f"after step {number} the workers do not have the same tensors: {_odd_names(names)}")
         where = differences(all_digests)
         named, more = ", ".join(names[0][n] for n in where[:MAX_NAMED]), len(where) - MAX_NAMED
-        majority = describe_majority([mine[where[0]] for mine in all_digests])
+        wrong = minority(all_digests)
         raise DivergenceError(
             f"after step {number} the replicas are not equal in {named}"
-            f"{f' and {more} more tensors' if more > 0 else ''}. {majority} "
+            f"{f' and {more} more tensors' if more > 0 else ''}. {describe_minority(wrong, self._group.size())} "
             "A computation that is not the same on every worker, a write to a tensor on one worker only, or a "
-            "faulty machine. Go back to the last checkpoint; Run(audit_every=...) finds operations that do not repeat."
+            "faulty machine. Go back to the last checkpoint; Run(audit_every=...) finds operations that do not repeat.",
+            wrong,
         )
 
 
-def describe_majority(digests: Sequence[int]) -> str:
-    """Describe which ranks differ from the majority, if there is one."""
-    value, votes = Counter(digests).most_common(1)[0]
-    if 2 * votes <= len(digests):
-        return f"Ranks {', '.join(map(str, range(len(digests))))} do not agree, and no majority tells who is right."
-    wrong = [rank for rank, digest in enumerate(digests) if digest != value]
-    return f"Rank {', '.join(map(str, wrong))} is wrong: the other {votes} workers agree."
+def minority(digests: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks whose digests differ from those of more than half of all ranks; [] if there is no majority."""
+    all_of = [tuple(mine) for mine in digests]
+    value, votes = Counter(all_of).most_common(1)[0]
+    return [rank for rank, mine in enumerate(all_of) if mine != value] if 2 * votes > len(all_of) else []
+
+
+def describe_minority(wrong: Sequence[int], size: int) -> str:
+    """Describe which of `size` ranks differ from the majority, if there is one."""
+    if not wrong:
+        return f"Ranks {', '.join(map(str, range(size)))} do not agree, and no majority tells who is right."
+    return f"Rank {', '.join(map(str, wrong))} is wrong: the other {size - len(wrong)} workers agree."
 
 
 def _odd_names(names: Sequence[Sequence[str]]) -> str:

@@ -14,11 +14,11 @@ A graph leaves its gradients in the same memory every time. They are added to th
 before the next replay; no parameter refers to them except in the last shard of a step. Events that are recorded inside
 the backward graph let buckets be sent while it still runs.
 
-Note [Two lanes]
-The kernels of a small shard do not fill a GPU. A worker with several shards captures their pass twice, with memory, a
-stream and a random state of its own each, and replays shards alternately in these two lanes, which overlap. The stream
-of the step adds up their gradients. There is one lane if the forward pass writes to buffers, or if the graphs of one
-lane take more than 1 / LANE_SHARE (shard_graphs.py) of the memory of the GPU.
+Note [Lanes]
+The kernels of a small shard do not fill a GPU. A worker with several shards captures their pass up to MAX_LANES times
+(shard_graphs.py), with memory, a stream and a random state of its own each, and replays shards in these lanes in turn,
+so that they overlap. The stream of the step adds up their gradients. There is one lane if the forward pass writes to
+buffers. All lanes but the first together take at most 1 / LANE_SHARE of the memory of the GPU.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class CapturedShard:
     def __init__(self, one: ShardPass, written: Sequence[Tensor], lane: Lane) -> None:
         """Capture the passes. Nothing is computed yet. `written`: the buffers that the forward pass writes to."""
         self.lane = lane
-        self.may_overlap, self.size_bytes = False, 0  # both set by ShardGraphs, as are these steps:
+        self.lanes, self.size_bytes = 1, 0  # both set by ShardGraphs, as are these steps:
         self.captured_at, self.compare_at = 0, 0
         with lane.active():
             self._record(one, written)

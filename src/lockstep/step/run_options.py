@@ -61,7 +61,8 @@ class OptionNames(TypedDict, total=False):
     max_grad_norm: float | None
     on_nonfinite: str
     check_every: int | None
-    audit_every: int
+    audit_every: int | str
+    balance_shards: bool
     save_every: int | str | None
     exit_on_interrupt: bool
     threads: int
@@ -83,7 +84,10 @@ class RunOptions:
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
-    audit_every   steps between two shards that another worker computes again and compares; 0: never
+    audit_every   steps between two rounds of audits, in which one shard of every worker is computed again by another;
+                  "auto": so many that they cost less than 1 %; 0: never. In an elastic run a worker that computes
+                  wrongly is left out, and the others go back to the last verified state
+    balance_shards  with more shards than workers, give slow workers fewer shards; the bits are the same
     save_every    steps between two checkpoints, or a time such as "5m"; None: after every epoch and at the end
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`
@@ -104,7 +108,8 @@ class RunOptions:
     max_grad_norm: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     check_every: int | None = None
-    audit_every: int = 0
+    audit_every: int | str = 0
+    balance_shards: bool = True
     save_every: int | str | None = None
     exit_on_interrupt: bool = True
     threads: int = 1
@@ -131,9 +136,13 @@ class RunOptions:
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
             raise ValueError(f"max_grad_norm={clip!r} must be a positive number, or None")
         for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1)):
-            value = values.get(name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")
+            value = values.get(name, least)
+            word = {"check_every": None, "audit_every": "auto"}.get(name, least)  # allowed instead of a number
+            if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                instead = "" if word == least else f", or {word!r}"
+                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{instead}")
+        if not isinstance(balance := values.get("balance_shards", True), bool):
+            raise ValueError(f"balance_shards={balance!r} must be True or False")
         try:
             read_interval(values.get("save_every"))
         except ValueError as error:

@@ -37,7 +37,7 @@ from lockstep.step.compiled_model import is_compiled
 from lockstep.step.python_inputs import PythonInputs, code_of
 
 WARM_UP_STEPS: Final = 3
-LANES, LANE_SHARE = 2, 16  # Note [Two lanes] in captured_shard.py
+MAX_LANES, LANE_SHARE = 4, 16  # Note [Lanes] in captured_shard.py
 MAX_GRAPHS: Final = 8
 MAX_KEYS: Final = 1000  # sets of shapes of which it is known how often they were seen
 MAX_LOSSES: Final = 64
@@ -179,7 +179,7 @@ class ShardGraphs:
 
     @property
     def count(self) -> int:
-        """Number of captured passes; one in two lanes counts once."""
+        """Number of captured passes; one in several lanes counts once."""
         return sum(len(known.graphs) for known in self._by_loss.values())
 
     @property
@@ -249,7 +249,7 @@ class ShardGraphs:
         known.uses[key] = use + 1
         if not graphs and not self._is_warm(known, key, step, loss, shard_pass):
             return None
-        if not graphs or (use == len(graphs) < LANES and graphs[0].may_overlap):
+        if not graphs or (use == len(graphs) < graphs[0].lanes):
             graph = self._capture_pass(known, loss, shard_pass, lane=len(graphs), examined=known.examined[key])
             graph.captured_at, graph.compare_at = step, step + 1
             graphs = known.graphs[key] = [*graphs, graph]
@@ -336,7 +336,8 @@ class ShardGraphs:
         known.inputs = inputs
         graph.size_bytes = max(torch.cuda.memory_reserved() - before, 0)
         total = torch.cuda.get_device_properties(device).total_memory
-        graph.may_overlap = not examined.written and graph.size_bytes * LANE_SHARE < total
+        if not examined.written:
+            graph.lanes = min(MAX_LANES, 1 + total // (LANE_SHARE * max(graph.size_bytes, 1)))
         return graph
 
     def _digests(self, shard_pass: ShardPass, graph: CapturedShard | None = None) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,19 +43,27 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     t.sum.is_timed = observer.is_detailed
     t.buffers.begin()
     with preserve_random_state(t.sum.device), t.sum.in_step(), without_gradients(t.frozen):
-        compute_gradients(t, loss, batch, table, requests)
+        t.audit.begin(batch, t.sum, partial(compute_again, t, loss, batch))
+        with t.meter.measure(sum(shard.count for shard in batch.shards)):
+            compute_gradients(t, loss, batch, table, requests)
         outcome, waited_s = finish_exchange(t, loss, batch, table)
 
     faults.at("reduced")
+    if is_first:
+        t.balance.add_step(outcome.speeds)
     waits = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
     check = step_check.check_gradients(t.leaves, outcome, t.options, wait=waits, shares=t.sum.shares)
     t.norm_check.defer(batch.number, check.norm if not waits else None, t.options, t.leaves)
     if is_first:
         observer.add_gradient(check.norm if check.finite else None, batch.count, t.loss_scale.value)
+    is_bad = not check.finite and (bool(outcome.bad_shards) or not t.loss_scale.may_be_too_large)
+    if is_bad:
+        with preserve_random_state(t.sum.device), without_gradients(t.frozen):
+            t.audit.check_nonfinite(batch, t.sum, partial(compute_again, t, loss, batch))
     buffers = t.buffers.gather(outcome.changed, t.sum.merge_counts(batch.counts), t.sum) if check.finite else []
     requests.commit()  # up to here the step can be repeated
     faults.at("committed")
-    if not check.finite and (outcome.bad_shards or not t.loss_scale.may_be_too_large):
+    if is_bad:
         step_check.stop_or_skip(check, batch, t.options)
     apply(t, make_update(t, batch, buffers, finite=check.finite, bad_loss=bool(outcome.bad_shards)))
     return Result(
@@ -116,7 +124,7 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
 def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
     """Run the loss function on a shard, with the random numbers of this step and shard."""
     seed_all(seed_of(t, batch, shard), t.sum.device)
-    with t.recompute_check.recording(batch, shard.number), t.graphs.watching():
+    with t.audit.recording(shard), t.graphs.watching():
         one = run_loss(t, loss, shard.data)
     is_first_step = batch.number == 0 or (t.part > 0 and not t.optimizer.state)
     if is_first_step and shard.count > 1 and not t.is_loss_checked:
@@ -149,9 +157,8 @@ def seed_of(t: StepContext, batch: Batch, shard: Shard) -> int:
 
 def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> CapturedShard | None:
     """Return the captured pass for this shard; None: run it eagerly (captured_shard.py)."""
-    t.recompute_check.stop_recording()
-    is_audited = t.recompute_check.shard_of(batch) == shard.number
-    if not t.graphs.is_enabled or shard.count == 0 or is_audited or batch.number == 0:
+    t.audit.stop_recording()
+    if not t.graphs.is_enabled or shard.count == 0 or t.audit.is_owned_task(shard.number) or batch.number == 0:
         return None
     one = ShardPass(
         run=partial(run_loss, t, loss),
@@ -190,7 +197,8 @@ def begin_exchange(t: StepContext, batch: Batch, table: StepTable, requests: Ste
     faults.at("table")
     t.is_exchanging = True
     names = metric_names(t, table)
-    table.send(batch, stop=requests.stop, move=requests.move, report=t.observer.active.pop_report(), names=names)
+    speed, report = t.meter.read(), t.observer.active.pop_report()
+    table.send(batch, stop=requests.stop, move=requests.move, speed=speed, report=report, names=names)
     drop_update(t)  # the gradients of this step overwrite those of the previous one
     t.gradients.begin_last_shard(batch.shards[-1].number, table.scale)
 
@@ -223,15 +231,21 @@ def finish_exchange(t: StepContext, loss: Loss, batch: Batch, table: StepTable) 
     observer.lap("wait")
     observer.end_shard(table.weight_of(shard.number), shard.count)
     observer.add_buckets(t.gradients.bucket_times)
-    t.recompute_check.compare(batch, t.sum, lambda one: run_again(t, loss, batch, one))
+    t.audit.compare(batch, t.sum, partial(compute_again, t, loss, batch))
     t.is_exchanging = False
     return outcome, waited_s
 
 
-def run_again(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> None:
-    """Compute the gradients of a shard once more, for the comparison with those of another worker."""
-    backward(t, forward(t, loss, batch, shard).total)
+def compute_again(
+    t: StepContext, loss: Loss, batch: Batch, shard: Shard, recording: AbstractContextManager[None]
+) -> Tensor:
+    """Compute the loss and gradients of a shard of another worker, for the comparison with those that it computes."""
+    seed_all(seed_of(t, batch, shard), t.sum.device)
+    with recording:
+        one = run_loss(t, loss, shard.data)
+    backward(t, one.total)
     t.buffers.rewind()
+    return one.total.detach()
 
 
 # -- apply -------------------------------------------------------------------------------------------------------------

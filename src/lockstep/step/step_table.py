@@ -2,8 +2,8 @@
 
 Every worker fills in its own fields of a table of zeros, and the tables are added up, so all workers have the same
 table. It holds the loss and weight of every shard; for every worker the number of its step, whether it asks to stop or
-has run out of data, the size of its batch, whether that ends an epoch, a digest of its samples, and a report on earlier
-steps (step_observer.py); and which buffers changed.
+has run out of data, the size of its batch, whether that ends an epoch, a digest of its samples, how fast it was in an
+earlier step (shard_balance.py), and a report on earlier steps (step_observer.py); and which buffers changed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from lockstep.comm import agreement
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch
 from lockstep.step.loss_check import ShardLoss
+from lockstep.step.shard_balance import StepSpeed
 from lockstep.trace.step_observer import NO_REPORT, REPORT_FIELDS
 
 # Columns of a shard. The last two are the fingerprint of its samples, in two halves of 32 bits.
 LOSS, WEIGHT, HIGH, LOW = range(4)
 # Columns of a worker. Its report takes all the rest.
-NUMBER, PART, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, REPORT = range(10)
+NUMBER, PART, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, SPEED = range(10)
+REPORT = SPEED + len(StepSpeed._fields)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class StepOutcome:
     content: list[int]  # 64-bit digest of the global batch, by rank; 0 on a rank that did not compute it
     changed: list[list[float]]  # [shard][buffer]
     fingerprint: int  # of all samples of the batch (data/ledger.py)
+    speeds: list[StepSpeed]  # by rank, in earlier steps
     reports: list[list[float]]  # by rank, on earlier steps
     metrics: dict[str, tuple[float, float]]  # of the loss function, by name: (sum, weight) over all shards
 
@@ -106,6 +109,7 @@ class StepTable:
         *,
         stop: int = 0,
         move: int = 0,
+        speed: StepSpeed = StepSpeed(),  # noqa: B008  (immutable)
         report: Sequence[float] = NO_REPORT,
         names: Sequence[str] = (),
     ) -> None:
@@ -129,7 +133,7 @@ class StepTable:
             (batch.number, batch.count, batch.ends_epoch, batch.content) if batch is not None else (0, 0, False, 0)
         )
         asks = [number, self._part, stop, batch is None, samples, ends_epoch, move]
-        mine = [*asks, content >> 32, content & 0xFFFFFFFF, *report]
+        mine = [*asks, content >> 32, content & 0xFFFFFFFF, *speed, *report]
         first = starts[1] + self._rank * len(mine)
         values[first : first + len(mine)] = mine
         late: list[tuple[int, Tensor]] = []  # (place, value on a GPU)
@@ -189,6 +193,7 @@ class StepTable:
             content=[_word(row[CONTENT_HIGH], row[CONTENT_LOW]) for row in by_rank],
             changed=changed,
             fingerprint=sum(_word(row[HIGH], row[LOW]) for row in by_shard) % 2**64,
+            speeds=[StepSpeed(*row[SPEED:REPORT]) for row in by_rank],
             reports=[row[REPORT:] for row in by_rank],
             metrics={
                 name: (_exact_sum(row[2 * n] for row in metrics), _exact_sum(row[2 * n + 1] for row in metrics))

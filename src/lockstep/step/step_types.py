@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
 from lockstep.ddp.replica import Leaf, cheap_digests
+from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
 from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.precision import LossScale
-from lockstep.step.recompute_check import RecomputeCheck
 from lockstep.step.run_options import RunOptions
+from lockstep.step.shard_balance import ShardBalance, SpeedMeter
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import ShardGraphs
 from lockstep.step.step_check import DeferredNormCheck
@@ -151,6 +152,7 @@ class TrainingPlan:
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
+    audits: AuditSchedule = field(default_factory=lambda: AuditSchedule(0))
     finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
 
 
@@ -165,7 +167,7 @@ class StepContext:
     gradients: ShardGradients
     buffers: BufferExchange
     loss_scale: LossScale
-    recompute_check: RecomputeCheck
+    audit: ShardAudit
     observer: StepObserver
     options: RunOptions
     seed: int
@@ -176,6 +178,8 @@ class StepContext:
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
+    balance: ShardBalance = field(default_factory=lambda: ShardBalance(1, 1))  # shared by all contexts
+    meter: SpeedMeter = field(default_factory=lambda: SpeedMeter(torch.device("cpu")))
     metric_names: tuple[str, ...] | None = None  # of the loss function; None until the first step
     is_loss_checked: bool = False  # it was checked that the loss function returns a sum
     is_exchanging: bool = False  # this worker is in the exchange of a step, and cannot repeat the step alone

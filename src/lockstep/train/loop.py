@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Final, final
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import faults
 from lockstep._torch import tree_leaves
+from lockstep.checkpoint.store import SUSPECT
+from lockstep.comm import abortable_wait
 from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
 from lockstep.ddp.replica import named_state
@@ -41,6 +44,7 @@ from lockstep.train.training_plan import (
 )
 
 SAVE_AFTER_ERROR_S: Final = 120.0
+TOLD_WITHIN_S: Final = 5.0  # until all workers know that some of them are wrong
 
 
 class LoopStage(Enum):
@@ -172,6 +176,7 @@ class TrainLoop:
         with closing(iter(batches)) as self._batches:  # or its loaders would run until it is garbage-collected
             while not self._should_stop and (steps is None or batches.position.number < steps):
                 session.calls.begin_step(batches.position.number)
+                self.state.balance_shards(plan)
                 self._assignment, self._here = self.state.assignments, batches.position
                 session.observer.begin_iteration(batches.position.number)
                 batch = next(self._batches, None)
@@ -275,6 +280,30 @@ class TrainLoop:
 
     def step(self, plan: TrainingPlan, loss: Loss, batch: Batch, part: int) -> Result:
         """See `Run.step`. `part` is the number of the optimiser."""
+        try:
+            return self._step(plan, loss, batch, part)
+        except DivergenceError as error:
+            if error.wrong_ranks is not None and plan.audits.every:
+                self._go_back(error.wrong_ranks, str(error))
+            raise
+
+    def _go_back(self, wrong_ranks: Sequence[int], why: str) -> None:
+        """Set unverified checkpoints aside after workers computed wrongly. In an elastic run, end this process: others
+        start in its place, from the last verified checkpoint, but not on the machines that are wrong."""
+        session = self._session
+
+        def set_aside() -> None:
+            with suppress(Exception):  # until all workers know the error; one that has ended knows it
+                abortable_wait.done_within(session.group.barrier(dist.BarrierOptions()), TOLD_WITHIN_S)
+            moved = session.checkpoints.set_aside_unverified() if session.is_main else []
+            if moved:
+                numbers = ", ".join(map(str, moved))
+                print_message(f"the checkpoints of steps {numbers} may be wrong, and are in {SUSPECT}/ now")
+            session.trace_writer.event("corruption", text=why)
+
+        session.calls.restart(why, set_aside, is_wrong=session.world.rank in wrong_ranks)
+
+    def _step(self, plan: TrainingPlan, loss: Loss, batch: Batch, part: int) -> Result:
         session, check = self._session, self._check
         assert check is not None
         check.begin_step(batch, part, warns=session.is_main)
@@ -306,7 +335,9 @@ class TrainLoop:
             session.calls.move_at_next_step(result.move)
         if is_batch_done(plan):
             self._record_samples(plan, batch)
-        session.calls.make("the comparison of replicas", lambda: self.state.compare_replicas(batch.number))
+        compare = partial(self.state.compare_replicas, batch.number)
+        if session.calls.make("the comparison of replicas", compare):
+            session.checkpoints.verified_steps = batch.number  # not what is saved now, before the next round
         if session.state_log is not None:
             self._loss = loss
             state = partial(named_state, plan.model, plan.optimizer)

@@ -18,9 +18,12 @@ from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError
 from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
-from lockstep.step.step_types import StepContext, TrainingPlan
+from lockstep.step.audit import AuditSchedule
+from lockstep.step.shard_balance import ShardBalance
+from lockstep.step.step_types import LastUpdate, StepContext, TrainingPlan
 from lockstep.train import training_plan
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
+from lockstep.train.run_state import is_batch_done
 from lockstep.train.session import Session
 from lockstep.train.training_plan import RunConfig
 from lockstep.world.world import World
@@ -91,29 +94,35 @@ class WorkerState:
             with suppress(Exception):  # the group has failed; the next call fails too, and is then made again
                 update.receipt = context.sum.start_barrier()
 
-    def compare_replicas(self, number: int) -> None:
+    def compare_replicas(self, number: int) -> bool:
+        """Compare the replicas after step `number`, if it is time to.
+
+        Returns whether the state is verified: all workers have passed an audit in this step, and are equal after it.
+        """
         context, plan = self.context, self.plan
         assert context is not None
         assert plan is not None
         faults.at("compared")
+        began_s = time.perf_counter()
         with self._session.call_check.explain_errors("the comparison of replicas"):
             self.replica_check.after_step(
-                number, lambda: named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests()
+                number,
+                lambda: named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests(),
+                now=context.audit.is_round,
             )
+        if context.audit.is_round:
+            plan.audits.comparison_s = time.perf_counter() - began_s
+        return context.audit.is_round and self._session.world.size > 1 and is_batch_done(plan)
 
     # -- assignment of shards ----------------------------------------------------------------------------------------
 
     def assign_shards(self, plan: TrainingPlan) -> None:
         """Assign the shards of a step to the current workers, and build the context of this one."""
         session, world, settings = self._session, self._session.world, plan.batches.settings
-        config = RunConfig(session.options, session.seed, session.exact)
-        with session.step_stream.active():  # autograd remembers the stream of the first hook
-            self.contexts = training_plan.assign_shards(plan, config, world, session.group, session.observer)
-        context = self.context = next(iter(self.contexts.values()))
-        for one in self.contexts.values():
-            one.keeps_update = session.calls.is_elastic and world.size > 1
+        config, plan.audits = self._config, AuditSchedule(session.options.audit_every)
+        self._make_contexts(plan, training_plan.make_shard_balance(plan, config, world.size), LastUpdate())
         session.observer.set_world(
-            lambda: training_plan.describe(plan, context),
+            lambda: training_plan.describe(plan, next(iter(self.contexts.values()))),
             config=training_plan.observer_config(plan, world),
             generation=session.calls.generation,
             first=plan.batches.position.number,
@@ -128,6 +137,34 @@ class WorkerState:
         session.checkpoints.ledger.set_workers(world.size)
         self.assignments += 1
 
+    def _make_contexts(self, plan: TrainingPlan, balance: ShardBalance, last: LastUpdate) -> None:
+        session, world = self._session, self._session.world
+        with session.step_stream.active():  # autograd remembers the stream of the first hook
+            self.contexts = training_plan.assign_shards(
+                plan, self._config, world, session.group, session.observer, balance, last
+            )
+        self.context = next(iter(self.contexts.values()))
+        for one in self.contexts.values():
+            one.keeps_update = session.calls.is_elastic and world.size > 1
+
+    @property
+    def _config(self) -> RunConfig:
+        return RunConfig(self._session.options, self._session.seed, self._session.exact)
+
+    def balance_shards(self, plan: TrainingPlan) -> None:
+        """Assign the shards anew if some workers are slower than others; called by all workers between two batches."""
+        context = self.context
+        assert context is not None
+        change = context.balance.reassign()
+        limit, slowness = self._session.settings.drop_slower_than, context.balance.slowness(self._session.world.rank)
+        if limit is not None and slowness >= limit:
+            self._session.calls.report_slowness(slowness)
+        if change is not None:
+            self.drop_context(clears_gradients=False)
+            self._make_contexts(plan, context.balance, context.last)
+            self._session.trace_writer.event("shards", text=change)
+            self._session.announce(change)
+
     def drop_context(self, *, clears_gradients: bool) -> None:
         """Release what depends on the workers and on the trained parameters; `assign_shards` builds it again.
 
@@ -139,6 +176,7 @@ class WorkerState:
             for one in self.contexts.values():
                 if clears_gradients:
                     one.gradients.begin()
+                one.audit.stop_recording()
                 one.gradients.stop()  # a traceback may still refer to it
             self.context.sum.close()
 

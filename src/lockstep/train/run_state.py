@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import nn
 
 from lockstep import run_files
 from lockstep.checkpoint.differences import setting_changes
 from lockstep.checkpoint.format import flatten
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.ledger import Ledger
 from lockstep.data.sample_order import Position
@@ -28,6 +29,8 @@ from lockstep.train.training_plan import (
     restore_eval_mode,
     restore_trainable,
 )
+
+BEST: Final = "best"  # the folder of the best checkpoints in a run directory
 
 
 @final
@@ -57,6 +60,7 @@ class Checkpoints:
         self._origins: dict[str, InitialModuleState] = {}  # of the model and registered modules
         self._best = BestMetric()
         self._best_saver: CheckpointSaver | None = None
+        self.verified_steps = 0  # the state after so many steps is right (step/audit.py, Note [What an audit shows])
         self.was_stopped = False  # by the program, in an earlier start
         self._saved: tuple[int, int] | None = None  # what was saved or restored last: see `_mark`
         self._resumed_from: tuple[int, int] | None = None  # what the checkpoint holds: see `_mark`
@@ -76,6 +80,8 @@ class Checkpoints:
             "settings": plan.settings,
             "best": self._best.state(),
         }
+        if plan.audits.every:
+            more["verified_steps"] = self.verified_steps
         if not is_batch_done(plan):
             more["finished"] = {str(part): result.to_json() for part, result in plan.finished.items()}
         found = collect_state(self._things(plan)) | {"run": self._identity | run} | more
@@ -88,6 +94,8 @@ class Checkpoints:
         restore_trainable(plan, state)
         restore_eval_mode(plan.model, state.get("in_eval_mode"))
         self._best.restore(state.get("best"))
+        # What was computed without audits cannot be checked any more, and counts as right.
+        self.verified_steps = state.get("verified_steps", plan.batches.position.number)
         finished = state.get("finished") or {}
         plan.finished = {int(part): Result.from_json(result) for part, result in finished.items()}
 
@@ -139,14 +147,14 @@ class Checkpoints:
         self._saved = self._mark(plan, here)
         if writes:
             self.ledger.write()
-        self.saver.save(here.number, lambda: self.state(plan, here), writes=writes)
+        self.saver.save(here.number, lambda: self.state(plan, here), writes=writes, kept_step=self._kept_step(plan))
 
     def save_best(self, plan: TrainingPlan, here: Position, metric: float, *, mode: str, writes: bool) -> bool:
         """Save to the folder `best` if `metric` is better than all before it. Returns whether it was."""
         is_better = self._best.improves(metric, mode)
         if is_better and self.directory is not None:
             if self._best_saver is None:
-                self._best_saver = CheckpointSaver(self.directory / "best", None, self._fence)
+                self._best_saver = CheckpointSaver(self.directory / BEST, None, self._fence)
             self._best_saver.save(here.number, lambda: self.state(plan, here), writes=writes)
         return is_better
 
@@ -163,8 +171,22 @@ class Checkpoints:
         if mark != self._resumed_from and not is_written:
             plan.norm_check.check()
             self._saved = mark
-            self.saver.save(here.number, lambda: self.state(plan, here), writes=True)
+            self.saver.save(here.number, lambda: self.state(plan, here), writes=True, kept_step=self._kept_step(plan))
             self.saver.drain(check)
+
+    def _kept_step(self, plan: TrainingPlan) -> int | None:
+        """The newest checkpoint up to this step is kept, to go back to; None: without audits none is kept for that."""
+        return self.verified_steps if plan.audits.every else None
+
+    def set_aside_unverified(self) -> list[int]:
+        """Move the checkpoints that are not verified to the folder `suspect`. Returns their steps. Called by rank 0."""
+        if self.directory is None:
+            return []
+        stores, moved = [CheckpointStore(self.directory), CheckpointStore(self.directory / BEST)], list[int]()
+        for _ in range(2):  # and once more what is being written now
+            moved += [step for store in stores for step in store.set_aside_after(self.verified_steps)]
+            self.drain(lambda: None)
+        return sorted(set(moved))
 
     def drain(self, check: Callable[[], None]) -> None:
         """Wait until everything is written. `check` is called repeatedly, and raises to end the wait."""

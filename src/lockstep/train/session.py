@@ -33,7 +33,7 @@ from lockstep.step.run_options import RunOptions
 from lockstep.trace.metrics import MetricsFile, TensorBoardWriter
 from lockstep.trace.step_observer import NullObserver, StepObserver
 from lockstep.trace.trace_writer import TraceWriter
-from lockstep.train.run_state import Checkpoints
+from lockstep.train.run_state import BEST, Checkpoints
 from lockstep.train.signals import StopRequests
 from lockstep.world.world import World, choose_device, init, wanted_backend
 
@@ -114,22 +114,24 @@ class Session:
         if self._lock is not None:
             self._lock.reserve()
         options, agent = self.options, agent_client.current()
+        signals = self.stops.handle_signals(is_training=lambda: loop.is_running, has_begun=lambda: loop.has_begun)
         if agent is None:
             self.form_group(init(backend=options.backend, device=options.device))
         else:
             identity = agent.start()
             faults.context["worker"] = identity.id
+            agent.on_stop, self.stops.tell_agent = self.stops.order_stop, agent.note_signal
             self.calls = ElasticCalls(agent, identity, listener, backend=options.backend, device=options.device)
             self.world = self._expected_world(identity)
             self.device = self.world.device
+            self._stack.enter_context(signals)  # a worker that is asked to leave while it joins is not lost
         chosen = replace(options, device=None)  # which may differ between workers
         self.agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._open_files()  # not before: from here on this run has the lock of the directory
         self._stack.enter_context(preserve_random_state(self.device))
         self._stack.enter_context(determinism.arithmetic(self.device, exact=self.exact, threads=options.threads))
-        self._stack.enter_context(
-            self.stops.handle_signals(is_training=lambda: loop.is_running, has_begun=lambda: loop.has_begun)
-        )
+        if agent is None:
+            self._stack.enter_context(signals)
         seed_all(derive_seed(self.seed, "start"), self.device)
 
     def _open_files(self) -> None:
@@ -228,6 +230,8 @@ class Session:
             self._lock.acquire(leads=True)
             job = self.settings.run_id or os.environ.get("SLURM_JOB_ID", "")
             moved = start_over(self._lock.directory, job, lock=RUN_LOCK) if self._starts_over else None
+            for folder in (self._lock.directory, self._lock.directory / BEST):
+                CheckpointStore(folder).finish_setting_aside()
             if moved is not None:
                 print_message(f"starts over; what was in {self.directory} is in {moved} now")
         self.group = determinism.private_group(world)

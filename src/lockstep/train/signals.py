@@ -27,6 +27,11 @@ class StopRequests:
         self.ending: SystemExit | None = None  # the exception that ends the program after a signal
         self._logs = logs
         self._signal: int | None = None
+        self.tell_agent: Callable[[], None] | None = None  # in an elastic run, in which this worker may leave alone
+
+    def order_stop(self) -> None:
+        """Let all workers save and end after the current step."""
+        self.asked = Stop.SIGNAL
 
     def exit(self) -> SystemExit:
         """Return the exception that ends the program after a signal, once everything is saved.
@@ -38,8 +43,15 @@ class StopRequests:
         return self.ending
 
     def _request(self, number: int, *, has_begun: bool) -> None:
-        """Request that all workers save and end after the current step. `has_begun`: there is work to save."""
-        self.asked, self._signal = Stop.SIGNAL, number
+        """Request that all workers save and end after the current step. `has_begun`: there is work to save.
+
+        In an elastic run the agent of this host decides whether that is meant, or only this worker leaves.
+        """
+        self._signal = number
+        if self.tell_agent is not None and number != signal.SIGINT:
+            self.tell_agent()
+        else:
+            self.order_stop()
         if self._logs and has_begun:  # the launcher must not kill this worker before it has saved
             with suppress(OSError):
                 finishing_file(Path(self._logs), os.getpid()).touch()

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch, Batches, Position, Shard
-from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
 from lockstep.recovery.run_directory import STOPPED
 from lockstep.step import determinism
+from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
-from lockstep.step.recompute_check import RecomputeCheck
 from lockstep.step.run_options import RunOptions
+from lockstep.step.shard_balance import ShardBalance, SpeedMeter
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
@@ -74,6 +74,7 @@ def make_plan(
         loss_scale=LossScale.for_precision(config.options.precision),
         synced=synced,
         large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
+        audits=AuditSchedule(audit_every),
     )
 
 
@@ -201,25 +202,43 @@ def restore_eval_mode(model: nn.Module, names: Sequence[str] | None) -> None:
             module.training = name not in names
 
 
+def make_shard_balance(plan: TrainingPlan, config: RunConfig, size: int) -> ShardBalance:
+    """Return the assignment of shards to `size` workers, at first in equal shares.
+
+    It changes with the speed of the workers only if the bits do not depend on it (`exact`), if no SyncBatchNorm needs
+    as many passes on all workers, and if the next batch can be read anywhere: not from a stream.
+    """
+    may_change = config.exact and config.options.balance_shards and not plan.synced and not plan.batches.is_stream
+    return ShardBalance(plan.batches.settings.shards, size, enabled=may_change)
+
+
 def assign_shards(
-    plan: TrainingPlan, config: RunConfig, world: World, group: dist.ProcessGroup, observer: StepObserver
+    plan: TrainingPlan,
+    config: RunConfig,
+    world: World,
+    group: dist.ProcessGroup,
+    observer: StepObserver,
+    balance: ShardBalance,
+    last: LastUpdate,
 ) -> dict[int, StepContext]:
     """Assign the shards to the workers, and prepare steps with them. Called by all workers.
 
+    last  the last step that was applied, which a worker that has missed it may need
+
     Returns the context of each optimiser, by its number. One without a parameter that requires a gradient has none.
     """
-    batches, options, size = plan.batches, config.options, world.size
+    batches, options, shares = plan.batches, config.options, balance.shares
     shards = batches.settings.shards
-    shares = [shards_of_rank(shards, size, rank) for rank in range(size)]
     determinism.check_sync_batch_norm(plan.model, shares, exact=config.exact, is_main=world.rank == 0)
-    batches.set_rank(world.rank, size)
+    batches.set_rank(world.rank, world.size, shares[world.rank])
     sum_ = ShardSum(group, shares, device=world.device, exact=config.exact)
 
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
 
+    modules = {} if options.compile else dict(plan.model.named_modules())
     buffers = BufferExchange(plan.model, shards, checks_weights=batches.position.number == 0)
-    last, contexts = LastUpdate(), dict[int, StepContext]()
+    contexts = dict[int, StepContext]()
     for part, optimizer in enumerate(parts_of(plan.optimizer)):
         leaves = _leaves_of(plan, optimizer)
         own = {leaf.name for leaf in leaves}
@@ -232,7 +251,7 @@ def assign_shards(
                 gradients=ShardGradients(leaves, sum_, comm_dtype=options.grad_comm_dtype),
                 buffers=buffers,
                 loss_scale=plan.loss_scale,
-                recompute_check=RecomputeCheck(plan.model, leaves, every=options.audit_every, fetch=fetch),
+                audit=ShardAudit(modules, leaves, schedule=plan.audits, fetch=fetch),
                 observer=observer,
                 options=options,
                 seed=config.seed,
@@ -242,6 +261,8 @@ def assign_shards(
                 norm_check=plan.norm_check,
                 gradient_writes=plan.gradient_writes,
                 graphs=plan.graphs,
+                balance=balance,
+                meter=SpeedMeter(world.device),
                 last=last,
             )
     return contexts

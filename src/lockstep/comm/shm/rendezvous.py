@@ -127,7 +127,7 @@ def exchange_segments(
                     peers[peer.rank] = peer
                     _send_segment(incoming, hello, segment.fd)
         for peer_rank, connection in connections.items():
-            while not select.select([connection], [], [], POLL_S)[0]:
+            while not _is_readable(connection, POLL_S):
                 rendezvous.check_progress(peer_rank, "has not answered")
             peer = _receive_segment(connection, secret, size)
             if peer is None:
@@ -165,8 +165,15 @@ def _connect(rendezvous: _Rendezvous, peer_rank: int) -> socket.socket:
     return connection
 
 
+def _is_readable(sock: socket.socket, within_s: float) -> bool:
+    """Whether something can be read. By poll: select fails in a program with more than a thousand open files."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
 def _accept(listener: socket.socket) -> socket.socket | None:
-    if not select.select([listener], [], [], POLL_S)[0]:
+    if not _is_readable(listener, POLL_S):
         return None
     incoming, _ = listener.accept()
     incoming.settimeout(HELLO_TIMEOUT_S)  # the process may connect and send nothing

@@ -284,14 +284,14 @@ if ($("trace").textContent.trim()) {
     if (!other) { say("The browser did not let this page open a window. Download trace.json, and open it at ui.perfetto.dev."); return; }
     if (location.protocol === "file:") say("If Perfetto does not take the trace from a page on your disk: download trace.json, and drop it there.");
     const buffer = await traceBuffer();
-    const finish = () => { clearInterval(ping); clearTimeout(patience); window.removeEventListener("message", answer); };
+    const finish = () => { clearInterval(ping); clearTimeout(limit); window.removeEventListener("message", answer); };
     const answer = (event) => {
       if (event.source !== other || event.data !== "PONG") return;
       finish();
       other.postMessage({ perfetto: { buffer, title: "lockstep " + S.name, fileName: "trace.json" } }, origin);
     };
     const ping = setInterval(() => other.postMessage("PING", origin), 100);
-    const patience = setTimeout(() => { finish(); say("Perfetto did not answer. Download trace.json, and open it at ui.perfetto.dev."); }, 30000);
+    const limit = setTimeout(() => { finish(); say("Perfetto did not answer. Download trace.json, and open it at ui.perfetto.dev."); }, 30000);
     window.addEventListener("message", answer);
   });
 } else for (const id of ["perfetto", "download"]) $(id).hidden = true;

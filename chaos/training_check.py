@@ -56,6 +56,7 @@ class Hit:
     pid: int
     at_s: float
     stopped: bool = False
+    drained: bool = False  # it was asked to leave
 
 
 @dataclass
@@ -234,7 +235,7 @@ def recoveries(seen: Seen) -> list[Recovery]:
     found = []
     for hit in seen.hits:
         before = [one for one in formed if one.at_s <= hit.at_s]
-        if not before or hit.pid not in before[-1].pids or hit.stopped:
+        if not before or hit.pid not in before[-1].pids or hit.stopped or hit.drained:
             continue
         for after in formed[len(before) :]:
             survivors = [pid for pid in after.pids if pid in before[-1].pids]
@@ -266,7 +267,10 @@ def _judge_names(seen: Seen) -> Iterable[Finding]:
 
 
 def _judge_deaths(seen: Seen) -> Iterable[Finding]:
-    hit = {one.pid for one in seen.hits}
+    hit = {one.pid for one in seen.hits if not one.drained}
+    for one in seen.hits:
+        if one.drained and f"(pid {one.pid}) leaves after its step" not in seen.output and seen.status == 0:
+            yield Finding(Fault.NOT_NAMED, f"pid {one.pid} was asked to leave at {one.place}, and did not")
     ever = {member for event in seen.events if event["event"] == "generation" for member in event["members"]}
     last_s = max((event["monotonic"] for event in seen.events if event["event"] == "generation"), default=0.0)
     for event in seen.events:
@@ -340,6 +344,10 @@ def summary(results: Sequence[Result]) -> str:
         lines.append(f"the slowest recovery: {slowest.took_s:.2f} s, at {slowest.place}, in {case}")
     if after_all:
         lines.append(f"all were lost {len(after_all)} times; up to {max(after_all)} steps again from the checkpoint")
+    gpu_bytes = [end["gpu_bytes"] for result in results for end in result.seen.ends.values() if "gpu_bytes" in end]
+    if gpu_bytes:
+        mib = [size / 2**20 for size in gpu_bytes]
+        lines.append(f"memory of the GPU that a worker holds at the end: {min(mib):.0f} to {max(mib):.0f} MiB")
     return "\n".join(lines)
 
 
