@@ -318,7 +318,7 @@ def pid_of(folder: Path, worker: str) -> int:
 
 def cont_when_lost(folder: Path, launcher: subprocess.Popen[str]) -> None:
     """It was stopped, and given up. It is continued: too late."""
-    wait_for(lambda: any(e["event"] == "lost" for e in events_in(folder)), "a worker to be lost", within_s=60)
+    wait_for(lambda: any(e["event"] == "lost" for e in events_in(folder)), "a worker to be lost", within_s=120)
     try:
         os.kill(pid_of(folder, "h0.1"), signal.SIGCONT)
     except ProcessLookupError:
@@ -327,12 +327,12 @@ def cont_when_lost(folder: Path, launcher: subprocess.Popen[str]) -> None:
 
 
 def terminate(folder: Path, launcher: subprocess.Popen[str]) -> None:
-    wait_for(lambda: (folder / "paused 7").exists(), "the run to pause", within_s=60)
+    wait_for(lambda: (folder / "paused 7").exists(), "the run to pause", within_s=120)
     launcher.terminate()
 
 
 def kill_launcher(folder: Path, launcher: subprocess.Popen[str]) -> None:
-    wait_for(lambda: (folder / "paused 7").exists(), "the run to pause", within_s=60)
+    wait_for(lambda: (folder / "paused 7").exists(), "the run to pause", within_s=120)
     launcher.kill()
 
 
@@ -343,10 +343,10 @@ def scale_up_and_down(folder: Path, launcher: subprocess.Popen[str]) -> None:
         assert done.returncode == status, done.stderr
         return done.stdout + done.stderr
 
-    wait_for(lambda: (folder / "paused 2").exists(), "the run to pause", within_s=60)
+    wait_for(lambda: (folder / "paused 2").exists(), "the run to pause", within_s=120)
     assert "can have 1 to 3" in scale("4", status=2)
     for workers, step in (("3", 2), ("2", 12)):
-        wait_for(lambda: (folder / f"paused {step}").exists(), "the run to pause", within_s=60)  # noqa: B023
+        wait_for(lambda: (folder / f"paused {step}").exists(), "the run to pause", within_s=120)  # noqa: B023
         scale(workers)
         (folder / "whole").write_text(workers)
         (folder / f"go {step}").touch()

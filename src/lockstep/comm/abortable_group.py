@@ -183,8 +183,11 @@ class Gloo:
                 work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
             except RuntimeError as error:
-                if work.is_completed() or "Operation timed out" not in str(error):
+                if "Operation timed out" not in str(error):
                     raise
+            if work.is_completed():  # it failed, or has ended since: the next wait tells which, and does not block
+                work.wait()
+                return
             if not self._broken():
                 broken_since = None
             elif broken_since is None:

@@ -80,26 +80,21 @@ def why_dead(local: LocalWorker, now_s: float, stall_s: float) -> str | None:
 
 
 def _idle_s(local: LocalWorker, now_s: float, *, since_s: float) -> float:
-    """How long the worker has not used the CPU, as far as it was observed after `since_s`.
+    """How long the worker has neither used the CPU nor waited for it, as far as it was observed after `since_s`.
 
     A worker that computes may keep its own threads from running, and so send no heartbeat.
     """
-    used = _cpu_seconds(local.pid)
-    if used is None:
+    try:
+        stat = read_stat(local.pid)
+    except OSError:  # it does not exist, or cannot be read
         return math.inf
+    used = stat.cpu_s
     before_s, before = local.last_busy
     computes = before is not None and used - before > max(0.05, 0.05 * (now_s - before_s))  # heartbeats use a little
+    computes = computes or stat.state == "R"  # its main thread runs, or would if the machine were not overloaded
     if before is None or computes or before_s < since_s:
         local.last_busy = now_s, used
     return now_s - local.last_busy[0]
-
-
-def _cpu_seconds(pid: int) -> float | None:
-    """CPU seconds that a process has used in all; None if it does not exist, or cannot be read."""
-    try:
-        return read_stat(pid).cpu_s
-    except OSError:
-        return None
 
 
 # -------------------------------------------------------------------------------------------------------- lost workers
