@@ -17,7 +17,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo.trace_rules", "torch.distributed.optim", "lockstep.ddp.wrapper"]
+    ["torch", "torch._dynamo", "torch.distributed.optim", "lockstep.ddp.wrapper", "lockstep.train.run"]
 )
 
 
