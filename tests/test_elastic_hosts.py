@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,36 @@ def test_with_an_etcd_no_host_is_special(tmp_path: Path, undisturbed: str) -> No
         etcd.wait()
 
 
+@needs_etcd
+@needs_hosts
+@pytest.mark.parametrize("lost", ["ada", "bob", "cyd"])
+@pytest.mark.few(1)
+def test_three_hosts_with_an_etcd_of_their_own_continue_without_any_of_them(
+    stage: Stage, undisturbed: str, lost: str
+) -> None:
+    """A host is lost with all that runs on it: its host agent, its workers and its member of the etcd."""
+    fleet = stage.fleet(3, 1, "--min", "1", "--store", "", "--start-etcd")
+    store = "etcd://" + ",".join(f"{host.address}:2379" for host in fleet.hosts)
+    fleet.options = tuple(store if option == "" else option for option in fleet.options)
+    fleet.start()
+    others = [name for name in fleet.names if name != lost]
+    fleet.await_members(3, others[0])
+    fleet.await_step(5)
+    fleet.kill(lost)
+    fleet.await_members(2, others[0])
+    check(fleet, undisturbed, *others)
+    assert not processes_named("etcd")
+
+
+def processes_named(name: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdecimal() and (entry / "comm").read_text().strip() == name:
+                found.append(int(entry.name))
+    return found
+
+
 class Loopbacks:
     """Hosts that are not: all of them are this machine."""
 
@@ -429,7 +460,7 @@ def test_two_host_agents_may_share_a_machine(tmp_path: Path, undisturbed: str) -
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("options", "env", "words"),
     [
@@ -441,6 +472,9 @@ def test_two_host_agents_may_share_a_machine(tmp_path: Path, undisturbed: str) -
         (("--hosts", "2", "--rendezvous", "a:1,b:2"), {"LOCKSTEP_JOB_SECRET": SECRET}, "only one can keep the store"),
         (("--rendezvous", "10.0.0.1:29400"), {"LOCKSTEP_JOB_SECRET": SECRET}, "how many hosts"),
         (("--hosts", "2", "--store", "redis://x:1"), {"LOCKSTEP_JOB_SECRET": SECRET}, "it takes etcd://"),
+        (("--hosts", "2", "--rendezvous", "x:1", "--start-etcd"), {}, "which hosts run it? Give --store etcd://"),
+        (("--hosts", "2", "--store", "etcd://x:1,y:1", "--start-etcd"), {"ETCD": "/bin/true"}, "names 2 members"),
+        (("--hosts", "2", "--store", "etcds://x:1", "--start-etcd"), {"ETCD": "/bin/true"}, "set ETCD_CERT_FILE"),
         (
             ("--hosts", "2", "--store", "etcd://x:1", "--rendezvous", "x:2"),
             {"LOCKSTEP_JOB_SECRET": SECRET},

@@ -14,6 +14,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from typing import Any
 import pytest
 
 from lockstep.control.connection import parse_addresses
-from lockstep.control.etcd import Bridge, Etcd, Gateway, Unreachable
+from lockstep.control.etcd import Bridge, Etcd
+from lockstep.control.etcd_gateway import EtcdAccess, Gateway, LoginFailed, Unreachable
 from lockstep.control.remote_store import RemoteStoreClient
 from lockstep.control.store import ClientOptions
 from lockstep.control.wire import new_secret
+from lockstep.launcher.hosts import Hosts, check_etcd
 from test_control_client import Loop
 
 ETCD = os.environ.get("ETCD") or shutil.which("etcd")
@@ -39,9 +42,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    def __init__(self, folder: Path, members: int) -> None:
+    def __init__(self, folder: Path, members: int, **options: object) -> None:
         ports = free_ports(2 * members)
-        self.folder = folder
+        self.folder, self._options = folder, options
         self.ports, self._peer_ports = ports[:members], ports[members:]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -57,7 +60,7 @@ class Cluster:
                 "name": f"m{member}", "data-dir": self.folder / f"m{member}", "listen-client-urls": here,
                 "advertise-client-urls": here, "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
                 "initial-cluster": peers,
-            }  # fmt: skip
+            } | self._options  # fmt: skip
             command = [f"--{name}={value}" for name, value in options.items()]
             with (self.folder / f"m{member}.log").open("ab") as log:
                 self.processes[member] = subprocess.Popen([str(ETCD), *command], stdout=log, stderr=log)
@@ -368,7 +371,152 @@ def test_a_member_that_is_stopped_is_passed_over(team: Team, tmp_path: Path) -> 
         three.processes[0].send_signal(signal.SIGCONT)
 
 
+# ------------------------------------------------------------------------------------------------------ TLS and login
+
+
+def make_certificates(folder: Path) -> None:
+    """A certificate authority, and a certificate of it for 127.0.0.1 that servers and clients can use.
+
+    It has no common name: where certificates of clients have one, the JSON gateway of etcd refuses every request.
+    """
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=authority -keyout ca.key -out ca.crt",
+        "req -newkey rsa:2048 -nodes -subj /O=members -keyout member.key -out member.csr",
+        "x509 -req -in member.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile names -out member.crt",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """An etcd that wants client certificates and a login. Tokens are valid for a second."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make certificates")
+    folder = tmp_path_factory.mktemp("guarded")
+    make_certificates(folder)
+    made = Cluster(folder, 1)
+    here = f"https://127.0.0.1:{made.ports[0]}"
+    made._options = {
+        "listen-client-urls": here, "advertise-client-urls": here, "cert-file": folder / "member.crt",
+        "key-file": folder / "member.key", "trusted-ca-file": folder / "ca.crt", "client-cert-auth": "true",
+        "auth-token-ttl": 1, "listen-metrics-urls": f"http://127.0.0.1:{free_ports(1)[0]}",
+    }  # fmt: skip
+    made.wait_until_healthy = lambda member: time.sleep(1.0)  # type: ignore[method-assign]  (it would need the certificates)
+    try:
+        made.start(0)
+        root = access(made, creates_login=True, ETCDCTL_USER="root:all of it")
+        end_s = time.monotonic() + 20
+        while True:
+            try:
+                Gateway(parse_addresses(made.url), root).call("/v3/kv/range", {"key": "YQ=="})
+                break
+            except Unreachable:
+                assert time.monotonic() < end_s, (folder / "m0.log").read_text()
+                time.sleep(0.2)
+        yield made
+    finally:
+        made.close()
+
+
+def certificates(made: Cluster) -> dict[str, str]:
+    files = {"CACERT": "ca.crt", "CERT": "member.crt", "KEY": "member.key"}
+    return {f"ETCDCTL_{name}": str(made.folder / file) for name, file in files.items()}
+
+
+def access(made: Cluster, *, creates_login: bool = False, **env: str) -> EtcdAccess:
+    return EtcdAccess.from_env(certificates(made) | env, "etcds://x:1", creates_login=creates_login)
+
+
+@needs_etcd
+def test_with_tls_and_a_login_it_keeps_its_promises(
+    team: Team, guarded: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (certificates(guarded) | {"ETCDCTL_USER": "root:all of it"}).items():
+        monkeypatch.setenv(name, value)
+    url = guarded.url.replace("etcd://", "etcds://")
+    one, two = team.join(url, "tls/"), team.join(url, "tls/")
+    team.connected(one, two, within_s=15.0)
+    revision = team.cas(one, "tls/a", 1, 0, leased=True).revision
+    time.sleep(2.5)  # all tokens have expired
+    team.cas(one, "tls/a", 2, revision, leased=True)
+    team.until(lambda: "tls/a" in two.snapshot() and two.snapshot()["tls/a"].value == 2, "the other sees it", 15.0)
+    assert team.lost == []
+
+
+@needs_etcd
+@pytest.mark.parametrize(
+    ("env", "error", "words"),
+    [
+        ({}, LoginFailed, r"etcd wants a login .*ETCDCTL_USER=NAME:PASSWORD"),
+        ({"ETCDCTL_USER": "root:wrong"}, LoginFailed, "does not accept the user 'root'"),
+        ({"ETCDCTL_USER": "nobody", "ETCDCTL_PASSWORD": "x"}, LoginFailed, "does not accept the user 'nobody'"),
+        ({"ETCDCTL_CACERT": "", "ETCDCTL_USER": "root:all of it"}, Unreachable, "certificate verify failed"),
+        ({"ETCDCTL_CERT": "", "ETCDCTL_USER": "root:all of it"}, Unreachable, "etcd does not answer"),
+    ],
+)
+def test_who_has_no_right_is_told_why(
+    guarded: Cluster, env: dict[str, str], error: type[Exception], words: str
+) -> None:
+    gateway = Gateway(parse_addresses(guarded.url), access(guarded, **env))
+    with pytest.raises(error, match=words):
+        gateway.call("/v3/kv/range", {"key": "YQ=="})
+
+
+@needs_etcd
+def test_a_user_without_rights_is_refused_before_the_run_starts(
+    guarded: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Gateway(parse_addresses(guarded.url), access(guarded, ETCDCTL_USER="root:all of it"))
+    root.call("/v3/auth/user/add", {"name": "guest", "password": "g"})
+    url = guarded.url.replace("etcd://", "etcds://")
+    for name, value in certificates(guarded).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ETCDCTL_USER", "guest:g")
+    with pytest.raises(LoginFailed, match=r"refuses to write .*permission denied"):
+        check_etcd(Hosts(2, url, "ada", SECRET))
+    monkeypatch.setenv("ETCDCTL_USER", "root:all of it")
+    assert check_etcd(Hosts(2, url, "ada", SECRET)).startswith("the control store is an etcd with 1 member: none may")
+
+
+@needs_etcd
+def test_several_hosts_create_the_login_at_the_same_time(tmp_path: Path) -> None:
+    with cluster(tmp_path) as one:
+        root = EtcdAccess(user="root", password="from the secret", creates_login=True)
+        with ThreadPoolExecutor(4) as pool:
+            gateways = [Gateway(parse_addresses(one.url), root) for _ in range(4)]
+            list(pool.map(lambda gateway: gateway.call("/v3/kv/range", {"key": "YQ=="}), gateways))
+        with pytest.raises(LoginFailed, match="etcd wants a login"):
+            Gateway(parse_addresses(one.url)).call("/v3/kv/range", {"key": "YQ=="})
+        with pytest.raises(LoginFailed, match="does not accept the user 'root'"):
+            other = EtcdAccess(user="root", password="of another job", creates_login=True)
+            Gateway(parse_addresses(one.url), other).call("/v3/kv/range", {"key": "YQ=="})
+
+
+@needs_etcd
+def test_a_login_that_does_not_exist(etcd: Cluster) -> None:
+    gateway = Gateway(parse_addresses(etcd.url), EtcdAccess(user="ada", password="x"))
+    with pytest.raises(LoginFailed, match="ETCDCTL_USER is ada, but this etcd has no login: unset it"):
+        gateway.call("/v3/kv/range", {"key": "YQ=="})
+
+
 # ------------------------------------------------------------------------------------------------------ without an etcd
+
+
+@pytest.mark.parametrize(
+    ("where", "env", "words"),
+    [
+        (
+            "etcd://a:1",
+            {"ETCDCTL_CACERT": "x"},
+            "ETCDCTL_CACERT is set, but etcd://a:1 is without TLS: write etcds://a",
+        ),
+        ("etcds://a:1", {"ETCDCTL_CACERT": "/no/where"}, "cannot be loaded: .*No such file.*ETCDCTL_CACERT=/no/where"),
+    ],
+)
+def test_certificates_that_do_not_fit(where: str, env: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EtcdAccess.from_env(env, where)
 
 
 def test_without_etcd_it_says_whom_it_asked(team: Team) -> None:

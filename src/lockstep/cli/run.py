@@ -13,14 +13,17 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from lockstep.control.connection import is_etcd
 from lockstep.control.wire import VARIABLE, new_secret, read_secret
 from lockstep.errors import LockstepError
 from lockstep.failures.postmortem import could_not_start, show
+from lockstep.launcher.etcd_member import check_start
 from lockstep.launcher.exit_policy import count_workers
 from lockstep.launcher.hosts import (
     LONGEST_LEASE_S,
     SHORTEST_LEASE_S,
     Hosts,
+    check_etcd,
     check_rendezvous,
     make_host_name,
     wait_for_address,
@@ -121,7 +124,10 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument_group("several hosts", about).add_argument
     add("--hosts", type=count_of("hosts"), metavar="N", help="how many (default: 1)")
     add("--rendezvous", metavar="HOST:PORT", help="an address of the host that is to keep the records")
-    add("--store", metavar="etcd://HOST:2379,..", help="keep the records in an etcd instead")
+    about = "keep the records in an etcd instead; etcds:// with TLS (ETCDCTL_CACERT, _CERT, _KEY, _USER as for etcdctl)"
+    add("--store", metavar="etcd://HOST:2379,..", help=about)
+    about = "each host that --store names runs a member of that etcd: with three, any one of them may be lost"
+    add("--start-etcd", action="store_true", help=about)
     add("--secret-file", type=Path, metavar="FILE", help="in place of LOCKSTEP_JOB_SECRET")
     for name, default_s, what in (
         ("--lease-s", 5.0, "a host that was not heard of for so long is lost"),
@@ -179,6 +185,8 @@ def main(chosen: argparse.Namespace) -> int:
     try:
         if hosts is not None:
             wait_for_address(hosts, print_message)
+            if is_etcd(hosts.where) and not hosts.starts_etcd:
+                print_message(check_etcd(hosts))
         with nullcontext() if chosen.plain else _live_view(log_dir):
             return run_job(Job(tuple(command), workers, log_dir, chosen.grace_s, elastic, hosts))
     except (LockstepError, OSError) as error:
@@ -207,19 +215,27 @@ def _read_hosts(chosen: argparse.Namespace, settings: Settings) -> Hosts | None:
                 "or --store etcd://HOST:2379"
             )
         return None
-    if chosen.store is not None and not chosen.store.startswith("etcd://"):
+    if chosen.store is not None and not is_etcd(chosen.store):
         raise ValueError(f"--store {chosen.store}: it takes etcd://HOST:2379,...; our own is where --rendezvous says")
+    if chosen.store is None and chosen.start_etcd:
+        raise ValueError("--start-etcd: which hosts run it? Give --store etcd://HOST:2379,HOST:2379,HOST:2379")
     if chosen.store is not None and chosen.rendezvous is not None:
         raise ValueError("--store and --rendezvous: with an etcd no other rendezvous is needed; leave one of them out")
     if chosen.hosts is None:
         raise ValueError(f"{where}: how many hosts meet there? Give --hosts")
     check_rendezvous(where)
+    if chosen.store is not None:
+        from lockstep.control.etcd_gateway import EtcdAccess  # here, so that only its users import http.client
+
+        EtcdAccess.from_env(os.environ, where)
+    if chosen.start_etcd:
+        check_start(where, os.environ)
     alone = chosen.hosts == 1 and chosen.secret_file is None and VARIABLE not in os.environ
     secret = new_secret() if alone and chosen.store is None else read_secret(os.environ, chosen.secret_file)
     if not SHORTEST_LEASE_S <= chosen.lease_s <= LONGEST_LEASE_S:
         raise ValueError(f"--lease-s {chosen.lease_s:g} must be {SHORTEST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
     times_s = (chosen.lease_s, chosen.give_up_s, chosen.stuck_s)
-    return Hosts(chosen.hosts, where, make_host_name(settings.host), secret, *times_s)
+    return Hosts(chosen.hosts, where, make_host_name(settings.host), secret, *times_s, starts_etcd=chosen.start_etcd)
 
 
 def _module_exists(name: str) -> bool:

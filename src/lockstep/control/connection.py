@@ -38,10 +38,21 @@ class Dial(Protocol):
         """Release what the object itself holds; the sockets belong to the caller."""
 
 
+SCHEME: Final = "etcd://"
+TLS_SCHEME: Final = "etcds://"
+
+
+def is_etcd(where: str) -> bool:
+    return where.startswith((SCHEME, TLS_SCHEME))
+
+
 def parse_addresses(text: str) -> list[Address]:
-    """The addresses in "a:2379,b:2379", with or without "etcd://" before it. Raises ValueError if one is malformed."""
+    """The addresses in "a:2379,b:2379", with or without "etcd://" or "etcds://" before it.
+
+    Raises ValueError if one is malformed.
+    """
     addresses = []
-    for one in text.removeprefix("etcd://").rstrip("/").split(","):
+    for one in text.removeprefix(SCHEME).removeprefix(TLS_SCHEME).rstrip("/").split(","):
         host, colon, port = one.strip().rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"{one!r} in {text!r} is not HOST:PORT; write HOST:PORT or etcd://HOST:2379,HOST:2379")

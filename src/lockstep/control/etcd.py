@@ -5,16 +5,12 @@ the other end as its standard input, and sends requests to the JSON gateway of e
 and blocks, with deadlines. When it cannot reach etcd, it sends the client the reason and exits. To the client that is a
 lost connection: it starts another bridge after a while. When the host agent is gone, the bridge's input ends, and it
 exits.
-
-Of several endpoints the one that last answered is used first. A request that could not be sent, or may be repeated, is
-sent to the next; a transaction that was sent and not answered is not: it may have been carried out.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import http.client
 import json
 import math
 import os
@@ -22,12 +18,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar, final
+from typing import Any, Final, NoReturn, final
 
-from lockstep.control.connection import READ_BYTES, Address, configure_socket, parse_addresses
+from lockstep.control.connection import READ_BYTES, SCHEME, TLS_SCHEME, parse_addresses
+from lockstep.control.etcd_gateway import EtcdAccess, Gateway, LoginFailed, Refused, Unreachable
 from lockstep.control.store import Change, Json, StoreEntry, check_key, check_revision, copy_value, write_json
 from lockstep.control.wire import (
     VARIABLE,
@@ -41,35 +38,10 @@ from lockstep.control.wire import (
     entry_as_row,
     read_secret,
 )
-from lockstep.errors import LockstepError
 
 CLOSE_S: Final = 3.0
 FINAL_MESSAGE_S: Final = 1.0
-CONNECT_S: Final = 1.0
-ANSWER_S: Final = 1.5
-QUIET_S: Final = 5.0  # a watch without events for so long is restarted: its etcd member may be cut off unnoticed
 LIST_AT_ONCE: Final = 64
-# Codes with which etcd refuses a request: a bad argument, no such lease, no room. Others are errors of the endpoint.
-_REFUSED: Final = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 8: "RESOURCE_EXHAUSTED"}
-
-T = TypeVar("T")
-Exchange: TypeAlias = tuple[http.client.HTTPConnection, http.client.HTTPResponse]
-
-
-class Unreachable(LockstepError):
-    """No endpoint gives a valid answer."""
-
-
-class Refused(LockstepError):
-    """etcd refuses the request. Nothing has changed."""
-
-
-class _EndpointError(Exception):
-    """A request to one endpoint failed. `sent`: it may have been carried out."""
-
-    def __init__(self, message: str, *, sent: bool) -> None:
-        super().__init__(message)
-        self.sent = sent
 
 
 @dataclass(frozen=True)
@@ -84,100 +56,6 @@ class TransactionResult:
 
     done: bool
     revision: int
-
-
-@final
-class Gateway:
-    """Sends requests to the first endpoint that answers. Several threads may use it."""
-
-    def __init__(self, endpoints: list[Address]) -> None:
-        self._endpoints = list(endpoints)
-        self._lock = threading.Lock()
-
-    def call(self, path: str, body: Json, *, once: bool = False) -> Json:
-        """Send a request. `once`: not to another endpoint if the first may have carried it out."""
-        return self._first_answer(lambda endpoint: _call(endpoint, path, body), once=once)
-
-    def watch(self, body: Json) -> Iterator[Json]:
-        """The results of one stream, until it breaks or is quiet for QUIET_S. Raises Unreachable if none starts."""
-        connection, response = self._first_answer(lambda endpoint: _begin_watch(endpoint, body), once=False)
-        with closing(connection):
-            connection.sock.settimeout(QUIET_S)
-            try:
-                while line := response.readline():
-                    yield _result(json.loads(line))
-            except (OSError, http.client.HTTPException, ValueError, _EndpointError):
-                return  # the caller starts another stream, at another endpoint if need be
-
-    def _first_answer(self, ask: Callable[[Address], T], *, once: bool) -> T:
-        with self._lock:
-            order = list(self._endpoints)
-        problems = []
-        for endpoint in order:
-            try:
-                result = ask(endpoint)
-            except _EndpointError as problem:
-                problems.append(f"{endpoint[0]}:{endpoint[1]}: {problem}")
-                with self._lock:  # to the end of the queue
-                    self._endpoints.sort(key=lambda one: one == endpoint)
-                if once and problem.sent:
-                    break
-                continue
-            return result
-        raise Unreachable("etcd does not answer; " + "; ".join(problems))
-
-
-def _call(endpoint: Address, path: str, body: Json) -> Json:
-    connection, response = _send(endpoint, path, body)
-    with closing(connection), _endpoint_errors(connection, OSError, http.client.HTTPException, ValueError, sent=True):
-        return _result(json.loads(response.read()))
-
-
-def _begin_watch(endpoint: Address, body: Json) -> Exchange:
-    connection, response = _send(endpoint, "/v3/watch", body)
-    with _endpoint_errors(connection, OSError, http.client.HTTPException, ValueError, sent=True):
-        if not _result(json.loads(response.readline())).get("created"):
-            raise _EndpointError("no watch was created", sent=True)
-    return connection, response
-
-
-def _send(endpoint: Address, path: str, body: Json) -> Exchange:
-    connection = http.client.HTTPConnection(*endpoint, timeout=CONNECT_S)
-    with _endpoint_errors(connection, OSError, sent=False):
-        connection.connect()
-        assert connection.sock is not None
-        configure_socket(connection.sock)
-        connection.sock.settimeout(ANSWER_S)
-    with _endpoint_errors(connection, OSError, http.client.HTTPException, sent=True):
-        # Without it, an etcd member that has lost its cluster would let a watch wait forever.
-        connection.request("POST", path, write_json(body), {"Grpc-Metadata-hasleader": "true"})
-        return connection, connection.getresponse()
-
-
-@contextmanager
-def _endpoint_errors(connection: http.client.HTTPConnection, *errors: type[Exception], sent: bool) -> Iterator[None]:
-    """Close the connection after any exception, and raise _EndpointError in place of one of `errors`."""
-    try:
-        yield
-    except BaseException as error:
-        connection.close()
-        if not isinstance(error, errors):
-            raise
-        text = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-        raise _EndpointError(text, sent=sent) from None
-
-
-def _result(answer: Json) -> Json:
-    """The result in an answer: streams wrap results and errors. Raises Refused or _EndpointError for an error."""
-    error = answer.get("error")
-    if error is None:
-        return answer.get("result", answer)
-    details = error if isinstance(error, dict) else answer
-    code = details.get("code", details.get("grpc_code"))
-    message = details.get("message") or str(error)
-    if code in _REFUSED:
-        raise Refused(message)
-    raise _EndpointError(f"{message} (code {code})", sent=True)
 
 
 @final
@@ -287,11 +165,20 @@ def _as_change(row: dict[str, Any], kind: str = "PUT") -> Change:
 class Bridge:
     """The host agent's side: a Dial for RemoteStoreClient that starts a new bridge process each time."""
 
-    def __init__(self, endpoints: str, secret: bytes) -> None:
-        """`endpoints` as in `parse_addresses`; any secret will do, it is only for the two ends of the socketpair."""
-        self._where = endpoints
-        self._endpoints = parse_addresses(endpoints)
+    def __init__(self, where: str, secret: bytes, *, root_password: str = "") -> None:
+        """Raises ValueError if the certificates or the login in the environment do not fit `where`.
+
+        Args:
+            where: as in `parse_addresses`.
+            secret: any will do, it is only for the two ends of the socketpair.
+            root_password: of an etcd that the hosts of this job start; see `EtcdAccess.creates_login`.
+        """
+        self._where = where
+        self._scheme = TLS_SCHEME if where.startswith(TLS_SCHEME) else SCHEME
+        self._endpoints = parse_addresses(where)
         self._secret = secret
+        self._root_password = root_password
+        EtcdAccess.from_env(os.environ, where)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
@@ -301,8 +188,9 @@ class Bridge:
         self._stop(within_s=0)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "lockstep.control.etcd"]
-        for host, port in self._endpoints:
-            command += ["--endpoint", f"{host}:{port}"]
+        command += [self._scheme + ",".join(f"{host}:{port}" for host, port in self._endpoints)]
+        command += ["--creates-login"] if self._root_password else []
+        root = {"ETCDCTL_USER": "root", "ETCDCTL_PASSWORD": self._root_password} if self._root_password else {}
         self._endpoints.append(self._endpoints.pop(0))  # in case it is stopped before it has tried them all
         with theirs:
             # In its own session: the launcher decides about Ctrl-C.
@@ -310,7 +198,7 @@ class Bridge:
                 command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, VARIABLE: self._secret.hex()},
+                env={**os.environ, VARIABLE: self._secret.hex(), **root},
                 start_new_session=True,
             )
         ours.setblocking(False)
@@ -409,7 +297,7 @@ def _watch(client_end: _ClientEnd, etcd: Etcd, prefix: str) -> None:
             _push(client_end, listed, anew=True)
             for news in etcd.watch(prefix, listed.revision):
                 _push(client_end, news, anew=False)
-    except (Unreachable, Refused, OSError, ValueError) as error:
+    except (Unreachable, LoginFailed, Refused, OSError, ValueError) as error:
         client_end.fail(error)
 
 
@@ -420,14 +308,15 @@ def _push(client_end: _ClientEnd, listed: Listing, *, anew: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m lockstep.control.etcd", description=__doc__.partition("\n")[0])
-    parser.add_argument("--endpoint", action="append", required=True, metavar="HOST:PORT", help="may be given again")
+    parser.add_argument("where", metavar="etcd://HOST:2379,...")
+    parser.add_argument("--creates-login", action="store_true", help="see EtcdAccess")
     options = parser.parse_args(argv)
-    endpoints = [one for text in options.endpoint for one in parse_addresses(text)]
     client_end = _ClientEnd(socket.socket(fileno=os.dup(0)), read_secret(os.environ))
     client_end.sock.setblocking(True)
     try:
-        serve(client_end, Etcd(Gateway(endpoints)))
-    except (Unreachable, WireError, OSError) as error:
+        access = EtcdAccess.from_env(os.environ, options.where, creates_login=options.creates_login)
+        serve(client_end, Etcd(Gateway(parse_addresses(options.where), access)))
+    except (Unreachable, LoginFailed, WireError, OSError, ValueError) as error:
         client_end.fail(error)
     os._exit(0)
 

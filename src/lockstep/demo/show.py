@@ -79,7 +79,7 @@ class DemoRun:
                         yield found
 
     def speed(self, phases: Sequence[Phase]) -> Speed | None:
-        """Compare each phase on several workers with its neighbours on one worker. Returns None if there are none.
+        """Compare each phase on several workers with those on one worker before and after it; None if there are none.
 
         The speed of a machine varies from minute to minute, so only neighbouring phases are compared, and of those
         only the ones in which the cores were free, if there are any.

@@ -204,6 +204,7 @@ class OtherHosts:
     ) -> None:
         self._hosts, self._records, self._connection, self._run_options = hosts, records, connection, dict(run_options)
         self._contact = HostContact(hosts)
+        self._is_needed = False
         self.stay_s = STAY_LEASES * hosts.lease_s  # how long to wait at most while `must_stay`
         self._progress = ProgressClock()
         self._unreached: set[str] = set()  # hosts that this one does not reach
@@ -297,6 +298,9 @@ class OtherHosts:
 
     def leave(self, ended_by: int | None) -> None:
         """Publish that this host ends. `ended_by` is the signal that ended it in the middle of the run, if any."""
+        self._is_needed = self._connection.keeps_store or (
+            self._hosts.starts_etcd and ended_by is None and not self._records.is_leaving
+        )
         if self._connection.keeps_store and ended_by is not None:
             name = signal.Signals(ended_by).name
             why = f"{display_name(self._records.name)}, which kept the store, was ended by {name}"
@@ -306,8 +310,8 @@ class OtherHosts:
 
     @property
     def must_stay(self) -> bool:
-        """Whether writes of this host are pending, or other hosts still need the store that it keeps."""
-        if self._connection.keeps_store and not self._contact.seen <= self._records.hosts_left:
+        """Whether writes of this host are pending, or other hosts still need the store that it keeps or its etcd."""
+        if self._is_needed and not self._contact.seen <= self._records.hosts_left:
             return True
         return bool(self._records.pending_writes) and self._connection.client.is_connected
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 import selectors
@@ -25,11 +26,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep.control.connection import Address, parse_addresses
+from lockstep.control.connection import Address, is_etcd, parse_addresses
 from lockstep.control.remote_store import connect_store
 from lockstep.control.server import Server
 from lockstep.control.store import PREFIX, ClientOptions, ControlStore, LocalStoreClient, OnLost, StoreClient
 from lockstep.errors import LockstepError
+from lockstep.launcher.etcd_member import root_password
 from lockstep.launcher.output import print_message
 
 HOST: Final = "h0"  # the name of the host in a run on one host
@@ -48,12 +50,13 @@ class Hosts:
     """Options of a run on several hosts; equal on all of them except `name`."""
 
     count: int
-    where: str  # HOST:PORT of the host that serves the store, or etcd://HOST:PORT,...
+    where: str  # HOST:PORT of the host that serves the store, or etcd://HOST:PORT,... (etcds:// with TLS)
     name: str  # of this host; unique to this host agent
     secret: bytes = field(repr=False)
     lease_s: float = LEASE_S
     give_up_s: float = 600.0  # the run ends after so long without the store
     stuck_s: float = 300.0  # after so long without progress, a host that others cannot reach is left out
+    starts_etcd: bool = False  # each host that `where` names runs a member of the etcd
 
     @property
     def title(self) -> str:
@@ -109,7 +112,7 @@ def workers_on_host(total: int, hosts: int, number: int) -> int:
 def check_rendezvous(where: str) -> Sequence[Address]:
     """Returns the addresses in `where`. Raises ValueError unless it can be a rendezvous."""
     addresses = parse_addresses(where)
-    if not where.startswith("etcd://") and len(addresses) != 1:
+    if not is_etcd(where) and len(addresses) != 1:
         raise ValueError(f"{where!r} names {len(addresses)} hosts, and only one can keep the store")
     return addresses
 
@@ -141,12 +144,15 @@ class StoreConnection:
         options = ClientOptions(
             prefix=key_prefix(hosts.secret), ttl_s=hosts.lease_s, answer_timeout_s=hosts.lease_s / 2
         )
-        if not hosts.where.startswith("etcd://"):
+        if not is_etcd(hosts.where):
             store = ControlStore()
             server = _serve(store, hosts, selector)
             if server is not None:
                 return StoreConnection(LocalStoreClient(store, options=options, on_lost=on_lost), server)
-        return StoreConnection(connect_store(hosts.where, hosts.secret, selector, options=options, on_lost=on_lost))
+        password = root_password(hosts.secret) if hosts.starts_etcd else ""
+        return StoreConnection(
+            connect_store(hosts.where, hosts.secret, selector, options=options, on_lost=on_lost, root_password=password)
+        )
 
     @property
     def keeps_store(self) -> bool:
@@ -175,6 +181,30 @@ def _serve(store: ControlStore, hosts: Hosts, selector: selectors.BaseSelector) 
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise LockstepError(f"cannot listen on {address}:{port}: {error}; choose another port") from error
     return None
+
+
+def check_etcd(hosts: Hosts) -> str:
+    """Read and write in the etcd of the run. Returns a description of it, or why it does not answer yet.
+
+    Raises LockstepError if it does not accept the login, or the user may not write there. Blocks.
+    """
+    from lockstep.control.etcd import Etcd  # here, so that only its users import http.client
+    from lockstep.control.etcd_gateway import EtcdAccess, Gateway, LoginFailed, Refused, Unreachable
+
+    gateway = Gateway(list(parse_addresses(hosts.where)), EtcdAccess.from_env(os.environ, hosts.where))
+    key = f"{key_prefix(hosts.secret)}check/{hosts.name}"
+    try:
+        etcd = Etcd(gateway)
+        written = etcd.cas(key, True, 0, None)
+        etcd.delete(key, written.revision)
+        members = gateway.call("/v3/cluster/member/list", {}).get("members", [])
+    except Refused as error:
+        raise LoginFailed(f"etcd at {hosts.where} refuses to write {key}: {error}") from None
+    except Unreachable as error:
+        return f"{error}; waiting for it"
+    may_be_lost = (len(members) - 1) // 2
+    redundancy = f"{may_be_lost} of them may be lost" if may_be_lost else "none may be lost; three would allow for one"
+    return f"the control store is an etcd with {len(members)} member{'s' * (len(members) != 1)}: {redundancy}"
 
 
 def wait_for_address(hosts: Hosts, print_message: Callable[[str], None]) -> None:
