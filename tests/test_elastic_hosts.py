@@ -38,6 +38,7 @@ from lockstep.launcher.hosts import (
     workers_on_host,
 )
 from lockstep.launcher.job import Job, worker_env
+from test_etcd import make_certificates
 from test_launch import split_card
 
 CHAOS = Path(__file__).resolve().parent.parent / "chaos"
@@ -417,7 +418,10 @@ def test_with_an_etcd_no_host_is_special(tmp_path: Path, undisturbed: str) -> No
 def test_three_hosts_with_an_etcd_of_their_own_continue_without_any_of_them(
     stage: Stage, undisturbed: str, lost: str
 ) -> None:
-    """A host is lost with all that runs on it: its host agent, its workers and its member of the etcd."""
+    """A host is lost with all that runs on it: its host agent, its workers and its member of the etcd.
+
+    One of them comes back, with the data of its member; and once more, without.
+    """
     fleet = stage.fleet(3, 1, "--min", "1", "--store", "", "--start-etcd")
     store = "etcd://" + ",".join(f"{host.address}:2379" for host in fleet.hosts)
     fleet.options = tuple(store if option == "" else option for option in fleet.options)
@@ -427,7 +431,54 @@ def test_three_hosts_with_an_etcd_of_their_own_continue_without_any_of_them(
     fleet.await_step(5)
     fleet.kill(lost)
     fleet.await_members(2, others[0])
+    if lost == "bob":
+        fleet.start(lost)
+        fleet.await_members(3, others[0])
+        fleet.kill(lost)
+        fleet.await_members(2, others[0])
+        shutil.rmtree(fleet.folder / "logs" / lost / "etcd")
+        fleet.start(lost)
+        fleet.await_members(3, others[0])
+        assert "it was one, and its data is gone" in fleet.output(lost)
+        others = list(fleet.names)
     check(fleet, undisturbed, *others)
+    assert not processes_named("etcd")
+
+
+@needs_etcd
+@needs_hosts
+def test_a_host_that_the_store_does_not_name_takes_no_etcd_of_others(stage: Stage) -> None:
+    fleet = stage.fleet(1, 1, "--give-up-s", "3", "--store", "etcd://10.255.255.1:2379", "--start-etcd")
+    fleet.start()
+    assert fleet.await_end() == {"ada": 1}
+    assert "no address in etcd://10.255.255.1:2379 is one of this host" in fleet.output("ada")
+
+
+@needs_etcd
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+def test_an_etcd_of_their_own_with_certificates(tmp_path: Path, undisturbed: str) -> None:
+    """Over the loopback, with one member."""
+    make_certificates(tmp_path)
+    crt, key, authority = (str(tmp_path / name) for name in ("member.crt", "member.key", "ca.crt"))
+    certificates = {
+        "ETCDCTL_CACERT": authority, "ETCDCTL_CERT": crt, "ETCDCTL_KEY": key,
+        "ETCD_CERT_FILE": crt, "ETCD_KEY_FILE": key, "ETCD_TRUSTED_CA_FILE": authority, "ETCD_CLIENT_CERT_AUTH": "true",
+        "ETCD_PEER_CERT_FILE": crt, "ETCD_PEER_KEY_FILE": key, "ETCD_PEER_TRUSTED_CA_FILE": authority,
+        "ETCD_PEER_CLIENT_CERT_AUTH": "true",
+    }  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    store = f"etcds://127.0.0.1:{port}"
+    with Fleet(
+        tmp_path / "run", Loopbacks.of(1), 2, "--min", "1", "--store", store, "--start-etcd", steps=STEPS
+    ) as fleet:
+        fleet.start(**certificates)
+        fleet.await_members(2)
+        workers = fleet.pids("ada")
+        for pid in workers.values():
+            assert b"ETCDCTL_" not in Path(f"/proc/{pid}/environ").read_bytes()
+        check(fleet, undisturbed)
     assert not processes_named("etcd")
 
 
@@ -473,8 +524,12 @@ def test_two_host_agents_may_share_a_machine(tmp_path: Path, undisturbed: str) -
         (("--rendezvous", "10.0.0.1:29400"), {"LOCKSTEP_JOB_SECRET": SECRET}, "how many hosts"),
         (("--hosts", "2", "--store", "redis://x:1"), {"LOCKSTEP_JOB_SECRET": SECRET}, "it takes etcd://"),
         (("--hosts", "2", "--rendezvous", "x:1", "--start-etcd"), {}, "which hosts run it? Give --store etcd://"),
-        (("--hosts", "2", "--store", "etcd://x:1,y:1", "--start-etcd"), {"ETCD": "/bin/true"}, "names 2 members"),
-        (("--hosts", "2", "--store", "etcds://x:1", "--start-etcd"), {"ETCD": "/bin/true"}, "set ETCD_CERT_FILE"),
+        (("--hosts", "2", "--store", "etcd://x:1,y:1", "--start-etcd"), {}, "names 2 members"),
+        (
+            ("--hosts", "2", "--store", "etcds://x:1", "--start-etcd"),
+            {},
+            "for that etcd needs ETCD_CERT_FILE, ETCD_KEY",
+        ),
         (
             ("--hosts", "2", "--store", "etcd://x:1", "--rendezvous", "x:2"),
             {"LOCKSTEP_JOB_SECRET": SECRET},

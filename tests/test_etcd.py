@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +406,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made.wait_until_healthy = lambda member: time.sleep(1.0)  # type: ignore[method-assign]  (it would need the certificates)
     try:
         made.start(0)
-        root = access(made, creates_login=True, ETCDCTL_USER="root:all of it")
+        own = ("127.0.0.1", made.ports[0])
+        root = EtcdAccess.from_env(
+            certificates(made) | {"ETCDCTL_USER": "root:all of it"}, "etcds://x:1", is_own=True, creates_login_at=own
+        )
         end_s = time.monotonic() + 20
         while True:
             try:
@@ -424,8 +428,8 @@ def certificates(made: Cluster) -> dict[str, str]:
     return {f"ETCDCTL_{name}": str(made.folder / file) for name, file in files.items()}
 
 
-def access(made: Cluster, *, creates_login: bool = False, **env: str) -> EtcdAccess:
-    return EtcdAccess.from_env(certificates(made) | env, "etcds://x:1", creates_login=creates_login)
+def access(made: Cluster, **env: str) -> EtcdAccess:
+    return EtcdAccess.from_env(certificates(made) | env, "etcds://x:1")
 
 
 @needs_etcd
@@ -477,19 +481,35 @@ def test_a_user_without_rights_is_refused_before_the_run_starts(
         check_etcd(Hosts(2, url, "ada", SECRET))
     monkeypatch.setenv("ETCDCTL_USER", "root:all of it")
     assert check_etcd(Hosts(2, url, "ada", SECRET)).startswith("the control store is an etcd with 1 member: none may")
+    monkeypatch.delenv("ETCDCTL_CACERT")
+    with pytest.raises(LoginFailed, match="ETCDCTL_CACERT names the authority"):
+        check_etcd(Hosts(2, url, "ada", SECRET))
+
+
+@needs_etcd
+def test_threads_of_one_client_log_in_again_at_the_same_time(guarded: Cluster) -> None:
+    gateway = Gateway(parse_addresses(guarded.url), access(guarded, ETCDCTL_USER="root:all of it"))
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: gateway.call("/v3/kv/range", {"key": "YQ=="}), range(24)))
+        time.sleep(2.2)  # the token expires
 
 
 @needs_etcd
 def test_several_hosts_create_the_login_at_the_same_time(tmp_path: Path) -> None:
     with cluster(tmp_path) as one:
-        root = EtcdAccess(user="root", password="from the secret", creates_login=True)
+        root = EtcdAccess(user="root", password="from the secret", is_own=True)
+        with pytest.raises(Unreachable, match="it has no login yet"):  # that could be the etcd of others
+            Gateway(parse_addresses(one.url), root).call("/v3/kv/range", {"key": "YQ=="})
+        Gateway(parse_addresses(one.url)).call("/v3/kv/range", {"key": "YQ=="})
+        root = replace(root, creates_login_at=("127.0.0.1", one.ports[0]))
         with ThreadPoolExecutor(4) as pool:
             gateways = [Gateway(parse_addresses(one.url), root) for _ in range(4)]
             list(pool.map(lambda gateway: gateway.call("/v3/kv/range", {"key": "YQ=="}), gateways))
         with pytest.raises(LoginFailed, match="etcd wants a login"):
             Gateway(parse_addresses(one.url)).call("/v3/kv/range", {"key": "YQ=="})
         with pytest.raises(LoginFailed, match="does not accept the user 'root'"):
-            other = EtcdAccess(user="root", password="of another job", creates_login=True)
+            other = replace(root, password="of another job")
             Gateway(parse_addresses(one.url), other).call("/v3/kv/range", {"key": "YQ=="})
 
 

@@ -17,7 +17,7 @@ from lockstep.control.connection import is_etcd
 from lockstep.control.wire import VARIABLE, new_secret, read_secret
 from lockstep.errors import LockstepError
 from lockstep.failures.postmortem import could_not_start, show
-from lockstep.launcher.etcd_member import check_start
+from lockstep.launcher.etcd_member import check_members
 from lockstep.launcher.exit_policy import count_workers
 from lockstep.launcher.hosts import (
     LONGEST_LEASE_S,
@@ -229,7 +229,7 @@ def _read_hosts(chosen: argparse.Namespace, settings: Settings) -> Hosts | None:
 
         EtcdAccess.from_env(os.environ, where)
     if chosen.start_etcd:
-        check_start(where, os.environ)
+        check_members(where, os.environ)
     alone = chosen.hosts == 1 and chosen.secret_file is None and VARIABLE not in os.environ
     secret = new_secret() if alone and chosen.store is None else read_secret(os.environ, chosen.secret_file)
     if not SHORTEST_LEASE_S <= chosen.lease_s <= LONGEST_LEASE_S:

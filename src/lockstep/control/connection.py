@@ -13,6 +13,7 @@ import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol, TypeAlias, final
 
@@ -44,6 +45,14 @@ TLS_SCHEME: Final = "etcds://"
 
 def is_etcd(where: str) -> bool:
     return where.startswith((SCHEME, TLS_SCHEME))
+
+
+@dataclass(frozen=True)
+class OwnEtcd:
+    """An etcd that the hosts of the job run themselves: the password of root, and the member of this host, if any."""
+
+    password: str = field(repr=False)
+    member: Address | None = None
 
 
 def parse_addresses(text: str) -> list[Address]:

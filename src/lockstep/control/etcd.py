@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, final
 
-from lockstep.control.connection import READ_BYTES, SCHEME, TLS_SCHEME, parse_addresses
+from lockstep.control.connection import READ_BYTES, SCHEME, TLS_SCHEME, OwnEtcd, parse_addresses
 from lockstep.control.etcd_gateway import EtcdAccess, Gateway, LoginFailed, Refused, Unreachable
 from lockstep.control.store import Change, Json, StoreEntry, check_key, check_revision, copy_value, write_json
 from lockstep.control.wire import (
@@ -165,20 +165,13 @@ def _as_change(row: dict[str, Any], kind: str = "PUT") -> Change:
 class Bridge:
     """The host agent's side: a Dial for RemoteStoreClient that starts a new bridge process each time."""
 
-    def __init__(self, where: str, secret: bytes, *, root_password: str = "") -> None:
-        """Raises ValueError if the certificates or the login in the environment do not fit `where`.
-
-        Args:
-            where: as in `parse_addresses`.
-            secret: any will do, it is only for the two ends of the socketpair.
-            root_password: of an etcd that the hosts of this job start; see `EtcdAccess.creates_login`.
-        """
+    def __init__(self, where: str, secret: bytes, *, own: OwnEtcd | None = None) -> None:
+        """`where` as in `parse_addresses`; any secret will do, it is only for the two ends of the socketpair."""
         self._where = where
         self._scheme = TLS_SCHEME if where.startswith(TLS_SCHEME) else SCHEME
         self._endpoints = parse_addresses(where)
         self._secret = secret
-        self._root_password = root_password
-        EtcdAccess.from_env(os.environ, where)
+        self._own = own
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
@@ -189,8 +182,10 @@ class Bridge:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "lockstep.control.etcd"]
         command += [self._scheme + ",".join(f"{host}:{port}" for host, port in self._endpoints)]
-        command += ["--creates-login"] if self._root_password else []
-        root = {"ETCDCTL_USER": "root", "ETCDCTL_PASSWORD": self._root_password} if self._root_password else {}
+        root = {}
+        if self._own is not None:
+            root = {"ETCDCTL_USER": "root", "ETCDCTL_PASSWORD": self._own.password}
+            command += ["--own", *([f"{self._own.member[0]}:{self._own.member[1]}"] if self._own.member else [])]
         self._endpoints.append(self._endpoints.pop(0))  # in case it is stopped before it has tried them all
         with theirs:
             # In its own session: the launcher decides about Ctrl-C.
@@ -309,12 +304,14 @@ def _push(client_end: _ClientEnd, listed: Listing, *, anew: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m lockstep.control.etcd", description=__doc__.partition("\n")[0])
     parser.add_argument("where", metavar="etcd://HOST:2379,...")
-    parser.add_argument("--creates-login", action="store_true", help="see EtcdAccess")
+    about = "the hosts of the job run this etcd; the member of this host, if there is one"
+    parser.add_argument("--own", nargs="?", const="", metavar="HOST:PORT", help=about)
     options = parser.parse_args(argv)
+    (member,) = parse_addresses(options.own) if options.own else (None,)
     client_end = _ClientEnd(socket.socket(fileno=os.dup(0)), read_secret(os.environ))
     client_end.sock.setblocking(True)
     try:
-        access = EtcdAccess.from_env(os.environ, options.where, creates_login=options.creates_login)
+        access = EtcdAccess.from_env(os.environ, options.where, is_own=options.own is not None, creates_login_at=member)
         serve(client_end, Etcd(Gateway(parse_addresses(options.where), access)))
     except (Unreachable, LoginFailed, WireError, OSError, ValueError) as error:
         client_end.fail(error)

@@ -11,7 +11,7 @@ import json
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar, final
 
@@ -62,10 +62,13 @@ class EtcdAccess:
     tls: ssl.SSLContext | None = None
     user: str = ""
     password: str = field(default="", repr=False)
-    creates_login: bool = False  # an etcd without a login gets one with this user, who must be "root"
+    is_own: bool = False  # the hosts of the job run this etcd: its login may not exist yet
+    creates_login_at: Address | None = None  # the member of this host, at which it creates the login of an own etcd
 
     @staticmethod
-    def from_env(environ: Mapping[str, str], where: str, *, creates_login: bool = False) -> EtcdAccess:
+    def from_env(
+        environ: Mapping[str, str], where: str, *, is_own: bool = False, creates_login_at: Address | None = None
+    ) -> EtcdAccess:
         """Read the variables that etcdctl reads. Raises ValueError if they do not fit `where` or a file is unusable."""
         named = {name: environ.get(f"ETCDCTL_{name}", "") for name in ("CACERT", "CERT", "KEY", "USER", "PASSWORD")}
         tls = None
@@ -83,7 +86,7 @@ class EtcdAccess:
                 "or unset it"
             )
         user, _, password = named["USER"].partition(":")
-        return EtcdAccess(tls, user, named["PASSWORD"] or password, creates_login)
+        return EtcdAccess(tls, user, named["PASSWORD"] or password, is_own, creates_login_at)
 
 
 class LoginFailed(LockstepError):
@@ -99,6 +102,7 @@ class Gateway:
         self._access = access or EtcdAccess()
         self._token = ""
         self._lock = threading.Lock()
+        self._login_lock = threading.Lock()
 
     def call(self, path: str, body: Json, *, once: bool = False) -> Json:
         """Send a request. `once`: not to another endpoint if the first may have carried it out."""
@@ -112,7 +116,7 @@ class Gateway:
             try:
                 while line := response.readline():
                     yield _result(json.loads(line))
-            except (OSError, http.client.HTTPException, ValueError, _EndpointError):
+            except (OSError, http.client.HTTPException, ValueError, _EndpointError, _NotLoggedIn):
                 return  # the caller starts another stream, at another endpoint if need be
 
     def _first_answer(self, ask: Callable[[Address], T], *, once: bool) -> T:
@@ -135,22 +139,22 @@ class Gateway:
     # -- one endpoint ------------------------------------------------------------------------------------------------
 
     def _call(self, endpoint: Address, path: str, body: Json) -> Json:
-        return self._logged_in(endpoint, lambda: self._ask(endpoint, path, body))
+        return self._logged_in(endpoint, lambda token: self._ask(endpoint, path, body, token))
 
     def _begin_watch(self, endpoint: Address, body: Json) -> Exchange:
-        def begin() -> Exchange:
-            connection, response = self._send(endpoint, "/v3/watch", body)
+        def begin(token: str) -> Exchange:
+            connection, response = self._send(endpoint, "/v3/watch", body, token)
             with _endpoint_errors(connection, OSError, http.client.HTTPException, ValueError, sent=True):
                 created = _result(_parse(response, response.readline()))
-                if "auth" in created.get("cancel_reason", ""):
-                    raise _NotLoggedIn(created["cancel_reason"])
+                if created.get("canceled") and not int(created.get("compact_revision", 0)):
+                    raise _NotLoggedIn(created.get("cancel_reason", "the watch was refused"))
                 if not created.get("created"):
                     raise _EndpointError("no watch was created", sent=True)
             return connection, response
 
         return self._logged_in(endpoint, begin)
 
-    def _send(self, endpoint: Address, path: str, body: Json) -> Exchange:
+    def _send(self, endpoint: Address, path: str, body: Json, token: str = "") -> Exchange:
         connection = http.client.HTTPConnection(*endpoint, timeout=CONNECT_S)
         if self._access.tls is not None:
             connection = http.client.HTTPSConnection(*endpoint, timeout=CONNECT_S, context=self._access.tls)
@@ -160,49 +164,64 @@ class Gateway:
             configure_socket(connection.sock)
             connection.sock.settimeout(ANSWER_S)
         # Without hasleader, an etcd member that has lost its cluster would let a watch wait forever.
-        headers = {"Grpc-Metadata-hasleader": "true"} | ({"Authorization": self._token} if self._token else {})
+        headers = {"Grpc-Metadata-hasleader": "true"} | ({"Authorization": token} if token else {})
         with _endpoint_errors(connection, OSError, http.client.HTTPException, sent=True):
             connection.request("POST", path, write_json(body), headers)
             return connection, connection.getresponse()
 
     # -- login -------------------------------------------------------------------------------------------------------
 
-    def _logged_in(self, endpoint: Address, send: Callable[[], T]) -> T:
-        """Return what `send` returns; log in before the first request, and again when the token has expired."""
-        if self._access.user and not self._token:
-            self._log_in(endpoint)
-        try:
-            return send()
-        except (_NotLoggedIn, Refused) as problem:
-            if not self._access.user and (isinstance(problem, _NotLoggedIn) or _DENIED in str(problem)):
-                raise LoginFailed(f"etcd wants a login ({problem}): set ETCDCTL_USER=NAME:PASSWORD") from None
-            if isinstance(problem, Refused):
-                raise
-            self._log_in(endpoint)
-            return send()
-
-    def _log_in(self, endpoint: Address) -> None:
-        """Get a new token. Raises LoginFailed if the user is not accepted."""
-        login = {"name": self._access.user, "password": self._access.password}
-        self._token = ""
-        try:
+    def _logged_in(self, endpoint: Address, send: Callable[[str], T]) -> T:
+        """Return what `send` returns for a token; log in before the first request, and when the token has expired."""
+        token = self._token
+        if not self._access.user:
             try:
-                answer = self._ask(endpoint, "/v3/auth/authenticate", login)
-            except _EndpointError as problem:
-                if _LOGIN_OFF not in str(problem):
+                return send("")
+            except (_NotLoggedIn, Refused) as problem:
+                if isinstance(problem, Refused) and _DENIED not in str(problem):
                     raise
-                if not self._access.creates_login:
-                    user = self._access.user
-                    raise LoginFailed(f"ETCDCTL_USER is {user}, but this etcd has no login: unset it") from None
-                self._create_login(endpoint)
-                answer = self._ask(endpoint, "/v3/auth/authenticate", login)
-        except (Refused, _NotLoggedIn) as problem:
-            raise LoginFailed(f"etcd does not accept the user {self._access.user!r}: {problem}") from None
-        self._token = answer["token"]
+                raise LoginFailed(f"etcd wants a login ({problem}): set ETCDCTL_USER=NAME:PASSWORD") from None
+        if token:
+            with suppress(_NotLoggedIn):
+                return send(token)
+        try:
+            return send(self._log_in(endpoint, token))
+        except _NotLoggedIn as problem:  # it was not carried out
+            raise _EndpointError(f"the new login is not accepted: {problem}", sent=False) from None
 
-    def _create_login(self, endpoint: Address) -> None:
-        """Create the user with all rights, and demand a login from now on. Several hosts may do it at the same time."""
+    def _log_in(self, endpoint: Address, expired: str) -> str:
+        """Return a token that is not `expired`. Raises LoginFailed if the user is not accepted."""
+        login = {"name": self._access.user, "password": self._access.password}
+        with self._login_lock:
+            if self._token != expired:  # another thread was faster
+                return self._token
+            try:
+                try:
+                    answer = self._ask(endpoint, "/v3/auth/authenticate", login)
+                except _EndpointError as problem:
+                    if _LOGIN_OFF not in str(problem):
+                        raise
+                    self._require_login(endpoint)
+                    answer = self._ask(endpoint, "/v3/auth/authenticate", login)
+            except (Refused, _NotLoggedIn) as problem:
+                hint = ": the secrets of the hosts differ" if self._access.is_own else ""
+                raise LoginFailed(f"etcd does not accept the user {self._access.user!r}: {problem}{hint}") from None
+            except _EndpointError as problem:  # the request itself was not sent
+                raise _EndpointError(str(problem), sent=False) from None
+            self._token = answer["token"]
+            return self._token
+
+    def _require_login(self, endpoint: Address) -> None:
+        """Create the user, with all rights, in an etcd of this job that has no login yet.
+
+        Only at the member that this host runs: at another address there could be an etcd of others. Raises LoginFailed
+        if this etcd is not the job's, and _EndpointError if another host has to create the login.
+        """
         name = self._access.user
+        if not self._access.is_own:
+            raise LoginFailed(f"ETCDCTL_USER is {name}, but this etcd has no login: unset it")
+        if endpoint != self._access.creates_login_at:
+            raise _EndpointError("it has no login yet", sent=False)
         for path, body in (
             ("user/add", {"name": name, "password": self._access.password}),
             ("role/add", {"name": name}),
@@ -217,8 +236,8 @@ class Gateway:
                 if problem.code != _FAILED_PRECONDITION:  # another host was faster
                     raise
 
-    def _ask(self, endpoint: Address, path: str, body: Json) -> Json:
-        connection, response = self._send(endpoint, path, body)
+    def _ask(self, endpoint: Address, path: str, body: Json, token: str = "") -> Json:
+        connection, response = self._send(endpoint, path, body, token)
         with closing(connection), _endpoint_errors(connection, OSError, http.client.HTTPException, sent=True):
             return _result(_parse(response, response.read()))
 

@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
-from lockstep.control.connection import Dial, ProgressTimeout, ReconnectingLink, TcpDial, is_etcd, parse_addresses
+from lockstep.control.connection import (
+    Dial,
+    OwnEtcd,
+    ProgressTimeout,
+    ReconnectingLink,
+    TcpDial,
+    is_etcd,
+    parse_addresses,
+)
 from lockstep.control.store import (
     ClientOptions,
     ControlError,
@@ -34,19 +42,16 @@ from lockstep.control.wire import Message, Push, WireError, message_as_push, new
 
 def connect_store(
     where: str, secret: bytes, selector: selectors.BaseSelector, *, options: ClientOptions, on_lost: OnLost,
-    root_password: str = "",
+    own_etcd: OwnEtcd | None = None,
 ) -> StoreClient:  # fmt: skip
-    """A client of the store at `where`: HOST:PORT of the host agent that has it, or etcd://HOST:PORT,HOST:PORT,...
-
-    `root_password` is for an etcd that the hosts of the job start.
-    """
+    """A client of the store at `where`: HOST:PORT of the host agent that has it, or etcd://HOST:PORT,HOST:PORT,..."""
     addresses = parse_addresses(where)
     dial: Dial
     if is_etcd(where):
         from lockstep.control.etcd import Bridge  # here, so that only its users import http.client
 
         secret = new_secret()  # for the two ends of the socketpair; etcd does not have the job's
-        dial = Bridge(where, secret, root_password=root_password)
+        dial = Bridge(where, secret, own=own_etcd)
     elif len(addresses) == 1:
         dial = TcpDial(*addresses[0])
     else:

@@ -79,7 +79,8 @@ class HostAgent(HostProcesses):
             self._connection = StoreConnection.local(self._on_lease_lost)
             self._records = Records(HOST, self._connection.client, want)
         else:
-            self._connection = StoreConnection.open(hosts, self._selector, self._on_lease_lost)
+            places = job.log_dir, self._parent_watch
+            self._connection = StoreConnection.open(hosts, self._selector, self._on_lease_lost, *places)
             self._records = Records(hosts.name, self._connection.client, want, prefix=key_prefix(hosts.secret))
             self._other_hosts = OtherHosts(
                 hosts,

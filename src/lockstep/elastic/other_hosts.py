@@ -204,7 +204,7 @@ class OtherHosts:
     ) -> None:
         self._hosts, self._records, self._connection, self._run_options = hosts, records, connection, dict(run_options)
         self._contact = HostContact(hosts)
-        self._is_needed = False
+        self._member_stays = False
         self.stay_s = STAY_LEASES * hosts.lease_s  # how long to wait at most while `must_stay`
         self._progress = ProgressClock()
         self._unreached: set[str] = set()  # hosts that this one does not reach
@@ -298,9 +298,7 @@ class OtherHosts:
 
     def leave(self, ended_by: int | None) -> None:
         """Publish that this host ends. `ended_by` is the signal that ended it in the middle of the run, if any."""
-        self._is_needed = self._connection.keeps_store or (
-            self._hosts.starts_etcd and ended_by is None and not self._records.is_leaving
-        )
+        self._member_stays = self._connection.member is not None and ended_by is None and not self._records.is_leaving
         if self._connection.keeps_store and ended_by is not None:
             name = signal.Signals(ended_by).name
             why = f"{display_name(self._records.name)}, which kept the store, was ended by {name}"
@@ -311,7 +309,9 @@ class OtherHosts:
     @property
     def must_stay(self) -> bool:
         """Whether writes of this host are pending, or other hosts still need the store that it keeps or its etcd."""
-        if self._is_needed and not self._contact.seen <= self._records.hosts_left:
+        if self._connection.keeps_store and not self._contact.seen <= self._records.hosts_left:
+            return True
+        if self._member_stays and not {host.name for host in self._records.hosts} <= self._records.hosts_left:
             return True
         return bool(self._records.pending_writes) and self._connection.client.is_connected
 

@@ -15,17 +15,28 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, final
 
 from lockstep.control.connection import TLS_SCHEME, Address, parse_addresses
 from lockstep.errors import LockstepError
+from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch
 
 PEER_PORT_OFFSET: Final = 1  # etcd's own convention: 2379 for clients, 2380 for other members
 START_S: Final = 0.5  # if something is wrong with its options, etcd ends within this time
+ALONE: Final = "this host runs no member of the etcd: it was one, and its data is gone (a fixed --log-dir keeps it)"
+TLS_VARIABLES: Final = (
+    "ETCD_CERT_FILE",
+    "ETCD_KEY_FILE",
+    "ETCD_PEER_CERT_FILE",
+    "ETCD_PEER_KEY_FILE",
+    "ETCD_PEER_TRUSTED_CA_FILE",
+    "ETCD_PEER_CLIENT_CERT_AUTH",
+)
 STOP_WITHIN_S: Final = 5.0
 READ_WITHIN_S: Final = 2.0  # time for the other hosts to read the last records before a member ends
 
@@ -35,64 +46,78 @@ def root_password(secret: bytes) -> str:
     return hmac.new(secret, b"the login to the etcd of a job", hashlib.sha256).hexdigest()
 
 
-def check_start(where: str, environ: Mapping[str, str]) -> str:
-    """Return the path of the etcd program. Raises ValueError if a member cannot be started."""
-    program = environ.get("ETCD") or shutil.which("etcd")
-    if program is None:
-        raise ValueError("--start-etcd: there is no etcd on the PATH; install it (Debian: etcd-server), or set $ETCD")
+def check_members(where: str, environ: Mapping[str, str]) -> None:
+    """Raises ValueError if the hosts that `where` names cannot run an etcd."""
     if len(parse_addresses(where)) % 2 == 0:
         raise ValueError(
             f"--start-etcd: {where} names {len(parse_addresses(where))} members; name 3 or 5 (or 1, which may not be "
             "lost): more than half of them must be alive, so an even number helps nothing"
         )
-    if where.startswith(TLS_SCHEME) and not (environ.get("ETCD_CERT_FILE") and environ.get("ETCD_PEER_CERT_FILE")):
-        raise ValueError(
-            f"--start-etcd: {where} is with TLS, so etcd needs certificates: set ETCD_CERT_FILE, ETCD_KEY_FILE, "
-            "ETCD_PEER_CERT_FILE, ETCD_PEER_KEY_FILE and ETCD_PEER_TRUSTED_CA_FILE (docs/security.md)"
-        )
-    return program
+    missing = [name for name in TLS_VARIABLES if not environ.get(name)]
+    if where.startswith(TLS_SCHEME) and missing:
+        raise ValueError(f"--start-etcd: {where} is with TLS; for that etcd needs {', '.join(missing)} as well")
 
 
 @final
 class EtcdMember:
     """The etcd process of this host. It ends with the launcher, also if that is killed."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], address: Address, log: Path) -> None:
+        self._process, self.address, self._log = process, address, log
+        self._end_is_known = False
 
     @staticmethod
     def start(where: str, secret: bytes, folder: Path, parent_watch: ParentWatch) -> EtcdMember | None:
-        """Start the member of this host; return None if none of the addresses is this host's.
+        """Start the member of this host; return None, with a message, if this host does not run one.
 
-        Raises LockstepError if the port is taken, or etcd ends at once.
+        Raises LockstepError if it cannot be started.
         """
-        program = check_start(where, os.environ)
         addresses = parse_addresses(where)
-        mine = next((address for address in addresses if _is_own(address)), None)
-        if mine is None:
+        found = [(address, own) for address in addresses if (own := _own_address(address)) is not None]
+        if not found:
+            print_message(f"no address in {where} is one of this host, so it runs no member of the etcd")
             return None
+        (address, own), *_ = found
+        program = shutil.which(os.environ.get("ETCD") or "etcd")
+        if program is None:
+            raise LockstepError(
+                "--start-etcd: there is no etcd on the PATH; install it (Debian: etcd-server) or set $ETCD"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "etcd.log"
-        command = [program, *_options(mine, addresses, where.startswith(TLS_SCHEME), secret, folder)]
+        began = log.stat().st_size if log.exists() else 0
+        command = [program, *_options(address, own, where, secret, folder)]
         with log.open("ab") as out:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                env={
+                    name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "ETCDCTL_"))
+                },
                 start_new_session=True,  # the launcher decides about Ctrl-C
                 preexec_fn=parent_watch.child_setup(),
             )
         with suppress(subprocess.TimeoutExpired):
             status = process.wait(START_S)
-            last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            said = log.read_bytes()[began:].decode(errors="replace").strip()
+            if "already been bootstrapped" in said:
+                print_message(f"{ALONE}: {len(addresses) - 1} members are left, and the run uses those")
+                return None
+            last = said.rpartition("\n")[2]
             raise LockstepError(f"--start-etcd: etcd ended at once with status {status}: {last} (all of it in {log})")
-        return EtcdMember(process)
+        return EtcdMember(process, address, log)
 
-    def __enter__(self) -> EtcdMember:
-        return self
+    def check(self) -> None:
+        """Print a message if the member has ended."""
+        if not self._end_is_known and (status := self._process.poll()) is not None:
+            self._end_is_known = True
+            print_message(
+                f"the etcd of this host has ended with status {status}; the run uses the other members. See {self._log}"
+            )
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """End the member, after a moment in which other hosts can read what was written last."""
         if self._process.poll() is None:
             time.sleep(READ_WITHIN_S)
@@ -103,8 +128,9 @@ class EtcdMember:
         self._process.wait()
 
 
-def _options(mine: Address, addresses: Sequence[Address], tls: bool, secret: bytes, folder: Path) -> list[str]:
-    scheme = "https" if tls else "http"
+def _options(address: Address, own: str, where: str, secret: bytes, folder: Path) -> list[str]:
+    """Return the options of the member at `address`, which listens on the numeric address `own`."""
+    scheme = "https" if where.startswith(TLS_SCHEME) else "http"
 
     def url(address: Address, offset: int = 0) -> str:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -113,35 +139,45 @@ def _options(mine: Address, addresses: Sequence[Address], tls: bool, secret: byt
     def name(address: Address) -> str:
         return f"{address[0]}-{address[1]}"
 
-    # etcd does not listen on names. A host whose name is that of its loopback interface listens on all addresses.
-    numeric = socket.gethostbyname(mine[0]) if ":" not in mine[0] else mine[0]
-    listening = ("0.0.0.0" if numeric.startswith("127.") and numeric != mine[0] else numeric, mine[1])
-    cluster = ",".join(f"{name(one)}={url(one, PEER_PORT_OFFSET)}" for one in addresses)
+    # Debian resolves a host's own name to its loopback, where other hosts could not connect.
+    everywhere = ip_address(own).is_loopback and not is_loopback(address[0])
+    listening = ("0.0.0.0" if everywhere else own, address[1])
+    token = hmac.new(secret, b"the etcd at " + where.encode(), hashlib.sha256).hexdigest()[:16]
     values = {
-        "name": name(mine),
-        "data-dir": folder / "data",
+        "name": name(address),
+        "data-dir": folder / f"data-{token}",  # an earlier job may have used this folder
         "listen-client-urls": url(listening),
-        "advertise-client-urls": url(mine),
+        "advertise-client-urls": url(address),
         "listen-peer-urls": url(listening, PEER_PORT_OFFSET),
-        "initial-advertise-peer-urls": url(mine, PEER_PORT_OFFSET),
-        "initial-cluster": cluster,
-        "initial-cluster-token": hmac.new(secret, b"the name of an etcd", hashlib.sha256).hexdigest()[:16],
+        "initial-advertise-peer-urls": url(address, PEER_PORT_OFFSET),
+        "initial-cluster": ",".join(f"{name(one)}={url(one, PEER_PORT_OFFSET)}" for one in parse_addresses(where)),
+        "initial-cluster-token": token,
     }
     return [f"--{option}={value}" for option, value in values.items()]
 
 
-def _is_own(address: Address) -> bool:
-    """Whether this host has the address. Raises LockstepError if the port is taken."""
-    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as attempt:
+def _own_address(address: Address) -> str | None:
+    """Return the numeric address if it is one of this host, else None. Raises LockstepError if the port is in use."""
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except OSError:  # in Kubernetes the name of a lost host is unknown
+        return None
+    for family, kind, protocol, _, place in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as attempt:
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 attempt.bind(place)
-                return True
             except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise LockstepError(
-                        f"--start-etcd: {address[0]}:{address[1]} is in use here. If an etcd runs already, leave "
-                        "--start-etcd out; else name another port"
-                    ) from None
-    return False
+                if error.errno != errno.EADDRINUSE:
+                    continue
+                where = f"{address[0]}:{address[1]}"
+                raise LockstepError(f"--start-etcd: {where} is in use on this host; name another port") from None
+            return str(place[0])
+    return None
+
+
+def is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"

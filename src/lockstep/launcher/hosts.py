@@ -26,13 +26,14 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep.control.connection import Address, is_etcd, parse_addresses
+from lockstep.control.connection import Address, OwnEtcd, is_etcd, parse_addresses
 from lockstep.control.remote_store import connect_store
 from lockstep.control.server import Server
 from lockstep.control.store import PREFIX, ClientOptions, ControlStore, LocalStoreClient, OnLost, StoreClient
 from lockstep.errors import LockstepError
-from lockstep.launcher.etcd_member import root_password
+from lockstep.launcher.etcd_member import EtcdMember, is_loopback, root_password
 from lockstep.launcher.output import print_message
+from lockstep.launcher.parent_watch import ParentWatch
 
 HOST: Final = "h0"  # the name of the host in a run on one host
 LEASE_S: Final = 5.0
@@ -124,8 +125,16 @@ def check_rendezvous(where: str) -> Sequence[Address]:
 class StoreConnection:
     """The client of this host and, if the store is here, the door to it. Made after `selector`, closed before it."""
 
-    def __init__(self, client: StoreClient, server: Server | None = None) -> None:
-        self.client, self._server = client, server
+    def __init__(
+        self,
+        client: StoreClient,
+        server: Server | None = None,
+        member: EtcdMember | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        """`is_alone`: no other host keeps the records."""
+        self.client, self._server, self.member, self._is_alone = client, server, member, is_alone
 
     @staticmethod
     def local(on_lost: OnLost) -> StoreConnection:
@@ -135,10 +144,13 @@ class StoreConnection:
         )
 
     @staticmethod
-    def open(hosts: Hosts, selector: selectors.BaseSelector, on_lost: OnLost) -> StoreConnection:
+    def open(
+        hosts: Hosts, selector: selectors.BaseSelector, on_lost: OnLost, folder: Path, parent_watch: ParentWatch
+    ) -> StoreConnection:
         """Serves the store if the rendezvous is an address of this host, else connects to it.
 
-        Raises LockstepError if the address is this host's and cannot be listened on.
+        With `starts_etcd` the member of this host is started; its data are in `folder`. Raises LockstepError if the
+        address is this host's and cannot be listened on.
         """
         # Half a lease, so that a lost connection can be made again before the lease ends.
         options = ClientOptions(
@@ -149,17 +161,22 @@ class StoreConnection:
             server = _serve(store, hosts, selector)
             if server is not None:
                 return StoreConnection(LocalStoreClient(store, options=options, on_lost=on_lost), server)
-        password = root_password(hosts.secret) if hosts.starts_etcd else ""
-        return StoreConnection(
-            connect_store(hosts.where, hosts.secret, selector, options=options, on_lost=on_lost, root_password=password)
-        )
+        member = own = None
+        if hosts.starts_etcd:
+            member = EtcdMember.start(hosts.where, hosts.secret, folder / "etcd", parent_watch)
+            own = OwnEtcd(root_password(hosts.secret), member.address if member is not None else None)
+        client = connect_store(hosts.where, hosts.secret, selector, options=options, on_lost=on_lost, own_etcd=own)
+        return StoreConnection(client, member=member, is_alone=len(parse_addresses(hosts.where)) == 1)
 
     @property
     def keeps_store(self) -> bool:
-        return self._server is not None
+        """Whether the others cannot continue without this host."""
+        return self._server is not None or (self.member is not None and self._is_alone)
 
     def tick(self, now_s: float) -> float:
         """Renews leases and serves requests. Returns the latest time for the next call."""
+        if self.member is not None:
+            self.member.check()
         next_s = self.client.tick(now_s)  # before the server's, which might end this host's own lease
         return next_s if self._server is None else min(next_s, self._server.tick(now_s))
 
@@ -167,6 +184,8 @@ class StoreConnection:
         self.client.close()
         if self._server is not None:
             self._server.close()
+        if self.member is not None:
+            self.member.close()
 
 
 def _serve(store: ControlStore, hosts: Hosts, selector: selectors.BaseSelector) -> Server | None:
@@ -195,13 +214,19 @@ def check_etcd(hosts: Hosts) -> str:
     key = f"{key_prefix(hosts.secret)}check/{hosts.name}"
     try:
         etcd = Etcd(gateway)
+        etcd.get(key)
         written = etcd.cas(key, True, 0, None)
         etcd.delete(key, written.revision)
-        members = gateway.call("/v3/cluster/member/list", {}).get("members", [])
     except Refused as error:
         raise LoginFailed(f"etcd at {hosts.where} refuses to write {key}: {error}") from None
     except Unreachable as error:
+        if "certificate verify failed" in str(error):
+            raise LoginFailed(f"{error}; ETCDCTL_CACERT names the authority of its certificates") from None
         return f"{error}; waiting for it"
+    try:
+        members = gateway.call("/v3/cluster/member/list", {})["members"]
+    except (Refused, Unreachable, KeyError):  # some versions let only root read it
+        return f"the control store is the etcd at {hosts.where}"
     may_be_lost = (len(members) - 1) // 2
     redundancy = f"{may_be_lost} of them may be lost" if may_be_lost else "none may be lost; three would allow for one"
     return f"the control store is an etcd with {len(members)} member{'s' * (len(members) != 1)}: {redundancy}"
@@ -216,8 +241,9 @@ def wait_for_address(hosts: Hosts, print_message: Callable[[str], None]) -> None
     has_printed = False
     while True:
         try:
-            for name, port in parse_addresses(hosts.where):
-                _addresses(name, port)
+            found = [address for address in parse_addresses(hosts.where) if not _why_unknown(address)]
+            if not found:
+                _addresses(*parse_addresses(hosts.where)[0])
             return
         except OSError as error:
             if time.monotonic() >= end_s:
@@ -228,19 +254,21 @@ def wait_for_address(hosts: Hosts, print_message: Callable[[str], None]) -> None
         time.sleep(min(1.0, hosts.give_up_s / 4))
 
 
+def _why_unknown(address: Address) -> str:
+    """Why the name has no address; "" if it has."""
+    try:
+        _addresses(*address)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def _addresses(name: str, port: int) -> list[str]:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise OSError(f"the rendezvous {name!r} has no address ({error})") from None
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def is_loopback(name: str) -> bool:
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
 
 
 # ---- contact with the store and other hosts --------------------------------------------------------------------------

@@ -56,8 +56,9 @@ def count_gpus() -> int:
 def worker_env(base: Mapping[str, str], *, rank: int, job: Job, port: int, cores: int) -> dict[str, str]:
     """Returns the environment of one worker. Settings of the user for threads and network are kept."""
     # If the launcher itself runs under torchrun, these would lead the worker to torchrun's store.
-    env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
-    env.pop("LOCKSTEP_JOB_SECRET", None)  # workers do not use the control store
+    # Workers do not use the control store: its secret and its login are not theirs.
+    hidden = ("TORCHELASTIC_", "LOCKSTEP_JOB_SECRET", "ETCDCTL_")
+    env = {name: value for name, value in base.items() if not name.startswith(hidden)}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.workers)))
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in env):
         # Gradients and activations are freed and allocated again in every step. glibc would return their pages to the

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from lockstep.elastic.host_agent import HostAgent
-from lockstep.launcher.etcd_member import EtcdMember
 from lockstep.launcher.job import Job, reserve_port
 from lockstep.launcher.parent_watch import ParentWatch, adopt_orphans
 from lockstep.launcher.worker_group import WorkerGroup
@@ -20,10 +19,6 @@ def run_job(job: Job) -> int:
     adopt_orphans()
     with ExitStack() as stack:
         parent_watch = stack.enter_context(ParentWatch(job.id))
-        if job.hosts is not None and job.hosts.starts_etcd:
-            member = EtcdMember.start(job.hosts.where, job.hosts.secret, job.log_dir / "etcd", parent_watch)
-            if member is not None:
-                stack.enter_context(member)
         port = stack.enter_context(reserve_port())
         workers = stack.enter_context((WorkerGroup if job.elastic is None else HostAgent)(job, parent_watch))
         workers.start(port)
