@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # files run side by side: more threads would wait for each other's cores
+
+import pytest  # noqa: E402
 
 SLOW_TIMEOUT_S = 1800
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
@@ -105,6 +108,37 @@ def _work(
     pipe.send(result)
     pipe.close()
     os._exit(0)
+
+
+def run_alone(script: Path, *arguments: str, timeout_s: float = 300, **env: str) -> tuple[int, str]:
+    """Run a program as `python script` would, in its folder and with `env`. Returns its exit status and its output.
+
+    It comes from the fork server: importing torch takes longer than a small training.
+    """
+    output = script.parent / "output of run_alone"
+    process = _context.Process(target=_be_program, args=(script, arguments, output, dict(os.environ) | env))
+    process.start()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return process.exitcode, output.read_text(errors="replace")
+
+
+def _be_program(script: Path, arguments: tuple[str, ...], output: Path, env: dict[str, str]) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(script.parent)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
 
 
 def _join_group(rank: int, size: int, store: str) -> None:

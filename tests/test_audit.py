@@ -20,7 +20,7 @@ from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp.replica import position_digests
 from lockstep.step import audit
 from lockstep.step.audit import AuditSchedule, AuditTask, audit_tasks, count_wrong_answers, is_round, judge
-from on_workers import on_workers
+from on_workers import on_workers, run_alone
 from runs import PROGRAMS, train, use
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -284,7 +284,9 @@ def digests(output: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    status, output, _ = launch(tmp_path_factory.mktemp("clean") / "run", "-n", "1")
+    script = tmp_path_factory.mktemp("clean") / "program.py"
+    script.write_text(PROGRAM.format(chaos=str(ROOT / "chaos")))
+    status, output = run_alone(script, CUDA_VISIBLE_DEVICES="")
     assert status == 0, output
     return digests(output)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from on_workers import run_alone
 from test_launch import Stage, nothing_left_behind, outer_env, stage, wait_for  # noqa: F401  (fixtures among them)
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "recipes"
@@ -124,7 +125,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     """Some steps of each recipe, on one worker."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "all.py").write_text(ALL.format(tests=str(Path(__file__).parent)))
-    return ends_of_all(run_python(folder, "all.py"))
+    status, output = run_alone(folder / "all.py")
+    assert status == 0, output
+    return ends_of_all(output)
 
 
 @pytest.mark.timeout(DEADLINE_S)

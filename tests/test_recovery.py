@@ -23,6 +23,7 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.launcher.exit_policy import PREEMPTED
+from on_workers import run_alone
 from test_launch import outer_env, processes_of, split_card, wait_for
 
 DEADLINE_S = 300.0
@@ -272,15 +273,13 @@ class Show:
 
 
 def start(folder: Path, play: Play) -> subprocess.Popen[str]:
-    command = [sys.executable, "program.py"]
-    if play.workers:
-        launcher = ["-m", "lockstep", "run", "-n", str(play.workers), "--min", "1", "--log-dir", str(folder / "logs")]
-        command[1:1] = [*launcher, *play.options]
+    command = [sys.executable, "-m", "lockstep", "run", "-n", str(play.workers), "--min", "1"]
+    command += ["--log-dir", str(folder / "logs"), *play.options, "program.py"]
     env = {"WHOLE": str(play.workers), "LOCKSTEP_BACKEND": play.backend, "LOCKSTEP_FAULTS": json.dumps(play.faults)}
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=outer_env(**({**env, **play.env} if play.workers else {})),
+        env=outer_env(**(env | play.env)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -293,6 +292,9 @@ def perform(folder: Path, play: Play) -> Show:
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(play.program.format(tests=str(Path(__file__).parent)))
     began_s = time.monotonic()
+    if not play.workers:
+        status, out = run_alone(folder / "program.py")
+        return Show(folder, status, out, "", time.monotonic() - began_s)
     launcher = start(folder, play)
     try:
         play.meddle(folder, launcher)
