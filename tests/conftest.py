@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # files run side by side: more threads would wait for each other's cores
 
-import pytest  # noqa: E402
+import pytest
 
 SLOW_TIMEOUT_S = 1800
 
