@@ -26,7 +26,7 @@ from lockstep.report.live_status import read_status
 from lockstep.report.run_folder import find_run
 
 KILL_AT: Final = 0.4  # after this part of the steps
-PHASE_S: Final = 2.0  # how long a number of workers stays, where it changes
+PHASE_S: Final = 1.5  # how long a number of workers stays, where it changes
 FREE: Final = 0.03  # cores are free if less than this part of their time is stolen
 QUICK_EPOCHS: Final = 18
 LOOK_EVERY_S: Final = 0.05
@@ -82,7 +82,7 @@ class DemoRun:
         """Compare each phase on several workers with those on one worker before and after it; None if there are none.
 
         The speed of a machine varies from minute to minute, so only neighbouring phases are compared, and of those
-        only the ones in which the cores were free, if there are any.
+        only the half in which the host took the least time from the cores.
         """
         windows = [(line["t0"], line["t1"], line["samples"]) for line in self.lines("steps")]
         rates = []
@@ -90,9 +90,9 @@ class DemoRun:
             inside = [samples / (t1 - t0) for t0, t1, samples in windows if phase.begin_s <= t0 < t1 <= phase.end_s]
             rates += [(phase.workers, statistics.median(inside), phase.stolen)] if inside else []
         pairs = [sorted(pair) for pair in itertools.pairwise(rates) if 1 in (pair[0][0], pair[1][0])]
-        pairs = [pair for pair in pairs if max(pair[0][2], pair[1][2]) < FREE] or pairs
         if not pairs:
             return None
+        pairs = sorted(pairs, key=lambda pair: max(stolen for *_, stolen in pair))[: (len(pairs) + 1) // 2]
         alone, together = (statistics.median(pair[which][1] for pair in pairs) for which in (0, 1))
         ratio = statistics.median(pair[1][1] / pair[0][1] for pair in pairs)
         return Speed(together, alone, ratio, max(stolen for pair in pairs for *_, stolen in pair))
