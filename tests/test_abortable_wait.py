@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import abortable_wait, agreement
+from lockstep.comm.abortable_group import Gloo
 from lockstep.comm.agreement import Broadcast
 from lockstep.errors import PeerLostError
 from lockstep.trace.metrics import gather_pieces
@@ -43,3 +45,26 @@ def wait_for_a_missing_peer(rank: int, size: int, what: str) -> float:
 def test_who_waits_in_a_group_that_is_given_up_goes_on(what: str) -> None:
     waited_s, _ = on_workers(wait_for_a_missing_peer, 2, what)
     assert waited_s < 2
+
+
+class EndsWhileItIsLookedAt:
+    """A work that ends between the end of a short wait for it and the question whether it has ended."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._waits = 0
+
+    def wait(self, *limit: timedelta) -> bool:
+        self._waits += 1
+        done = self._work.wait(*limit)
+        if self._waits == 1:
+            raise RuntimeError("Operation timed out!")
+        return bool(done)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def test_a_collective_that_ends_after_a_poll_has_not_failed() -> None:
+    gloo = Gloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    gloo.wait(EndsWhileItIsLookedAt(gloo.group.allreduce([torch.ones(3)])))

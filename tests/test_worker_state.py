@@ -17,6 +17,7 @@ from lockstep.elastic import worker_state
 from lockstep.elastic.agent_client import JsonPipe
 from lockstep.elastic.membership import Standing, Worker
 from lockstep.elastic.worker_state import BUSY_STALLS, LocalWorker, why_dead
+from lockstep.process_identity import ProcessStat
 
 STALL_S = 0.8
 ASLEEP, BUSY = "import time; time.sleep(60)", "while True: pass"
@@ -64,6 +65,15 @@ def test_a_worker_that_computes_has_time() -> None:
         now_s = time.monotonic()
         local.last_heard_s = now_s - BUSY_STALLS * STALL_S - 0.1
         assert why_dead(local, now_s, STALL_S) is not None
+
+
+@pytest.mark.parametrize("state", ["R", "S"])
+def test_a_worker_that_waits_for_a_core_has_time(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an overloaded machine it may get none for long: so it uses no CPU, like one that is stuck."""
+    monkeypatch.setattr(worker_state, "read_stat", lambda _: ProcessStat(state, started="1", cpu_s=7.0))
+    with silent(ASLEEP) as local:
+        took_s = taken_for_dead_after_s(local, within_s=2 * STALL_S)
+    assert (took_s is None) == (state == "R")
 
 
 def test_a_worker_that_was_heard_in_between_is_looked_at_anew() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from ipaddress import ip_address
 from typing import Final, Protocol, TypeAlias, final
 
 from lockstep.control.store import ControlError, Json
@@ -67,6 +68,13 @@ def parse_addresses(text: str) -> list[Address]:
             raise ValueError(f"{one!r} in {text!r} is not HOST:PORT; write HOST:PORT or etcd://HOST:2379,HOST:2379")
         addresses.append((host.removeprefix("[").removesuffix("]"), int(port)))
     return addresses
+
+
+def is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
 
 
 def configure_socket(sock: socket.socket) -> None:

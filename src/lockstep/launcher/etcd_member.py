@@ -17,11 +17,10 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, final
 
-from lockstep.control.connection import TLS_SCHEME, Address, parse_addresses
+from lockstep.control.connection import TLS_SCHEME, Address, is_loopback, parse_addresses
 from lockstep.errors import LockstepError
 from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch
@@ -62,8 +61,11 @@ def check_members(where: str, environ: Mapping[str, str]) -> None:
 class EtcdMember:
     """The etcd process of this host. It ends with the launcher, also if that is killed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: Address, log: Path) -> None:
-        self._process, self.address, self._log = process, address, log
+    def __init__(
+        self, process: subprocess.Popen[bytes], address: Address, log: Path, parent_watch: ParentWatch, *, is_only: bool
+    ) -> None:
+        self._process, self.address, self._log, self._parent_watch = process, address, log, parent_watch
+        self.is_only = is_only  # the etcd has no other members
         self._end_is_known = False
 
     @staticmethod
@@ -101,13 +103,14 @@ class EtcdMember:
             )
         with suppress(subprocess.TimeoutExpired):
             status = process.wait(START_S)
+            parent_watch.release(process.pid)
             said = log.read_bytes()[began:].decode(errors="replace").strip()
             if "already been bootstrapped" in said:
                 print_message(f"{ALONE}: {len(addresses) - 1} members are left, and the run uses those")
                 return None
             last = said.rpartition("\n")[2]
             raise LockstepError(f"--start-etcd: etcd ended at once with status {status}: {last} (all of it in {log})")
-        return EtcdMember(process, address, log)
+        return EtcdMember(process, address, log, parent_watch, is_only=len(addresses) == 1)
 
     def check(self) -> None:
         """Print a message if the member has ended."""
@@ -126,6 +129,7 @@ class EtcdMember:
             self._process.wait(STOP_WITHIN_S)
         self._process.kill()
         self._process.wait()
+        self._parent_watch.release(self._process.pid)
 
 
 def _options(address: Address, own: str, where: str, secret: bytes, folder: Path) -> list[str]:
@@ -140,7 +144,7 @@ def _options(address: Address, own: str, where: str, secret: bytes, folder: Path
         return f"{address[0]}-{address[1]}"
 
     # Debian resolves a host's own name to its loopback, where other hosts could not connect.
-    everywhere = ip_address(own).is_loopback and not is_loopback(address[0])
+    everywhere = is_loopback(own) and not is_loopback(address[0])
     listening = ("0.0.0.0" if everywhere else own, address[1])
     token = hmac.new(secret, b"the etcd at " + where.encode(), hashlib.sha256).hexdigest()[:16]
     values = {
@@ -174,10 +178,3 @@ def _own_address(address: Address) -> str | None:
                 raise LockstepError(f"--start-etcd: {where} is in use on this host; name another port") from None
             return str(place[0])
     return None
-
-
-def is_loopback(name: str) -> bool:
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"

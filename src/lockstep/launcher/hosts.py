@@ -26,12 +26,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep.control.connection import Address, OwnEtcd, is_etcd, parse_addresses
+from lockstep.control.connection import Address, OwnEtcd, is_etcd, is_loopback, parse_addresses
 from lockstep.control.remote_store import connect_store
 from lockstep.control.server import Server
 from lockstep.control.store import PREFIX, ClientOptions, ControlStore, LocalStoreClient, OnLost, StoreClient
 from lockstep.errors import LockstepError
-from lockstep.launcher.etcd_member import EtcdMember, is_loopback, root_password
+from lockstep.launcher.etcd_member import EtcdMember, root_password
 from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch
 
@@ -123,18 +123,13 @@ def check_rendezvous(where: str) -> Sequence[Address]:
 
 @final
 class StoreConnection:
-    """The client of this host and, if the store is here, the door to it. Made after `selector`, closed before it."""
+    """The client of this host and, if the store is here, its server or its member of the etcd.
 
-    def __init__(
-        self,
-        client: StoreClient,
-        server: Server | None = None,
-        member: EtcdMember | None = None,
-        *,
-        is_alone: bool = True,
-    ) -> None:
-        """`is_alone`: no other host keeps the records."""
-        self.client, self._server, self.member, self._is_alone = client, server, member, is_alone
+    Made after `selector`, closed before it.
+    """
+
+    def __init__(self, client: StoreClient, server: Server | None = None, member: EtcdMember | None = None) -> None:
+        self.client, self._server, self.member = client, server, member
 
     @staticmethod
     def local(on_lost: OnLost) -> StoreConnection:
@@ -166,12 +161,12 @@ class StoreConnection:
             member = EtcdMember.start(hosts.where, hosts.secret, folder / "etcd", parent_watch)
             own = OwnEtcd(root_password(hosts.secret), member.address if member is not None else None)
         client = connect_store(hosts.where, hosts.secret, selector, options=options, on_lost=on_lost, own_etcd=own)
-        return StoreConnection(client, member=member, is_alone=len(parse_addresses(hosts.where)) == 1)
+        return StoreConnection(client, member=member)
 
     @property
     def keeps_store(self) -> bool:
         """Whether the others cannot continue without this host."""
-        return self._server is not None or (self.member is not None and self._is_alone)
+        return self._server is not None or (self.member is not None and self.member.is_only)
 
     def tick(self, now_s: float) -> float:
         """Renews leases and serves requests. Returns the latest time for the next call."""
@@ -233,34 +228,25 @@ def check_etcd(hosts: Hosts) -> str:
 
 
 def wait_for_address(hosts: Hosts, print_message: Callable[[str], None]) -> None:
-    """Waits until the name of the rendezvous can be resolved: in Kubernetes that takes a while.
+    """Waits until the name of the rendezvous, or one of the names, can be resolved: in Kubernetes that takes a while.
 
     Raises LockstepError after `give_up_s`. Blocks, so it is called before there are workers.
     """
     end_s = time.monotonic() + hosts.give_up_s
     has_printed = False
     while True:
-        try:
-            found = [address for address in parse_addresses(hosts.where) if not _why_unknown(address)]
-            if not found:
-                _addresses(*parse_addresses(hosts.where)[0])
-            return
-        except OSError as error:
-            if time.monotonic() >= end_s:
-                raise LockstepError(f"{error}; gave up after {hosts.give_up_s:g} s") from None
-            if not has_printed:
-                print_message(f"{error}; waiting until it has, at most {hosts.give_up_s:g} s")
-            has_printed = True
+        for name, port in parse_addresses(hosts.where):
+            try:
+                _addresses(name, port)
+                return
+            except OSError as error:
+                why = str(error)
+        if time.monotonic() >= end_s:
+            raise LockstepError(f"{why}; gave up after {hosts.give_up_s:g} s")
+        if not has_printed:
+            print_message(f"{why}; waiting until it has, at most {hosts.give_up_s:g} s")
+        has_printed = True
         time.sleep(min(1.0, hosts.give_up_s / 4))
-
-
-def _why_unknown(address: Address) -> str:
-    """Why the name has no address; "" if it has."""
-    try:
-        _addresses(*address)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _addresses(name: str, port: int) -> list[str]:
