@@ -92,12 +92,14 @@ def campaign(
     again: str,
     end_s: float,
     device: str = "cpu",
+    backend: str | None = None,
 ) -> bool:
     """Carry the cases out. `results` grows meanwhile: how many cases there are may depend on it. False: interrupted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _campaign(cases, results, progress, again=again, end_s=end_s, device=device)
+        on = {"device": device} | ({} if backend is None else {"backend": backend})
+        _campaign((replace(case, **on) for case in cases), results, progress, again=again, end_s=end_s, device=device)
     except KeyboardInterrupt:
         return False
     return True
@@ -107,8 +109,7 @@ def _campaign(
     cases: Iterable[Case], results: list[Result], progress: Progress, *, again: str, end_s: float, device: str
 ) -> None:
     references = References(device)
-    for one in cases:
-        case = replace(one, device=device)
+    for case in cases:
         if time.monotonic() > end_s:
             print("\nthe time is over: what is left is not run")
             break
@@ -162,12 +163,16 @@ def read_arguments(kind: Kind, argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all workers on one GPU, as CUDA graphs"
     )
+    backends = ("shm", "gloo", "nccl")
+    parser.add_argument("--backend", choices=backends, help="of all cases (default: shm and gloo); nccl: on one GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
     given = parser.parse_args(argv)
     given.wanted = given.wanted or (kind.quick_wanted if given.quick else kind.wanted)
     given.seeds = given.seeds or (kind.quick_seeds if given.quick else kind.seeds)
     if given.wanted < 1 or given.seeds < 1 or given.times < 1:
         parser.error(f"--{kind.what}, --seeds and --times must be positive")
+    if given.backend == "nccl" and given.device != "cuda":
+        parser.error("--backend nccl needs --device cuda")
     if given.only_case is not None and given.only_case < 0:
         parser.error(f"--only-case {given.only_case}: cases are numbered from 0")
     return given
@@ -184,7 +189,12 @@ def main(kind: Kind, argv: list[str]) -> int:
         cases, wanted = until_enough(seeds, given.wanted, results, kind.plan), given.wanted
     end_s = started_s + (given.within_s or (QUICK_S if given.quick else float("inf")))
     progress, again = Progress(wanted, kind.what), f"python chaos/{kind.program}"
-    whole = campaign(cases, results, progress, again=again, end_s=end_s, device=given.device)
+    if given.device != "cpu":
+        again += f" --device {given.device}"
+    if given.backend is not None:
+        again += f" --backend {given.backend}"
+    on = {"device": given.device, "backend": given.backend}
+    whole = campaign(cases, results, progress, again=again, end_s=end_s, **on)
     if given.json:
         write_json(given.json, results)
     return report(results, whole=whole, seconds=time.monotonic() - started_s)

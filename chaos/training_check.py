@@ -348,6 +348,11 @@ def summary(results: Sequence[Result]) -> str:
     if gpu_bytes:
         mib = [size / 2**20 for size in gpu_bytes]
         lines.append(f"memory of the GPU that a worker holds at the end: {min(mib):.0f} to {max(mib):.0f} MiB")
+    held = [(end["generations"], end["gpu_process_mib"]) for r in results for end in r.seen.ends.values()
+            if "gpu_process_mib" in end]  # fmt: skip
+    for least, most in ((1, 1), (2, 4), (5, 9), (10, math.inf)) if held else ():
+        if mib := [size for count, size in held if least <= count <= most]:
+            lines.append(f"a worker that was in {least} to {most} generations: {min(mib)} to {max(mib)} MiB in all")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import faults
+from lockstep.comm.abortable_group import share_gpu_over_nccl
 from lockstep.elastic import agent_client
 from lockstep.step import shard_balance
 from lockstep.trace.metrics import Mean
@@ -272,6 +274,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         x, y = batch
         return (model(x).argmax(1) == y).sum(), len(y)
 
+    if chosen.backend == "nccl":
+        share_gpu_over_nccl(os.getpid())
     directory = chosen.folder / "run" if chosen.folder is not None else None
     if seed % 2:  # shards are assigned anew all the time, by the noise of the times
         shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
@@ -307,8 +311,18 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         if chosen.device == "cuda":
             found["gpu_bytes"] = torch.cuda.memory_reserved()
         if ear is not None:
+            if chosen.backend == "nccl":
+                found["gpu_process_mib"], found["generations"] = gpu_process_mib(), len(ear.generations)
             ear.ends(found)
     return found
+
+
+def gpu_process_mib() -> int:
+    """All memory of the GPU that this process holds, with that of NCCL's communicators; 0 if it cannot be known."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    by_pid = dict(line.split(", ") for line in told.splitlines() if line.count(", ") == 1)
+    return int(by_pid.get(str(os.getpid()), 0))
 
 
 # ------------------------------------------------------------------------------------------------------------- the ear
@@ -321,6 +335,7 @@ class Ear:
         self._folder, self._pid = folder, os.getpid()
         self._step, self._computing, self._first = -1, (-1, -1), -1
         self._order_seen, self._hits = -1, 0
+        self.generations: set[int] = set()  # in which it got a batch
         (folder / "lives" / str(self._pid)).write_text(os.environ.get("MASTER_PORT", ""))
         self._trace = os.open(folder / "traces" / str(self._pid), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._agent = agent_client.current()
@@ -338,6 +353,7 @@ class Ear:
         """A batch was handed out."""
         self._step = step
         self._mark("batch", step)
+        self.generations.add(self._generation)
         control = self._control()
         if control.get("stop"):
             run.stop()

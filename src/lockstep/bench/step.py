@@ -10,7 +10,6 @@ An arm is named by its class and, after an @, the backend of its process group: 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from lockstep.bench.rounds import (
 )
 from lockstep.bench.run_step import KINDS, RunArm
 from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
+from lockstep.comm.abortable_group import share_gpu_over_nccl
 from lockstep.report.table import columns, megabytes, percent, render
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
@@ -206,12 +206,6 @@ class ArmWorker:
         turns = [*settings.arms, *(communication_name(arm) for arm in settings.arms if arm != NONE)]
         times = time_rounds(turns, own_turns, settings.plan, sync)
         return WorkerTimes(model, self.arm, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
-
-
-def share_gpu_over_nccl(rank: int) -> None:
-    """Let NCCL accept several ranks on one GPU: it takes them for other hosts, and they talk through sockets."""
-    os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
-    os.environ |= {"NCCL_HOSTID": f"lockstep-bench-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def work(worker: BenchWorker, settings: StepSettings) -> None:

@@ -59,8 +59,10 @@ class ConnectionTracker:
         """Sockets that are opened after this call are not tracked."""
         self._made = _sockets() - self._before
 
-    def shut_down(self) -> None:
+    def shut_down(self, *, listeners: bool = False) -> None:
         """Shut down all tracked connections.
+
+        listeners  Shut down listening sockets as well: NCCL then fails. (Gloo would end the process.)
 
         May be called from any thread and more than once, also while the groups are still being created.
         """
@@ -69,9 +71,9 @@ class ConnectionTracker:
             with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                if not connection.getsockopt(*_LISTENS):
+                if listeners or not connection.getsockopt(*_LISTENS):
                     connection.shutdown(socket.SHUT_RDWR)
-                elif self._made is None:  # a listener must stay open: Gloo would end the process
+                elif self._made is None:
                     for number in range(2 * self._size):
                         address = connection.getsockname()[:2]
                         with socket.create_connection(address, timeout=CONNECT_TIMEOUT_S) as caller:
@@ -132,6 +134,13 @@ class AbortableGroup(Protocol):
 
     def disconnected_ranks(self, size: int) -> list[int]:
         """Return the ranks that are known to have closed their connection to this worker."""
+
+
+def share_gpu_over_nccl(worker: object) -> None:
+    """Let NCCL accept several workers of this host on one GPU, for tests: each takes the others for other hosts, and
+    they communicate through sockets. Call it before the first use of NCCL; `worker` differs between the workers."""
+    os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
+    os.environ |= {"NCCL_HOSTID": f"lockstep-{worker}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Nccl:

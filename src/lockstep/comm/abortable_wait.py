@@ -3,6 +3,11 @@
 Lockstep's own groups and NCCL can be aborted, which ends every wait. Gloo cannot: shutting down its connections ends
 most waits, but an operation that is posted at that moment misses it and waits for minutes. So waits for Gloo poll. This
 works for collectives only: when a wait for a send or a receive times out, Gloo closes all connections of the group.
+
+Note [Aborted on the GPU]
+A wait for a collective of NCCL only queues the wait on the stream, and an aborted collective ends there without an
+error: what it should have received is garbage. So in a run that continues after an abort, a result may be used only
+after the stream was synchronised and the group was found not to be aborted. A group is marked before it is aborted.
 """
 
 from __future__ import annotations
@@ -21,6 +26,12 @@ POLL_INTERVAL_S: Final = 0.5
 NO_LIMIT: Final = timedelta(0)  # torch itself passes this to wait without a limit
 
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_may_be_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def expect_aborts(group: dist.ProcessGroup) -> None:
+    """Make `wait` and `wait_on_device` verify that results of this group were not cut off by an abort."""
+    _may_be_aborted.add(group)
 
 
 def mark_aborted(group: dist.ProcessGroup) -> None:
@@ -38,8 +49,17 @@ def wait(group: dist.ProcessGroup, work: Any, device: torch.device, where: str) 
     """Wait for a collective on tensors of this device. Raises PeerLostError if the group is aborted meanwhile."""
     if type(group) is not dist.ProcessGroup or backend_name(group, device) != "gloo":
         wait_without_limit(work)
+        wait_on_device(group, device, where)
         return
     while not done_within(work, POLL_INTERVAL_S):
+        check_aborted(group, where)
+
+
+def wait_on_device(group: dist.ProcessGroup, device: torch.device, where: str) -> None:
+    """Wait until all that is queued on the current stream is done, if the collectives of this group run on a GPU and
+    it may be aborted. Raises PeerLostError if it was. See Note [Aborted on the GPU]."""
+    if group in _may_be_aborted and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
         check_aborted(group, where)
 
 

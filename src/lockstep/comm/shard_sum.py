@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import faults
-from lockstep.comm import tree_order
+from lockstep.comm import abortable_wait, tree_order
 from lockstep.comm.peer_watch import PeerWatch
 from lockstep.comm.register_backends import backend_name
 from lockstep.comm.tree_order import Subtree
@@ -326,6 +326,13 @@ class ShardSum:
             pending.wait()
         elif pending is not None:
             self._watch.wait(pending, where)
+
+    def wait_on_device(self, where: str) -> None:
+        """Wait until the sums are complete on the GPU too, if a lost worker may have cut them off (abortable_wait.py).
+
+        Raises PeerLostError if one has.
+        """
+        abortable_wait.wait_on_device(self.group, self.device, where)
 
     @functools.cached_property
     def _side_stream(self) -> Any:

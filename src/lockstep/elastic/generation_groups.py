@@ -4,12 +4,21 @@ Note [Leaving]
 A thread that waits in a collective cannot leave by itself. So the thread that reads the order to leave aborts the
 groups: shm and NCCL groups are aborted; Gloo's connections are cut (comm/abortable_group.py, Note [Aborting Gloo]).
 The training thread then gets an error, whatever it waits for, and does the rest.
+
+Note [Leaving NCCL]
+`abort` of NCCL ends its kernels within milliseconds, but takes 0.7 s to free what the communicator has, and shutting
+down or deleting an aborted group waits for that. So a thread of its own aborts it, torch forgets the group without
+shutting it down, and the next communicator is created meanwhile (0.1 s). While a communicator is created it cannot be
+aborted, because torch has no handle of it: cutting its sockets, the listening ones too, makes the creation fail. Torch
+would end the process when it sees an error of NCCL, and would wait up to a minute to write a report: RECOVERS turns
+both off.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -21,7 +30,7 @@ import torch.distributed as dist
 
 from lockstep._torch import Store, set_group_timeout
 from lockstep.comm.abortable_group import ConnectionTracker, deferred_destroy
-from lockstep.comm.abortable_wait import mark_aborted
+from lockstep.comm.abortable_wait import expect_aborts, mark_aborted
 from lockstep.comm.register_backends import is_lockstep_group
 from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration
 from lockstep.world import world as worlds
@@ -31,6 +40,7 @@ from lockstep.world.world import World
 FORM_WITHIN_S: Final = 60.0
 CONNECT_WITHIN_S: Final = 10.0  # for Gloo, which an order to leave does not interrupt meanwhile
 WAIT_AT_MOST: Final = timedelta(minutes=30)
+RECOVERS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # see Note [Leaving NCCL]
 
 
 class GenerationStoreClient(Store):
@@ -81,14 +91,16 @@ class GenerationGroups:
         self._agent, self._slot, self._backend, self._device = agent, slot, backend, device
         self._lock = threading.Lock()
         self._groups: list[dist.ProcessGroup] = []
+        self._aborted: list[dist.ProcessGroup] = []
         self._connections: ConnectionTracker | None = None
         self._store: GenerationStoreClient | None = None
         agent.on_leave = self.abort
 
     def join(self, joined: JoinedGeneration) -> World:
         """Form the world group, together with all members. Raises GenerationEnded if the generation ends before."""
+        os.environ |= RECOVERS
         with self._lock:
-            self._groups, self._connections = [], ConnectionTracker(joined.size)
+            self._groups, self._aborted, self._connections = [], [], ConnectionTracker(joined.size)
         self._check()
         self._store = GenerationStoreClient(self._agent)  # torch's groups keep only its C++ part alive
         assignment = RankAssignment(
@@ -119,8 +131,11 @@ class GenerationGroups:
 
     def add_group(self, group: dist.ProcessGroup) -> None:
         """Give up this group with the generation, too."""
+        if _nccl_of(group) is not None:
+            expect_aborts(group)
         with self._lock:
-            self._groups.append(group)
+            if group not in self._groups:
+                self._groups.append(group)
         self._check()
 
     def finish_forming(self) -> None:
@@ -140,9 +155,10 @@ class GenerationGroups:
     def abort(self) -> None:
         """Abort all groups. See Note [Leaving]. Any thread may call it, more than once."""
         with self._lock:
-            groups, connections = list(self._groups), self._connections
+            groups, connections = [group for group in self._groups if group not in self._aborted], self._connections
+            self._aborted += groups
         if connections is not None:
-            connections.shut_down()
+            connections.shut_down(listeners=worlds.backend_in_use() == "nccl")
         for group in groups:
             mark_aborted(group)
             with contextlib.suppress(Exception):
@@ -154,18 +170,24 @@ class GenerationGroups:
         for group in self._groups:
             if not is_lockstep_group(group):
                 deferred_destroy.keep_alive(group)
-        worlds.leave_world()
+        worlds.leave_world(shut_down=not any(map(_nccl_of, self._groups)))
         with self._lock:
-            self._groups = []
+            self._groups, self._aborted = [], []
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
+    """Make every waiter of the group fail. Returns at once."""
     any_group: Any = group
     if is_lockstep_group(group):
         any_group.abort()
-        return
-    for device_type in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):
-            backend: Any = group._get_backend(torch.device(device_type))
-            if backend.name().lower() == "nccl":
-                backend.abort()
+    elif (nccl := _nccl_of(group)) is not None:
+        threading.Thread(target=nccl.abort, name="lockstep-abort", daemon=True).start()
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """Return the NCCL backend of a group; None if it has none."""
+    with contextlib.suppress(RuntimeError):
+        backend: Any = group._get_backend(torch.device("cuda"))
+        if backend.name().lower() == "nccl":
+            return backend
+    return None

@@ -61,6 +61,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
         with preserve_random_state(t.sum.device), without_gradients(t.frozen):
             t.audit.check_nonfinite(batch, t.sum, partial(compute_again, t, loss, batch))
     buffers = t.buffers.gather(outcome.changed, t.sum.merge_counts(batch.counts), t.sum) if check.finite else []
+    t.sum.wait_on_device("the last sum of the step")
     requests.commit()  # up to here the step can be repeated
     faults.at("committed")
     if is_bad:

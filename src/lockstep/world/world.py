@@ -135,6 +135,7 @@ class _ProcessState:
     store: Store | None = None
     assignment: RankAssignment | None = None
     generation: int = 0
+    backend: str = ""  # of the group that was created last, or is being created
     printed_backend: str = ""  # printed again only if it changes
     destroys_at_exit: int = 0  # pid of the process with the exit handler: a fork has none
 
@@ -281,10 +282,20 @@ def rejoin(
     return _record(_join(assignment, requested, deadline), requested)
 
 
-def leave_world() -> None:
-    """Destroy the default process group, if there is one. Does not wait for other workers."""
+def backend_in_use() -> str:
+    """Return the backend of the default group that was created last, or is being created; "" if there was none yet."""
+    return _state.backend
+
+
+def leave_world(*, shut_down: bool = True) -> None:
+    """Destroy the default process group, if there is one. Does not wait for other workers.
+
+    shut_down  False: torch only forgets the groups. Shutting down a group of NCCL that was aborted blocks.
+    """
     _state.world = _state.group = _state.store = None
     if dist.is_initialized():
+        if not shut_down:
+            distributed_state().pg_names.clear()  # those in it would be shut down
         dist.destroy_process_group()
     # Torch names groups by a counter. A group whose creation failed counts too, and a new worker has created none: they
     # would look for each other under different names.
@@ -319,6 +330,7 @@ def _join(assignment: RankAssignment, requested: _Requested, deadline: float) ->
         _state.store = None  # release the port, so that a second attempt can bind it
         raise
     _state.generation += 1
+    _state.backend = backend
     limit_s = requested.connect_s if backend == "gloo" and requested.connect_s is not None else requested.timeout_s
     try:
         dist.init_process_group(
