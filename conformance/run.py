@@ -10,6 +10,7 @@ under test is not a pass.
     python conformance/run.py --quick --backend shm    ours on shm, against the same list
     python conformance/run.py --only no_sync -v        some tests, with tracebacks
     python conformance/run.py --class torch --save     measure torch's class again and remember what passes
+    python conformance/run.py --nccl-ranks 3           both classes over NCCL, with three ranks on one GPU
 
 Exit status: 0 when ours passes all that torch's class passes, or the test is listed in exceptions.json; 1 when not;
 2 for wrong arguments.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -43,12 +45,15 @@ QUICK_S = 540  # --quick ends within ten minutes, whatever hangs
 # ------------------------------------------------------------------------------------------------- the two classes
 
 
-def measure_torch(only: str, runner: Runner) -> dict[str, Outcome]:
-    topics = runner.host(Setting(stand_in=False, world_size=2)).topics()
+def measure_torch(only: str, runner: Runner, nccl_ranks: int | None) -> dict[str, Outcome]:
+    one_gpu = None if nccl_ranks is None else Setting(False, nccl_ranks, known_as="nccl", one_gpu=True)
+    topics = runner.host(one_gpu or Setting(stand_in=False, world_size=2)).topics()
     names = [name for name, topic in topics.items() if topic is Topic.DDP]
     chosen = [name for name in names if re.search(only, name)]
     print(f"torch {torch.__version__}: {len(names)} tests about DDP, {len(chosen)} chosen")
     runner.expected = len(chosen)
+    if one_gpu is not None:
+        return {name: runner.run(name, one_gpu) for name in chosen}
     return {name: runner.search(name, next_setting) for name in chosen}
 
 
@@ -99,6 +104,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         "--class", dest="class_name", default="both", metavar="CLASS", help="torch, lockstep, both or a dotted name"
     )
     parser.add_argument("--backend", default="gloo", help="what ours runs on (default gloo); torch's class is on gloo")
+    parser.add_argument("--nccl-ranks", type=int, metavar="N", help="both classes over NCCL, with N ranks on one GPU")
     parser.add_argument("--quick", action="store_true", help=f"the same as --class lockstep, within {QUICK_S} s")
     parser.add_argument(
         "--only", default="", type=measure.a_pattern, metavar="REGEX", help="only tests whose name matches"
@@ -116,6 +122,13 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         arguments.class_name = "lockstep"
     if arguments.save and (arguments.class_name != "torch" or arguments.only):
         parser.error("--save needs --class torch, and all tests: no --only")
+    if arguments.nccl_ranks is not None:
+        if arguments.nccl_ranks < 2 or arguments.save or arguments.class_name != "both" or arguments.backend != "gloo":
+            parser.error("--nccl-ranks takes at least 2, and none of --quick, --save, --class and --backend")
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch asks without using CUDA: it does not survive a fork
+        if not torch.cuda.is_available():
+            parser.error("--nccl-ranks needs a GPU, and torch sees none here")
+        arguments.backend = "nccl"
     if arguments.class_name == "torch" and arguments.backend != "gloo":
         parser.error("torch's class on other backends is what backend.py measures")
     try:
@@ -133,8 +146,9 @@ def main(argv: list[str]) -> int:
     measured: dict[str, dict[str, Outcome]] = {}
     started = time.monotonic()
     if arguments.class_name in ("torch", "both"):
-        with Runner(DdpClass("torch"), limits, verbose=arguments.verbose) as runner:
-            measured["torch"] = measure_torch(arguments.only, runner)
+        on = "gloo" if arguments.nccl_ranks is None else "nccl"
+        with Runner(DdpClass("torch", on), limits, verbose=arguments.verbose) as runner:
+            measured["torch"] = measure_torch(arguments.only, runner, arguments.nccl_ranks)
         passed = settings_passed(measured["torch"])
         print(f"torch's class passes {len(passed)} of {len(measured['torch'])}; the others do not count\n")
     else:

@@ -1,4 +1,5 @@
-"""Lets `cuda` mean the CPU, so that tests written for GPUs run on a machine that has none.
+"""Lets `cuda` mean the CPU, so that tests written for GPUs run on a machine that has none; or lets `cuda:1` mean
+`cuda:0`, so that tests written for several GPUs run on one.
 
 What most of PyTorch's DDP tests check (hooks, unused parameters, static graphs, join, buffers) has nothing to do with
 GPUs; they only say `.cuda(rank)` and skip without one. Whether a test still means something on the stand-in is not
@@ -15,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed, common_utils
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
 def names_gpu(device: object) -> bool:
@@ -25,23 +26,29 @@ def names_gpu(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class CpuForCuda(TorchFunctionMode):
-    """Answers every request for a GPU tensor with a CPU tensor."""
+class OtherDevice(TorchFunctionMode):
+    """Answers every request for a tensor on any GPU with one on `device`: the CPU, or the only GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
-            return args[0]
-        args, kwargs = _on_cpu(args, kwargs, positional=func is torch.Tensor.to)
+            return args[0].to(self._device)
+        args, kwargs = _on(self._device, args, kwargs, positional=func is torch.Tensor.to)
         return func(*args, **kwargs)
 
 
-def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any], *, positional: bool) -> tuple[Any, dict[str, Any]]:
+def _on(
+    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], *, positional: bool
+) -> tuple[Any, dict[str, Any]]:
     """The same call with the GPU replaced; `positional`: args[1] may be the device, as in `x.to(device)`."""
     if names_gpu(kwargs.get("device")):
-        kwargs = {**kwargs, "device": CPU}
+        kwargs = {**kwargs, "device": device}
     if positional and len(args) > 1 and names_gpu(args[1]):
-        args = (args[0], CPU, *args[2:])
+        args = (args[0], device, *args[2:])
     return args, kwargs
 
 
@@ -71,10 +78,29 @@ class Stream:
 def install(devices: int) -> None:
     """For the rest of this process's life, and in every process forked from it. Call it before the tests are imported:
     their decorators decide at import who is skipped."""
-    CpuForCuda().__enter__()
+    OtherDevice(CPU).__enter__()
     _replace_device_modules(devices)
-    _replace_module_moves()
+    _replace_module_moves(CPU)
     _let_tests_through(devices)
+
+
+def install_one_gpu(devices: int) -> None:
+    """The same, where one GPU stands for so many."""
+    OtherDevice(GPU).__enter__()
+    set_device = torch.cuda.set_device
+    torch.cuda.device_count = lambda: devices
+    torch.cuda.set_device = lambda device: set_device(GPU)
+    torch.cuda.device = _device_of_one(torch.cuda.device)  # type: ignore[misc]
+    _replace_module_moves(GPU)
+    _let_tests_through(devices)
+
+
+def _device_of_one(real: Any) -> Any:
+    class Device(real):  # type: ignore[misc]
+        def __init__(self, device: Any) -> None:
+            super().__init__(GPU)
+
+    return Device
 
 
 def _replace_device_modules(devices: int) -> None:
@@ -95,15 +121,15 @@ def _replace_device_modules(devices: int) -> None:
     torch.Stream = torch.Event = torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
 
 
-def _replace_module_moves() -> None:
+def _replace_module_moves(device: torch.device) -> None:
     move = torch.nn.Module.to
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        (module, *rest), kwargs = _on_cpu((module, *args), kwargs, positional=True)
+        (module, *rest), kwargs = _on(device, (module, *args), kwargs, positional=True)
         return move(module, *rest, **kwargs)
 
     torch.nn.Module.to = to  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda module, _=None: move(module, device)  # type: ignore[method-assign,assignment]
 
 
 def _let_tests_through(devices: int) -> None:

@@ -24,6 +24,8 @@ class DdpClass:
         swap.put_in_place(self.name, cls)
         if setting.stand_in:
             swap.drop_devices(cls)
+        if setting.one_gpu:
+            swap.use_first_device(cls)
         swap.count_constructions(cls, built)
         return disguise.import_tests(self.backend, known_as=setting.known_as)
 

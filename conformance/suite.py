@@ -34,6 +34,7 @@ from torch.testing._internal import common_distributed
 
 import standin
 import swap
+from lockstep.comm.abortable_group import share_gpu_over_nccl
 from reductions import ReductionTests
 from sharding import ShardingTests
 
@@ -52,8 +53,11 @@ class Setting:
     stand_in: bool
     world_size: int
     known_as: str = "gloo"  # the backend that the tests take ours for
+    one_gpu: bool = False  # all ranks share it, over NCCL
 
     def __str__(self) -> str:
+        if self.one_gpu:
+            return f"one GPU x{self.world_size}"
         other = "" if self.known_as == "gloo" else f" {self.known_as}"
         return f"{'stand-in' if self.stand_in else 'cpu'} x{self.world_size}{other}"
 
@@ -232,6 +236,8 @@ def _load_suite(subject: Subject, setting: Setting, scratch: Path) -> type[unitt
     common_distributed.TIMEOUT_OVERRIDE.clear()  # type: ignore[attr-defined]
     if setting.stand_in:
         standin.install(devices=setting.world_size)
+    if setting.one_gpu:
+        standin.install_one_gpu(devices=setting.world_size)
     tests: Any = subject.import_tests(setting, built=scratch / "built")
 
     class Tests(*OWN, tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[name-defined,misc]
@@ -249,9 +255,11 @@ def _load_suite(subject: Subject, setting: Setting, scratch: Path) -> type[unitt
         @classmethod
         def _run(cls, *args: Any, **kwargs: Any) -> None:
             die_with_parent()
+            if setting.one_gpu:
+                share_gpu_over_nccl(os.getpid())
             super()._run(*args, **kwargs)
 
-    if setting.stand_in:
+    if setting.stand_in or setting.one_gpu:
         for test, sizes in SMALLER.items():
             if hasattr(Tests, test):
                 _shrink(getattr(Tests, test), sizes)

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,22 @@ def count_constructions(cls: type, built: Path) -> None:
 
 def drop_devices(cls: type) -> None:
     """The constructor never sees `device_ids` and `output_device`: they name GPUs that are not there."""
+    _replace_devices(cls, lambda devices: None)
+
+
+def use_first_device(cls: type) -> None:
+    """The constructor sees GPU 0 instead of any other in `device_ids` and `output_device`."""
+    _replace_devices(cls, lambda devices: [0] * len(devices) if isinstance(devices, list) else devices and 0)
+
+
+def _replace_devices(cls: type, replace: Callable[[Any], Any]) -> None:
     construct: Any = cls.__init__
 
     @functools.wraps(construct)
     def __init__(
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **named: Any
     ) -> None:
-        construct(self, module, None, None, *rest, **named)
+        construct(self, module, replace(device_ids), replace(output_device), *rest, **named)
 
     cls.__init__ = __init__  # type: ignore[misc]
 

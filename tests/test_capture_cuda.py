@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
 import re
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
+from nccl_ranks import on_nccl_ranks
 from on_workers import on_workers
 from runs import data, train, use
 from test_run_cuda import ON_GPU
@@ -330,45 +326,20 @@ def test_one_step_with_an_infinite_loss_is_skipped() -> None:
     assert eager[1] == 1
 
 
-NCCL_PROGRAM = """
-import json, os, sys
-sys.path.insert(0, sys.argv[1])
-from runs import train
-from test_run_cuda import ON_GPU
-import lockstep
-names = ("gpt with dropout and tied weights, AdamW", "cnn with batch norm", "mlp, momentum, uneven last batch")
-print(json.dumps({name: train(ON_GPU[name], device="cuda:0", backend="nccl", epochs=4) for name in names}), flush=True)
-"""
+CAPTURED_OVER_NCCL = (
+    "gpt with dropout and tied weights, AdamW",
+    "cnn with batch norm",
+    "mlp, momentum, uneven last batch",
+)
 
 
-def on_nccl_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run NCCL_PROGRAM on NCCL ranks that share a GPU: each has a host id of its own, and they talk through sockets."""
-    (folder / "program.py").write_text(NCCL_PROGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    nccl = {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")} | {"NCCL_SOCKET_IFNAME": "lo"}
-    world = {"WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "program.py", str(Path(__file__).parent)],
-            cwd=folder,
-            env=os.environ | nccl | world | {"MASTER_PORT": port, "RANK": str(rank), "NCCL_HOSTID": f"h{rank}"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        return [json.loads(one.communicate(timeout=300)[0].splitlines()[-1]) for one in started]
-    finally:
-        for one in started:
-            one.kill()
+def train_over_nccl(rank: int, size: int) -> dict[str, Any]:
+    return {name: train(ON_GPU[name], device="cuda:0", epochs=4) for name in CAPTURED_OVER_NCCL}
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_captured_shards_over_nccl_give_the_bits_of_one_worker(size: int, tmp_path: Path) -> None:
-    by_rank = on_nccl_ranks(size, tmp_path)
+def test_captured_shards_over_nccl_give_the_bits_of_one_worker(size: int) -> None:
+    by_rank = on_nccl_ranks(train_over_nccl, size)
     assert all(found == by_rank[0] for found in by_rank)
     for name, found in by_rank[0].items():
         assert tuple(found) == results(1, False)[name]

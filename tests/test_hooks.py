@@ -16,10 +16,25 @@ from lockstep import DistributedDataParallel as OurDDP
 from on_workers import on_workers, try_on_workers
 from programs import Mlp, digest
 
+HOOKS = (
+    "allreduce",
+    "fp16",
+    "powerSGD",
+    "fp16 around powerSGD",
+    "post local SGD",
+    "built-in allreduce",
+    "built-in fp16",
+    "noop",
+)
+
+
+def device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
 
 def build(wrapper: type, **options: Any) -> Any:
     torch.manual_seed(1)
-    return wrapper(Mlp(), **{"bucket_cap_mb": 0.002} | options)
+    return wrapper(Mlp().to(device()), **{"bucket_cap_mb": 0.002} | options)
 
 
 def register(ddp: Any, name: str) -> None:
@@ -60,27 +75,15 @@ def train(rank: int, size: int, wrapper: type, hook: str, view: bool) -> list[st
     for step in range(6):
         optimizer.zero_grad()
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * rank + step))
-        ddp(x).square().mean().backward()
-        digests.append(digest({n: p.grad for n, p in ddp.named_parameters()}))
+        ddp(x.to(device())).square().mean().backward()
+        digests.append(digest({n: p.grad.cpu() for n, p in ddp.named_parameters()}))
         optimizer.step()
     return digests
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "allreduce",
-        "fp16",
-        "powerSGD",
-        "fp16 around powerSGD",
-        "post local SGD",
-        "built-in allreduce",
-        "built-in fp16",
-        "noop",
-    ],
-)
+@pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_of_torch_give_the_bits_they_give_with_torchs_class(hook: str, view: bool) -> None:
     assert on_workers(train, 3, OurDDP, hook, view) == on_workers(train, 3, TorchDDP, hook, view)
 

@@ -9,13 +9,15 @@ Note [Leaving NCCL]
 `abort` of NCCL ends its kernels within milliseconds, but takes 0.7 s to free what the communicator has, and shutting
 down or deleting an aborted group waits for that. So a thread of its own aborts it, torch forgets the group without
 shutting it down, and the next communicator is created meanwhile (0.1 s). While a communicator is created it cannot be
-aborted, because torch has no handle of it: cutting its sockets, the listening ones too, makes the creation fail. Torch
-would end the process when it sees an error of NCCL, and would wait up to a minute to write a report: RECOVERS turns
-both off.
+aborted, because torch has no handle of it: cutting its sockets, the listening ones too, makes the creation fail.
+
+When torch's watchdog sees an error of NCCL, it ends the process, or sleeps for a minute, in which others are to write
+reports; a program that ends meanwhile crashes. FOR_NCCL turns all of that off.
 """
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import os
@@ -40,7 +42,13 @@ from lockstep.world.world import World
 FORM_WITHIN_S: Final = 60.0
 CONNECT_WITHIN_S: Final = 10.0  # for Gloo, which an order to leave does not interrupt meanwhile
 WAIT_AT_MOST: Final = timedelta(minutes=30)
-RECOVERS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # see Note [Leaving NCCL]
+EXIT_WITHIN_S: Final = 5.0  # for aborts that still run when the program ends
+FOR_NCCL: Final = {  # see Note [Leaving NCCL]
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+}
 
 
 class GenerationStoreClient(Store):
@@ -98,7 +106,7 @@ class GenerationGroups:
 
     def join(self, joined: JoinedGeneration) -> World:
         """Form the world group, together with all members. Raises GenerationEnded if the generation ends before."""
-        os.environ |= RECOVERS
+        os.environ |= FOR_NCCL
         with self._lock:
             self._groups, self._aborted, self._connections = [], [], ConnectionTracker(joined.size)
         self._check()
@@ -181,7 +189,9 @@ def abort_group(group: dist.ProcessGroup) -> None:
     if is_lockstep_group(group):
         any_group.abort()
     elif (nccl := _nccl_of(group)) is not None:
-        threading.Thread(target=nccl.abort, name="lockstep-abort", daemon=True).start()
+        thread = threading.Thread(target=nccl.abort, name="lockstep-abort", daemon=True)
+        thread.start()
+        atexit.register(thread.join, EXIT_WITHIN_S)  # a thread that returns to an interpreter that has ended crashes
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
