@@ -26,6 +26,9 @@ import sys
 import time
 from pathlib import Path
 
+# Before any import of torch: it then looks for GPUs without using CUDA, which does not survive the fork of the ranks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import torch
 
 import disguise
@@ -125,7 +128,6 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.nccl_ranks is not None:
         if arguments.nccl_ranks < 2 or arguments.save or arguments.class_name != "both" or arguments.backend != "gloo":
             parser.error("--nccl-ranks takes at least 2, and none of --quick, --save, --class and --backend")
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch asks without using CUDA: it does not survive a fork
         if not torch.cuda.is_available():
             parser.error("--nccl-ranks needs a GPU, and torch sees none here")
         arguments.backend = "nccl"

@@ -29,7 +29,7 @@ SPARSE = "sparse embedding"
 def same_bits_as_torch(rank: int, size: int) -> list[str]:
     """Return the cases in which ours and torch's class differ."""
     differ = []
-    for case in CASES:
+    for case in [case for case in CASES if case != SPARSE]:  # NCCL has no sparse all-reduce
         ours, theirs = (test_cuda.train(wrapper, case, rank) for wrapper in (OurDDP, TorchDDP))
         if ours != theirs:
             differ.append(case)

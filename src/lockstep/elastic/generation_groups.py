@@ -12,7 +12,8 @@ shutting it down, and the next communicator is created meanwhile (0.1 s). While 
 aborted, because torch has no handle of it: cutting its sockets, the listening ones too, makes the creation fail.
 
 When torch's watchdog sees an error of NCCL, it ends the process, or sleeps for a minute, in which others are to write
-reports; a program that ends meanwhile crashes. FOR_NCCL turns all of that off.
+reports. NCCL has a thread of its own for diagnosis (RAS), which crashes at the end of a program whose communicators
+were aborted (seen with 2.28). FOR_NCCL turns all of that off.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ FOR_NCCL: Final = {  # see Note [Leaving NCCL]
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "NCCL_RAS_ENABLE": "0",
 }
 
 
