@@ -87,6 +87,8 @@ def install(devices: int) -> None:
 def install_one_gpu(devices: int) -> None:
     """The same, where one GPU stands for so many."""
     OtherDevice(GPU).__enter__()
+    # The base class of the tests asks it before the ranks are forked, and it would use CUDA.
+    torch.utils._triton.has_triton = lambda: False  # type: ignore[attr-defined]
     set_device = torch.cuda.set_device
     torch.cuda.device_count = lambda: devices
     torch.cuda.set_device = lambda device: set_device(GPU)

@@ -144,8 +144,6 @@ class Exchange:
         self.is_python = type(group) is not dist.ProcessGroup and not is_lockstep_group(group)
         self._shares_memory = is_lockstep_group(group)
         self.watch = PeerWatch(group, polls=not self.is_python and self._device.type == "cpu")
-        on_cuda = self._device.type == "cuda"
-        self._can_average = not self.is_python and on_cuda and "nccl" in backend_name(group, self._device)
 
     def set_hook(self, state: object, hook: CommHook) -> None:
         if self.hook is not None:
@@ -168,15 +166,14 @@ class Exchange:
                 self._divisor = int(self.join_work.result()[0].item())
         return self._divisor
 
-    @property
-    def _backend_divides(self) -> bool:
-        return self._can_average and self.divisor == self.group.size()
-
     def fill_mode(self, ownership: Ownership, *, divide_flat: bool) -> FillMode:
-        """How to fill a bucket. Gradients are not divided for a hook, nor for a backend that divides."""
+        """How to fill a bucket. Gradients are not divided for a hook.
+
+        They are divided here and not by NCCL (ReduceOp.AVG), which rounds once where torch's class rounds twice.
+        """
         if self.hook is not None:
             return FillMode(ownership)
-        return FillMode(ownership, divisor=1 if self._backend_divides else self.divisor, divide_flat=divide_flat)
+        return FillMode(ownership, divisor=self.divisor, divide_flat=divide_flat)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a bucket: the group's shared memory if it has any, so that peers access it directly."""
@@ -198,10 +195,7 @@ class Exchange:
         if self.hook is not None:
             bucket.sent = self.run_hook(GradBucket(bucket.number, buffer, bucket.parameters, is_last=is_last))
             return
-        options = dist.AllreduceOptions()
-        if self._backend_divides:
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        work = self.group.allreduce([buffer], options)
+        work = self.group.allreduce([buffer], dist.AllreduceOptions())
         bucket.sent = work.get_future() if self.is_python or bucket.sparse else work
 
     def result(self, bucket: Bucket, where: str) -> Tensor:
