@@ -21,7 +21,7 @@ from lockstep import _torch
 from lockstep.comm.abortable_wait import wait_without_limit
 from lockstep.comm.agreement import Broadcast
 from lockstep.comm.peer_watch import PeerWatch
-from lockstep.comm.register_backends import backend_name, is_lockstep_group
+from lockstep.comm.register_backends import is_lockstep_group
 from lockstep.ddp.bucket import Bucket, FillMode, Ownership
 from lockstep.errors import SharedMemoryFullError
 
