@@ -1,4 +1,4 @@
-"""Workers that share a GPU are killed, and the others go on in place."""
+"""Workers that share a GPU are killed, and the others go on in place: over shm, and over NCCL."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 PROGRAM = """
-import sys, time, torch, torch.nn.functional as F, lockstep
+import os, sys, time, torch, torch.nn.functional as F, lockstep
 from torch import nn
 from torch.utils.data import TensorDataset
+from lockstep.comm.abortable_group import share_gpu_over_nccl
+
+share_gpu_over_nccl(os.getpid())
 
 def loss(model, batch):
     x, y = batch
@@ -25,7 +28,7 @@ def loss(model, batch):
 
 g = torch.Generator().manual_seed(0)
 data = TensorDataset(torch.randn(224, 16, generator=g), torch.randn(224, 4, generator=g))
-with lockstep.Run(sys.argv[1], seed=1, device="cuda", save_every=7, progress=False) as run:
+with lockstep.Run(sys.argv[1], seed=1, device="cuda:0", backend=sys.argv[2], save_every=7, progress=False) as run:
     layers = nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 4)
     model = run.replicate(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -35,12 +38,12 @@ with lockstep.Run(sys.argv[1], seed=1, device="cuda", save_every=7, progress=Fal
 """
 
 
-def digests(folder: Path, workers: int, faults: list[dict[str, object]]) -> set[str]:
+def digests(folder: Path, workers: int, faults: list[dict[str, object]], backend: str) -> set[str]:
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
     command = ["-m", "lockstep", "run", "-n", str(workers), "--min", "1", "--log-dir", str(folder / "logs")]
     done = subprocess.run(
-        [sys.executable, *command, "program.py", "run"],
+        [sys.executable, *command, "program.py", "run", backend],
         cwd=folder,
         env=os.environ | {"LOCKSTEP_FAULTS": json.dumps(faults)},
         capture_output=True,
@@ -52,14 +55,15 @@ def digests(folder: Path, workers: int, faults: list[dict[str, object]]) -> set[
     return {line.split()[-1] for line in done.stdout.splitlines() if "digest" in line}
 
 
-def test_a_killed_worker_changes_no_bit(tmp_path: Path) -> None:
-    alone = digests(tmp_path / "alone", 1, [])
+@pytest.mark.parametrize("backend", ["shm", "nccl"])
+def test_a_killed_worker_changes_no_bit(tmp_path: Path, backend: str) -> None:
+    alone = digests(tmp_path / "alone", 1, [], "shm")
     faults: list[dict[str, object]] = [
         {"at": "backward", "step": 5, "worker": "h0.1"},
         {"at": "optimizer", "step": 20, "worker": "h0.0"},
         {"at": "waiting", "step": 40, "worker": "h0.2"},
     ]
-    assert digests(tmp_path / "killed", 3, faults) == alone
+    assert digests(tmp_path / "killed", 3, faults, backend) == alone
     assert len(alone) == 1
     lost = [line for line in (tmp_path / "killed/logs/events.jsonl").read_text().splitlines() if '"lost"' in line]
     assert len(lost) >= 2

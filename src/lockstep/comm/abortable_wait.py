@@ -27,6 +27,7 @@ NO_LIMIT: Final = timedelta(0)  # torch itself passes this to wait without a lim
 
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _may_be_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_waits_on_device: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def expect_aborts(group: dist.ProcessGroup) -> None:
@@ -59,8 +60,17 @@ def wait_on_device(group: dist.ProcessGroup, device: torch.device, where: str) -
     """Wait until all that is queued on the current stream is done, if the collectives of this group run on a GPU and
     it may be aborted. Raises PeerLostError if it was. See Note [Aborted on the GPU]."""
     if group in _may_be_aborted and device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        _waits_on_device.add(group)
+        try:
+            torch.cuda.current_stream(device).synchronize()
+        finally:
+            _waits_on_device.discard(group)
         check_aborted(group, where)
+
+
+def is_waiting_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether a thread is in `wait_on_device` of this group now: not in a call of NCCL, where an abort may crash."""
+    return group in _waits_on_device
 
 
 def wait_without_limit(work: Any) -> None:

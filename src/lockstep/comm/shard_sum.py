@@ -177,6 +177,7 @@ class AsyncBarrier:
         with self._sum.on_side_stream(self._started):
             if self._started is not None:
                 self._sum.wait(self._pending, where)
+                self._sum.wait_on_device(where)
             arrived = int(self._token)
         if arrived != self._sum.size:  # the collective was aborted, which a GPU does not report
             raise PeerLostError(f"a worker was lost before {where}")

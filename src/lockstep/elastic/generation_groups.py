@@ -8,8 +8,12 @@ The training thread then gets an error, whatever it waits for, and does the rest
 Note [Leaving NCCL]
 `abort` of NCCL ends its kernels within milliseconds, but takes 0.7 s to free what the communicator has, and shutting
 down or deleting an aborted group waits for that. So a thread of its own aborts it, torch forgets the group without
-shutting it down, and the next communicator is created meanwhile (0.1 s). While a communicator is created it cannot be
-aborted, because torch has no handle of it: cutting its sockets, the listening ones too, makes the creation fail.
+shutting it down, and the next communicator is created meanwhile (0.1 s). An abort while the training thread is inside a
+call of NCCL may crash, because it frees what the call uses. So the thread waits until the training thread has left the
+generation or waits for the GPU; it waits for NCCL_CALL_S only, since a call may itself wait for a lost worker.
+
+While a communicator is created it cannot be aborted, because torch has no handle of it: cutting its sockets, the
+listening ones too and again and again, makes the creation fail. It would try for a minute to reach a lost worker.
 
 When torch's watchdog sees an error of NCCL, it ends the process, or sleeps for a minute, in which others are to write
 reports. NCCL has a thread of its own for diagnosis (RAS), which crashes at the end of a program whose communicators
@@ -33,7 +37,7 @@ import torch.distributed as dist
 
 from lockstep._torch import Store, set_group_timeout
 from lockstep.comm.abortable_group import ConnectionTracker, deferred_destroy
-from lockstep.comm.abortable_wait import expect_aborts, mark_aborted
+from lockstep.comm.abortable_wait import expect_aborts, is_waiting_on_device, mark_aborted
 from lockstep.comm.register_backends import is_lockstep_group
 from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration
 from lockstep.world import world as worlds
@@ -43,6 +47,7 @@ from lockstep.world.world import World
 FORM_WITHIN_S: Final = 60.0
 CONNECT_WITHIN_S: Final = 10.0  # for Gloo, which an order to leave does not interrupt meanwhile
 WAIT_AT_MOST: Final = timedelta(minutes=30)
+NCCL_CALL_S: Final = 0.25
 EXIT_WITHIN_S: Final = 5.0  # for aborts that still run when the program ends
 FOR_NCCL: Final = {  # see Note [Leaving NCCL]
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -50,6 +55,8 @@ FOR_NCCL: Final = {  # see Note [Leaving NCCL]
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
     "NCCL_RAS_ENABLE": "0",
+    "NCCL_SOCKET_RETRY_CNT": "6",
+    "NCCL_SOCKET_RETRY_SLEEP_MSEC": "50",  # the n-th time n times as long
 }
 
 
@@ -102,6 +109,8 @@ class GenerationGroups:
         self._lock = threading.Lock()
         self._groups: list[dist.ProcessGroup] = []
         self._aborted: list[dist.ProcessGroup] = []
+        self._left = threading.Event()  # set when the training thread has left the generation
+        self._nccl_thread: threading.Thread | None = None  # see Note [Leaving NCCL]
         self._connections: ConnectionTracker | None = None
         self._store: GenerationStoreClient | None = None
         agent.on_leave = self.abort
@@ -111,6 +120,7 @@ class GenerationGroups:
         os.environ |= FOR_NCCL
         with self._lock:
             self._groups, self._aborted, self._connections = [], [], ConnectionTracker(joined.size)
+            self._left, self._nccl_thread = threading.Event(), None
         self._check()
         self._store = GenerationStoreClient(self._agent)  # torch's groups keep only its C++ part alive
         assignment = RankAssignment(
@@ -164,15 +174,26 @@ class GenerationGroups:
 
     def abort(self) -> None:
         """Abort all groups. See Note [Leaving]. Any thread may call it, more than once."""
+        is_nccl = worlds.backend_in_use() == "nccl"
         with self._lock:
             groups, connections = [group for group in self._groups if group not in self._aborted], self._connections
             self._aborted += groups
+            if is_nccl and connections is not None and self._nccl_thread is None:
+                arguments = (self._groups, connections, self._left)
+                self._nccl_thread = threading.Thread(
+                    target=_abort_nccl, args=arguments, name="lockstep-abort", daemon=True
+                )
+                # A thread that returns to an interpreter that has ended crashes.
+                atexit.register(self._nccl_thread.join, EXIT_WITHIN_S)
+                self._nccl_thread.start()
         if connections is not None:
-            connections.shut_down(listeners=worlds.backend_in_use() == "nccl")
+            connections.shut_down(listeners=is_nccl)
         for group in groups:
             mark_aborted(group)
-            with contextlib.suppress(Exception):
-                abort_group(group)
+            if is_lockstep_group(group):
+                any_group: Any = group
+                with contextlib.suppress(Exception):
+                    any_group.abort()
 
     def leave(self) -> None:
         """Give up all groups. The training thread calls it when it is out of every collective."""
@@ -181,19 +202,27 @@ class GenerationGroups:
             if not is_lockstep_group(group):
                 deferred_destroy.keep_alive(group)
         worlds.leave_world(shut_down=not any(map(_nccl_of, self._groups)))
+        self._left.set()
         with self._lock:
             self._groups, self._aborted = [], []
 
 
-def abort_group(group: dist.ProcessGroup) -> None:
-    """Make every waiter of the group fail. Returns at once."""
-    any_group: Any = group
-    if is_lockstep_group(group):
-        any_group.abort()
-    elif (nccl := _nccl_of(group)) is not None:
-        thread = threading.Thread(target=nccl.abort, name="lockstep-abort", daemon=True)
-        thread.start()
-        atexit.register(thread.join, EXIT_WITHIN_S)  # a thread that returns to an interpreter that has ended crashes
+def _abort_nccl(groups: list[dist.ProcessGroup], connections: ConnectionTracker, left: threading.Event) -> None:
+    """Abort the NCCL groups of a generation that has ended. See Note [Leaving NCCL]."""
+    began_s, aborted = time.monotonic(), list[dist.ProcessGroup]()
+    while True:
+        has_left = left.wait(0.005)
+        if not groups and not has_left:
+            connections.shut_down(listeners=True)
+        must = has_left or time.monotonic() - began_s > NCCL_CALL_S
+        for group in [group for group in groups if group not in aborted]:
+            if must or is_waiting_on_device(group):
+                aborted.append(group)
+                if (nccl := _nccl_of(group)) is not None:
+                    with contextlib.suppress(Exception):
+                        nccl.abort()
+        if has_left:
+            return
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:

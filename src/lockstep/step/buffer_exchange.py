@@ -237,6 +237,7 @@ class BufferExchange:
         for change, part in zip(changes, parts, strict=True):
             self._fill(change, part)
         sum_.wait(sum_.start_small_sum(table), "the exchange of buffers")
+        sum_.wait_on_device("the exchange of buffers")
         return [*(NewBuffer(c, _read(c, part, counts)) for c, part in zip(changes, parts, strict=True)), *numbers]
 
     def _merge(

@@ -61,7 +61,6 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
         with preserve_random_state(t.sum.device), without_gradients(t.frozen):
             t.audit.check_nonfinite(batch, t.sum, partial(compute_again, t, loss, batch))
     buffers = t.buffers.gather(outcome.changed, t.sum.merge_counts(batch.counts), t.sum) if check.finite else []
-    t.sum.wait_on_device("the last sum of the step")
     requests.commit()  # up to here the step can be repeated
     faults.at("committed")
     if is_bad:
@@ -228,6 +227,7 @@ def finish_exchange(t: StepContext, loss: Loss, batch: Batch, table: StepTable) 
         t.norm_check.check()
         observer.add_reports(outcome.reports)
     t.gradients.finish()
+    t.sum.wait_on_device("the sums of gradients")
     waited_s = time.perf_counter() - began_s
     observer.lap("wait")
     observer.end_shard(table.weight_of(shard.number), shard.count)
