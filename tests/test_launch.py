@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lockstep.demo.show import DemoRun, Phase, Speed
+from lockstep.demo.show import Speed, Turn, compare_speeds
 from lockstep.launcher.exit_policy import (
     SETTLE_S,
     Action,
@@ -247,7 +246,7 @@ def test_the_demo(tmp_path: Path, quick: bool) -> None:
     assert done.returncode == 0, done.stderr
     assert len(set(re.findall(r"weights +(\w+)…|(\w+)… on one", done.stdout))) == 2
     assert "… on one: the same bits" in done.stdout
-    assert quick or "… on one and 2 in turn: the same bits" in done.stdout
+    assert quick or re.search(r"speed +[\d,]+ samples/s: x\d.\d\d of 2, efficiency \d+%", done.stdout)
     assert "was lost: killed by SIGKILL" in done.stderr
     assert re.search(r"killed +and the others continued after \d+ ms", done.stdout)
     page = (tmp_path / "demo" / "digits" / "report.html").read_text()
@@ -256,31 +255,23 @@ def test_the_demo(tmp_path: Path, quick: bool) -> None:
     assert len(shown) >= 2
     assert "worker 0" in shown
     assert "worker lost" in [one["what"] for one in data["story"]["happenings"]]
-    assert done.stderr.count("where the time went: lockstep report ") == (2 if quick else 4)
+    assert done.stderr.count("where the time went: lockstep report ") == (2 if quick else 3)
     assert float(re.findall(r"accuracy +([\d.]+)%", done.stdout)[-1]) > 95
     again = subprocess.run(command, env=outer_env(), capture_output=True, text=True, timeout=DEADLINE_S)
     assert again.returncode == 2
     assert "is not empty; give another --directory" in again.stderr
 
 
-def test_the_speed_of_the_demo_compares_neighbouring_phases(tmp_path: Path) -> None:
-    """Without what was measured between them. Here the machine becomes slower and slower."""
-    lines: list[dict[str, object]] = []
-    phases, now_s = [], 0.0
-    for size, speeds in ((1, (4, 90, 100, 110)), (2, (5, 190)), (1, (6, 20, 1000, 20)), (2, (7, 39))):
-        phases.append(Phase(size, now_s + 1, now_s + len(speeds)))
-        for speed in speeds:
-            lines.append({"kind": "steps", "samples": speed, "t0": now_s, "t1": now_s + 1})
-            now_s += 1
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
-    training = DemoRun(tmp_path, {})
-    phases[1] = replace(phases[1], stolen=0.5)
-    assert training.speed(phases[2:]) == Speed(together=39, alone=20, ratio=1.95, stolen=0.0)
-    assert training.speed(phases[:2]) == Speed(together=190, alone=100, ratio=1.9, stolen=0.5)
-    # Of three pairs the two with the least time stolen: phases 3 and 4, and the first of the other two.
-    assert training.speed(phases) == Speed(together=114.5, alone=60, ratio=pytest.approx(1.925), stolen=0.5)
-    assert training.speed(phases[:1]) is None
+def test_the_speed_of_the_demo_compares_neighbouring_turns() -> None:
+    """Without the steps that lie in two of them. Here the machine becomes slower and slower."""
+    together: list[tuple[float, int]] = [(0.0, 0), (1.0, 190), (2.0, 190), (3.5, 7), (4.0, 3), (5.0, 76), (6.0, 5)]
+    one, other = [(1.5, 3), (3.0, 150), (4.0, 100), (6.5, 20), (7.5, 20)], [(2.0, 0), (4.0, 200), (6.0, 9), (8.0, 40)]
+    turns = [Turn(0, 2, False), Turn(2, 4, True), Turn(4, 6, False), Turn(6, 8, True, stolen=0.5)]
+    # Pairs: 190 to 200 samples/s, 40.5 to 200; not 40.5 to 40, when time was stolen
+    found = compare_speeds(together, [one, other], turns)
+    assert found == Speed(together=115.25, separate=100.0, ratio=pytest.approx(1.1525), stolen=0.0)
+    assert compare_speeds(together, [one, other], turns[:1]) is None
+    assert compare_speeds(together, [one, []], turns) is None
 
 
 # ---- a command line that makes no sense ----------------------------------------------------------------------------

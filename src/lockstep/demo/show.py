@@ -12,23 +12,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
-from lockstep.launcher import scale_request
 from lockstep.launcher.exit_policy import count_workers
-from lockstep.launcher.job import count_cores, count_gpus
+from lockstep.launcher.job import count_cores, count_gpus, reserve_port
+from lockstep.launcher.parent_watch import ParentWatch
 from lockstep.report.live_status import read_status
 from lockstep.report.run_folder import find_run
 
 KILL_AT: Final = 0.4  # after this part of the steps
-PHASE_S: Final = 1.5  # how long a number of workers stays, where it changes
+TURN_S: Final = 1.2  # some steps
 FREE: Final = 0.03  # cores are free if less than this part of their time is stolen
 QUICK_EPOCHS: Final = 18
+PROGRAM: Final = ("-m", "lockstep.demo.digits")
 LOOK_EVERY_S: Final = 0.05
 END_WITHIN_S: Final = 300.0
 
@@ -38,26 +39,6 @@ What to try next:
   lockstep run -n {workers} --min 1 train.py     your own program; docs/tutorial.md shows how it looks
   lockstep certify train.py              prove on it that any number of workers gives the same bits
   lockstep doctor                        look at this machine"""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A time in which the number of workers did not change and none was started, in seconds of `time.monotonic`."""
-
-    workers: int
-    begin_s: float
-    end_s: float
-    stolen: float = 0.0  # the part of the cores' time that the host gave to other virtual machines
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Samples per second."""
-
-    together: float
-    alone: float
-    ratio: float
-    stolen: float  # see `Phase`
 
 
 @dataclass(frozen=True)
@@ -78,25 +59,6 @@ class DemoRun:
                     if (found := json.loads(line)).get("kind") in kinds:
                         yield found
 
-    def speed(self, phases: Sequence[Phase]) -> Speed | None:
-        """Compare each phase on several workers with those on one worker before and after it; None if there are none.
-
-        The speed of a machine varies from minute to minute, so only neighbouring phases are compared, and of those
-        only the half in which the host took the least time from the cores.
-        """
-        windows = [(line["t0"], line["t1"], line["samples"]) for line in self.lines("steps")]
-        rates = []
-        for phase in phases:
-            inside = [samples / (t1 - t0) for t0, t1, samples in windows if phase.begin_s <= t0 < t1 <= phase.end_s]
-            rates += [(phase.workers, statistics.median(inside), phase.stolen)] if inside else []
-        pairs = [sorted(pair) for pair in itertools.pairwise(rates) if 1 in (pair[0][0], pair[1][0])]
-        if not pairs:
-            return None
-        pairs = sorted(pairs, key=lambda pair: max(stolen for *_, stolen in pair))[: (len(pairs) + 1) // 2]
-        alone, together = (statistics.median(pair[which][1] for pair in pairs) for which in (0, 1))
-        ratio = statistics.median(pair[1][1] / pair[0][1] for pair in pairs)
-        return Speed(together, alone, ratio, max(stolen for pair in pairs for *_, stolen in pair))
-
     @property
     def recovered_s(self) -> float | None:
         took = [float(line["took_s"]) for line in self.lines("event") if line.get("what") == "recovery"]
@@ -108,28 +70,26 @@ Disturb = Callable[[Path, "subprocess.Popen[bytes]"], None]
 
 class DemoRunner:
     def __init__(self, directory: Path, *, plain: bool, quick: bool) -> None:
-        self._directory, self._plain, self.quick = directory, plain, quick
+        self.directory, self._plain, self.quick = directory, plain, quick
 
     def print(self, text: str) -> None:
         is_title = not text.startswith(" ")
         bold = is_title and sys.stdout.isatty() and not self._plain
         print(f"\n\x1b[1m{text}\x1b[0m" if bold else f"\n{text}" if is_title else text, flush=True)
 
-    def train(self, which: str, name: str, *, workers: int, most: int = 0, disturb: Disturb | None = None) -> DemoRun:
+    def train(self, which: str, name: str, *, workers: int, disturb: Disturb | None = None) -> DemoRun:
         """Runs one training of the demo. Raises LockstepError if it fails.
 
         Args:
             which: the module of the program.
             name: of its directory.
             workers: how many it starts with.
-            most: how many it can have.
             disturb: is called with its directory in a thread while it runs.
         """
-        folder = self._directory / name
+        folder = self.directory / name
         command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--min", "1"]
-        command += ["--max", str(most)] if most else []
         command += ["--plain"] if self._plain else []
-        command += ["--log-dir", str(self._directory / "logs" / name)]
+        command += ["--log-dir", str(self.directory / "logs" / name)]
         command += ["-m", f"lockstep.demo.{which}", "--directory", str(folder)]
         command += ["--epochs", str(QUICK_EPOCHS)] if self.quick else []
         with subprocess.Popen(command) as process:
@@ -143,7 +103,7 @@ class DemoRunner:
         if status != 0:
             raise LockstepError(
                 f"{which} on {workers} workers ended with status {status}: what it said last is above, and all of it "
-                f"in {self._directory / 'logs' / name}"
+                f"in {self.directory / 'logs' / name}"
             )
         return DemoRun(folder, json.loads((folder / "result.json").read_text()))
 
@@ -160,35 +120,176 @@ def kill_one(folder: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-class Resizer:
-    """Changes between one worker and `workers` until the training ends, and records the phases."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self.phases: list[Phase] = []
-
-    def __call__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
-        size, begin_s, ticks = 1, None, _core_ticks()
-        while process.poll() is None:
-            now, now_s = read_status(find_run(folder)), time.monotonic()
-            if begin_s is None and now is not None and now.state == "training" and len(now.workers) == size:
-                begin_s, ticks = now_s, _core_ticks()
-            elif begin_s is not None and now_s > begin_s + PHASE_S:
-                total, stolen = (after - before for after, before in zip(_core_ticks(), ticks, strict=True))
-                self.phases.append(Phase(size, begin_s, now_s, stolen / max(1, total)))
-                size, begin_s = (self._workers if size == 1 else 1), None
-                with suppress(scale_request.NotRunning):  # it has just ended
-                    scale_request.send_request(folder, scale_request.Request(workers=size))
-            time.sleep(LOOK_EVERY_S)
+Steps = Sequence[tuple[float, int]]  # of one training: when each ended, in seconds of `time.monotonic`, and its samples
 
 
-def _core_ticks() -> tuple[int, int]:
+@dataclass(frozen=True)
+class Turn:
+    """A time in which either the one training ran, or the separate ones."""
+
+    begin_s: float
+    end_s: float
+    is_separate: bool
+    stolen: float = 0.0  # the part of the cores' time that the host gave to other virtual machines
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Samples per second."""
+
+    together: float  # all workers
+    separate: float  # one of as many trainings on one worker each, at the same time
+    ratio: float  # of the first to the second
+    stolen: float  # see `Turn`
+
+
+class SpeedTest:
+    """Compares a training on several workers with as many separate trainings on one worker each.
+
+    All of them are started, and in turns either the one or the others are stopped (SIGSTOP). So both are measured on
+    the same cores in the same minute: the speed of a machine varies, and cores that share caches, a clock or a physical
+    core are slower together than one of them alone, whatever runs on them.
+    """
+
+    def __init__(self, runner: DemoRunner, name: str, workers: int) -> None:
+        self._runner, self._folder, self._workers = runner, runner.directory / name, workers
+
+    def run(self) -> Speed | None:
+        """Returns the speeds; None if the training ended too soon. Raises LockstepError if a process fails."""
+        turns: list[Turn] = []
+        with ExitStack() as stack:
+            watch = stack.enter_context(ParentWatch())  # kills them if this process is killed
+            port = stack.enter_context(reserve_port())
+            together, separate = [], []
+            for number in range(self._workers):
+                world: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "MASTER_ADDR": "127.0.0.1"}
+                world |= {"WORLD_SIZE": self._workers, "LOCAL_WORLD_SIZE": self._workers, "MASTER_PORT": port}
+                together.append(stack.enter_context(self._started("together", number, world, watch)))
+                separate.append(stack.enter_context(self._started(f"separate-{number}", 0, gpu_env(number), watch)))
+            while not self._has_begun():
+                self._check([*together, *separate])
+                time.sleep(LOOK_EVERY_S)
+            is_separate = False
+            while any(process.poll() is None for process in together):
+                send_signal(together if is_separate else separate, signal.SIGSTOP)
+                send_signal(separate if is_separate else together, signal.SIGCONT)
+                begin_s, before = time.monotonic(), core_ticks()
+                with suppress(subprocess.TimeoutExpired):
+                    together[0].wait(TURN_S)
+                self._check([*together, *separate])
+                total, stolen = (ticks - earlier for ticks, earlier in zip(core_ticks(), before, strict=True))
+                turns.append(Turn(begin_s, time.monotonic(), is_separate, stolen / max(1, total)))
+                is_separate = not is_separate and together[0].poll() is None
+        separate_steps = [read_steps(path) for path in self._separate_folders()]
+        return compare_speeds(read_steps(self._folder / "together"), separate_steps, turns)
+
+    def _separate_folders(self) -> list[Path]:
+        return [self._folder / f"separate-{number}" for number in range(self._workers)]
+
+    def _started(
+        self, name: str, rank: int, env: Mapping[str, object], watch: ParentWatch
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        """Starts a process, which is killed at the end of the context. Only the first worker's output is shown."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        is_shown = name == "together" and rank == 0
+        log = self._folder / f"{name}-{rank}.log"
+        return running(
+            [sys.executable, *PROGRAM, "--directory", str(self._folder / name), "--epochs", str(QUICK_EPOCHS)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in env.items()}},
+            log=None if is_shown else log,
+            watch=watch,
+        )
+
+    def _has_begun(self) -> bool:
+        return all(len(read_steps(path)) > 0 for path in [self._folder / "together", *self._separate_folders()])
+
+    def _check(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            if process.poll() not in (None, 0):
+                raise LockstepError(
+                    f"a training ended with status {process.returncode}: what it said is above, or in {self._folder}"
+                )
+
+
+def gpu_env(number: int) -> dict[str, str]:
+    """Returns what lets a process see one GPU only, the one with this number; nothing where there are fewer."""
+    if number >= count_gpus():
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else str(number)}
+
+
+@contextmanager
+def running(
+    command: Sequence[str], *, env: Mapping[str, str], log: Path | None, watch: ParentWatch
+) -> Iterator[subprocess.Popen[bytes]]:
+    with ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=watch.child_setup(),  # safe: this process has no other thread that holds a lock
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            watch.release(process.pid)
+
+
+def send_signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
+def read_steps(folder: Path) -> Steps:
+    try:
+        lines = (folder / "step_times.txt").read_text().splitlines()
+    except OSError:
+        return []
+    return [(float(end_s), int(samples)) for end_s, samples in map(str.split, lines)]
+
+
+def compare_speeds(together: Steps, separate: Sequence[Steps], turns: Sequence[Turn]) -> Speed | None:
+    """Compares each turn of the separate trainings with the turns before and after it; None if there are none.
+
+    Only steps that lie in one turn count, and of the pairs of turns only the half in which the host took the least time
+    from the cores: workers that wait for each other lose more by it than separate trainings.
+    """
+    rates: list[tuple[bool, float, float]] = []
+    for turn in turns:
+        chosen = separate if turn.is_separate else [together]
+        found = [rate_between(steps, turn.begin_s, turn.end_s) for steps in chosen]
+        if all(found):
+            rates.append((turn.is_separate, sum(found), turn.stolen))
+    pairs = [sorted(pair) for pair in itertools.pairwise(rates) if pair[0][0] != pair[1][0]]
+    if not pairs:
+        return None
+    pairs = sorted(pairs, key=lambda pair: max(stolen for *_, stolen in pair))[: (len(pairs) + 1) // 2]
+    ratio = statistics.median(pair[0][1] / pair[1][1] for pair in pairs) * len(separate)
+    alone = statistics.median(pair[1][1] for pair in pairs) / len(separate)
+    most_stolen = max(stolen for pair in pairs for *_, stolen in pair)
+    return Speed(statistics.median(pair[0][1] for pair in pairs), alone, ratio, most_stolen)
+
+
+def core_ticks() -> tuple[int, int]:
     """Return clock ticks of all cores since boot: all, and those that the host gave to other virtual machines."""
     try:
         ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError):
         return 0, 0
     return sum(ticks), ticks[7] if len(ticks) == 8 else 0
+
+
+def rate_between(steps: Steps, begin_s: float, end_s: float) -> float:
+    """Returns samples per second of the steps that begin and end between these times; 0 if there are none."""
+    inside = [(b - a, n) for (a, _), (b, n) in itertools.pairwise(steps) if begin_s <= a < b <= end_s]
+    return sum(n for _, n in inside) / sum(s for s, _ in inside) if inside else 0.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -224,11 +325,12 @@ def run_demo(runner: DemoRunner, workers: int) -> int:
     many = runner.train("digits", "digits", workers=workers, disturb=kill_one)
     runner.print("2. The same on one worker, undisturbed.")
     alone = runner.train("digits", "digits-alone", workers=1)
-    text = resized = None
-    resizer = Resizer(workers)
+    text = speed = None
     if not runner.quick:
-        runner.print(f"3. The same, now on one worker, now on {workers}: the number changes while it trains.")
-        resized = runner.train("digits", "digits-resized", workers=1, most=workers, disturb=resizer)
+        runner.print(
+            f"3. How fast is it? A part of it on {workers} workers again, in turns with {workers} separate trainings."
+        )
+        speed = SpeedTest(runner, "digits-speed", workers).run()
         runner.print(f"4. A character GPT on {workers} workers.")
         text = runner.train("text", "text", workers=workers)
     runner.print("What came out")
@@ -237,17 +339,16 @@ def run_demo(runner: DemoRunner, workers: int) -> int:
     runner.print(f"  weights      {many.digest[:16]}… on {workers} workers, one of which was killed")
     comparison = "the same bits" if is_same else "NOT the same: please report it"
     runner.print(f"               {alone.digest[:16]}… on one: {comparison}")
-    if resized is not None:
-        is_same = is_same and resized.digest == alone.digest
-        comparison = "the same bits" if resized.digest == alone.digest else "NOT the same: please report it"
-        runner.print(f"               {resized.digest[:16]}… on one and {workers} in turn: {comparison}")
     killed = f"and the others continued after {1000 * took:.0f} ms" if took else "none in time"
     runner.print(f"  killed       {killed}")
     runner.print(f"  accuracy     {many.result['accuracy']:.2%} of 360 digits that it has never seen")
-    if resized is not None and (speed := resized.speed(resizer.phases)) is not None:
+    if speed is not None:
         runner.print(
-            f"  speed        {speed.together:,.0f} samples/s, {speed.alone:,.0f} on one worker: "
-            f"x{speed.ratio:.2f} of {workers}, efficiency {speed.ratio / workers:.0%}"
+            f"  speed        {speed.together:,.0f} samples/s: x{speed.ratio:.2f} of {workers}, efficiency "
+            f"{speed.ratio / workers:.0%}"
+        )
+        runner.print(
+            f"               (a separate training on one worker, {workers} at a time: {speed.separate:,.0f} samples/s)"
         )
         if speed.stolen >= FREE:
             runner.print(
