@@ -26,10 +26,9 @@ from lockstep.report.live_status import read_status
 from lockstep.report.run_folder import find_run
 
 KILL_AT: Final = 0.4  # after this part of the steps
-TURN_S: Final = 1.2  # some steps
+TURN_S: Final = 2.0  # many steps: long ones are more often cut off by the end of a turn, and do not count
 FREE: Final = 0.03  # cores are free if less than this part of their time is stolen
 QUICK_EPOCHS: Final = 18
-PROGRAM: Final = ("-m", "lockstep.demo.digits")
 LOOK_EVERY_S: Final = 0.05
 END_WITHIN_S: Final = 300.0
 
@@ -194,7 +193,7 @@ class SpeedTest:
         is_shown = name == "together" and rank == 0
         log = self._folder / f"{name}-{rank}.log"
         return running(
-            [sys.executable, *PROGRAM, "--directory", str(self._folder / name), "--epochs", str(QUICK_EPOCHS)],
+            [sys.executable, "-m", "lockstep.demo.digits", "--directory", str(self._folder / name)],
             env={**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in env.items()}},
             log=None if is_shown else log,
             watch=watch,
@@ -271,10 +270,10 @@ def compare_speeds(together: Steps, separate: Sequence[Steps], turns: Sequence[T
     if not pairs:
         return None
     pairs = sorted(pairs, key=lambda pair: max(stolen for *_, stolen in pair))[: (len(pairs) + 1) // 2]
-    ratio = statistics.median(pair[0][1] / pair[1][1] for pair in pairs) * len(separate)
-    alone = statistics.median(pair[1][1] for pair in pairs) / len(separate)
+    together_rate, separate_rate = (statistics.mean(pair[which][1] for pair in pairs) for which in (0, 1))
     most_stolen = max(stolen for pair in pairs for *_, stolen in pair)
-    return Speed(statistics.median(pair[0][1] for pair in pairs), alone, ratio, most_stolen)
+    alone = separate_rate / len(separate)
+    return Speed(together_rate, alone, together_rate / alone, most_stolen)
 
 
 def core_ticks() -> tuple[int, int]:
