@@ -31,6 +31,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
+import standin
+
+if "--nccl-ranks" in sys.argv:
+    standin.hide_gpus()
+
 import disguise
 import measure
 import swap

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal import common_distributed, common_utils
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -84,6 +83,24 @@ def install(devices: int) -> None:
     _let_tests_through(devices)
 
 
+_hidden: dict[str, Any] = {}  # functions of torch.accelerator
+
+
+def hide_gpus() -> None:
+    """Lets torch.accelerator find nothing. PyTorch's tests ask it when they are imported; that uses CUDA, which does
+    not survive the fork of the ranks."""
+    answers = {"is_available": False, "device_count": 0, "current_accelerator": None}
+    for name, answer in answers.items():
+        _hidden[name] = getattr(torch.accelerator, name)
+        setattr(torch.accelerator, name, lambda *args, _answer=answer, **kwargs: _answer)
+
+
+def show_gpus() -> None:
+    """Undoes `hide_gpus`, in a rank."""
+    for name, function in _hidden.items():
+        setattr(torch.accelerator, name, function)
+
+
 def install_one_gpu(devices: int) -> None:
     """The same, where one GPU stands for so many."""
     OtherDevice(GPU).__enter__()
@@ -135,6 +152,8 @@ def _replace_module_moves(device: torch.device) -> None:
 
 
 def _let_tests_through(devices: int) -> None:
+    from torch.testing._internal import common_distributed, common_utils  # not before `hide_gpus`
+
     def needs(gpus: int) -> Callable[..., Any]:
         return (lambda test: test) if gpus <= devices else unittest.skip(f"needs a world size of {gpus}")
 

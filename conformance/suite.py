@@ -220,7 +220,7 @@ def _serve(subject: Subject, setting: Setting, scratch: Path, pipe: Connection) 
         started = time.monotonic()
         kind, reason = _run(suite, test)
         seconds, objects = round(time.monotonic() - started, 2), built.stat().st_size
-        if kind is Kind.TIMEOUT:
+        if kind is Kind.TIMEOUT or "Expected exit code 0" in reason:  # a rank may have failed before its test began
             reason = f"{_tail(log)}\n{reason}"
         if kind is Kind.PASS and not objects:
             kind, reason = Kind.FAIL, f"passed without building {subject.product}"
@@ -256,6 +256,7 @@ def _load_suite(subject: Subject, setting: Setting, scratch: Path) -> type[unitt
         def _run(cls, *args: Any, **kwargs: Any) -> None:
             die_with_parent()
             if setting.one_gpu:
+                standin.show_gpus()
                 share_gpu_over_nccl(os.getpid())
             super()._run(*args, **kwargs)
 
