@@ -5,6 +5,7 @@ VENV := .venv
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+COMPILED := $(VENV)/.compiled
 
 .PHONY: help demo test test-all test-torch lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
 
@@ -28,8 +29,13 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lockstep needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# pip would compile on one core. Some packages bring files for other versions of Python, which do not compile.
+$(COMPILED): $(READY)
+	-@$(BIN)/python -m compileall -q $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') > /dev/null
 	@touch $@
 
 demo: $(READY)
@@ -43,10 +49,12 @@ lint: $(READY)
 # Files begin in the order of tests/conftest.py, not those with the most tests first.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: lint
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-test-all: lint
+test-all: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
 
 # The core tests with another torch, in an environment of its own. Only CPU builds: those of PyPI bring gigabytes of CUDA.
