@@ -35,10 +35,10 @@ $(READY): pyproject.toml constraints.txt
 
 # pip would compile on one core. Some packages bring files for other versions of Python, which do not compile.
 $(COMPILED): $(READY)
-	-@$(BIN)/python -m compileall -q $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') > /dev/null
+	@$(BIN)/python -m compileall -q -j 2 $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') > /dev/null || true
 	@touch $@
 
-demo: $(READY)
+demo: $(COMPILED)
 	$(BIN)/lockstep demo
 
 lint: $(READY)
@@ -78,12 +78,12 @@ test-torch:
 	@result=$(TORCH_VENV)/result.txt; $(TORCH_BIN)/python -m pytest $(SIDE_BY_SIDE) $(CORE_TESTS) > $$result 2>&1; status=$$?; cat $$result; \
 	  $(TORCH_BIN)/python -c 'import torch; print("torch", torch.__version__, end=": ")'; tail -n 1 $$result; exit $$status
 
-conformance: $(READY)
+conformance: $(COMPILED)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
 	$(BIN)/python conformance/backend.py $(if $(QUICK),--quick)
 	$(BIN)/python conformance/run.py --quick --backend shm
 
-chaos: $(READY)
+chaos: $(COMPILED)
 	$(BIN)/python chaos/run.py $(if $(QUICK),--quick)
 	$(BIN)/python chaos/training.py $(if $(QUICK),--quick)
 	$(BIN)/python chaos/training_stops.py $(if $(QUICK),--quick)
@@ -94,24 +94,24 @@ chaos: $(READY)
 	$(if $(QUICK),,$(BIN)/python chaos/training_soak.py)
 	$(if $(QUICK),,$(BIN)/python chaos/training_hostile.py)
 
-chaos-hosts: $(READY)
+chaos-hosts: $(COMPILED)
 	$(BIN)/python chaos/training_hosts.py $(if $(QUICK),--quick)
 
-checkpoints: $(READY)
+checkpoints: $(COMPILED)
 	$(BIN)/python campaigns/checkpoints.py $(if $(QUICK),--quick)
 
-simulate: $(READY)
+simulate: $(COMPILED)
 	$(BIN)/python campaigns/membership.py --schedules $(if $(QUICK),20000,1000000) --workers 2
 
-convergence: $(READY)
+convergence: $(COMPILED)
 	$(BIN)/python campaigns/convergence.py $(if $(QUICK),--quick)
 
-bench: $(READY)
+bench: $(COMPILED)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
 	$(BIN)/lockstep bench exact $(if $(QUICK),--quick)
 	$(BIN)/lockstep bench comm $(if $(QUICK),--quick)
 
-bench-hosts: $(READY)
+bench-hosts: $(COMPILED)
 	$(BIN)/lockstep bench hosts $(if $(QUICK),--quick)
 
 docs: $(READY)

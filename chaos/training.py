@@ -1,17 +1,19 @@
 """Kills workers of training runs at named places and at random moments, and checks that nothing of it can be seen.
 
-A case is one `lockstep run --min 1` of a small program on 2 to 6 workers, over shm or Gloo. While it trains, workers
+A case is one `lockstep run --min 1` of a small program on 2 to 6 workers, over shm or Gloo, or with --backend nccl over
+NCCL, all workers on one GPU. While it trains, workers
 are killed, one after the other, two at once, or all: in the backward pass, in each collective, between reducing and
 applying, in the optimiser, in a checkpoint's copy, write, fsync and rename, while a generation forms, while state is
 handed over, while joining, in evaluate, log, at the end, and from outside wherever they are. The run must end with
 status 0 and, bit by bit, with what a world of one computes undisturbed; must use every sample exactly once
 (`lockstep ledger`); must compute at most one step again per loss; and must leave no process, shared memory, port or
 half a checkpoint behind. Survivors must work again after 200 ms (half of all) and 1.5 s (99 %), counted from the kill
-itself.
+itself; over NCCL after 1 s and 3 s.
 
     python chaos/training.py                                2,000 kills over 50 seeds: an hour on two cores
     python chaos/training.py --quick                        100 kills: 4 minutes
     python chaos/training.py --seed 7 --only-case 3         one case again; with --times 20, twenty times
+    python chaos/training.py --device cuda --backend nccl --kills 300 --seeds 6
 
 The seed decides what is done to whom and when; the moment at which a signal lands is the machine's.
 Exit status: 0 when all of it held; 1 when not; 2 for wrong arguments.

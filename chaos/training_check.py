@@ -353,7 +353,7 @@ def summary(results: Sequence[Result]) -> str:
             if "gpu_process_mib" in end]  # fmt: skip
     for least, most in ((1, 1), (2, 4), (5, 9), (10, math.inf)) if held else ():
         if mib := [size for count, size in held if least <= count <= most]:
-            lines.append(f"a worker that was in {least} to {most} generations: {min(mib)} to {max(mib)} MiB in all")
+            lines.append(f"a worker that was in {least} or more generations: {min(mib)} to {max(mib)} MiB in all")
     return "\n".join(lines)
 
 
@@ -367,11 +367,11 @@ def too_slow(results: Sequence[Result]) -> list[str]:
     found = []
     for is_nccl, median_s, most_s in ((False, MEDIAN_S, MOST_S), (True, NCCL_MEDIAN_S, NCCL_MOST_S)):
         chosen = [result for result in results if (result.seen.case.backend == "nccl") is is_nccl]
-        took = [one.took_s for result in chosen for one in result.recoveries]
+        took, over = [one.took_s for result in chosen for one in result.recoveries], " over NCCL" if is_nccl else ""
         if took and statistics.median(took) > median_s:
-            found.append(f"half of the recoveries took longer than {1e3 * statistics.median(took):.0f} ms")
+            found.append(f"half of the recoveries{over} took longer than {1e3 * statistics.median(took):.0f} ms")
         if quantile(took, 0.99) > most_s:
-            found.append(f"99 % of the recoveries took up to {quantile(took, 0.99):.2f} s")
+            found.append(f"99 % of the recoveries{over} took up to {quantile(took, 0.99):.2f} s")
     return found
 
 

@@ -318,11 +318,13 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
 
 
 def gpu_process_mib() -> int:
-    """All memory of the GPU that this process holds, with that of NCCL's communicators; 0 if it cannot be known."""
+    """Returns the memory of the GPU that this process holds, with that of NCCL's communicators; 0 if unknown."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
-    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    by_pid = dict(line.split(", ") for line in told.splitlines() if line.count(", ") == 1)
-    return int(by_pid.get(str(os.getpid()), 0))
+    with suppress(OSError, ValueError):
+        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        by_pid = dict(line.split(", ") for line in told.splitlines() if line.count(", ") == 1)
+        return int(by_pid.get(str(os.getpid()), 0))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------- the ear
@@ -335,7 +337,7 @@ class Ear:
         self._folder, self._pid = folder, os.getpid()
         self._step, self._computing, self._first = -1, (-1, -1), -1
         self._order_seen, self._hits = -1, 0
-        self.generations: set[int] = set()  # in which it got a batch
+        self.generations: set[int] = set()  # those in which this worker got a batch
         (folder / "lives" / str(self._pid)).write_text(os.environ.get("MASTER_PORT", ""))
         self._trace = os.open(folder / "traces" / str(self._pid), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._agent = agent_client.current()

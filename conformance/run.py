@@ -33,7 +33,7 @@ import torch
 
 import standin
 
-if "--nccl-ranks" in sys.argv:
+if any(argument.startswith("--nccl") for argument in sys.argv):
     standin.hide_gpus()
 
 import disguise
@@ -97,7 +97,7 @@ def compare(subject: DdpClass, ours: dict[str, Outcome]) -> bool:
     differ = {name: outcome for name, outcome in ours.items() if outcome.kind is not Kind.PASS}
     name = subject.name if subject.backend == "gloo" else f"{subject.name} on {subject.backend}"
     print(f"\n{'torch':40}{len(ours):4} pass\n{name:40}{len(ours) - len(differ):4} pass")
-    exceptions = [EXCEPTIONS] if subject.backend == "gloo" else [EXCEPTIONS, BACKEND_EXCEPTIONS]
+    exceptions = [EXCEPTIONS] if subject.backend in ("gloo", "nccl") else [EXCEPTIONS, BACKEND_EXCEPTIONS]
     agreed = measure.explain(differ, *exceptions, reference="torch", subject=name)
     measure.name_needless(ours.keys() - differ.keys(), EXCEPTIONS)
     return agreed

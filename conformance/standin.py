@@ -43,7 +43,7 @@ class OtherDevice(TorchFunctionMode):
 def _on(
     device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], *, positional: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """The same call with the GPU replaced; `positional`: args[1] may be the device, as in `x.to(device)`."""
+    """Returns the arguments with the GPU replaced; `positional`: args[1] may be the device, as in `x.to(device)`."""
     if names_gpu(kwargs.get("device")):
         kwargs = {**kwargs, "device": device}
     if positional and len(args) > 1 and names_gpu(args[1]):
@@ -102,7 +102,7 @@ def show_gpus() -> None:
 
 
 def install_one_gpu(devices: int) -> None:
-    """The same, where one GPU stands for so many."""
+    """Replace every GPU of the tests by cuda:0, for the rest of this process's life; the tests see `devices` GPUs."""
     OtherDevice(GPU).__enter__()
     # The base class of the tests asks it before the ranks are forked, and it would use CUDA.
     torch.utils._triton.has_triton = lambda: False  # type: ignore[attr-defined]
@@ -140,15 +140,19 @@ def _replace_device_modules(devices: int) -> None:
     torch.Stream = torch.Event = torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
 
 
-def _replace_module_moves(device: torch.device) -> None:
+def _replace_module_moves(target: torch.device) -> None:
     move = torch.nn.Module.to
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        (module, *rest), kwargs = _on(device, (module, *args), kwargs, positional=True)
+        (module, *rest), kwargs = _on(target, (module, *args), kwargs, positional=True)
         return move(module, *rest, **kwargs)
 
     torch.nn.Module.to = to  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda module, _=None: move(module, device)  # type: ignore[method-assign,assignment]
+
+    def cuda(module: torch.nn.Module, device: object = None) -> torch.nn.Module:
+        return move(module, target)
+
+    torch.nn.Module.cuda = cuda  # type: ignore[method-assign,assignment]
 
 
 def _let_tests_through(devices: int) -> None:

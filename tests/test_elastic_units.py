@@ -12,16 +12,22 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from lockstep import faults
+from lockstep.comm import abortable_wait
+from lockstep.comm.abortable_group import ConnectionTracker
 from lockstep.control.store import LARGEST_VALUE_BYTES, ClientOptions, ControlStore, LocalStoreClient
 from lockstep.elastic import agent_client as lines
 from lockstep.elastic.agent_client import JsonPipe, JsonPipeError, MessageParser, encode
+from lockstep.elastic.generation_groups import GenerationGroups
 from lockstep.elastic.host_workers import HostWorkers
 from lockstep.elastic.membership import GenerationPhase, Standing, Want
 from lockstep.elastic.records import PREFIX, Keys, Records
@@ -36,6 +42,7 @@ from lockstep.elastic.worker_state import (
     start_at_s,
     why_give_up,
 )
+from lockstep.errors import PeerLostError
 from lockstep.recovery.checkpointing import CheckpointSaver
 from lockstep.recovery.elastic_calls import LARGEST_RESULT_BYTES
 from lockstep.settings import Settings
@@ -996,3 +1003,81 @@ def test_a_fault_that_is_not_understood_is_refused(deaths: list[Any], wanted: di
     with pytest.raises(ValueError, match="is not understood; places are start, joining"):
         faults.arm(Settings(faults=json.dumps([wanted])))
     assert faults.hook is None
+
+
+# ---- aborting NCCL: the order of events, which needs no GPU ---------------------------------------------------------
+
+
+class FakeNccl:
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.was_marked = False
+        self.group: Any = None
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        try:
+            abortable_wait.check_aborted(self.group, "a test")
+        except PeerLostError:
+            self.was_marked = True
+        self.aborted.set()
+
+
+class FakeGroup:
+    """What GenerationGroups uses of a torch group over NCCL."""
+
+    def __init__(self) -> None:
+        self.nccl = FakeNccl()
+        self.nccl.group = self
+
+    def _get_backend(self, device: torch.device) -> FakeNccl:
+        return self.nccl
+
+
+def groups_over_nccl(monkeypatch: pytest.MonkeyPatch) -> tuple[GenerationGroups, FakeGroup]:
+    agent: Any = SimpleNamespace(on_leave=None, leave_reason=lambda: None, generation=1)
+    groups, group = GenerationGroups(agent, slot=0, backend="nccl", device="cuda"), FakeGroup()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    groups._connections = ConnectionTracker(2)
+    groups._connections.stop_tracking()
+    groups._set_backend("NCCL")
+    groups.add_group(cast(Any, group))
+    return groups, group
+
+
+def test_nccl_is_aborted_when_the_training_thread_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, group = groups_over_nccl(monkeypatch)
+    groups.abort()
+    assert not group.nccl.aborted.wait(0.1)  # it may be inside a call of NCCL
+    groups.leave()
+    assert group.nccl.aborted.wait(0.1)
+    assert group.nccl.was_marked
+
+
+def test_nccl_is_aborted_at_once_while_the_training_thread_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, group = groups_over_nccl(monkeypatch)
+    abortable_wait._waits_on_device.add(cast(Any, group))
+    groups.abort()
+    assert group.nccl.aborted.wait(0.15)
+    assert group.nccl.was_marked
+    groups.leave()
+
+
+def test_nccl_is_aborted_after_a_while_if_the_training_thread_stays_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups, group = groups_over_nccl(monkeypatch)
+    groups.abort()
+    assert group.nccl.aborted.wait(2.0)
+    groups.leave()
+
+
+def test_the_environment_of_nccl_keeps_what_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_RETRY_CNT", "9")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # with which torch would end the process
+    groups_over_nccl(monkeypatch)
+    assert os.environ["NCCL_SOCKET_RETRY_CNT"] == "9"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["NCCL_RAS_ENABLE"] == "0"

@@ -42,7 +42,7 @@ def test_the_drop_in_has_the_bits_of_torchs_class(ranks: int) -> None:
 
 
 def hooks(rank: int, size: int) -> dict[str, list[list[str]]]:
-    """By hook: the digests of the gradients after each step, with our class and with torch's."""
+    """Return, for each hook, the digests of the gradients after each step with our class and with torch's."""
     found: dict[str, list[list[str]]] = {}
     for hook in test_hooks.HOOKS:
         for view in (False, True):

@@ -1,4 +1,4 @@
-"""Workers that share a GPU are killed, and the others go on in place: over shm, and over NCCL."""
+"""Workers that share a GPU are killed, and the others continue in the same processes: over shm, and over NCCL."""
 
 from __future__ import annotations
 

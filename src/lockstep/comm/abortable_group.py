@@ -136,13 +136,6 @@ class AbortableGroup(Protocol):
         """Return the ranks that are known to have closed their connection to this worker."""
 
 
-def share_gpu_over_nccl(worker: object) -> None:
-    """Let NCCL accept several workers of this host on one GPU, for tests: each takes the others for other hosts, and
-    they communicate through sockets. Call it before the first use of NCCL; `worker` differs between the workers."""
-    os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
-    os.environ |= {"NCCL_HOSTID": f"lockstep-{worker}", "NCCL_SOCKET_IFNAME": "lo"}
-
-
 class Nccl:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         if host := Settings.from_env(os.environ).host:
@@ -263,3 +256,36 @@ def _port_of(store: Store) -> int | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None
+
+
+# ---- the environment of NCCL -----------------------------------------------------------------------------------------
+
+# When torch's watchdog sees an error of NCCL, it ends the process, or sleeps for a minute, in which others are to write
+# reports.
+_WITHOUT_WATCHDOG: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
+# NCCL has a thread for diagnosis (RAS), which crashes at the end of a program whose communicators were aborted (2.28).
+# It tries for a minute to reach a worker that is gone; here for a second: the n-th try after n times 50 ms.
+_NCCL_DEFAULTS: Final = {
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_SOCKET_RETRY_CNT": "6",
+    "NCCL_SOCKET_RETRY_SLEEP_MSEC": "50",
+}
+
+
+def prepare_nccl_for_aborts() -> None:
+    """Set the environment of a process that continues after its NCCL groups are aborted, before it uses NCCL."""
+    os.environ |= _WITHOUT_WATCHDOG
+    for name, value in _NCCL_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def share_gpu_over_nccl(worker: object) -> None:
+    """Let NCCL accept several workers of this host on one GPU, for tests: each takes the others for other hosts, and
+    they communicate through sockets. Call it before the first use of NCCL; `worker` differs between the workers."""
+    os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
+    os.environ |= {"NCCL_HOSTID": f"lockstep-{worker}", "NCCL_SOCKET_IFNAME": "lo"}

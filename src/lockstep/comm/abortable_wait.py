@@ -12,8 +12,12 @@ after the stream was synchronised and the group was found not to be aborted. A g
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,6 +28,8 @@ from lockstep.errors import PeerLostError
 
 POLL_INTERVAL_S: Final = 0.5
 NO_LIMIT: Final = timedelta(0)  # torch itself passes this to wait without a limit
+DEVICE_WAIT_S: Final = 1800.0
+SPIN_S: Final = 0.001
 
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _may_be_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -59,13 +65,38 @@ def wait(group: dist.ProcessGroup, work: Any, device: torch.device, where: str) 
 def wait_on_device(group: dist.ProcessGroup, device: torch.device, where: str) -> None:
     """Wait until all that is queued on the current stream is done, if the collectives of this group run on a GPU and
     it may be aborted. Raises PeerLostError if it was. See Note [Aborted on the GPU]."""
-    if group in _may_be_aborted and device.type == "cuda":
-        _waits_on_device.add(group)
-        try:
-            torch.cuda.current_stream(device).synchronize()
-        finally:
-            _waits_on_device.discard(group)
-        check_aborted(group, where)
+    with device_wait(group, device, where) as done_within:
+        if done_within is not None and not done_within(DEVICE_WAIT_S):
+            raise PeerLostError(f"{where} was not complete after {DEVICE_WAIT_S:.0f} s")
+
+
+@contextmanager
+def device_wait(group: dist.ProcessGroup, device: torch.device, where: str) -> Iterator[Callable[[float], bool] | None]:
+    """Yield a function that waits for the current stream for some seconds, and returns whether it is done.
+
+    Yields None if there is nothing to wait for: see `wait_on_device`. Raises PeerLostError, at the end of the context,
+    if the group was aborted.
+    """
+    if group not in _may_be_aborted or device.type != "cuda":
+        yield None
+        return
+    event: Any = torch.cuda.current_stream(device).record_event()
+    _waits_on_device.add(group)
+    try:
+        yield partial(_done_within, event)
+    finally:
+        _waits_on_device.discard(group)
+    check_aborted(group, where)
+
+
+def _done_within(event: Any, limit_s: float) -> bool:
+    began_s = time.monotonic()
+    while not event.query():
+        waited_s = time.monotonic() - began_s
+        if waited_s > limit_s:
+            return False
+        time.sleep(0 if waited_s < SPIN_S else SPIN_S / 20)
+    return True
 
 
 def is_waiting_on_device(group: dist.ProcessGroup) -> bool:

@@ -176,8 +176,7 @@ class AsyncBarrier:
         self._sum.wait(self._pending, where)
         with self._sum.on_side_stream(self._started):
             if self._started is not None:
-                self._sum.wait(self._pending, where)
-                self._sum.wait_on_device(where)
+                self._sum.wait_for_values(self._pending, where)
             arrived = int(self._token)
         if arrived != self._sum.size:  # the collective was aborted, which a GPU does not report
             raise PeerLostError(f"a worker was lost before {where}")
@@ -305,7 +304,7 @@ class ShardSum:
         counts = torch.zeros(len(nodes), dtype=torch.int64, device=self.device)
         for n, part in enumerate(parts):
             counts[first + n] = part._nnz()
-        self.wait(self.start_small_sum(counts), "the sizes of sparse gradients")
+        self.wait_for_values(self.start_small_sum(counts), "the sizes of sparse gradients")
         sizes = counts.tolist()
         indices = torch.zeros(len(nodes), like.sparse_dim(), max(sizes), dtype=torch.int64, device=self.device)
         width = like.shape[like.sparse_dim() :]
@@ -328,12 +327,19 @@ class ShardSum:
         elif pending is not None:
             self._watch.wait(pending, where)
 
+    def wait_for_values(self, pending: Any, where: str) -> None:
+        """Wait for a small sum whose values the host reads: verified, if a lost worker may have cut it off."""
+        self.wait(pending, where)
+        self.wait_on_device(where)
+
     def wait_on_device(self, where: str) -> None:
         """Wait until the sums are complete on the GPU too, if a lost worker may have cut them off (abortable_wait.py).
 
         Raises PeerLostError if one has.
         """
-        abortable_wait.wait_on_device(self.group, self.device, where)
+        with abortable_wait.device_wait(self.group, self.device, where) as done_within:
+            if done_within is not None:
+                self._watch.wait_for(done_within, where)
 
     @functools.cached_property
     def _side_stream(self) -> Any:

@@ -26,7 +26,7 @@ from lockstep.report.live_status import read_status
 from lockstep.report.run_folder import find_run
 
 KILL_AT: Final = 0.4  # after this part of the steps
-TURN_S: Final = 2.0  # many steps: long ones are more often cut off by the end of a turn, and do not count
+TURN_S: Final = 2.0  # a step that crosses the end of a turn does not count: longer turns lose fewer of the long steps
 FREE: Final = 0.03  # cores are free if less than this part of their time is stolen
 QUICK_EPOCHS: Final = 18
 LOOK_EVERY_S: Final = 0.05
@@ -119,7 +119,7 @@ def kill_one(folder: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-Steps = Sequence[tuple[float, int]]  # of one training: when each ended, in seconds of `time.monotonic`, and its samples
+Steps = Sequence[tuple[float, int]]  # when each step of a training ended, by `time.monotonic`, and its samples
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,18 @@ class SpeedTest:
                 world |= {"WORLD_SIZE": self._workers, "LOCAL_WORLD_SIZE": self._workers, "MASTER_PORT": port}
                 together.append(stack.enter_context(self._started("together", number, world, watch)))
                 separate.append(stack.enter_context(self._started(f"separate-{number}", 0, gpu_env(number), watch)))
+            end_s = time.monotonic() + END_WITHIN_S
             while not self._has_begun():
-                self._check([*together, *separate])
+                self._check([*together, *separate], end_s)
                 time.sleep(LOOK_EVERY_S)
             is_separate = False
-            while any(process.poll() is None for process in together):
+            while running_ones := [process for process in together if process.poll() is None]:
                 send_signal(together if is_separate else separate, signal.SIGSTOP)
                 send_signal(separate if is_separate else together, signal.SIGCONT)
                 begin_s, before = time.monotonic(), core_ticks()
                 with suppress(subprocess.TimeoutExpired):
-                    together[0].wait(TURN_S)
-                self._check([*together, *separate])
+                    running_ones[0].wait(TURN_S)
+                self._check([*together, *separate], end_s)
                 total, stolen = (ticks - earlier for ticks, earlier in zip(core_ticks(), before, strict=True))
                 turns.append(Turn(begin_s, time.monotonic(), is_separate, stolen / max(1, total)))
                 is_separate = not is_separate and together[0].poll() is None
@@ -202,7 +203,11 @@ class SpeedTest:
     def _has_begun(self) -> bool:
         return all(len(read_steps(path)) > 0 for path in [self._folder / "together", *self._separate_folders()])
 
-    def _check(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def _check(self, processes: Sequence[subprocess.Popen[bytes]], end_s: float) -> None:
+        if time.monotonic() > end_s:
+            raise LockstepError(
+                f"the trainings did not end within {END_WITHIN_S:.0f} s; what they said is in {self._folder}"
+            )
         for process in processes:
             if process.poll() not in (None, 0):
                 raise LockstepError(
@@ -326,9 +331,7 @@ def run_demo(runner: DemoRunner, workers: int) -> int:
     alone = runner.train("digits", "digits-alone", workers=1)
     text = speed = None
     if not runner.quick:
-        runner.print(
-            f"3. How fast is it? A part of it on {workers} workers again, in turns with {workers} separate trainings."
-        )
+        runner.print(f"3. How fast? {workers} workers in turns with {workers} separate trainings, on the same cores.")
         speed = SpeedTest(runner, "digits-speed", workers).run()
         runner.print(f"4. A character GPT on {workers} workers.")
         text = runner.train("text", "text", workers=workers)

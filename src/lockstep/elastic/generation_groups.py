@@ -10,14 +10,10 @@ Note [Leaving NCCL]
 down or deleting an aborted group waits for that. So a thread of its own aborts it, torch forgets the group without
 shutting it down, and the next communicator is created meanwhile (0.1 s). An abort while the training thread is inside a
 call of NCCL may crash, because it frees what the call uses. So the thread waits until the training thread has left the
-generation or waits for the GPU; it waits for NCCL_CALL_S only, since a call may itself wait for a lost worker.
+generation or waits for the GPU; it waits for NCCL_CALL_WITHIN_S only, since a call may itself wait for a lost worker.
 
 While a communicator is created it cannot be aborted, because torch has no handle of it: cutting its sockets, the
 listening ones too and again and again, makes the creation fail. It would try for a minute to reach a lost worker.
-
-When torch's watchdog sees an error of NCCL, it ends the process, or sleeps for a minute, in which others are to write
-reports. NCCL has a thread of its own for diagnosis (RAS), which crashes at the end of a program whose communicators
-were aborted (seen with 2.28). FOR_NCCL turns all of that off.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -36,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch import Store, set_group_timeout
-from lockstep.comm.abortable_group import ConnectionTracker, deferred_destroy
+from lockstep.comm.abortable_group import ConnectionTracker, deferred_destroy, prepare_nccl_for_aborts
 from lockstep.comm.abortable_wait import expect_aborts, is_waiting_on_device, mark_aborted
 from lockstep.comm.register_backends import is_lockstep_group
 from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration
@@ -47,17 +42,8 @@ from lockstep.world.world import World
 FORM_WITHIN_S: Final = 60.0
 CONNECT_WITHIN_S: Final = 10.0  # for Gloo, which an order to leave does not interrupt meanwhile
 WAIT_AT_MOST: Final = timedelta(minutes=30)
-NCCL_CALL_S: Final = 0.25
+NCCL_CALL_WITHIN_S: Final = 0.25  # for the training thread to be out of a call of NCCL
 EXIT_WITHIN_S: Final = 5.0  # for aborts that still run when the program ends
-FOR_NCCL: Final = {  # see Note [Leaving NCCL]
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_FR_BUFFER_SIZE": "0",
-    "NCCL_RAS_ENABLE": "0",
-    "NCCL_SOCKET_RETRY_CNT": "6",
-    "NCCL_SOCKET_RETRY_SLEEP_MSEC": "50",  # the n-th time n times as long
-}
 
 
 class GenerationStoreClient(Store):
@@ -109,18 +95,19 @@ class GenerationGroups:
         self._lock = threading.Lock()
         self._groups: list[dist.ProcessGroup] = []
         self._aborted: list[dist.ProcessGroup] = []
+        self._world_backend = ""  # that of the world group, from the moment in which its creation begins
         self._left = threading.Event()  # set when the training thread has left the generation
         self._nccl_thread: threading.Thread | None = None  # see Note [Leaving NCCL]
         self._connections: ConnectionTracker | None = None
         self._store: GenerationStoreClient | None = None
         agent.on_leave = self.abort
+        atexit.register(self._end_thread)
 
     def join(self, joined: JoinedGeneration) -> World:
         """Form the world group, together with all members. Raises GenerationEnded if the generation ends before."""
-        os.environ |= FOR_NCCL
         with self._lock:
             self._groups, self._aborted, self._connections = [], [], ConnectionTracker(joined.size)
-            self._left, self._nccl_thread = threading.Event(), None
+            self._left, self._nccl_thread, self._world_backend = threading.Event(), None, ""
         self._check()
         self._store = GenerationStoreClient(self._agent)  # torch's groups keep only its C++ part alive
         assignment = RankAssignment(
@@ -135,12 +122,18 @@ class GenerationGroups:
                 device=self._device,
                 deadline=time.monotonic() + FORM_WITHIN_S,
                 connect_s=CONNECT_WITHIN_S,
+                on_backend=self._set_backend,
             )
         finally:
             sys.excepthook = hook
         assert dist.group.WORLD is not None
         self.add_group(dist.group.WORLD)
         return world
+
+    def _set_backend(self, backend: str) -> None:
+        self._world_backend = backend.lower()
+        if "nccl" in self._world_backend:
+            prepare_nccl_for_aborts()
 
     def wait_for_members(self, world: World) -> None:
         """Wait until all members are here. An order to leave ends this wait, but not Gloo's while it connects."""
@@ -151,7 +144,7 @@ class GenerationGroups:
 
     def add_group(self, group: dist.ProcessGroup) -> None:
         """Give up this group with the generation, too."""
-        if _nccl_of(group) is not None:
+        if _nccl_of(group) is not None or self._world_backend == "hierarchy":  # which uses NCCL between hosts
             expect_aborts(group)
         with self._lock:
             if group not in self._groups:
@@ -174,22 +167,21 @@ class GenerationGroups:
 
     def abort(self) -> None:
         """Abort all groups. See Note [Leaving]. Any thread may call it, more than once."""
-        is_nccl = worlds.backend_in_use() == "nccl"
         with self._lock:
             groups, connections = [group for group in self._groups if group not in self._aborted], self._connections
             self._aborted += groups
-            if is_nccl and connections is not None and self._nccl_thread is None:
-                arguments = (self._groups, connections, self._left)
+            for group in groups:
+                mark_aborted(group)  # before anything of it is aborted
+            if "nccl" in self._world_backend and connections is not None and self._nccl_thread is None:
+                listens = self._world_backend == "nccl"
+                arguments = (self._groups, connections if listens else None, self._left)
                 self._nccl_thread = threading.Thread(
                     target=_abort_nccl, args=arguments, name="lockstep-abort", daemon=True
                 )
-                # A thread that returns to an interpreter that has ended crashes.
-                atexit.register(self._nccl_thread.join, EXIT_WITHIN_S)
                 self._nccl_thread.start()
         if connections is not None:
-            connections.shut_down(listeners=is_nccl)
+            connections.shut_down(listeners=self._world_backend == "nccl")
         for group in groups:
-            mark_aborted(group)
             if is_lockstep_group(group):
                 any_group: Any = group
                 with contextlib.suppress(Exception):
@@ -201,22 +193,35 @@ class GenerationGroups:
         for group in self._groups:
             if not is_lockstep_group(group):
                 deferred_destroy.keep_alive(group)
-        worlds.leave_world(shut_down=not any(map(_nccl_of, self._groups)))
-        self._left.set()
+        try:
+            worlds.leave_world(aborted=[group for group in self._groups if _nccl_of(group) is not None])
+        finally:
+            self._left.set()
         with self._lock:
             self._groups, self._aborted = [], []
 
+    def _end_thread(self) -> None:
+        """At exit: a thread that returns to an interpreter that has ended crashes."""
+        self._left.set()
+        if self._nccl_thread is not None:
+            self._nccl_thread.join(EXIT_WITHIN_S)
 
-def _abort_nccl(groups: list[dist.ProcessGroup], connections: ConnectionTracker, left: threading.Event) -> None:
-    """Abort the NCCL groups of a generation that has ended. See Note [Leaving NCCL]."""
+
+def _abort_nccl(groups: list[dist.ProcessGroup], forming: ConnectionTracker | None, left: threading.Event) -> None:
+    """Abort the NCCL groups of a generation that has ended. See Note [Leaving NCCL].
+
+    groups   Those of the generation; a group that is added later is aborted as well.
+    forming  The connections of a communicator that is being created: they are cut until `groups` has it.
+    left     Set when the training thread has left the generation.
+    """
     began_s, aborted = time.monotonic(), list[dist.ProcessGroup]()
     while True:
-        has_left = left.wait(0.005)
-        if not groups and not has_left:
-            connections.shut_down(listeners=True)
-        must = has_left or time.monotonic() - began_s > NCCL_CALL_S
-        for group in [group for group in groups if group not in aborted]:
-            if must or is_waiting_on_device(group):
+        has_left = left.wait(0.25 if aborted else 0.005)
+        if forming is not None and not groups and not has_left:
+            forming.shut_down(listeners=True)
+        may_abort = has_left or time.monotonic() - began_s > NCCL_CALL_WITHIN_S
+        for group in [group for group in groups if group not in aborted and not is_lockstep_group(group)]:
+            if may_abort or is_waiting_on_device(group):
                 aborted.append(group)
                 if (nccl := _nccl_of(group)) is not None:
                     with contextlib.suppress(Exception):

@@ -236,8 +236,7 @@ class BufferExchange:
         parts = torch.split(table, widths)
         for change, part in zip(changes, parts, strict=True):
             self._fill(change, part)
-        sum_.wait(sum_.start_small_sum(table), "the exchange of buffers")
-        sum_.wait_on_device("the exchange of buffers")
+        sum_.wait_for_values(sum_.start_small_sum(table), "the exchange of buffers")
         return [*(NewBuffer(c, _read(c, part, counts)) for c, part in zip(changes, parts, strict=True)), *numbers]
 
     def _merge(

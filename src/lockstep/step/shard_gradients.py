@@ -349,13 +349,13 @@ class ShardGradients:
             times[index] += 1
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._sum.wait(self._sum.group.allreduce([times], options), "the exchange of the order of gradients")
+        self._sum.wait_for_values(self._sum.group.allreduce([times], options), "the exchange of the order of gradients")
         self._late = {i for i, n in enumerate(times.tolist()) if n > 1}
         seen = [i for i in dict.fromkeys(self._arrivals) if i not in self._late]
         order = torch.tensor(seen + [i for i in range(count) if i not in seen], device=self._device)
         first = dist.BroadcastOptions()
         first.rootRank, first.rootTensor = 0, 0
-        self._sum.wait(self._sum.group.broadcast([order], first), "the exchange of the order of gradients")
+        self._sum.wait_for_values(self._sum.group.broadcast([order], first), "the exchange of the order of gradients")
         self._has_order = True
         # The gradients are views of the old buckets, whose memory is freed with the last of them.
         self._pack(order=order.tolist())

@@ -173,8 +173,7 @@ class StepTable:
         """Wait for the sum of the tables, and read it."""
         self._sum.wait(self._pending, "the sum of losses and weights")
         with self._sum.on_side_stream(self.sent):
-            self._sum.wait(self._pending, "the sum of losses and weights")
-            self._sum.wait_on_device("the sum of losses and weights")
+            self._sum.wait_for_values(self._pending, "the sum of losses and weights")
             table = self._table.cpu()
         by_shard, by_rank, changed, metrics = self._rows(table.tolist())
         losses, weights = table[LOSS : 4 * len(by_shard) : 4].sum(), table[WEIGHT : 4 * len(by_shard) : 4].sum()

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -120,6 +120,7 @@ class _Requested:
     device: torch.device | None
     timeout_s: float | None
     connect_s: float | None = None
+    on_backend: Callable[[str], None] = lambda backend: None
 
 
 @dataclass
@@ -135,7 +136,6 @@ class _ProcessState:
     store: Store | None = None
     assignment: RankAssignment | None = None
     generation: int = 0
-    backend: str = ""  # of the group that was created last, or is being created
     printed_backend: str = ""  # printed again only if it changes
     destroys_at_exit: int = 0  # pid of the process with the exit handler: a fork has none
 
@@ -271,31 +271,28 @@ def rejoin(
     device: str | torch.device | None,
     deadline: float,
     connect_s: float,
+    on_backend: Callable[[str], None],
 ) -> World:
     """Join another generation of an elastic run, whose workers share `store`.
 
-    `connect_s` is the time limit for connecting with Gloo. It stays the timeout of that group until it is changed.
+    connect_s   The time limit for connecting with Gloo. It stays the timeout of that group until it is changed.
+    on_backend  Is called with the backend before the group is created.
     """
     leave_world()
-    requested = _Requested(backend, torch.device(device) if device is not None else None, None, connect_s)
+    requested = _Requested(backend, torch.device(device) if device is not None else None, None, connect_s, on_backend)
     _state.store, _state.assignment, _state.generation = store, assignment, 0
     return _record(_join(assignment, requested, deadline), requested)
 
 
-def backend_in_use() -> str:
-    """Return the backend of the default group that was created last, or is being created; "" if there was none yet."""
-    return _state.backend
-
-
-def leave_world(*, shut_down: bool = True) -> None:
+def leave_world(*, aborted: Sequence[dist.ProcessGroup] = ()) -> None:
     """Destroy the default process group, if there is one. Does not wait for other workers.
 
-    shut_down  False: torch only forgets the groups. Shutting down a group of NCCL that was aborted blocks.
+    aborted  Groups that torch only forgets: shutting down a group of NCCL that was aborted blocks.
     """
     _state.world = _state.group = _state.store = None
     if dist.is_initialized():
-        if not shut_down:
-            distributed_state().pg_names.clear()  # those in it would be shut down
+        for group in aborted:
+            distributed_state().pg_names.pop(group, None)  # those that are in it are shut down
         dist.destroy_process_group()
     # Torch names groups by a counter. A group whose creation failed counts too, and a new worker has created none: they
     # would look for each other under different names.
@@ -330,7 +327,7 @@ def _join(assignment: RankAssignment, requested: _Requested, deadline: float) ->
         _state.store = None  # release the port, so that a second attempt can bind it
         raise
     _state.generation += 1
-    _state.backend = backend
+    requested.on_backend(backend)
     limit_s = requested.connect_s if backend == "gloo" and requested.connect_s is not None else requested.timeout_s
     try:
         dist.init_process_group(
