@@ -255,7 +255,7 @@ def test_the_demo(tmp_path: Path, quick: bool) -> None:
     assert len(shown) >= 2
     assert "worker 0" in shown
     assert "worker lost" in [one["what"] for one in data["story"]["happenings"]]
-    assert done.stderr.count("where the time went: lockstep report ") == (2 if quick else 3)
+    assert done.stderr.count("where the time went: lockstep report ") == (2 if quick else 4)
     assert float(re.findall(r"accuracy +([\d.]+)%", done.stdout)[-1]) > 95
     again = subprocess.run(command, env=outer_env(), capture_output=True, text=True, timeout=DEADLINE_S)
     assert again.returncode == 2
