@@ -351,9 +351,10 @@ def summary(results: Sequence[Result]) -> str:
         lines.append(f"memory of the GPU that a worker holds at the end: {min(mib):.0f} to {max(mib):.0f} MiB")
     held = [(end["generations"], end["gpu_process_mib"]) for r in results for end in r.seen.ends.values()
             if "gpu_process_mib" in end]  # fmt: skip
-    for least, most in ((1, 1), (2, 4), (5, 9), (10, math.inf)) if held else ():
+    for least, most in ((1, 4), (5, math.inf)) if held else ():
         if mib := [size for count, size in held if least <= count <= most]:
-            lines.append(f"a worker that was in {least} or more generations: {min(mib)} to {max(mib)} MiB in all")
+            count = f"{least} to {most}" if most < math.inf else f"{least} or more"
+            lines.append(f"a worker that was in {count} generations: {min(mib)} to {max(mib)} MiB in all")
     return "\n".join(lines)
 
 

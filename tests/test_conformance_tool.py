@@ -104,8 +104,9 @@ def test_torch_class_passes_and_a_test_without_an_object_does_not_count(start, t
     assert "passes 2 of 3" in output
     outcomes = json.loads(found.read_text())["classes"]["torch"]
     assert outcomes[NO_SYNC]["kind"] == outcomes["test_ddp_namedtuple"]["kind"] == "pass"
-    assert outcomes[NO_SYNC]["setting"] == {"stand_in": False, "world_size": 2, "known_as": "gloo"}
-    assert outcomes["test_ddp_namedtuple"]["setting"] == {"stand_in": True, "world_size": 2, "known_as": "gloo"}
+    setting = {"world_size": 2, "known_as": "gloo", "one_gpu": False}
+    assert outcomes[NO_SYNC]["setting"] == {"stand_in": False, **setting}
+    assert outcomes["test_ddp_namedtuple"]["setting"] == {"stand_in": True, **setting}
     assert outcomes[NO_SYNC]["built"] == 2
     assert "without building" in outcomes["test_dump_DDP_relevant_env_vars"]["reason"]
 

@@ -269,7 +269,7 @@ _WITHOUT_WATCHDOG: Final = {
     "TORCH_FR_BUFFER_SIZE": "0",
 }
 # NCCL has a thread for diagnosis (RAS), which crashes at the end of a program whose communicators were aborted (2.28).
-# It tries for a minute to reach a worker that is gone; here for a second: the n-th try after n times 50 ms.
+# NCCL tries for a minute to reach a worker that is gone; here for a second: the n-th try after n times 50 ms.
 _NCCL_DEFAULTS: Final = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_SOCKET_RETRY_CNT": "6",

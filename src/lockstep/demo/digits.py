@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.demo.show import STEP_TIMES
 
 # Two steps in an epoch. A shard is 90 images, which take a core about 60 ms. The fixed cost of a step on every worker
 # (the update of 171,000 parameters, the exchange, Python itself) is about 8 ms: two workers are nearly twice as fast.
 EPOCHS, BATCH, SHARDS, TEST_SAMPLES, SEED = 30, 720, 8, 360, 7
 EVALUATE_EVERY = 5  # epochs
 SAVE_EVERY = 50  # steps
-STEP_TIMES = "step_times.txt"  # a line for each step: when it ended, in seconds of `time.monotonic`, and its samples
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:

@@ -29,6 +29,7 @@ KILL_AT: Final = 0.4  # after this part of the steps
 TURN_S: Final = 2.0  # a step that crosses the end of a turn does not count: longer turns lose fewer of the long steps
 FREE: Final = 0.03  # cores are free if less than this part of their time is stolen
 QUICK_EPOCHS: Final = 18
+STEP_TIMES: Final = "step_times.txt"  # a line for each step: when it ended, by `time.monotonic`, and its samples
 LOOK_EVERY_S: Final = 0.05
 END_WITHIN_S: Final = 300.0
 
@@ -150,8 +151,8 @@ class SpeedTest:
     core are slower together than one of them alone, whatever runs on them.
     """
 
-    def __init__(self, runner: DemoRunner, name: str, workers: int) -> None:
-        self._runner, self._folder, self._workers = runner, runner.directory / name, workers
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._folder, self._workers = folder, workers
 
     def run(self) -> Speed | None:
         """Returns the speeds; None if the training ended too soon. Raises LockstepError if a process fails."""
@@ -164,18 +165,19 @@ class SpeedTest:
                 world: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "MASTER_ADDR": "127.0.0.1"}
                 world |= {"WORLD_SIZE": self._workers, "LOCAL_WORLD_SIZE": self._workers, "MASTER_PORT": port}
                 together.append(stack.enter_context(self._started("together", number, world, watch)))
-                separate.append(stack.enter_context(self._started(f"separate-{number}", 0, gpu_env(number), watch)))
+                alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1} | gpu_env(number)
+                separate.append(stack.enter_context(self._started(f"separate-{number}", 0, alone, watch)))
             end_s = time.monotonic() + END_WITHIN_S
             while not self._has_begun():
                 self._check([*together, *separate], end_s)
                 time.sleep(LOOK_EVERY_S)
             is_separate = False
-            while running_ones := [process for process in together if process.poll() is None]:
+            while unfinished := [process for process in together if process.poll() is None]:
                 send_signal(together if is_separate else separate, signal.SIGSTOP)
                 send_signal(separate if is_separate else together, signal.SIGCONT)
                 begin_s, before = time.monotonic(), core_ticks()
                 with suppress(subprocess.TimeoutExpired):
-                    running_ones[0].wait(TURN_S)
+                    unfinished[0].wait(TURN_S)
                 self._check([*together, *separate], end_s)
                 total, stolen = (ticks - earlier for ticks, earlier in zip(core_ticks(), before, strict=True))
                 turns.append(Turn(begin_s, time.monotonic(), is_separate, stolen / max(1, total)))
@@ -253,7 +255,7 @@ def send_signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Sig
 
 def read_steps(folder: Path) -> Steps:
     try:
-        lines = (folder / "step_times.txt").read_text().splitlines()
+        lines = (folder / STEP_TIMES).read_text().splitlines()
     except OSError:
         return []
     return [(float(end_s), int(samples)) for end_s, samples in map(str.split, lines)]
@@ -300,7 +302,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lockstep demo",
         description="Train two small models on several workers of this machine, kill one of them on the way, and "
-        "show that the result is what one worker alone computes, to the last bit. Takes one to two minutes.",
+        "show that the result is what one worker alone computes, to the last bit. Takes about two minutes.",
     )
     default = "one per visible GPU; without a GPU one per core, two to four"
     parser.add_argument("-n", dest="workers", type=int, metavar="N", help=f"how many workers (default: {default})")
@@ -333,7 +335,7 @@ def run_demo(runner: DemoRunner, workers: int) -> int:
     text = speed = None
     if not runner.quick:
         runner.print(f"3. How fast? {workers} workers in turns with {workers} separate trainings, on the same cores.")
-        speed = SpeedTest(runner, "digits-speed", workers).run()
+        speed = SpeedTest(runner.directory / "digits-speed", workers).run()
         runner.print(f"4. A character GPT on {workers} workers.")
         text = runner.train("text", "text", workers=workers)
     runner.print("What came out")

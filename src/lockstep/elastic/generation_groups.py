@@ -167,20 +167,20 @@ class GenerationGroups:
 
     def abort(self) -> None:
         """Abort all groups. See Note [Leaving]. Any thread may call it, more than once."""
+        cuts_listeners = self._world_backend == "nccl"
         with self._lock:
             groups, connections = [group for group in self._groups if group not in self._aborted], self._connections
             self._aborted += groups
             for group in groups:
                 mark_aborted(group)  # before anything of it is aborted
             if "nccl" in self._world_backend and connections is not None and self._nccl_thread is None:
-                listens = self._world_backend == "nccl"
-                arguments = (self._groups, connections if listens else None, self._left)
+                arguments = (self._groups, connections if cuts_listeners else None, self._left)
                 self._nccl_thread = threading.Thread(
                     target=_abort_nccl, args=arguments, name="lockstep-abort", daemon=True
                 )
                 self._nccl_thread.start()
         if connections is not None:
-            connections.shut_down(listeners=self._world_backend == "nccl")
+            connections.shut_down(listeners=cuts_listeners)
         for group in groups:
             if is_lockstep_group(group):
                 any_group: Any = group
