@@ -447,6 +447,7 @@ def main() -> int:
         return 0
     with (chosen.folder / "stacks" / str(os.getpid())).open("w") as stacks:
         faulthandler.register(STACKS, file=stacks, all_threads=True)
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of NCCL and CUDA, too
         train(chosen, chosen.variant, chosen.seed, Ear(chosen.folder))
     return 0
 

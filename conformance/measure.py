@@ -34,7 +34,7 @@ class Runner:
 
     def __init__(self, subject: Subject, limits: Limits, *, verbose: bool) -> None:
         self.subject, self.limits, self.verbose = subject, limits, verbose
-        self.expected = self._reported = 0  # lines; for a progress display
+        self.expected = self._reported = 0  # lines; for a progress display, if it is known how many there will be
         self._hosts: dict[Setting, Host] = {}
         self._open = contextlib.ExitStack()
 
@@ -67,8 +67,8 @@ class Runner:
             print(outcome.reason.rstrip())
         why = "" if outcome.kind is Kind.PASS else f"  {last_line(outcome.reason)[:120]}"
         self._reported += 1
-        progress = f"{self._reported:{len(str(self.expected))}}/{self.expected}"
-        print(f"{progress}  {outcome.kind:8}{outcome.seconds:6.1f} s  {outcome.setting!s:18}{test}{why}", flush=True)
+        progress = f"{self._reported:{len(str(self.expected))}}/{self.expected}" if self.expected else self.subject.name
+        print(f"{progress:9}{outcome.kind:8}{outcome.seconds:6.1f} s  {outcome.setting!s:18}{test}{why}", flush=True)
 
     def __enter__(self) -> Runner:
         return self

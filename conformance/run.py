@@ -53,22 +53,31 @@ QUICK_S = 540  # --quick ends within ten minutes, whatever hangs
 # ------------------------------------------------------------------------------------------------- the two classes
 
 
-def measure_torch(only: str, runner: Runner, nccl_ranks: int | None) -> dict[str, Outcome]:
+def measure_both(
+    only: str, torchs: Runner, ours: Runner | None, nccl_ranks: int | None
+) -> tuple[dict[str, Outcome], dict[str, Outcome]]:
+    """Each chosen test with torch's class; if that passes, at once with ours in the same setting."""
     one_gpu = None if nccl_ranks is None else Setting(False, nccl_ranks, known_as="nccl", one_gpu=True)
-    topics = runner.host(one_gpu or Setting(stand_in=False, world_size=2)).topics()
+    topics = torchs.host(one_gpu or Setting(stand_in=False, world_size=2)).topics()
     names = [name for name, topic in topics.items() if topic is Topic.DDP]
     chosen = [name for name in names if re.search(only, name)]
     print(f"torch {torch.__version__}: {len(names)} tests about DDP, {len(chosen)} chosen")
-    runner.expected = len(chosen)
-    if one_gpu is not None:
-        return {name: runner.run(name, one_gpu) for name in chosen}
-    return {name: runner.search(name, next_setting) for name in chosen}
+    by_torch, by_ours = dict[str, Outcome](), dict[str, Outcome]()
+    torchs.expected = len(chosen)
+    for name in chosen:
+        outcome = torchs.search(name, next_setting) if one_gpu is None else torchs.run(name, one_gpu)
+        by_torch[name] = outcome
+        if ours is not None and outcome.kind is Kind.PASS:
+            by_ours[name] = ours.run(name, outcome.setting)
+    passed = len(settings_passed(by_torch))
+    print(f"torch's class passes {passed} of {len(chosen)}; the others do not count\n")
+    return by_torch, by_ours
 
 
-def measure_other(passed: dict[str, Setting], runner: Runner) -> dict[str, Outcome]:
-    """What torch's class passed, in the same settings. Sorted by setting: a host is started once."""
-    runner.expected = len(passed)
-    return {name: runner.run(name, setting) for name, setting in sorted(passed.items(), key=lambda item: item[1])}
+def measure_ours(passed: dict[str, Setting], ours: Runner) -> dict[str, Outcome]:
+    """What torch's class passed, in the same settings."""
+    ours.expected = len(passed)
+    return {name: ours.run(name, setting) for name, setting in passed.items()}
 
 
 def settings_passed(outcomes: dict[str, Outcome]) -> dict[str, Setting]:
@@ -152,14 +161,18 @@ def main(argv: list[str]) -> int:
     limits = Limits(arguments.timeout_s, time.monotonic() + QUICK_S if arguments.quick else float("inf"))
     measured: dict[str, dict[str, Outcome]] = {}
     started = time.monotonic()
-    if arguments.class_name in ("torch", "both"):
-        on = "gloo" if arguments.nccl_ranks is None else "nccl"
-        with Runner(DdpClass("torch", on), limits, verbose=arguments.verbose) as runner:
-            measured["torch"] = measure_torch(arguments.only, runner, arguments.nccl_ranks)
-        passed = settings_passed(measured["torch"])
-        print(f"torch's class passes {len(passed)} of {len(measured['torch'])}; the others do not count\n")
-    else:
-        passed = read_baseline(arguments.only)
+    name = "lockstep" if arguments.class_name == "both" else arguments.class_name
+    subject, on = DdpClass(name, arguments.backend), "nccl" if arguments.nccl_ranks is not None else "gloo"
+    with Runner(subject, limits, verbose=arguments.verbose) as ours:
+        if arguments.class_name in ("torch", "both"):
+            with Runner(DdpClass("torch", on), limits, verbose=arguments.verbose) as torchs:
+                other = ours if arguments.class_name == "both" else None
+                measured["torch"], by_ours = measure_both(arguments.only, torchs, other, arguments.nccl_ranks)
+            passed = settings_passed(measured["torch"])
+        else:
+            passed = read_baseline(arguments.only)
+            print(f"{subject.name}: {len(passed)} tests")
+            by_ours = measure_ours(passed, ours)
     if not passed:
         print(f"--only {arguments.only}: no test of this name that torch's class passes", file=sys.stderr)
         return 2
@@ -167,11 +180,8 @@ def main(argv: list[str]) -> int:
         write_baseline(measured["torch"])
     agreed = True
     if arguments.class_name != "torch":
-        subject = DdpClass("lockstep" if arguments.class_name == "both" else arguments.class_name, arguments.backend)
-        print(f"{subject.name}: {len(passed)} tests")
-        with Runner(subject, limits, verbose=arguments.verbose) as runner:
-            measured[subject.name] = measure_other(passed, runner)
-        agreed = compare(subject, measured[subject.name])
+        measured[subject.name] = by_ours
+        agreed = compare(subject, by_ours)
     if arguments.json:
         measure.write_json(arguments.json, measured, what="classes")
     print(f"{time.monotonic() - started:.0f} s")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import unittest
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -95,17 +96,25 @@ def hide_gpus() -> None:
         setattr(torch.accelerator, name, lambda *args, _answer=answer, **kwargs: _answer)
 
 
+_count_gpus = torch.cuda.device_count
+
+
 def show_gpus() -> None:
-    """Undoes `hide_gpus`, in a rank."""
+    """Undoes `hide_gpus` and starts CUDA, in a rank. CUDA then looks at all GPUs: as many as there are."""
     for name, function in _hidden.items():
         setattr(torch.accelerator, name, function)
+    with mock.patch.object(torch.cuda, "device_count", _count_gpus):
+        torch.cuda.init()
 
 
 def install_one_gpu(devices: int) -> None:
     """Replace every GPU of the tests by cuda:0, for the rest of this process's life; the tests see `devices` GPUs."""
     OtherDevice(GPU).__enter__()
-    # The base class of the tests asks it before the ranks are forked, and it would use CUDA.
+    # The base class of the tests calls both before the ranks are forked, and they would use CUDA.
     torch.utils._triton.has_triton = lambda: False  # type: ignore[attr-defined]
+    from torch.testing._internal import common_utils  # not before `hide_gpus`
+
+    common_utils.remove_device_and_dtype_suffixes = lambda test_name: test_name
     set_device = torch.cuda.set_device
     torch.cuda.device_count = lambda: devices
     torch.cuda.set_device = lambda device: set_device(GPU)

@@ -270,8 +270,10 @@ _WITHOUT_WATCHDOG: Final = {
 }
 # NCCL has a thread for diagnosis (RAS), which crashes at the end of a program whose communicators were aborted (2.28).
 # NCCL tries for a minute to reach a worker that is gone; here for a second: the n-th try after n times 50 ms.
+# NCCL connects workers in the first collective that needs it, which cannot be aborted; here when a group is created.
 _NCCL_DEFAULTS: Final = {
     "NCCL_RAS_ENABLE": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
     "NCCL_SOCKET_RETRY_CNT": "6",
     "NCCL_SOCKET_RETRY_SLEEP_MSEC": "50",
 }

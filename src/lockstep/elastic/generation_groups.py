@@ -10,10 +10,11 @@ Note [Leaving NCCL]
 down or deleting an aborted group waits for that. So a thread of its own aborts it, torch forgets the group without
 shutting it down, and the next communicator is created meanwhile (0.1 s). An abort while the training thread is inside a
 call of NCCL may crash, because it frees what the call uses. So the thread waits until the training thread has left the
-generation or waits for the GPU; it waits for NCCL_CALL_WITHIN_S only, since a call may itself wait for a lost worker.
+generation or waits for the GPU; it waits for NCCL_CALL_WITHIN_S only, since the program may be busy for long. The
+first call between two workers would connect them, and wait for a lost one; so all connections are made beforehand.
 
-While a communicator is created it cannot be aborted, because torch has no handle of it: cutting its sockets, the
-listening ones too and again and again, makes the creation fail. It would try for a minute to reach a lost worker.
+While a communicator is created and connected it cannot be aborted: cutting its sockets, the listening ones too and
+again and again, makes the call fail. It would try for a minute to reach a lost worker.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lockstep.comm.abortable_group import ConnectionTracker, deferred_destroy, p
 from lockstep.comm.abortable_wait import expect_aborts, is_waiting_on_device, mark_aborted
 from lockstep.comm.register_backends import is_lockstep_group
 from lockstep.elastic.agent_client import AgentClient, GenerationEnded, JoinedGeneration
+from lockstep.errors import WorldError
 from lockstep.world import world as worlds
 from lockstep.world.environment import RankAssignment
 from lockstep.world.world import World
@@ -42,7 +44,7 @@ from lockstep.world.world import World
 FORM_WITHIN_S: Final = 60.0
 CONNECT_WITHIN_S: Final = 10.0  # for Gloo, which an order to leave does not interrupt meanwhile
 WAIT_AT_MOST: Final = timedelta(minutes=30)
-NCCL_CALL_WITHIN_S: Final = 0.25  # for the training thread to be out of a call of NCCL
+NCCL_CALL_WITHIN_S: Final = 1.0  # for the training thread to be out of a call of NCCL
 EXIT_WITHIN_S: Final = 5.0  # for aborts that still run when the program ends
 
 
@@ -126,8 +128,13 @@ class GenerationGroups:
             )
         finally:
             sys.excepthook = hook
-        assert dist.group.WORLD is not None
-        self.add_group(dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            if world.size > 1 and _nccl_of(group) is not None:
+                _connect_pairs(group, world)
+        finally:
+            self.add_group(group)
         return world
 
     def _set_backend(self, backend: str) -> None:
@@ -205,6 +212,16 @@ class GenerationGroups:
         self._left.set()
         if self._nccl_thread is not None:
             self._nccl_thread.join(EXIT_WITHIN_S)
+
+
+def _connect_pairs(group: dist.ProcessGroup, world: World) -> None:
+    """Exchange a number between every two workers, which makes NCCL connect them. Does not wait for the GPU, where
+    nothing but an abort would end the exchange with a lost worker. Raises WorldError if a worker cannot be reached."""
+    numbers = torch.zeros(world.size, device=world.device)
+    try:
+        group.alltoall_base(torch.empty_like(numbers), numbers, [], [])
+    except RuntimeError as error:
+        raise WorldError(f"rank {world.rank} of {world.size} could not connect to the others: {error}") from error
 
 
 def _abort_nccl(groups: list[dist.ProcessGroup], forming: ConnectionTracker | None, left: threading.Event) -> None:

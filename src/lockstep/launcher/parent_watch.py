@@ -16,6 +16,11 @@ Note [Semaphores]
 Processes that are spawned (not forked) share named semaphores, such as those of a DataLoader's queues. If a process is
 killed, Python unlinks its semaphores in a "resource tracker", a child of that process, which is killed with the group
 here. So a worker gives its semaphores a prefix, and the process that kills the group unlinks what has that prefix.
+
+Note [Shared memory of NCCL]
+NCCL creates files in /dev/shm while it forms a communicator, and unlinks them when all that need them have mapped them.
+Those of a worker that is killed meanwhile stay, and nothing in their names tells whose they are. So when a worker has
+ended, files of this user are unlinked that are older than all of NCCL's set-up and that no process maps or has open.
 """
 
 from __future__ import annotations
@@ -27,8 +32,10 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 _PR_SET_PDEATHSIG = 1
@@ -62,6 +69,28 @@ def semaphore_prefix(run: str, worker: int) -> str:
 def unlink_semaphores(run: str, worker: int) -> None:
     """Removes the semaphores of a worker whose whole process group was killed."""
     for path in glob.glob(f"{SEMAPHORE_PATH}.{semaphore_prefix(run, worker)[1:]}-*"):
+        with suppress(OSError):
+            os.unlink(path)
+
+
+NCCL_PATH: Final = "/dev/shm/nccl-"  # beginning of the file names of NCCL's shared memory
+NCCL_SETUP_S: Final = 1.0
+
+
+def unlink_nccl_files() -> None:
+    """Removes what killed workers have left. See Note [Shared memory of NCCL]."""
+    found = set()
+    for path in glob.glob(f"{NCCL_PATH}*"):
+        with suppress(OSError):
+            status = os.stat(path)
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > NCCL_SETUP_S:
+                found.add(path)
+    for process in Path("/proc").glob("[0-9]*") if found else ():
+        with suppress(OSError):  # of another user, or it has ended
+            maps = (process / "maps").read_text()
+            found = {path for path in found if path not in maps}
+            found -= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+    for path in found:
         with suppress(OSError):
             os.unlink(path)
 
@@ -101,6 +130,7 @@ class ParentWatch:
     def release(self, group: int) -> None:
         """Forgets a group that has ended: its number may soon belong to other processes."""
         unlink_semaphores(self._run, group)
+        unlink_nccl_files()
         with suppress(BrokenPipeError):
             os.write(self.pipe, b"-%d\n" % group)
 
