@@ -3,10 +3,12 @@ that cannot be written."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from lockstep.launcher import output
+from lockstep.launcher.parent_watch import unlink_nccl_files
 
 PROGRAM = """
 import os, signal, sys, time
@@ -172,6 +175,26 @@ def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: st
     while any(Path(name).exists() for name in names) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert [name for name in names if Path(name).exists()] == []
+
+
+def test_shared_memory_of_nccl_that_no_process_uses_is_removed() -> None:
+    kept = [tempfile.NamedTemporaryFile(prefix="nccl-", dir="/dev/shm", delete=False) for _ in range(4)]
+    left, opened, mapped, new = (Path(file.name) for file in kept)
+    try:
+        for file in kept:
+            file.write(b"x")
+            file.flush()
+            if Path(file.name) != new:
+                os.utime(file.name, (1, 1))
+        with mmap.mmap(kept[2].fileno(), 1):
+            for n in (0, 2, 3):
+                kept[n].close()
+            unlink_nccl_files()
+        assert [path.exists() for path in (left, opened, mapped, new)] == [False, True, True, True]
+    finally:
+        for file in kept:
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
 
 
 LOADED = (
