@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -178,23 +177,20 @@ def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: st
 
 
 def test_shared_memory_of_nccl_that_no_process_uses_is_removed() -> None:
-    kept = [tempfile.NamedTemporaryFile(prefix="nccl-", dir="/dev/shm", delete=False) for _ in range(4)]
-    left, opened, mapped, new = (Path(file.name) for file in kept)
+    paths = [Path(f"/dev/shm/nccl-test-{name}-{os.getpid()}") for name in ("left", "opened", "mapped", "new")]
+    left, opened, mapped, new = paths
     try:
-        for file in kept:
-            file.write(b"x")
-            file.flush()
-            if Path(file.name) != new:
-                os.utime(file.name, (1, 1))
-        with mmap.mmap(kept[2].fileno(), 1):
-            for n in (0, 2, 3):
-                kept[n].close()
+        for path in paths:
+            path.write_bytes(b"x")
+            os.utime(path, (1, 1) if path != new else None)
+        with opened.open(), mapped.open("r+b") as file, mmap.mmap(file.fileno(), 1):
             unlink_nccl_files()
-        assert [path.exists() for path in (left, opened, mapped, new)] == [False, True, True, True]
+            assert [path.exists() for path in paths] == [False, True, True, True]
+        unlink_nccl_files()
+        assert [path for path in paths if path.exists()] == [new]
     finally:
-        for file in kept:
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 LOADED = (

@@ -89,7 +89,9 @@ def unlink_nccl_files() -> None:
         with suppress(OSError):  # of another user, or it has ended
             maps = (process / "maps").read_text()
             found = {path for path in found if path not in maps}
-            found -= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    found.discard(os.readlink(descriptor))
     for path in found:
         with suppress(OSError):
             os.unlink(path)
