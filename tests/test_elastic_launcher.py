@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: st
 
 def test_shared_memory_of_nccl_that_no_process_uses_is_removed() -> None:
     paths = [Path(f"/dev/shm/nccl-test-{name}-{os.getpid()}") for name in ("left", "opened", "mapped", "new")]
-    left, opened, mapped, new = paths
+    _, opened, mapped, new = paths
     try:
         for path in paths:
             path.write_bytes(b"x")
