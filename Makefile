@@ -33,9 +33,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# pip would compile on one core. Some packages bring files for other versions of Python, which do not compile.
+# Compiles what is used, beside the type check. pip would compile all that is installed, on one core.
 $(COMPILED): $(READY)
-	@$(BIN)/python -m compileall -q -j 2 $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') > /dev/null || true
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch._dynamo.trace_rules, torch.distributed.optim, sklearn.datasets, matplotlib.pyplot, rich.live'
 	@touch $@
 
 demo: $(COMPILED)

@@ -9,9 +9,13 @@ right worker; the resumed training must end with the digest of a clean one. A fa
 nothing: a small bit may be rounded away. A fault of a single moment in a gradient or an activation is found only if it
 hits an audited shard; how many were is told.
 
-    python chaos/corruption.py                      5,000 faults, and 200,000 audits without a fault
-    python chaos/corruption.py --quick              200 faults, and 5,000 audits
-    python chaos/corruption.py --seed 7 --faults 50 --audits 0
+Clean trainings, in which every step is audited, must raise no alarm. Trainings with `audit_every="auto"` on two workers
+show what audits cost: how much longer steps with audits take than the steps around them, and what the others spend to
+find out that they have none.
+
+    python chaos/corruption.py                      5,000 faults, 200,000 audits without a fault, the cost of "auto"
+    python chaos/corruption.py --quick              200 faults, 5,000 audits, fewer steps
+    python chaos/corruption.py --seed 7 --faults 50 --audits 0 --cost-steps 0
 
 Exit status: 0 when all of it held; 1 when not; 2 for wrong arguments.
 """
@@ -22,6 +26,7 @@ import argparse
 import itertools
 import math
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -30,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # which an optimiser imports in its first step: here once, for all workers
@@ -38,8 +44,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.bench.models import OPTIMIZERS, WORKLOADS, loss_of
+from lockstep.step.audit import ShardAudit
 
 STEPS, SAVE_EVERY, SHARDS = 12, 2, 8
+CLEAN_STEPS = 240  # of a training in which every step is audited
+COST, AROUND = 0.01, 20  # the promised share of the time; steps before and after a step that it is compared with
 AUDIT_EVERY = (2, 4, 5)
 PER_LAUNCH = 60  # a Run leaves its process group open
 STAYS = ("gradients", "activations", "weight", "optimizer", "received")
@@ -66,6 +76,7 @@ class Case:
     workers: int
     audit_every: int
     fault: Fault | None
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,7 @@ def train(case: Case, folder: Path, *, is_clean: bool) -> Outcome:
             is_victim = fault is not None and run.world.rank == fault.rank
             injector = Injector(fault, model, optimizer) if fault is not None and is_victim else None
             batches = run.batches(data, global_batch_size=16, shards=SHARDS, epochs=None)
-            for batch in run.train(batches, optimizer, steps=STEPS):
+            for batch in run.train(batches, optimizer, steps=case.steps):
                 number = batch.number
                 if injector is not None:
                     injector.begin_step(number)
@@ -305,10 +316,10 @@ def run_faults(seed: int, count: int, folder: Path, within_s: float) -> tuple[in
 def run_audits(count: int, folder: Path) -> list[str]:
     """Audit every step of clean trainings. Returns the false alarms."""
     alarms, done = list[str](), 0
-    per_training = 3 * STEPS  # three workers, each audited in every step
+    per_training = 3 * CLEAN_STEPS  # three workers, each audited in every step
     while done < count:
         names = [list(PROGRAMS)[n % len(PROGRAMS)] for n in range(min(PER_LAUNCH, -(-(count - done) // per_training)))]
-        cases = [Case(n, name, 3, 1, None) for n, name in enumerate(names)]
+        cases = [Case(n, name, 3, 1, None, CLEAN_STEPS) for n, name in enumerate(names)]
         outcomes = lockstep.launch(train_all, cases, folder / "audits", True, workers=3)
         alarms += [one.error for one in outcomes if one.error]
         done += per_training * len(cases)
@@ -317,23 +328,96 @@ def run_audits(count: int, folder: Path) -> list[str]:
     return alarms
 
 
+# -- the cost of "auto" ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Costs:
+    """What audits cost in one training, in seconds of CPU time."""
+
+    rounds: int = 0
+    audits: int = 0  # steps with audits
+    audits_s: float = 0.0  # how much longer these steps took than those around them
+    others_s: float = 0.0  # spent in other steps to find out that there is nothing to audit
+    all_s: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return (self.audits_s + self.others_s) / self.all_s
+
+    def __str__(self) -> str:
+        audits = f"{self.audits} audited steps in {self.rounds} rounds: {self.audits_s / self.all_s:.2%} of the time"
+        return f"{audits}; other steps: {self.others_s / self.all_s:.2%}; together {self.share:.2%}"
+
+
+def measure_cost(model: str, steps: int) -> Costs:
+    """Train with audit_every="auto". CPU time, since other programs do not change it much."""
+    workload, begin, costs = WORKLOADS[model], ShardAudit.begin, Costs()
+    took_s, audited, idle_s = list[float](), set[int](), list[float]()
+    generator = torch.Generator().manual_seed(0)
+    shares = [workload.batch(generator) for _ in range(2)]  # of two workers
+    data = TensorDataset(torch.cat([one.inputs for one in shares]), torch.cat([one.targets for one in shares]))
+
+    def begin_and_time(audit: ShardAudit, batch: Any, sum_: Any, recompute: Any) -> None:
+        began_s = time.process_time()
+        begin(audit, batch, sum_, recompute)
+        if audit._tasks:
+            audited.add(batch.number)
+            costs.rounds += audit.is_round
+        else:
+            idle_s.append(time.process_time() - began_s)
+
+    with mock.patch.object(ShardAudit, "begin", begin_and_time):
+        with lockstep.Run(seed=7, audit_every="auto", progress=False, trace=False, device="cpu", backend="shm") as run:
+            net = run.replicate(workload.build())
+            batches = run.batches(data, global_batch_size=len(data), shards=SHARDS, epochs=None)
+            optimizer = OPTIMIZERS[workload.optimizer](net)
+            for batch in run.train(batches, optimizer, steps=steps):
+                began_s = time.process_time()
+                run.step(lambda net, rows: (loss_of(net(rows[0]), rows[1]) * len(rows[0]), len(rows[0])), batch)
+                took_s.append(time.process_time() - began_s)
+    costs.audits, costs.all_s, costs.others_s = len(audited), sum(took_s), sum(idle_s)
+    for n in audited:
+        around = [
+            took_s[other] for other in range(n - AROUND, n + AROUND) if other not in audited and 0 <= other < steps
+        ]
+        costs.audits_s += took_s[n] - statistics.median(around)
+    return costs
+
+
+def run_cost(steps: int) -> list[str]:
+    """Print what audits cost. Returns what costs more than is promised."""
+    wrong = []
+    for model in ("small", "cnn", "gpt"):
+        costs = lockstep.launch(measure_cost, model, steps, workers=2)
+        print(f'{model}, audit_every="auto", {steps} steps: {costs}', flush=True)
+        if costs.share > COST:
+            wrong.append(f"{model}: audits take {costs.share:.2%} of the time")
+    return wrong
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer of both")
     parser.add_argument("--faults", type=int, help="how many faults")
     parser.add_argument("--audits", type=int, help="how many audits without a fault")
+    parser.add_argument("--cost-steps", type=int, help='steps of each training that shows the cost of "auto"')
     parser.add_argument("--within-s", type=float, default=math.inf, help="begin no more faults after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     faults = chosen.faults if chosen.faults is not None else 200 if chosen.quick else 5000
     audits = chosen.audits if chosen.audits is not None else 5000 if chosen.quick else 200_000
-    if min(faults, audits, chosen.within_s) < 0:
-        parser.error("--faults, --audits and --within-s must not be negative")
+    cost_steps = chosen.cost_steps if chosen.cost_steps is not None else 200 if chosen.quick else 1000
+    if min(faults, audits, cost_steps, chosen.within_s) < 0:
+        parser.error("--faults, --audits, --cost-steps and --within-s must not be negative")
     with tempfile.TemporaryDirectory(prefix="corruption-") as folder:
         done, wrong = run_faults(chosen.seed, faults, Path(folder), chosen.within_s) if faults else (0, [])
         alarms = run_audits(audits, Path(folder)) if audits else []
+    too_much = run_cost(cost_steps) if cost_steps else []
     print(f"{done} faults, {len(wrong)} failed; {audits} audits without a fault, {len(alarms)} false alarms")
-    return 1 if wrong or alarms else 0
+    for text in too_much:
+        print(f"TOO MUCH: {text}")
+    return 1 if wrong or alarms or too_much else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -67,14 +68,21 @@ STANDARD = set(sys.stdlib_module_names) | {"lockstep"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def imports_of(path: Path) -> set[str]:
-    """Dotted names of everything imported, also inside functions, but not for type checking only."""
+@functools.cache
+def nodes_of(path: Path, *, for_type_checking: bool = True) -> list[ast.AST]:
+    """The syntax tree of a file; without `for_type_checking`, no imports that are for type checking only."""
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in [] if for_type_checking else ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
+    return list(ast.walk(tree))
+
+
+@functools.cache
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of everything imported, also inside functions, but not for type checking only."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path, for_type_checking=False):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -153,7 +161,7 @@ def test_only_a_worker_imports_generation_groups() -> None:
 def modules_imported_by(path: Path) -> set[str]:
     """Modules of ours that a file imports, also inside functions and for type checking only."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lockstep":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in MODULES else str(node.module) for name in names}
@@ -175,7 +183,7 @@ def test_there_are_no_import_cycles() -> None:
 def test_a_class_name_occurs_once() -> None:
     names: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 names.setdefault(node.name, []).append(name_of(path))
     assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}

@@ -13,29 +13,40 @@ from on_workers import on_workers
 from runs import PROGRAMS, train, use
 
 WORLDS = [(1, "gloo"), *((n, backend) for backend in ("shm", "gloo") for n in (2, 3, 4, 8)), (4, "hierarchy")]
-SLOW = [(2, "gloo"), (3, "shm"), (4, "shm"), (4, "gloo"), (8, "shm"), (8, "gloo")]
+HALVES = tuple(PROGRAMS)[::2], tuple(PROGRAMS)[1::2]
+# `make test` runs all programs on one and three workers, half of them on two, and the other half on two hosts of two.
+FAST = {(2, "shm"): (0,), (3, "gloo"): (0, 1), (4, "hierarchy"): (1,)}
 
 
-def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
+def train_all(rank: int, size: int, backend: str, store: str, names: tuple[str, ...]) -> dict[str, Any]:
     use(backend, store, rank, size)
-    return {name: train(program) for name, program in PROGRAMS.items()}
+    return {name: train(PROGRAMS[name]) for name in names}
 
 
 @functools.cache
-def results(size: int, backend: str) -> dict[str, Any]:
+def results(size: int, backend: str, half: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, backend, f"{folder}/store")
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", HALVES[half])
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize(
-    "world",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW), id=f"{one[0]}-{one[1]}") for one in WORLDS[1:]],
-)
+def result(size: int, backend: str, name: str) -> Any:
+    return results(size, backend, int(name in HALVES[1]))[name]
+
+
+def worlds_and_programs() -> list[Any]:
+    found = []
+    for world in WORLDS[1:]:
+        for half, names in enumerate(HALVES):
+            marks = [] if half in FAST.get(world, ()) else [pytest.mark.slow]
+            found += [pytest.param(world, name, marks=marks, id=f"{world[0]}-{world[1]}-{name}") for name in names]
+    return found
+
+
+@pytest.mark.parametrize(("world", "name"), worlds_and_programs())
 def test_any_number_of_workers_gives_the_same_bits(world: tuple[int, str], name: str) -> None:
-    assert results(*world)[name] == results(1, "gloo")[name]
+    assert result(*world, name) == result(1, "gloo", name)
 
 
 def train_part(rank: int, size: int, backend: str, folder: str, steps: int | None) -> dict[str, Any]:
@@ -56,7 +67,7 @@ def results_of_parts() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_going_on_with_other_numbers_of_workers_gives_the_same_bits(name: str) -> None:
-    assert results_of_parts()[name] == results(1, "gloo")[name]
+    assert results_of_parts()[name] == result(1, "gloo", name)
 
 
 def plant(mistake: str, size: int) -> None:

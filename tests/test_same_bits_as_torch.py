@@ -42,8 +42,7 @@ def sparse_case(workers: int) -> list[dict[str, Digests]]:
         return on_workers(both, workers, [SPARSE], True)
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(case: str, workers: int) -> None:
     results = [found[case] for found in (sparse_case(workers) if case == SPARSE else dense_cases(workers))]
