@@ -186,7 +186,8 @@ def train(case: Case, folder: Path, *, is_clean: bool) -> Outcome:
     generator, number = torch.Generator().manual_seed(0), -1
     x = torch.randn(160, 16, generator=generator)
     data = TensorDataset(x, x[:, :5].argmax(1))
-    options: Any = {"progress": False, "trace": False, "device": "cpu", "backend": "shm", "save_every": SAVE_EVERY}
+    save_every = SAVE_EVERY if case.fault is not None else case.steps
+    options: Any = {"progress": False, "trace": False, "device": "cpu", "backend": "shm", "save_every": save_every}
     try:
         with lockstep.Run(folder, seed=7, audit_every=case.audit_every, **options) as run:
             model = run.replicate(build())

@@ -199,9 +199,9 @@ LASTING = """
         import subprocess
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", os.getcwd()])
         {first}
-        open(f"up{{os.environ['RANK']}}", "w").close()
         while True:
             try:
+                open(f"up{{os.environ['RANK']}}", "w").close()
                 time.sleep(3600)
             except KeyboardInterrupt:
                 {interrupted}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.data.reader import DataError
     from lockstep.data.sample_order import ByLength, Sequential, Shuffled
     from lockstep.ddp.batchnorm import SyncBatchNorm
+    from lockstep.ddp.sharded_optimizer import ShardedOptimizer
     from lockstep.ddp.wrapper import DistributedDataParallel, install_ddp
     from lockstep.errors import (
         CheckpointError,
@@ -43,6 +44,7 @@ _NAMES = {
     "data.reader": ["DataError"],
     "data.sample_order": ["ByLength", "Sequential", "Shuffled"],
     "ddp.batchnorm": ["SyncBatchNorm"],
+    "ddp.sharded_optimizer": ["ShardedOptimizer"],
     "ddp.wrapper": ["DistributedDataParallel", "install_ddp"],
     "errors": [
         *["CheckpointError", "DesyncError", "DirectoryInUseError", "DivergenceError", "LockstepError"],
@@ -60,8 +62,8 @@ _MODULE_OF = {name: f"lockstep.{module}" for module, names in _NAMES.items() for
 __all__ = [
     "LAMB", "LARS", "ByLength", "CheckpointError", "DataError", "DesyncError", "DirectoryInUseError",
     "DistributedDataParallel", "DivergenceError", "LRScaling", "LockstepError", "NonFiniteError", "PeerLostError",
-    "ReplicaMismatchError", "Run", "Sequential", "SharedMemoryFullError", "Shuffled", "SyncBatchNorm",
-    "UnevenDataError", "WorkerFailedError", "World", "WorldError", "init", "install_ddp", "launch",
+    "ReplicaMismatchError", "Run", "Sequential", "ShardedOptimizer", "SharedMemoryFullError", "Shuffled",
+    "SyncBatchNorm", "UnevenDataError", "WorkerFailedError", "World", "WorldError", "init", "install_ddp", "launch",
 ]  # fmt: skip
 
 terminal_log.install()

@@ -52,6 +52,8 @@ class _ParameterList:
 class _LayerWise(Optimizer):
     """What both optimisers have in common: checks, lists of parameters, the closure."""
 
+    is_layer_wise: Final = True  # a step looks at the norms of whole tensors (ddp/sharded_optimizer.py)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check(self.defaults | param_group)
         super().add_param_group(param_group)

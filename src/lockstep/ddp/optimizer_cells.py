@@ -1,0 +1,164 @@
+"""Which worker keeps the optimiser's state of which weights, and the part of a parameter that one worker updates.
+
+Note [Cells]
+Weights are divided between cells of CELL_NUMEL elements, in the order of memory. A step of an optimiser such as AdamW
+treats each element on its own; so a part that begins at such a boundary is updated by the same vector instructions as
+it would be inside the whole tensor, with the same bits. An optimiser that looks at a whole tensor, at its norm (LAMB)
+or as a matrix (Muon), gets whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+CELL_NUMEL: Final = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a parameter, in the order of memory, whose state one worker keeps."""
+
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def assign_cells(sizes: Sequence[int], loads: list[int]) -> list[list[Piece]]:
+    """Divide parameters of these sizes evenly between workers, at cells. See Note [Cells].
+
+    loads  The number of elements that each worker has already; it is updated. Workers with few elements come first, so
+           that many small groups of parameters are divided evenly, too.
+
+    Returns the pieces of each parameter, in order.
+    """
+    workers = sorted(range(len(loads)), key=lambda worker: loads[worker])
+    total, first = sum(sizes), 0
+    found: list[list[Piece]] = []
+    for size in sizes:
+        pieces, start = list[Piece](), 0
+        while start < size:
+            place = min((first + start) * len(workers) // max(total, 1), len(workers) - 1)
+            end = -(-total * (place + 1) // len(workers)) - first  # of this worker's share, in this parameter
+            stop = size if end >= size else min(size, max(-(-end // CELL_NUMEL), start // CELL_NUMEL + 1) * CELL_NUMEL)
+            pieces.append(Piece(workers[place], start, stop))
+            loads[workers[place]] += stop - start
+            start = stop
+        found.append(_merged(pieces))
+        first += size
+    return found
+
+
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    """Join neighbouring pieces of one worker."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].owner == piece.owner:
+            piece = Piece(piece.owner, found.pop().start, piece.stop)
+        found.append(piece)
+    return found
+
+
+def assign_tensors(sizes: Sequence[int], loads: list[int]) -> list[list[Piece]]:
+    """Give each parameter to one worker, the largest first, to the worker that has the fewest elements."""
+    found: list[list[Piece]] = [[] for _ in sizes]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = min(range(len(loads)), key=lambda worker: loads[worker])
+        loads[owner] += sizes[index]
+        found[index] = [Piece(owner, 0, sizes[index])]
+    return found
+
+
+def flat_view(tensor: Tensor) -> Tensor | None:
+    """Return the elements in the order of memory, without a copy; None if they are not dense."""
+    if tensor.numel() == 0 or not _is_dense(tensor):
+        return None
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie one after the other, in the order of any of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class OwnedPart:
+    """One piece of a parameter, as the inner optimiser sees it."""
+
+    def __init__(self, parameter: Tensor, piece: Piece, *, is_whole: bool) -> None:
+        self.parameter, self.piece, self.is_whole = parameter, piece, is_whole
+        self.tensor = parameter if is_whole else self._view(parameter)
+        self._pointer = parameter.data_ptr()
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        flat = flat_view(tensor)
+        assert flat is not None
+        return flat[self.piece.start : self.piece.stop]
+
+    def follow(self) -> None:
+        """Look at the memory that the parameter has now: `model.to(device)` gives it another one."""
+        if not self.is_whole and self.parameter.data_ptr() != self._pointer:
+            self.tensor.data = self._view(self.parameter)
+            self._pointer = self.parameter.data_ptr()
+
+    def set_gradient(self) -> None:
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(self.parameter.shape)} is sparse, which ShardedOptimizer "
+                "does not support: make the embedding with sparse=False, or give it an optimiser of its own"
+            )
+        if self.is_whole:
+            return
+        if gradient is not None and gradient.stride() != self.parameter.stride():
+            gradient = torch.empty_like(self.parameter).copy_(gradient)
+        self.tensor.grad = None if gradient is None else self._view(gradient)
+
+    def drop_gradient(self) -> None:
+        if not self.is_whole:
+            self.tensor.grad = None
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Return this piece of a tensor that has the shape of the parameter."""
+        if self.is_whole:
+            return value
+        in_order = torch.empty_like(self.parameter, dtype=value.dtype, device=value.device).copy_(value)
+        return self._view(in_order).clone()
+
+
+def _is_elementwise(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
+
+
+def join_states(parameter: Tensor, pieces: list[tuple[Piece, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the state of a parameter, from those of its pieces."""
+    first_piece, first = pieces[0]
+    found: dict[str, Any] = {}
+    for name, value in first.items():
+        if not _is_elementwise(value, torch.Size([first_piece.numel])):
+            found[name] = value
+            continue
+        whole = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
+        flat = flat_view(whole)
+        assert flat is not None
+        for piece, state in pieces:
+            flat[piece.start : piece.stop] = state[name]
+        found[name] = whole
+    return found
+
+
+def cut_state(part: OwnedPart, saved: dict[str, Any]) -> dict[str, Any]:
+    shape = part.parameter.shape
+    return {name: part.cut(value) if _is_elementwise(value, shape) else value for name, value in saved.items()}
