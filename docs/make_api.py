@@ -33,7 +33,7 @@ ROOMS = {
     "Train": ["Run", "LRScaling", "LARS", "LAMB", "SyncBatchNorm"],
     "Order of samples": ["Shuffled", "Sequential", "ByLength"],
     "Start": ["launch"],
-    "Your own loop": ["init", "World", "DistributedDataParallel", "install_ddp"],
+    "Your own loop": ["init", "World", "DistributedDataParallel", "ShardedOptimizer", "install_ddp"],
     "Errors": [
         *[
             "LockstepError",
@@ -59,7 +59,13 @@ INNER = {
     "Batches": {"seek", "set_rank", "state", "restore", "facts", "fetch"},
 }
 # Torch's own methods on classes that stand in for torch's: documented there.
-OWN_ONLY = {"DistributedDataParallel": set(), "SyncBatchNorm": {"convert_sync_batchnorm"}, "LARS": set(), "LAMB": set()}
+OWN_ONLY = {
+    "DistributedDataParallel": set(),
+    "ShardedOptimizer": {"step", "state_bytes", "consolidate_state_dict", "state_dict", "load_state_dict"},
+    "SyncBatchNorm": {"convert_sync_batchnorm"},
+    "LARS": set(),
+    "LAMB": set(),
+}
 
 
 def make() -> str:

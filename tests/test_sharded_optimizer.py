@@ -475,3 +475,11 @@ def over_shm(rank: int, size: int, folder: str) -> bool:
 
 def test_over_shm(tmp_path: Any) -> None:
     assert on_workers(over_shm, 3, str(tmp_path)) == [True] * 3
+
+
+def test_a_run_refuses_it() -> None:
+    with lockstep.Run(seed=1, progress=False, device="cpu") as run:
+        net = run.replicate(nn.Linear(4, 3))
+        batches = run.batches(torch.ones(8, 4), global_batch_size=4, shards=1, epochs=1)
+        with pytest.raises(TypeError, match="a ShardedOptimizer is for a loop of your own"):
+            next(iter(run.train(batches, ShardedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1))))

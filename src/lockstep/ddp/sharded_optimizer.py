@@ -44,17 +44,17 @@ REFUSED: Final = {
 
 
 class _Bucket:
-    """Weights of one dtype that are exchanged at once: of every worker so many elements, as views of parameters."""
+    """Weights of one dtype that are exchanged at once: of every worker so many elements, as views of parameters.
 
-    def __init__(self, by_rank: list[list[Tensor]], rank: int) -> None:
-        first = next(view for views in by_rank for view in views)
+    memory  what is sent and what is received go through it; the next bucket but one may use it, too
+    """
+
+    def __init__(self, by_rank: list[list[Tensor]], rank: int, memory: Tensor) -> None:
         width = max(sum(view.numel() for view in views) for views in by_rank)
         self._rank, self._views = rank, by_rank
-        self._sent = torch.zeros(width, dtype=first.dtype, device=first.device)
-        self._received = torch.zeros(len(by_rank) * width, dtype=first.dtype, device=first.device)
-        self._slices = [
-            _slices(views, row) for views, row in zip(by_rank, torch.split(self._received, width), strict=True)
-        ]
+        self._sent, self._received = memory[:width], memory[width : (1 + len(by_rank)) * width]
+        rows = torch.split(self._received, width)
+        self._slices = [_slices(views, row) for views, row in zip(by_rank, rows, strict=True)]
         self._own = _slices(by_rank[rank], self._sent)
 
     def start(self, group: dist.ProcessGroup) -> Any:
@@ -264,11 +264,13 @@ class ShardedOptimizer(Optimizer, Joinable):
             if flat is not None:  # it has elements
                 for piece in pieces:
                     kind[piece.owner].append(flat[piece.start : piece.stop])
-        for (dtype, _), by_rank in by_kind.items():
-            width = max(1, self._bucket_bytes // (dtype.itemsize * self._size))
+        for (dtype, device), by_rank in by_kind.items():
+            most = max(sum(view.numel() for view in views) for views in by_rank)
+            width = min(max(1, self._bucket_bytes // (dtype.itemsize * self._size)), most)
+            memory = [torch.zeros((1 + self._size) * width, dtype=dtype, device=device) for _ in range(2)]
             queues = [_in_chunks(views, width) for views in by_rank]
-            for chunks in itertools.zip_longest(*queues, fillvalue=[]):
-                yield _Bucket([list(views) for views in chunks], self._rank)
+            for n, chunks in enumerate(itertools.zip_longest(*queues, fillvalue=[])):
+                yield _Bucket([list(views) for views in chunks], self._rank, memory[n % 2])
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.ddp.sharded_optimizer import ShardedOptimizer
 from lockstep.train.loop_check import refuse_optimizer, refuse_scheduler
 
 NAMED: Final = 4  # parameters in a message
@@ -134,7 +135,15 @@ def class_names(one: Any) -> str:
 
 
 def join_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Any:
-    """Return the optimiser, or an OptimizerSet of several. Raises ValueError if two have a parameter in common."""
+    """Return the optimiser, or an OptimizerSet of several.
+
+    Raises ValueError if two have a parameter in common, TypeError for a ShardedOptimizer.
+    """
+    if any(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
+        raise TypeError(
+            "run.train takes the optimiser itself: a ShardedOptimizer is for a loop of your own, since a Run could not "
+            "save its state or continue when a worker is lost"
+        )
     _refuse_shared_parameters(optimizers, model)
     return OptimizerSet(optimizers) if len(optimizers) > 1 else optimizers[0]
 
