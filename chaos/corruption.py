@@ -10,8 +10,8 @@ nothing: a small bit may be rounded away. A fault of a single moment in a gradie
 hits an audited shard; how many were is told.
 
 Clean trainings, in which every step is audited, must raise no alarm. Trainings with `audit_every="auto"` on two workers
-show what audits cost: how much longer steps with audits take than the steps around them, and what the others spend to
-find out that they have none.
+show what audits cost: how much longer steps with audits take than the steps around them, and what the schedule costs in
+the other steps. It is CPU time, which other programs disturb less than time.
 
     python chaos/corruption.py                      5,000 faults, 200,000 audits without a fault, the cost of "auto"
     python chaos/corruption.py --quick              200 faults, 5,000 audits, fewer steps
@@ -48,8 +48,9 @@ from lockstep.bench.models import OPTIMIZERS, WORKLOADS, loss_of
 from lockstep.step.audit import ShardAudit
 
 STEPS, SAVE_EVERY, SHARDS = 12, 2, 8
-CLEAN_STEPS = 240  # of a training in which every step is audited
-COST, AROUND = 0.01, 20  # the promised share of the time; steps before and after a step that it is compared with
+CLEAN_STEPS = 60  # of a training in which every step is audited
+MAX_SHARE = 0.01  # of the time that audits may take with "auto"
+STEPS_AROUND = 20  # before and after an audited step, with which it is compared
 AUDIT_EVERY = (2, 4, 5)
 PER_LAUNCH = 60  # a Run leaves its process group open
 STAYS = ("gradients", "activations", "weight", "optimizer", "received")
@@ -314,8 +315,8 @@ def run_faults(seed: int, count: int, folder: Path, within_s: float) -> tuple[in
     return done, wrong
 
 
-def run_audits(count: int, folder: Path) -> list[str]:
-    """Audit every step of clean trainings. Returns the false alarms."""
+def run_audits(count: int, folder: Path) -> tuple[int, list[str]]:
+    """Audit every step of clean trainings. Returns how many audits there were, and the false alarms."""
     alarms, done = list[str](), 0
     per_training = 3 * CLEAN_STEPS  # three workers, each audited in every step
     while done < count:
@@ -326,7 +327,7 @@ def run_audits(count: int, folder: Path) -> list[str]:
         done += per_training * len(cases)
         shutil.rmtree(folder / "audits", ignore_errors=True)
         print(f"{done} audits, {len(alarms)} false alarms", flush=True)
-    return alarms
+    return done, alarms
 
 
 # -- the cost of "auto" ------------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ class Costs:
     rounds: int = 0
     audits: int = 0  # steps with audits
     audits_s: float = 0.0  # how much longer these steps took than those around them
-    others_s: float = 0.0  # spent in other steps to find out that there is nothing to audit
+    others_s: float = 0.0  # of the schedule, in the other steps
     all_s: float = 0.0
 
     @property
@@ -380,7 +381,9 @@ def measure_cost(model: str, steps: int) -> Costs:
     costs.audits, costs.all_s, costs.others_s = len(audited), sum(took_s), sum(idle_s)
     for n in audited:
         around = [
-            took_s[other] for other in range(n - AROUND, n + AROUND) if other not in audited and 0 <= other < steps
+            took_s[other]
+            for other in range(n - STEPS_AROUND, n + STEPS_AROUND)
+            if other not in audited and 0 <= other < steps
         ]
         costs.audits_s += took_s[n] - statistics.median(around)
     return costs
@@ -389,17 +392,19 @@ def measure_cost(model: str, steps: int) -> Costs:
 def run_cost(steps: int) -> list[str]:
     """Print what audits cost. Returns what costs more than is promised."""
     wrong = []
-    for model in ("small", "cnn", "gpt"):
-        costs = lockstep.launch(measure_cost, model, steps, workers=2)
-        print(f'{model}, audit_every="auto", {steps} steps: {costs}', flush=True)
-        if costs.share > COST:
-            wrong.append(f"{model}: audits take {costs.share:.2%} of the time")
+    for model, workers in (("small", 2), ("cnn", 2), ("gpt", 2), ("small", 3)):  # of 3 workers one has time to spare
+        costs = lockstep.launch(measure_cost, model, steps, workers=workers)
+        print(f'{model}, {workers} workers, audit_every="auto", {steps} steps: {costs}', flush=True)
+        if costs.share > MAX_SHARE or not costs.rounds:
+            wrong.append(
+                f"{model}, {workers} workers: audits take {costs.share:.2%} of the time, {costs.rounds} rounds"
+            )
     return wrong
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer of both")
+    parser.add_argument("--quick", action="store_true", help="fewer of all")
     parser.add_argument("--faults", type=int, help="how many faults")
     parser.add_argument("--audits", type=int, help="how many audits without a fault")
     parser.add_argument("--cost-steps", type=int, help='steps of each training that shows the cost of "auto"')
@@ -413,7 +418,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--faults, --audits, --cost-steps and --within-s must not be negative")
     with tempfile.TemporaryDirectory(prefix="corruption-") as folder:
         done, wrong = run_faults(chosen.seed, faults, Path(folder), chosen.within_s) if faults else (0, [])
-        alarms = run_audits(audits, Path(folder)) if audits else []
+        audits, alarms = run_audits(audits, Path(folder)) if audits else (0, [])
     too_much = run_cost(cost_steps) if cost_steps else []
     print(f"{done} faults, {len(wrong)} failed; {audits} audits without a fault, {len(alarms)} false alarms")
     for text in too_much:

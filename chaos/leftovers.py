@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launcher.parent_watch import NCCL_SETUP_S
+
 SETTLE_S = 1.0  # a thread that has ended, or a socket that was closed, may be seen for a moment longer
 
 
@@ -73,8 +75,15 @@ def settle(before: Holdings) -> list[str]:
 
 
 def shm_files() -> set[str]:
-    """Without those of a GPU's driver: our workers see no GPU, so they are of other programs."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
+    """Without those of a GPU's driver, and those that NCCL has made in the last minute, which the launcher does not yet
+    take for left behind."""
+    found = set()
+    for name in os.listdir("/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):
+            is_new = time.time() - os.stat(f"/dev/shm/{name}").st_mtime < NCCL_SETUP_S
+            if not name.startswith("cuda.shm.") and not (name.startswith("nccl-") and is_new):
+                found.add(name)
+    return found
 
 
 def shm_left(before: set[str]) -> list[str]:

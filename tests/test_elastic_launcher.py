@@ -177,17 +177,21 @@ def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: st
 
 
 def test_shared_memory_of_nccl_that_no_process_uses_is_removed() -> None:
-    paths = [Path(f"/dev/shm/nccl-test-{name}-{os.getpid()}") for name in ("left", "opened", "mapped", "new")]
-    _, opened, mapped, new = paths
+    names = ("left", "opened", "mapped", "new", "before the run")
+    paths = [Path(f"/dev/shm/nccl-test-{name}-{os.getpid()}") for name in names]
+    _, opened, mapped, new, before = paths
+    began_s = time.time() - 300
     try:
         for path in paths:
             path.write_bytes(b"x")
-            os.utime(path, (1, 1) if path != new else None)
         with opened.open(), mapped.open("r+b") as file, mmap.mmap(file.fileno(), 1):
-            unlink_nccl_files()
-            assert [path.exists() for path in paths] == [False, True, True, True]
-        unlink_nccl_files()
-        assert [path for path in paths if path.exists()] == [new]
+            for path in paths:
+                made_s = time.time() if path == new else began_s - 10 if path == before else began_s + 10
+                os.utime(path, (made_s, made_s))
+            unlink_nccl_files(began_s)
+            assert [path.exists() for path in paths] == [False, True, True, True, True]
+        unlink_nccl_files(began_s)
+        assert [path for path in paths if path.exists()] == [new, before]
     finally:
         for path in paths:
             path.unlink(missing_ok=True)

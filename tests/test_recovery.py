@@ -639,7 +639,7 @@ def test_a_program_that_fails_after_its_run_has_failed(show: Show, undisturbed: 
     assert len(show.events("started")) == 2  # it is not done again
 
 
-@pytest.mark.slow  # tests/test_newcomer.py and tests/test_drain.py have shorter ones
+@pytest.mark.slow  # tests/test_drain.py has a shorter one, which does not resume
 @of("terminated")
 def test_sigterm_saves_and_another_run_goes_on(show: Show, undisturbed: str) -> None:
     assert show.status == PREEMPTED, show.text

@@ -698,8 +698,7 @@ with lockstep.Run("run", seed=7, progress=False, exit_on_interrupt=False) as run
 """
 
 
-@pytest.mark.slow  # tests/test_newcomer.py has a shorter one
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, number: int) -> None:  # noqa: F811
     script = stage.script(STOPPABLE.format(tests=str(Path(__file__).parent)))
     launcher = stage.start("-n", "2", script, PAUSE_AT="2")

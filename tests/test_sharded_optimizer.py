@@ -3,6 +3,7 @@ be loaded on any number of workers."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep import DistributedDataParallel as OurDDP, ReplicaMismatchError, ShardedOptimizer
+from lockstep import DistributedDataParallel as OurDDP, ShardedOptimizer
 from lockstep.ddp.optimizer_cells import CELL_NUMEL, assign_cells, assign_tensors, flat_view
 from on_workers import on_workers
 
@@ -308,27 +309,55 @@ def test_the_state_of_an_unsharded_optimiser_is_loaded() -> None:
     assert weights(net) == expected
 
 
+def said_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def ask_too_early(rank: int, size: int) -> list[str]:
     net = nn.Linear(4, 100)
     optimizer = ShardedOptimizer(torch.optim.AdamW, net.parameters())
-    said = []
-    for _ in range(2):
-        try:
-            optimizer.state_dict()
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
-        set_gradients(net, 0)
-        optimizer.consolidate_state_dict()
-    return said
+    said = [said_by(optimizer.state_dict)]
+    optimizer.consolidate_state_dict()
+    said.append(said_by(optimizer.state_dict))
+    set_gradients(net, 0)
+    optimizer.step()
+    return [*said, said_by(optimizer.state_dict)]
 
 
-def test_a_state_that_was_not_collected_is_refused() -> None:
+def test_a_state_that_was_not_collected_since_the_last_step_is_refused() -> None:
     rank0, rank1 = on_workers(ask_too_early, 2)
     assert rank0[1] == ""
-    for text in (rank0[0], *rank1):
+    for text in (rank0[0], rank0[2], *rank1):
         assert "call consolidate_state_dict(to=RANK) on all workers" in text
-    assert rank1[0].startswith("rank 1 has only its part")
+    assert rank1[0].startswith("RuntimeError: rank 1 has only its part")
+
+
+def test_a_state_dict_is_not_changed_by_later_steps_and_has_the_rate_of_now() -> None:
+    net = nn.Linear(4, 3)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    set_gradients(net, 0)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    scheduler.step()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["lr"] == 0.05
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        for step in range(3):
+            set_gradients(net, step)
+            optimizer.step()
+        assert [float(state["step"]) for state in saved["state"].values()] == [1.0, 1.0]
+
+
+def test_it_cannot_be_copied() -> None:
+    optimizer = ShardedOptimizer(torch.optim.SGD, nn.Linear(4, 3).parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
@@ -339,6 +368,12 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         ValueError, match=r"the state has groups of \[1\] parameters, this optimiser has groups of \[2\]"
     ):
         optimizer.load_state_dict(other.state_dict())
+    state = torch.optim.AdamW(nn.Linear(4, 3).parameters()).state_dict()
+    state["state"] = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(5, 5)}}
+    adam = ShardedOptimizer(torch.optim.AdamW, net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"exp_avg has the shape \(5, 5\), and its parameter \(3, 4\)"):
+        adam.load_state_dict(state)
+    assert adam.param_groups[0]["lr"] == 0.1
     with pytest.raises(ValueError, match="to=1: there are ranks 0 to 0"):
         optimizer.consolidate_state_dict(to=1)
 
@@ -440,8 +475,6 @@ def test_what_cannot_be_sharded_is_refused_with_the_reason() -> None:
         ShardedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1, bucket_cap_mb=0)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         ShardedOptimizer(torch.optim.SGD, net.parameters(), learning_rate=0.1)
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0, of shape \(4, 2\), is a view with gaps"):
-        ShardedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, ::2])], lr=0.1)
     ShardedOptimizer(Own, net.parameters(), lr=0.1, whole_tensors=True)
 
 
@@ -453,17 +486,115 @@ def test_a_sparse_gradient_is_refused() -> None:
         optimizer.step()
 
 
-def different(rank: int, size: int) -> str:
-    try:
-        ShardedOptimizer(torch.optim.SGD, nn.Linear(4, 3 + rank).parameters(), lr=0.1)
-    except ReplicaMismatchError as error:
-        return str(error)
-    return ""
+class Picky(torch.optim.SGD):
+    """Refuses a parameter that only one worker has."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if any(parameter.numel() == 13 for parameter in self.param_groups[-1]["params"]):
+            raise ValueError("13 elements")
 
 
-def test_workers_with_other_parameters_are_refused() -> None:
-    for text in on_workers(different, 2):
-        assert "the workers' parameters differ: ShardedOptimizer got [2, 2] tensors" in text
+def mistakes(rank: int, size: int) -> dict[str, str]:
+    """What each worker says, if the workers differ or one of them cannot do its part."""
+    sgd = functools.partial(ShardedOptimizer, torch.optim.SGD, lr=0.1)
+    net, table = nn.Linear(100, 100), nn.Embedding(10, 3, sparse=True)
+    strided = nn.Parameter(torch.ones(4, 4)[:, :: 1 + rank])
+    found = {
+        "shapes": said_by(lambda: sgd(nn.Linear(4, 3 + rank).parameters())),
+        "counts": said_by(lambda: sgd([{"params": [net.weight] if rank else []}])),
+        "caps": said_by(lambda: sgd([net.weight], bucket_cap_mb=1 + rank)),
+        "strides": said_by(lambda: sgd([strided])),
+        "gaps": said_by(lambda: sgd([nn.Parameter(torch.ones(4, 4)[:, ::2])])),
+        "twice": said_by(lambda: sgd([net.weight, net.weight])),
+    }
+    picky = [nn.Parameter(torch.ones(13)), nn.Parameter(torch.ones(20))]
+    found["one worker"] = said_by(lambda: ShardedOptimizer(Picky, picky, lr=0.1, whole_tensors=True))
+    optimizer = ShardedOptimizer(Picky, net.parameters(), lr=0.1, whole_tensors=True)
+    found["later group"] = said_by(lambda: optimizer.add_param_group({"params": picky}))
+    set_gradients(net, 0)
+    optimizer.step()  # as if the group had never been added
+    mixed = sgd([*net.parameters(), *table.parameters()])
+    table(torch.tensor([1])).sum().backward()
+    found["sparse"] = said_by(mixed.step)
+    conv = nn.Conv2d(3, 4, 3)
+    adam = ShardedOptimizer(torch.optim.AdamW, conv.parameters())
+    set_gradients(conv, 0)
+    adam.step()
+    conv.to(memory_format=torch.channels_last)
+    found["format"] = said_by(adam.step)
+    return found
+
+
+def test_all_workers_say_what_is_wrong_and_none_waits() -> None:
+    by_rank = on_workers(mistakes, 2)
+    for found in by_rank:
+        for name in ("shapes", "counts", "caps", "strides"):
+            assert "ReplicaMismatchError: the workers' parameters or options differ" in found[name], name
+        assert "[0, 1] tensors" in found["counts"]
+        assert "parameter 0 of group 0, of shape (4, 2), is a view with gaps" in found["gaps"]
+        assert "of shape (100, 100), is twice in its group" in found["twice"]
+        assert "the gradient of a parameter of shape (10, 3) is sparse" in found["sparse"]
+        assert "the memory format of a parameter of shape (4, 3, 3, 3) has changed" in found["format"]
+    for name in ("one worker", "later group"):
+        texts = sorted(found[name] for found in by_rank)
+        assert texts[1] == "ValueError: 13 elements"
+        assert texts[0].endswith("failed with its part of the parameters: ValueError: 13 elements")
+
+
+def many_threads(rank: int, size: int) -> list[str]:
+    """The optimisers of which an odd number of elements is split between threads in another way than in parts."""
+    torch.set_num_threads(4)
+    differ = []
+    for name, (kind, options) in CASES.items():
+        results = []
+        for make in (kind, functools.partial(ShardedOptimizer, kind)):
+            torch.manual_seed(0)
+            weight = nn.Parameter(torch.randn(200_003) if kind is not torch.optim.Adafactor else torch.randn(9, 9))
+            optimizer = make([weight], **options)
+            for step in range(2):
+                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+                optimizer.step()
+            results.append(weight.detach().numpy().tobytes())
+        if results[0] != results[1]:
+            differ.append(name)
+    return differ
+
+
+def test_the_same_bits_with_many_threads() -> None:
+    assert on_workers(many_threads, 2) == [[], []]
+
+
+def complex_and_half(rank: int, size: int) -> list[bool]:
+    same = []
+    for dtype in (torch.complex64, torch.bfloat16):
+        results = []
+        for make in (torch.optim.AdamW, functools.partial(ShardedOptimizer, torch.optim.AdamW)):
+            weight = nn.Parameter(torch.linspace(0, 1, 333).to(dtype))
+            optimizer = make([weight, nn.Parameter(torch.ones(3))], lr=0.01)
+            for step in range(3):
+                weight.grad = torch.randn(333, generator=torch.Generator().manual_seed(step)).to(dtype)
+                optimizer.step()
+            results.append(weight.detach().clone())
+        same.append(torch.equal(*results))
+    return same
+
+
+def test_complex_and_half_precision_parameters() -> None:
+    assert on_workers(complex_and_half, 3) == [[True, True]] * 3
+
+
+def too_early(rank: int, size: int, folder: str) -> str:
+    dist.destroy_process_group()
+    net = nn.Linear(4, 3)
+    optimizer = ShardedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    return said_by(optimizer.step)
+
+
+def test_one_that_was_made_before_the_process_group_is_refused(tmp_path: Any) -> None:
+    for text in on_workers(too_early, 2, str(tmp_path)):
+        assert "was made before the process group" in text
 
 
 def over_shm(rank: int, size: int, folder: str) -> bool:

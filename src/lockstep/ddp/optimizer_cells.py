@@ -1,7 +1,7 @@
 """Which worker keeps the optimiser's state of which weights, and the part of a parameter that one worker updates.
 
 Note [Cells]
-Weights are divided between cells of CELL_NUMEL elements, in the order of memory. A step of an optimiser such as AdamW
+Parameters are cut at multiples of CELL_NUMEL elements, in the order of memory. A step of an optimiser such as AdamW
 treats each element on its own; so a part that begins at such a boundary is updated by the same vector instructions as
 it would be inside the whole tensor, with the same bits. An optimiser that looks at a whole tensor, at its norm (LAMB)
 or as a matrix (Muon), gets whole tensors.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -108,18 +108,13 @@ class OwnedPart:
         return flat[self.piece.start : self.piece.stop]
 
     def follow(self) -> None:
-        """Look at the memory that the parameter has now: `model.to(device)` gives it another one."""
+        """Point the view to the current memory of the parameter: `model.to(device)` gives it another one."""
         if not self.is_whole and self.parameter.data_ptr() != self._pointer:
             self.tensor.data = self._view(self.parameter)
             self._pointer = self.parameter.data_ptr()
 
     def set_gradient(self) -> None:
         gradient = self.parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(self.parameter.shape)} is sparse, which ShardedOptimizer "
-                "does not support: make the embedding with sparse=False, or give it an optimiser of its own"
-            )
         if self.is_whole:
             return
         if gradient is not None and gradient.stride() != self.parameter.stride():
@@ -133,32 +128,6 @@ class OwnedPart:
     def cut(self, value: Tensor) -> Tensor:
         """Return this piece of a tensor that has the shape of the parameter."""
         if self.is_whole:
-            return value
+            return value.clone()
         in_order = torch.empty_like(self.parameter, dtype=value.dtype, device=value.device).copy_(value)
         return self._view(in_order).clone()
-
-
-def _is_elementwise(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
-
-
-def join_states(parameter: Tensor, pieces: list[tuple[Piece, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the state of a parameter, from those of its pieces."""
-    first_piece, first = pieces[0]
-    found: dict[str, Any] = {}
-    for name, value in first.items():
-        if not _is_elementwise(value, torch.Size([first_piece.numel])):
-            found[name] = value
-            continue
-        whole = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
-        flat = flat_view(whole)
-        assert flat is not None
-        for piece, state in pieces:
-            flat[piece.start : piece.stop] = state[name]
-        found[name] = whole
-    return found
-
-
-def cut_state(part: OwnedPart, saved: dict[str, Any]) -> dict[str, Any]:
-    shape = part.parameter.shape
-    return {name: part.cut(value) if _is_elementwise(value, shape) else value for name, value in saved.items()}

@@ -7,9 +7,10 @@ are exchanged in buckets.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from lockstep import _torch
 from lockstep.comm import agreement
-from lockstep.comm.abortable_wait import wait_without_limit
 from lockstep.comm.agreement import Broadcast
-from lockstep.ddp.optimizer_cells import (
-    OwnedPart,
-    Piece,
-    assign_cells,
-    assign_tensors,
-    cut_state,
-    flat_view,
-    join_states,
-)
+from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_cells, assign_tensors, flat_view
+from lockstep.ddp.optimizer_state import States, copy_to_cpu, cut_state, gather_states, join_states
+from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import ReplicaMismatchError
 
 BUCKET_MB: Final = 25.0
@@ -37,43 +30,11 @@ ELEMENTWISE: Final = frozenset(
     {"Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
 WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon"})
+T = TypeVar("T")
 REFUSED: Final = {
     "LBFGS": "it treats all parameters as one vector, so no worker can update a part of them",
     "SparseAdam": "gradients that are sparse are not distributed; use it for the embeddings, without sharding",
 }
-
-
-class _Bucket:
-    """Weights of one dtype that are exchanged at once: of every worker so many elements, as views of parameters.
-
-    memory  what is sent and what is received go through it; the next bucket but one may use it, too
-    """
-
-    def __init__(self, by_rank: list[list[Tensor]], rank: int, memory: Tensor) -> None:
-        width = max(sum(view.numel() for view in views) for views in by_rank)
-        self._rank, self._views = rank, by_rank
-        self._sent, self._received = memory[:width], memory[width : (1 + len(by_rank)) * width]
-        rows = torch.split(self._received, width)
-        self._slices = [_slices(views, row) for views, row in zip(by_rank, rows, strict=True)]
-        self._own = _slices(by_rank[rank], self._sent)
-
-    def start(self, group: dist.ProcessGroup) -> Any:
-        if self._own:
-            _torch.foreach_copy_(self._own, self._views[self._rank])
-        return group._allgather_base(self._received, self._sent)
-
-    def finish(self, work: Any) -> None:
-        wait_without_limit(work)
-        to = [view for rank, views in enumerate(self._views) if rank != self._rank for view in views]
-        of = [part for rank, parts in enumerate(self._slices) if rank != self._rank for part in parts]
-        if to:
-            _torch.foreach_copy_(to, of)
-
-
-def _slices(views: list[Tensor], memory: Tensor) -> list[Tensor]:
-    """Return consecutive slices of `memory`, one for each view, with its size."""
-    ends = list(itertools.accumulate((view.numel() for view in views), initial=0))
-    return [memory[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 class _ShardedJoinHook(JoinHook):
@@ -98,10 +59,10 @@ class ShardedOptimizer(Optimizer, Joinable):
     optimizer_class  the class: those of torch.optim, `lockstep.LARS` and `lockstep.LAMB`, or another one if
                      `whole_tensors` is given
     params           parameters or groups of them, in the same order on all workers
-    group            the process group (default: all workers)
+    process_group    the workers (default: all)
     whole_tensors    True: the class treats each tensor on its own. False: it even treats each element on its own.
                      None (default): known for the classes above
-    bucket_cap_mb    how many megabytes of new weights are exchanged at once
+    bucket_cap_mb    how many megabytes of new weights are exchanged at once; two buffers of this size are kept
     defaults         options of the class, such as lr
 
     Raises TypeError for a class that cannot be sharded, and ReplicaMismatchError if the workers' parameters differ.
@@ -112,7 +73,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         optimizer_class: type[Optimizer],
         params: Iterable[Any],
         *,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         whole_tensors: bool | None = None,
         bucket_cap_mb: float = BUCKET_MB,
         **defaults: Any,
@@ -120,44 +81,68 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._whole_tensors = _needs_whole_tensors(optimizer_class, whole_tensors)
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be positive")
-        self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        world = dist.group.WORLD if dist.is_initialized() else None
+        self._group = process_group if process_group is not None else world
         self._rank = 0 if self._group is None else self._group.rank()
         self._size = 1 if self._group is None else self._group.size()
         self._bucket_bytes = int(bucket_cap_mb * 1024 * 1024)
         self._inner: Optimizer | None = None  # what updates the parts; made when all groups are known
         self._loads = [0] * self._size  # elements that each worker has
         self._pieces: dict[Tensor, list[Piece]] = {}
+        self._strides: dict[Tensor, tuple[int, ...]] = {}
         self._parts: list[list[OwnedPart]] = []  # of this worker, by group
-        self._buckets: list[_Bucket] | None = None
-        self._pointers: list[int] = []  # where the parameters were when the buckets were made
-        self._consolidated: dict[str, Any] | None = None
+        self._exchange: WeightExchange | None = None
+        self._consolidated: dict[int, dict[str, Any]] | None = None  # the state of all workers
+        self._same = [
+            optimizer_class.__qualname__,
+            self._whole_tensors,
+            self._bucket_bytes,
+        ]  # must be so on all workers
         Joinable.__init__(self)
         Optimizer.__init__(self, params, optimizer_class([{"params": []}], **defaults).defaults)
-        self._inner = optimizer_class([self._inner_group(n) for n in range(len(self._parts))], **defaults)
+        self._inner = self._together(
+            lambda: optimizer_class([self._inner_group(n) for n in range(len(self._parts))], **defaults)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ShardedOptimizer cannot be copied or pickled, since each worker has a part of it: call "
+            "consolidate_state_dict() on all workers, then save state_dict()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as to any optimiser. All workers call it together."""
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
+        added, loads = self.param_groups[-1]["params"], list(self._loads)
         try:
-            self._check_equal(added)
+            self._check_group(added)
+            for is_whole, assign in ((True, assign_tensors), (False, assign_cells)):
+                chosen = [parameter for parameter in added if self._is_whole(parameter) is is_whole]
+                found = assign([parameter.numel() for parameter in chosen], self._loads)
+                self._pieces |= dict(zip(chosen, found, strict=True))
+            self._parts.append(
+                [
+                    OwnedPart(parameter, piece, is_whole=self._is_whole(parameter))
+                    for parameter in added
+                    for piece in self._pieces[parameter]
+                    if piece.owner == self._rank
+                ]
+            )
+            inner = self._inner
+            if inner is not None:
+                self._together(lambda: inner.add_param_group(self._inner_group(-1)))
         except BaseException:
             self.param_groups.pop()
+            self._loads = loads
+            self._pieces = {
+                one: pieces for one, pieces in self._pieces.items() if all(one is not other for other in added)
+            }
+            self._parts = self._parts[: len(self.param_groups)]
+            if self._inner is not None:
+                del self._inner.param_groups[len(self.param_groups) :]
             raise
-        parameters = added["params"]
-        for is_whole, assign in ((True, assign_tensors), (False, assign_cells)):
-            chosen = [parameter for parameter in parameters if self._is_whole(parameter) is is_whole]
-            found = assign([parameter.numel() for parameter in chosen], self._loads)
-            self._pieces |= dict(zip(chosen, found, strict=True))
-        parts = [
-            OwnedPart(parameter, piece, is_whole=self._is_whole(parameter))
-            for parameter in parameters
-            for piece in self._pieces[parameter]
-            if piece.owner == self._rank
-        ]
-        self._parts.append(parts)
-        if self._inner is not None:
-            self._inner.add_param_group(self._inner_group(-1))
-        self._buckets = self._consolidated = None
+        self._strides |= {parameter: parameter.stride() for parameter in added}
+        self._exchange = self._consolidated = None
 
     def _inner_group(self, number: int) -> dict[str, Any]:
         return _options(self.param_groups[number]) | {"params": [part.tensor for part in self._parts[number]]}
@@ -166,32 +151,66 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Whether one worker has the whole parameter. One without dimensions has no order of elements to cut."""
         return self._whole_tensors or parameter.numel() == 0 or parameter.dim() == 0
 
-    def _check_equal(self, group: dict[str, Any]) -> None:
-        """Raise ReplicaMismatchError, on all workers, if the parameters of the group differ between them; ValueError if
-        the elements of one are not dense in memory."""
-        for place, parameter in enumerate(group["params"]):
+    def _check_group(self, parameters: list[Tensor]) -> None:
+        """Raise an error, on all workers, if a parameter cannot be sharded, or if the workers differ."""
+        problem = ""
+        for place, parameter in enumerate(parameters):
+            where = f"parameter {place} of group {len(self.param_groups) - 1}, of shape {tuple(parameter.shape)}, is "
             if parameter.numel() and flat_view(parameter) is None:
-                raise ValueError(
-                    f"parameter {place} of group {len(self.param_groups) - 1}, of shape {tuple(parameter.shape)}, is a "
-                    "view with gaps or overlaps, which ShardedOptimizer does not support: call contiguous() on its data"
+                problem = f"{where}a view with gaps or overlaps, which is not supported: call contiguous() on its data"
+            elif any(parameter is other for other in parameters[:place]):
+                problem = f"{where}twice in its group"
+        if self._group is not None and self._size > 1:
+            kinds = [[list(one.shape), list(one.stride()), str(one.dtype)] for one in parameters]
+            device = self._control_device()
+            if not agreement.all_equal(
+                self._group, agreement.fingerprint([*self._same, kinds, problem]), device=device
+            ):
+                counts = agreement.gather_values(self._group, len(kinds), device=device)
+                raise ReplicaMismatchError(
+                    f"the workers' parameters or options differ: ShardedOptimizer got {counts} tensors on ranks 0 to "
+                    f"{self._size - 1}, and needs the same class and options, and the same shapes, dtypes and strides "
+                    "in the same order on all of them"
                 )
-        if self._size == 1 or not group["params"]:
-            return
+        if problem:
+            raise ValueError(problem)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Call a function that may raise on some workers, since their parts differ; if so, all raise an error."""
+        error: Exception | None = None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        if self._group is not None and self._size > 1:
+            mine = None if error is None else f"{type(error).__name__}: {error}"
+            texts = agreement.gather_values(self._group, mine, device=self._control_device())
+            if error is None and any(texts):
+                rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+                raise RuntimeError(f"rank {rank} failed with its part of the parameters: {text}")
+        if error is not None:
+            raise error
+        return result
+
+    def _control_device(self) -> torch.device:
+        """Return the device for small messages: the CPU, if the group can send from it."""
         assert self._group is not None
-        mine = [[list(one.shape), list(one.stride()), str(one.dtype)] for one in group["params"]]
-        device = group["params"][0].device
-        if not agreement.all_equal(self._group, agreement.fingerprint(mine), device=device):
-            counts = agreement.gather_values(self._group, len(mine), device=device)
-            raise ReplicaMismatchError(
-                f"the workers' parameters differ: ShardedOptimizer got {counts} tensors on ranks 0 to "
-                f"{self._size - 1}, and needs the same shapes, dtypes and strides in the same order on all of them"
-            )
+        try:
+            self._group._get_backend(torch.device("cpu"))
+            return torch.device("cpu")
+        except RuntimeError:
+            return torch.device("cuda", torch.cuda.current_device())
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this worker's part, and exchange the new weights. Returns the result of `closure`, if it is given."""
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "this ShardedOptimizer was made before the process group, and would not exchange weights: make it "
+                "after init_process_group"
+            )
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -228,6 +247,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _update(self) -> None:
         self._consolidated = None
+        self._check_parameters()
         parts = [part for group in self._parts for part in group]
         for part in parts:
             part.follow()
@@ -238,39 +258,25 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._inner.step()
         for part in parts:
             part.drop_gradient()
-        self._exchange_weights()
+        if self._group is not None and self._size > 1:
+            if self._exchange is None or self._exchange.has_moved():
+                self._exchange = WeightExchange(self._group, self._pieces, self._bucket_bytes)
+            self._exchange.run()
 
-    def _exchange_weights(self) -> None:
-        if self._group is None or self._size == 1:
-            return
-        pointers = [parameter.data_ptr() for parameter in self._pieces]
-        if self._buckets is None or pointers != self._pointers:
-            self._buckets, self._pointers = list(self._make_buckets()), pointers
-        last: tuple[_Bucket, Any] | None = None
-        for bucket in self._buckets:
-            work = bucket.start(self._group)
-            if last is not None:
-                last[0].finish(last[1])
-            last = bucket, work
-        if last is not None:
-            last[0].finish(last[1])
-
-    def _make_buckets(self) -> Iterator[_Bucket]:
-        """Buckets of weights; each worker sends as much as any other, as far as it has it."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-        for parameter, pieces in self._pieces.items():
-            flat = flat_view(parameter)
-            kind = by_kind.setdefault((parameter.dtype, parameter.device), [[] for _ in range(self._size)])
-            if flat is not None:  # it has elements
-                for piece in pieces:
-                    kind[piece.owner].append(flat[piece.start : piece.stop])
-        for (dtype, device), by_rank in by_kind.items():
-            most = max(sum(view.numel() for view in views) for views in by_rank)
-            width = min(max(1, self._bucket_bytes // (dtype.itemsize * self._size)), most)
-            memory = [torch.zeros((1 + self._size) * width, dtype=dtype, device=device) for _ in range(2)]
-            queues = [_in_chunks(views, width) for views in by_rank]
-            for n, chunks in enumerate(itertools.zip_longest(*queues, fillvalue=[])):
-                yield _Bucket([list(views) for views in chunks], self._rank, memory[n % 2])
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError for what cannot be updated. Looks at all parameters, so that all workers raise it."""
+        for parameter, stride in self._strides.items():
+            what = f"a parameter of shape {tuple(parameter.shape)}"
+            if parameter.stride() != stride:
+                raise RuntimeError(
+                    f"the memory format of {what} has changed since the ShardedOptimizer was made, so parts of the "
+                    "state would belong to other elements: change it before (model.to(memory_format=...))"
+                )
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {what} is sparse, which ShardedOptimizer does not support: make the embedding "
+                    "with sparse=False, or give it an optimiser of its own"
+                )
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -288,17 +294,14 @@ class ShardedOptimizer(Optimizer, Joinable):
         if not 0 <= to < self._size:
             raise ValueError(f"to={to!r}: there are ranks 0 to {self._size - 1}")
         assert self._inner is not None
-        mine = [[_on_cpu(self._inner.state.get(part.tensor, {})) for part in group] for group in self._parts]
-        by_rank: list[Any] = [None] * self._size
-        if self._group is None or self._size == 1:
-            by_rank = [mine]
-        else:
-            target = by_rank if self._rank == to else None
-            dist.gather_object(mine, target, dst=dist.get_global_rank(self._group, to), group=self._group)
-        if self._rank == to:
-            self._consolidated = {"state": self._merge(by_rank), "param_groups": self._numbered_groups()}
+        mine = [[copy_to_cpu(self._inner.state.get(part.tensor, {})) for part in group] for group in self._parts]
+        by_rank: list[Any] | None = [mine]
+        if self._group is not None and self._size > 1:
+            by_rank = gather_states(self._group, mine, to=to, device=self._control_device())
+        if by_rank is not None:
+            self._consolidated = self._merge(by_rank)
 
-    def _merge(self, by_rank: list[list[list[dict[str, Any]]]]) -> dict[int, dict[str, Any]]:
+    def _merge(self, by_rank: list[States]) -> dict[int, dict[str, Any]]:
         """Return the state of whole parameters, by number, as the optimiser class itself would have it."""
         found: dict[int, dict[str, Any]] = {}
         queues = [[iter(group) for group in groups] for groups in by_rank]
@@ -325,7 +328,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                 f"rank {self._rank} has only its part of the optimiser's state: call consolidate_state_dict(to=RANK) "
                 "on all workers after the last step, then state_dict() on that rank"
             )
-        return self._consolidated
+        return {"state": self._consolidated, "param_groups": self._numbered_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this worker's part of a state, of the optimiser class itself or of a ShardedOptimizer on any number of
@@ -341,16 +344,24 @@ class ShardedOptimizer(Optimizer, Joinable):
             for key, parameter in zip(keys, parameters, strict=True)
             if key in state_dict["state"]
         }
-        numbers, state, inner_groups = itertools.count(), dict[int, dict[str, Any]](), list[dict[str, Any]]()
-        for ours, parts, group in zip(self.param_groups, self._parts, groups, strict=True):
-            ours.update(_options(group))
+        for parameter, state in saved.items():
+            for name, value in state.items():
+                is_scalar = not isinstance(value, Tensor) or value.dim() == 0 or value.numel() == 1
+                if not (is_scalar or self._is_whole(parameter) or value.shape == parameter.shape):
+                    shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+                    raise ValueError(f"the state does not fit the parameters: {name} has the shape {shapes}")
+        numbers, states, inner_groups = itertools.count(), dict[int, dict[str, Any]](), list[dict[str, Any]]()
+        options = [copy.deepcopy(_options(group)) for group in groups]
+        for parts, group in zip(self._parts, options, strict=True):
             chosen = [next(numbers) for _ in parts]
-            inner_groups.append(_options(group) | {"params": chosen})
+            inner_groups.append(group | {"params": chosen})
             for number, part in zip(chosen, parts, strict=True):
                 if part.parameter in saved:
-                    state[number] = cut_state(part, saved[part.parameter])
+                    states[number] = cut_state(part, saved[part.parameter])
         assert self._inner is not None
-        self._inner.load_state_dict({"state": state, "param_groups": inner_groups})
+        self._inner.load_state_dict({"state": states, "param_groups": inner_groups})
+        for ours, group in zip(self.param_groups, options, strict=True):
+            ours.update(group)
         self._consolidated = None
 
     # -- uneven inputs -------------------------------------------------------------------------------------------------
@@ -391,21 +402,3 @@ def _needs_whole_tensors(optimizer_class: type[Optimizer], given: bool | None) -
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _in_chunks(views: list[Tensor], numel: int) -> Iterator[list[Tensor]]:
-    """Yield lists of views with `numel` elements in all, cutting views where needed; the last list may have fewer."""
-    chunk, room = list[Tensor](), numel
-    for view in views:
-        while view.numel():
-            chunk.append(view[:room])
-            view, room = view[room:], room - chunk[-1].numel()
-            if room == 0:
-                yield chunk
-                chunk, room = [], numel
-    if chunk:
-        yield chunk
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}

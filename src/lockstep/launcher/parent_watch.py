@@ -19,8 +19,10 @@ here. So a worker gives its semaphores a prefix, and the process that kills the 
 
 Note [Shared memory of NCCL]
 NCCL creates files in /dev/shm while it forms a communicator, and unlinks them when all that need them have mapped them.
-Those of a worker that is killed meanwhile stay, and nothing in their names tells whose they are. So when a worker has
-ended, files of this user are unlinked that are older than all of NCCL's set-up and that no process maps or has open.
+Those of a worker that is killed meanwhile stay, and nothing in their names tells whose they are. So whenever a worker
+has ended, files of this user are unlinked that were created during this run, are so old that even containers which
+share /dev/shm, and whose processes cannot be seen, have mapped theirs, and that no process maps or has open. Files of
+the last minute of a run stay.
 """
 
 from __future__ import annotations
@@ -74,27 +76,36 @@ def unlink_semaphores(run: str, worker: int) -> None:
 
 
 NCCL_PATH: Final = "/dev/shm/nccl-"  # beginning of the file names of NCCL's shared memory
-NCCL_SETUP_S: Final = 1.0
+NCCL_SETUP_S: Final = 60.0
 
 
-def unlink_nccl_files() -> None:
-    """Removes what killed workers have left. See Note [Shared memory of NCCL]."""
-    found = set()
-    for path in glob.glob(f"{NCCL_PATH}*"):
+def unlink_nccl_files(since_s: float) -> None:
+    """Removes shared memory of NCCL that killed workers have left, if it was created after `since_s` (time.time()).
+
+    See Note [Shared memory of NCCL].
+    """
+    found, now_s = set[bytes](), time.time()
+    for path in glob.glob(os.fsencode(f"{NCCL_PATH}*")):
         with suppress(OSError):
             status = os.stat(path)
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > NCCL_SETUP_S:
+            if status.st_uid == os.getuid() and since_s <= status.st_mtime <= now_s - NCCL_SETUP_S:
                 found.add(path)
     for process in Path("/proc").glob("[0-9]*") if found else ():
-        with suppress(OSError):  # of another user, or it has ended
-            maps = (process / "maps").read_text()
-            found = {path for path in found if path not in maps}
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):  # closed meanwhile
-                    found.discard(os.readlink(descriptor))
+        with suppress(OSError):  # it has ended, or it may not be looked into
+            found = _without_used(found, process)
     for path in found:
         with suppress(OSError):
             os.unlink(path)
+
+
+def _without_used(paths: set[bytes], process: Path) -> set[bytes]:
+    """Returns the paths that this process neither maps nor has open. Raises OSError if that cannot be seen."""
+    maps = (process / "maps").read_bytes()
+    paths = {path for path in paths if path not in maps}
+    for descriptor in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            paths.discard(os.fsencode(os.readlink(descriptor)))
+    return paths
 
 
 class ParentWatch:
@@ -105,7 +116,7 @@ class ParentWatch:
 
     def __init__(self, run: str = "") -> None:
         """`run` is the LOCKSTEP_RUN_ID of the workers."""
-        self._pid, self._run = 0, run
+        self._pid, self._run, self._began_s = 0, run, time.time()
         self.pipe = -1  # the writing end, for workers that another process forks; owned by this object
 
     def __enter__(self) -> ParentWatch:
@@ -132,7 +143,7 @@ class ParentWatch:
     def release(self, group: int) -> None:
         """Forgets a group that has ended: its number may soon belong to other processes."""
         unlink_semaphores(self._run, group)
-        unlink_nccl_files()
+        unlink_nccl_files(self._began_s)
         with suppress(BrokenPipeError):
             os.write(self.pipe, b"-%d\n" % group)
 

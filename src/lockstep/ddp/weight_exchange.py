@@ -1,0 +1,115 @@
+"""Sends the weights that each worker has updated to all others, in buckets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import _torch
+from lockstep.comm.abortable_wait import wait_without_limit
+from lockstep.ddp.optimizer_cells import Piece, flat_view
+
+ALIGN_BYTES: Final = 16
+
+
+class WeightExchange:
+    """Exchanges the pieces of parameters between their owners. All workers make the same calls."""
+
+    def __init__(self, group: dist.ProcessGroup, pieces: Mapping[Tensor, list[Piece]], bucket_bytes: int) -> None:
+        self._group, self._parameters = group, list(pieces)
+        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+        self._buckets = list(_make_buckets(pieces, group.rank(), group.size(), bucket_bytes))
+
+    def has_moved(self) -> bool:
+        """Whether a parameter has other memory than when this object was made."""
+        return self._pointers != [parameter.data_ptr() for parameter in self._parameters]
+
+    def run(self) -> None:
+        """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out."""
+        last: tuple[_Bucket, Any] | None = None
+        for bucket in self._buckets:
+            work = bucket.start(self._group)
+            if last is not None:
+                last[0].finish(last[1])
+            last = bucket, work
+        if last is not None:
+            last[0].finish(last[1])
+
+
+class _Bucket:
+    """New weights that are exchanged at once: views of parameters, by the rank that sends them.
+
+    memory  A buffer of bytes for what is sent and received. Two buckets in flight use different buffers.
+    """
+
+    def __init__(self, by_rank: list[list[Tensor]], rank: int, memory: Tensor) -> None:
+        width = max(sum(map(_padded_bytes, views)) for views in by_rank)
+        self._sent, self._received = memory[:width], memory[width : (1 + len(by_rank)) * width]
+        rows = torch.split(self._received, width)
+        others = [other for other in range(len(by_rank)) if other != rank]
+        self._own, self._own_copies = by_rank[rank], _slices(by_rank[rank], self._sent)
+        self._targets = [view for other in others for view in by_rank[other]]
+        self._sources = [piece for other in others for piece in _slices(by_rank[other], rows[other])]
+
+    def start(self, group: dist.ProcessGroup) -> Any:
+        if self._own:
+            _torch.foreach_copy_(self._own_copies, self._own)
+        return group._allgather_base(self._received, self._sent)
+
+    def finish(self, work: Any) -> None:
+        wait_without_limit(work)
+        if self._targets:
+            _torch.foreach_copy_(self._targets, self._sources)
+
+
+def _padded_bytes(view: Tensor) -> int:
+    """Return the size of a view in a buffer, in which every view begins at a multiple of its element size."""
+    return -(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _slices(views: list[Tensor], memory: Tensor) -> list[Tensor]:
+    """Return consecutive slices of `memory`, one for each view, with its size and dtype."""
+    found, start = list[Tensor](), 0
+    for view in views:
+        found.append(memory[start : start + view.nbytes].view(view.dtype))
+        start += _padded_bytes(view)
+    return found
+
+
+def _make_buckets(pieces: Mapping[Tensor, list[Piece]], rank: int, size: int, bucket_bytes: int) -> Iterator[_Bucket]:
+    """Yield buckets in which each worker sends as much as any other, as far as it has it."""
+    by_device: dict[torch.device, list[list[Tensor]]] = {}
+    for parameter, owned in pieces.items():
+        if (flat := flat_view(parameter)) is not None:  # None: it has no elements
+            by_rank = by_device.setdefault(parameter.device, [[] for _ in range(size)])
+            for piece in owned:
+                by_rank[piece.owner].append(flat[piece.start : piece.stop])
+    for device, by_rank in by_device.items():
+        most = max(sum(map(_padded_bytes, views)) for views in by_rank)
+        width = max(ALIGN_BYTES, min(bucket_bytes // size // ALIGN_BYTES * ALIGN_BYTES, most))
+        buffers = [torch.zeros((1 + size) * width, dtype=torch.uint8, device=device)]
+        if most > width:
+            buffers.append(torch.zeros_like(buffers[0]))
+        queues = [_in_chunks(views, width) for views in by_rank]
+        for n, chunks in enumerate(itertools.zip_longest(*queues, fillvalue=[])):
+            yield _Bucket([list(views) for views in chunks], rank, buffers[n % len(buffers)])
+
+
+def _in_chunks(views: list[Tensor], width: int) -> Iterator[list[Tensor]]:
+    """Yield lists of views with `width` bytes in all, cutting views where needed; the last list may have fewer."""
+    chunk, room = list[Tensor](), width
+    for view in views:
+        while view.numel():
+            count = room // view.element_size()
+            chunk.append(view[:count])
+            view, room = view[count:], room - _padded_bytes(chunk[-1])
+            if room == 0:
+                yield chunk
+                chunk, room = [], width
+    if chunk:
+        yield chunk
