@@ -83,6 +83,7 @@ class Recovery(NamedTuple):
     took_s: float  # from the kill until all survivors work again
     noticed_s: float  # of which passed until the host agent had collected the dead
     survivors: int
+    path: str = ""  # what happened meanwhile, and when
 
 
 @dataclass
@@ -244,9 +245,20 @@ def recoveries(seen: Seen) -> list[Recovery]:
             if survivors and all(one is not None for one in at_s):
                 noticed_s = lost_s.get(workers[hit.pid], hit.at_s) - hit.at_s
                 last_s = max(one for one in at_s if one is not None)
-                found.append(Recovery(hit.place, last_s - hit.at_s, noticed_s, len(survivors)))
+                path = _path(seen, survivors, hit.at_s, last_s)
+                found.append(Recovery(hit.place, last_s - hit.at_s, noticed_s, len(survivors), path))
                 break
     return found
+
+
+def _path(seen: Seen, survivors: Sequence[int], from_s: float, to_s: float) -> str:
+    """Return the events of the host agent and the places of the survivors in this time, in seconds since `from_s`."""
+    told = [(e["monotonic"], f"{e['event']} {e.get('worker') or e.get('number', '')}") for e in seen.events]
+    names = {pid: name for name, pid in seen.pids.items()}
+    came = [
+        (mark.at_s, f"{names.get(pid, pid)} {mark.place}") for pid in survivors for mark in seen.traces.get(pid, [])
+    ]
+    return ", ".join(f"{at_s - from_s:.2f} {what}" for at_s, what in sorted(told + came) if from_s <= at_s <= to_s)
 
 
 def _first_work(trace: Sequence[Mark]) -> dict[int, float]:
@@ -342,7 +354,7 @@ def summary(results: Sequence[Result]) -> str:
     pairs = [(one, result.seen.case) for result in results for one in result.recoveries]
     if pairs:
         slowest, case = max(pairs, key=lambda pair: pair[0].took_s)
-        lines.append(f"the slowest recovery: {slowest.took_s:.2f} s, at {slowest.place}, in {case}")
+        lines.append(f"the slowest recovery: {slowest.took_s:.2f} s, at {slowest.place}, in {case}: {slowest.path}")
     if after_all:
         lines.append(f"all were lost {len(after_all)} times; up to {max(after_all)} steps again from the checkpoint")
     gpu_bytes = [end["gpu_bytes"] for result in results for end in result.seen.ends.values() if "gpu_bytes" in end]
