@@ -570,10 +570,10 @@ def complex_and_half(rank: int, size: int) -> list[bool]:
     for dtype in (torch.complex64, torch.bfloat16):
         results = []
         for make in (torch.optim.AdamW, functools.partial(ShardedOptimizer, torch.optim.AdamW)):
-            weight = nn.Parameter(torch.linspace(0, 1, 333).to(dtype))
+            weight = nn.Parameter(torch.linspace(0, 1, 300_333).to(dtype))  # large enough for a broadcast
             optimizer = make([weight, nn.Parameter(torch.ones(3))], lr=0.01)
             for step in range(3):
-                weight.grad = torch.randn(333, generator=torch.Generator().manual_seed(step)).to(dtype)
+                weight.grad = torch.randn(300_333, generator=torch.Generator().manual_seed(step)).to(dtype)
                 optimizer.step()
             results.append(weight.detach().clone())
         same.append(torch.equal(*results))

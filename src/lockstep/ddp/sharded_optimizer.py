@@ -62,7 +62,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     process_group    the workers (default: all)
     whole_tensors    True: the class treats each tensor on its own. False: it even treats each element on its own.
                      None (default): known for the classes above
-    bucket_cap_mb    how many megabytes of new weights are exchanged at once; two buffers of this size are kept
+    bucket_cap_mb    how many megabytes of small parameters are exchanged at once; two buffers of this size are kept
     defaults         options of the class, such as lr
 
     Raises TypeError for a class that cannot be sharded, and ReplicaMismatchError if the workers' parameters differ.

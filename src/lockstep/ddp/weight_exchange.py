@@ -1,4 +1,7 @@
-"""Sends the weights that each worker has updated to all others, in buckets."""
+"""Sends the weights that each worker has updated to all others.
+
+Large pieces are broadcast from where they are, without a copy. Small ones are collected in buckets, which are gathered.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from lockstep.comm.abortable_wait import wait_without_limit
 from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
+DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast
 
 
 class WeightExchange:
@@ -23,7 +27,20 @@ class WeightExchange:
     def __init__(self, group: dist.ProcessGroup, pieces: Mapping[Tensor, list[Piece]], bucket_bytes: int) -> None:
         self._group, self._parameters = group, list(pieces)
         self._pointers = [parameter.data_ptr() for parameter in self._parameters]
-        self._buckets = list(_make_buckets(pieces, group.rank(), group.size(), bucket_bytes))
+        self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
+        by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
+        for parameter, owned in pieces.items():
+            if (flat := flat_view(parameter)) is not None:  # None: it has no elements
+                by_rank = by_device.setdefault(parameter.device, [[] for _ in range(group.size())])
+                for piece in owned:
+                    view = flat[piece.start : piece.stop]
+                    if view.nbytes >= DIRECT_BYTES:
+                        self._large.append((piece.owner, view.view(torch.uint8)))
+                    else:
+                        by_rank[piece.owner].append(view)
+        self._buckets = [
+            bucket for by_rank in by_device.values() for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes)
+        ]
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory than when this object was made."""
@@ -31,6 +48,7 @@ class WeightExchange:
 
     def run(self) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out."""
+        works = [self._group.broadcast([memory], _from(owner)) for owner, memory in self._large]
         last: tuple[_Bucket, Any] | None = None
         for bucket in self._buckets:
             work = bucket.start(self._group)
@@ -39,6 +57,14 @@ class WeightExchange:
             last = bucket, work
         if last is not None:
             last[0].finish(last[1])
+        for work in works:
+            wait_without_limit(work)
+
+
+def _from(owner: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = owner, 0
+    return options
 
 
 class _Bucket:
@@ -81,23 +107,19 @@ def _slices(views: list[Tensor], memory: Tensor) -> list[Tensor]:
     return found
 
 
-def _make_buckets(pieces: Mapping[Tensor, list[Piece]], rank: int, size: int, bucket_bytes: int) -> Iterator[_Bucket]:
+def _make_buckets(by_rank: list[list[Tensor]], rank: int, bucket_bytes: int) -> Iterator[_Bucket]:
     """Yield buckets in which each worker sends as much as any other, as far as it has it."""
-    by_device: dict[torch.device, list[list[Tensor]]] = {}
-    for parameter, owned in pieces.items():
-        if (flat := flat_view(parameter)) is not None:  # None: it has no elements
-            by_rank = by_device.setdefault(parameter.device, [[] for _ in range(size)])
-            for piece in owned:
-                by_rank[piece.owner].append(flat[piece.start : piece.stop])
-    for device, by_rank in by_device.items():
-        most = max(sum(map(_padded_bytes, views)) for views in by_rank)
-        width = max(ALIGN_BYTES, min(bucket_bytes // size // ALIGN_BYTES * ALIGN_BYTES, most))
-        buffers = [torch.zeros((1 + size) * width, dtype=torch.uint8, device=device)]
-        if most > width:
-            buffers.append(torch.zeros_like(buffers[0]))
-        queues = [_in_chunks(views, width) for views in by_rank]
-        for n, chunks in enumerate(itertools.zip_longest(*queues, fillvalue=[])):
-            yield _Bucket([list(views) for views in chunks], rank, buffers[n % len(buffers)])
+    views = [view for one in by_rank for view in one]
+    if not views:
+        return
+    most = max(sum(map(_padded_bytes, one)) for one in by_rank)
+    width = max(ALIGN_BYTES, min(bucket_bytes // len(by_rank) // ALIGN_BYTES * ALIGN_BYTES, most))
+    buffers = [torch.zeros((1 + len(by_rank)) * width, dtype=torch.uint8, device=views[0].device)]
+    if most > width:
+        buffers.append(torch.zeros_like(buffers[0]))
+    queues = [_in_chunks(one, width) for one in by_rank]
+    for n, chunks in enumerate(itertools.zip_longest(*queues, fillvalue=[])):
+        yield _Bucket([list(one) for one in chunks], rank, buffers[n % len(buffers)])
 
 
 def _in_chunks(views: list[Tensor], width: int) -> Iterator[list[Tensor]]:
