@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import test_batchnorm
 import test_cuda
 import test_hooks
-from lockstep import DistributedDataParallel as OurDDP
+import test_sharded_optimizer
+from lockstep import DistributedDataParallel as OurDDP, ShardedOptimizer
 from nccl_ranks import on_nccl_ranks
 from programs import CASES
 from runs import train
@@ -76,3 +78,31 @@ def train_all(rank: int, size: int) -> dict[str, Any]:
 def test_a_run_has_the_digest_of_one_worker_over_shm(ranks: int) -> None:
     for found in on_nccl_ranks(train_all, ranks):
         assert found == results(1, "shm")
+
+
+def sharded(rank: int, size: int) -> list[str]:
+    """Return the optimisers with which a sharded one on this GPU has other weights than the optimiser itself."""
+    differ = []
+    for name, (kind, options) in test_sharded_optimizer.CASES.items():
+        results = []
+        for make in (kind, functools.partial(ShardedOptimizer, kind)):
+            torch.manual_seed(0)
+            shapes = [(300, 301), (7,), (64, 3, 3, 3)]
+            weights = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+            optimizer = make(weights, **options)
+            for step in range(3):
+                generator = torch.Generator("cuda").manual_seed(step)
+                for weight in weights:
+                    weight.grad = torch.randn(weight.shape, generator=generator, device="cuda")
+                optimizer.step()
+            results.append([weight.detach().cpu() for weight in weights])
+        if not all(map(torch.equal, *results)):
+            differ.append(name)
+    optimizer.consolidate_state_dict()
+    assert (rank == 0) == (optimizer._consolidated is not None)
+    return differ
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sharded_optimiser_has_the_bits_of_the_optimiser_itself(ranks: int) -> None:
+    assert on_nccl_ranks(sharded, ranks) == [[]] * ranks
