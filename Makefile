@@ -5,9 +5,8 @@ VENV := .venv
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-COMPILED := $(VENV)/.compiled
 
-.PHONY: help demo test test-all test-torch lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
+.PHONY: help demo test test-all pytest test-torch lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
 
 help:
 	@echo "make demo         set up, train, kill a worker, prove that the bits are those of one, write a report"
@@ -26,36 +25,36 @@ help:
 	@echo "make docs         the documentation as a site with search, in build/docs (works without a network)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
 
+# pip works on one core, and would compile all that is installed: so torch is compiled meanwhile, as far as it is used.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lockstep needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import torch._dynamo.trace_rules, torch.distributed.optim' 2> /dev/null & \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'; \
+	status=$$?; wait; exit $$status
 	@touch $@
 
-# Compiles what is used, beside the type check. pip would compile all that is installed, on one core.
-$(COMPILED): $(READY)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch._dynamo.trace_rules, torch.distributed.optim, sklearn.datasets, matplotlib.pyplot, rich.live'
-	@touch $@
-
-demo: $(COMPILED)
+demo: $(READY)
 	$(BIN)/lockstep demo
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests mostly wait for processes to start. A third file at a time is faster, but makes deadlines tight on two busy cores.
+# With a third file at a time they take longer, on two cores.
 # Files begin in the order of tests/conftest.py, not those with the most tests first.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 test-all: $(READY)
-	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest ALL="-m ''"
+
+# Tests wait now and then; the type check runs meanwhile.
+pytest: $(READY)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ALL)
 
 # The core tests with another torch, in an environment of its own. Only CPU builds: those of PyPI bring gigabytes of CUDA.
 TORCH_VENV = build/torch-$(VERSION)
@@ -78,12 +77,12 @@ test-torch:
 	@result=$(TORCH_VENV)/result.txt; $(TORCH_BIN)/python -m pytest $(SIDE_BY_SIDE) $(CORE_TESTS) > $$result 2>&1; status=$$?; cat $$result; \
 	  $(TORCH_BIN)/python -c 'import torch; print("torch", torch.__version__, end=": ")'; tail -n 1 $$result; exit $$status
 
-conformance: $(COMPILED)
+conformance: $(READY)
 	$(BIN)/python conformance/run.py $(if $(QUICK),--quick)
 	$(BIN)/python conformance/backend.py $(if $(QUICK),--quick)
 	$(BIN)/python conformance/run.py --quick --backend shm
 
-chaos: $(COMPILED)
+chaos: $(READY)
 	$(BIN)/python chaos/run.py $(if $(QUICK),--quick)
 	$(BIN)/python chaos/training.py $(if $(QUICK),--quick)
 	$(BIN)/python chaos/training_stops.py $(if $(QUICK),--quick)
@@ -94,24 +93,24 @@ chaos: $(COMPILED)
 	$(if $(QUICK),,$(BIN)/python chaos/training_soak.py)
 	$(if $(QUICK),,$(BIN)/python chaos/training_hostile.py)
 
-chaos-hosts: $(COMPILED)
+chaos-hosts: $(READY)
 	$(BIN)/python chaos/training_hosts.py $(if $(QUICK),--quick)
 
-checkpoints: $(COMPILED)
+checkpoints: $(READY)
 	$(BIN)/python campaigns/checkpoints.py $(if $(QUICK),--quick)
 
-simulate: $(COMPILED)
+simulate: $(READY)
 	$(BIN)/python campaigns/membership.py --schedules $(if $(QUICK),20000,1000000) --workers 2
 
-convergence: $(COMPILED)
+convergence: $(READY)
 	$(BIN)/python campaigns/convergence.py $(if $(QUICK),--quick)
 
-bench: $(COMPILED)
+bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
 	$(BIN)/lockstep bench exact $(if $(QUICK),--quick)
 	$(BIN)/lockstep bench comm $(if $(QUICK),--quick)
 
-bench-hosts: $(COMPILED)
+bench-hosts: $(READY)
 	$(BIN)/lockstep bench hosts $(if $(QUICK),--quick)
 
 docs: $(READY)
