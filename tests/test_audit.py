@@ -77,7 +77,7 @@ def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch
     for _ in range(6):
         schedule.begin_step(0)
         fixed.begin_step(0)
-    for cost_s, wanted in ((0.05, 84), (0.001, audit.MIN_EVERY), (100.0, audit.MAX_EVERY)):
+    for cost_s, wanted in ((0.05, 200), (0.001, audit.MIN_EVERY), (100.0, audit.MAX_EVERY)):
         schedule.round_s = fixed.round_s = cost_s
         assert schedule.wanted_every() == pytest.approx(wanted, abs=1)
         assert fixed.wanted_every() == 7
