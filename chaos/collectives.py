@@ -204,17 +204,17 @@ def scatter(member: GroupMember, dice: Random) -> None:
 
 
 def send_recv(member: GroupMember, dice: Random) -> None:
-    """A parcel goes once around; each adds one. Blocking calls."""
+    """A message goes once around; each worker adds one. Blocking calls."""
     after, before = (member.rank + 1) % member.size, (member.rank - 1) % member.size
-    parcel = torch.zeros(any_size(dice))
+    message = torch.zeros(any_size(dice))
     if member.rank == 0:
-        dist.send(parcel, after)
-        dist.recv(parcel, before)
-        expect(parcel, member.size - 1, "send and recv")
+        dist.send(message, after)
+        dist.recv(message, before)
+        expect(message, member.size - 1, "send and recv")
     else:
-        dist.recv(parcel, before)
-        expect(parcel, member.rank - 1, "send and recv")
-        dist.send(parcel + 1, after)
+        dist.recv(message, before)
+        expect(message, member.rank - 1, "send and recv")
+        dist.send(message + 1, after)
 
 
 def isend_irecv(member: GroupMember, dice: Random) -> None:
@@ -231,18 +231,18 @@ def isend_irecv(member: GroupMember, dice: Random) -> None:
 
 def recv_from_any(member: GroupMember, dice: Random) -> None:
     """One hears from all the others, in any order, and answers each."""
-    root, parcel = dice.randrange(member.size), member.ours(any_size(dice))
+    root, message = dice.randrange(member.size), member.ours(any_size(dice))
     tag = dice.randrange(1 << 20)  # a worker that has its answer may be in the next round already
     if member.rank != root:
-        dist.send(parcel, root, tag=tag)
-        dist.recv(parcel, root, tag=tag)
-        expect(parcel, root + 1, "the answer")
+        dist.send(message, root, tag=tag)
+        dist.recv(message, root, tag=tag)
+        expect(message, root + 1, "the answer")
         return
-    got = torch.empty_like(parcel)
+    got = torch.empty_like(message)
     for _ in range(member.size - 1):
         sender = dist.recv(got, tag=tag)
         expect(got, sender + 1, "recv from any rank")
-        dist.send(parcel, sender, tag=tag)
+        dist.send(message, sender, tag=tag)
 
 
 def barrier(member: GroupMember, dice: Random) -> None:

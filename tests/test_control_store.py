@@ -307,7 +307,7 @@ def test_limits_are_reached_and_not_passed(monkeypatch: pytest.MonkeyPatch) -> N
     assert store.grant(1, 1)
 
 
-# --------------------------------------------------------------------------------------------- the arbiter on this host
+# ---- the control store on this host ---------------------------------------------------------------------------------
 
 
 def local(store: ControlStore, lost: list[str] | None = None) -> LocalStoreClient:

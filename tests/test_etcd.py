@@ -1,4 +1,4 @@
-"""The arbiter over a real etcd: the same promises, and members that are killed, stopped and started again.
+"""The control store over a real etcd: the same promises, and members that are killed, stopped and started again.
 
 Needs the `etcd` program, on PATH or in $ETCD (Debian: `apt-get install etcd-server`).
 """
