@@ -114,9 +114,10 @@ class OwnedPart:
             self._pointer = self.parameter.data_ptr()
 
     def set_gradient(self) -> None:
-        gradient = self.parameter.grad
+        """Let the inner optimiser see this piece of the parameter's gradient."""
         if self.is_whole:
             return
+        gradient = self.parameter.grad
         if gradient is not None and gradient.stride() != self.parameter.stride():
             gradient = torch.empty_like(self.parameter).copy_(gradient)
         self.tensor.grad = None if gradient is None else self._view(gradient)

@@ -2,7 +2,7 @@
 
 Every worker has all weights and, after the backward pass, all averaged gradients, but keeps the optimiser's state for
 its own part of them only. In a step each worker updates its part with an ordinary torch optimiser, and the new weights
-are exchanged in buckets.
+are exchanged (weight_exchange.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _ShardedJoinHook(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        self._optimizer._stepjoin_states()
+        self._optimizer._step_joined()
 
 
 class ShardedOptimizer(Optimizer, Joinable):
@@ -93,11 +93,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._parts: list[list[OwnedPart]] = []  # of this worker, by group
         self._exchange: WeightExchange | None = None
         self._consolidated: dict[int, dict[str, Any]] | None = None  # the state of all workers
-        self._same = [
-            optimizer_class.__qualname__,
-            self._whole_tensors,
-            self._bucket_bytes,
-        ]  # must be so on all workers
+        # What must be equal on all workers, beside the parameters.
+        self._same = [optimizer_class.__qualname__, self._whole_tensors, self._bucket_bytes]
         Joinable.__init__(self)
         Optimizer.__init__(self, params, optimizer_class([{"params": []}], **defaults).defaults)
         self._inner = self._together(
@@ -222,7 +219,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         return loss
 
     @torch.no_grad()
-    def _stepjoin_states(self) -> None:
+    def _step_joined(self) -> None:
         """The step of a worker that has no more inputs: it updates its part with the gradients of the others."""
         self._share_gradients(has_inputs=False)
         self._update()
