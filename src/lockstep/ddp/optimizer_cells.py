@@ -79,19 +79,9 @@ def assign_tensors(sizes: Sequence[int], loads: list[int]) -> list[list[Piece]]:
 
 def flat_view(tensor: Tensor) -> Tensor | None:
     """Return the elements in the order of memory, without a copy; None if they are not dense."""
-    if tensor.numel() == 0 or not _is_dense(tensor):
+    if tensor.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other, in the order of any of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class OwnedPart:
