@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep._torch import call_when_backward_ends
 from lockstep.comm.abortable_wait import wait_without_limit
+from lockstep.comm.register_backends import backend_name
 
 FIRST_SAMPLED = 10  # every iteration up to this one is timed, then one in `sample_rate`
 
@@ -131,6 +132,7 @@ class ParameterUsage:
         self._here = [False] * count  # by parameter: used since the last reduction, also under no_sync
         self._map: Tensor | None = None  # by parameter: the number of workers that used it
         self._work: Any = None
+        self._is_on_stream = False  # whether the backend runs collectives in order, on a stream of its own
         self._counts: list[int] | None = None  # the same on the host
         self.unused: list[int] = []  # parameters that the running backward pass does not reach
         self._unused_before: list[int] | None = None
@@ -159,6 +161,7 @@ class ParameterUsage:
         self._map = torch.tensor(self._here, dtype=torch.int32).to(self._device, non_blocking=True)
         self._counts = None
         self._work = group.allreduce([self._map], dist.AllreduceOptions())
+        self._is_on_stream = type(group) is dist.ProcessGroup and backend_name(group, self._device) == "nccl"
 
     def is_unused_everywhere(self, index: int) -> bool:
         return not self._here[index] and self._count_on_host()[index] == 0
@@ -178,7 +181,8 @@ class ParameterUsage:
 
     def finish(self) -> None:
         """At the end of a pass that was reduced."""
-        self._wait()  # also if its result was not needed: the next all-reduce must not overtake it
+        if not self._is_on_stream:
+            self._wait()  # also if its result was not needed: the next all-reduce must not overtake it
         if self.graph is GraphUse.LEARNING:
             self._count_on_host()  # read in every later step, when the tensor may have been freed
         elif not self.is_static:
@@ -190,6 +194,7 @@ class ParameterUsage:
     def on_device(self) -> Tensor:
         if self._map is None:
             self._map = torch.tensor(self._here, dtype=torch.int32, device=self._device)
+        self._wait()
         return self._map
 
 
