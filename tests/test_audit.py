@@ -51,10 +51,10 @@ def test_a_round_audits_one_shard_of_every_worker(shards: int, size: int, every:
 
 def test_workers_with_fewer_shards_audit_between_the_rounds() -> None:
     shares, found = shares_of(8, 3), set[AuditTask]()
-    for number in range(200):
+    for number in range(400):
         tasks = audit_tasks(number, shares, 20)
         if not is_round(number, 20):
-            assert len(tasks) == (1 if (number + 1) % 2 == 0 else 0)
+            assert len(tasks) == (1 if (number + 1) % 10 == 0 else 0)
             found |= set(tasks)
     (idle,) = {task.auditor for task in found}
     assert len(shares[idle]) == 2
@@ -70,17 +70,29 @@ def test_without_audits_nothing_is_audited() -> None:
 
 
 def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 5.0, 5.0, 5.1, 5.1, 5.2, 5.2])  # one step is long: a checkpoint, say
-    monkeypatch.setattr(audit.time, "perf_counter", lambda: next(clock))
+    now_s = [0.0]
+    monkeypatch.setattr(audit.time, "perf_counter", lambda: now_s[0])
     schedule, fixed = AuditSchedule("auto"), AuditSchedule(7)
     assert (schedule.every, fixed.every) == (audit.FIRST_ROUND, 7)
-    for _ in range(6):
-        schedule.begin_step(0)
-        fixed.begin_step(0)
-    for cost_s, wanted in ((0.05, 200), (0.001, audit.MIN_EVERY), (100.0, audit.MAX_EVERY)):
+
+    def take_step(took_s: float, *, has_round: bool = False) -> None:
+        for one in (schedule, fixed):
+            one.begin_step(0)
+            one.has_round = has_round
+        now_s[0] += took_s
+
+    for took_s in (0.1, 0.1, 4.8, 0.1, 0.1, 0.1):  # one step is long: a checkpoint, say
+        take_step(took_s)
+    for cost_s, wanted in ((0.02, 200), (0.0005, audit.MIN_EVERY), (100.0, audit.MAX_EVERY)):
         schedule.round_s = fixed.round_s = cost_s
-        assert schedule.wanted_every() == pytest.approx(wanted, abs=1)
+        assert schedule.wanted_every() == pytest.approx(wanted, abs=1)  # estimated
         assert fixed.wanted_every() == 7
+    schedule.round_s = 0.01
+    for took_s in (0.4, 7.0, 0.4):  # of which 0.3 s are the round's; and one that waited for something else
+        take_step(took_s, has_round=True)
+    take_step(0.1)
+    assert schedule.wanted_every() == pytest.approx(750, abs=1)  # measured
+    assert fixed.wanted_every() == 7
 
 
 # ---- which worker ----------------------------------------------------------------------------------------------------

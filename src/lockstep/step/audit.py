@@ -12,8 +12,8 @@ one are right, if the replicas are equal after it (recovery/replica_check.py). T
 fault of a single moment is found only if it hits a shard that is audited.
 
 Note [Idle slots]
-If the shards cannot be shared out equally, some workers compute fewer of them and would wait. They audit a shard first,
-which costs no time, so they do it IDLE_TIMES as often as there are rounds.
+If the shards cannot be shared out equally, some workers compute fewer of them and would wait. They audit a shard first.
+It costs only what the owner of the shard takes to record it, so they do it IDLE_TIMES as often as there are rounds.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from lockstep.ddp.autograd_graph import find_tensors
 from lockstep.ddp.replica import Leaf, position_digests
 from lockstep.errors import DivergenceError
 
-# That computing shards again and comparing replicas may take with `audit_every="auto"`. 0.01 is promised for all of it:
-# recording the audited shards costs the workers that own them about twice as much (chaos/corruption.py --cost-steps).
-SHARE_OF_TIME: Final = 0.0025
+SHARE_OF_TIME: Final = 0.004  # that audits may take with `audit_every="auto"`; 0.01 is promised
+# By which the time to compute shards again, and to compare replicas, is multiplied until it is known how much longer a
+# step with a round takes: the workers also record their own shards, and exchange the digests.
+FIRST_FACTOR: Final = 4
 FIRST_ROUND: Final = 10  # steps: with "auto" the first round shows how long one takes
 MIN_EVERY, MAX_EVERY = 10, 2000
-IDLE_TIMES: Final = 10
+IDLE_TIMES: Final = 2
 
 LARGE: Final = 3e4  # of a gradient that is certainly finite in half precision, and in a sum
 SAMPLES: Final = "the samples"
@@ -62,6 +63,11 @@ class AuditTask:
     auditor: int
 
 
+def is_audited(number: int, every: int) -> bool:
+    """Whether something may be audited in this step: in a round, or by workers that would wait."""
+    return every > 0 and ((number + 1) % every == 0 or (number + 1) % max(1, every // IDLE_TIMES) == 0)
+
+
 def is_round(number: int, every: int) -> bool:
     """Whether one shard of every worker is audited in this step."""
     return every > 0 and (number + 1) % every == 0
@@ -73,16 +79,13 @@ def audit_tasks(number: int, shares: Sequence[Sequence[int]], every: int) -> lis
     shares  the shards of each rank that have samples
     every   steps between two rounds; 0: nothing is audited
     """
-    if every == 0:
+    if not is_audited(number, every):
         return []
     size, turn = len(shares), (number + 1) // every
     if is_round(number, every):
         owners = [(rank, share) for rank, share in enumerate(shares) if share]
         return [AuditTask(share[turn % len(share)], rank, (rank + 1) % size) for rank, share in owners]
-    idle_every = max(1, every // IDLE_TIMES)
-    most, turn = max(map(len, shares)), (number + 1) // idle_every
-    if (number + 1) % idle_every:
-        return []
+    most, turn = max(map(len, shares)), (number + 1) // max(1, every // IDLE_TIMES) - turn  # rounds do not count
     tasks = []
     # Where shares differ by more than one, shards were assigned by speed, and no worker has to wait.
     idle = [rank for rank, share in enumerate(shares) if len(share) == most - 1 == min(map(len, shares))]
@@ -132,25 +135,38 @@ class AuditSchedule:
         self._number = -1
         self.round_s = 0.0  # the time that this worker spent to compute shards again in the last round
         self.comparison_s = 0.0  # and to compare the replicas after it
+        self.has_round = False  # the running step is a round
         self._step_began_s: float | None = None
-        self._steps_s: list[float] = []
+        self._steps_s: list[float] = []  # of the last steps without a round
+        self._extra_s: list[float] = []  # by which the last rounds made their steps longer
 
     def begin_step(self, number: int) -> None:
         now_s = time.perf_counter()
         if number != self._number:
             self._number, self.every = number, self.next_every
         if self._is_auto and self._step_began_s is not None:
-            self._steps_s = [*self._steps_s[1 - FIRST_ROUND :], now_s - self._step_began_s]
-        self._step_began_s = now_s
+            self._add_step(now_s - self._step_began_s)
+        self._step_began_s, self.has_round = now_s, False
+
+    def _add_step(self, took_s: float) -> None:
+        if not self.has_round:
+            self._steps_s = [*self._steps_s[1 - FIRST_ROUND :], took_s]
+        elif self._steps_s:
+            self._extra_s = [*self._extra_s[-2:], max(took_s - _median(self._steps_s), 0.0)]
 
     def wanted_every(self) -> int:
-        """The number of steps between two rounds that this worker wants, from what the last round took; the largest of
+        """The number of steps between two rounds that this worker wants, from what the last rounds took; the largest of
         all workers counts."""
         if not self._is_auto or not self._steps_s:
             return self.next_every
-        step_s = max(sorted(self._steps_s)[len(self._steps_s) // 2], 1e-6)
-        cost_s = self.round_s + self.comparison_s
+        least_s = self.round_s + self.comparison_s
+        cost_s = max(_median(self._extra_s), least_s) if self._extra_s else FIRST_FACTOR * least_s
+        step_s = max(_median(self._steps_s), 1e-6)
         return min(max(math.ceil(cost_s / (SHARE_OF_TIME * step_s)), MIN_EVERY), MAX_EVERY)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 # -- the audit of a step -----------------------------------------------------------------------------------------------
@@ -191,16 +207,18 @@ class ShardAudit:
         """
         self._schedule.begin_step(batch.number)
         self._rank = sum_.group.rank()
+        self._tasks, self.is_round, self._owned, self._recomputed = [], False, {}, {}
+        if not is_audited(batch.number, self._schedule.every):
+            return
         counts = sum_.merge_counts(batch.counts)
         shares = [[shard for shard in share if counts[shard]] for share in sum_.shares]
         self._tasks = audit_tasks(batch.number, shares, self._schedule.every)
         self.is_round = is_round(batch.number, self._schedule.every) and all(shares)
-        self._owned, self._recomputed = {}, {}
         if self._tasks:
             began_s = time.perf_counter()
             self._recompute(batch, recompute)
             if self.is_round:
-                self._schedule.round_s = time.perf_counter() - began_s
+                self._schedule.round_s, self._schedule.has_round = time.perf_counter() - began_s, True
 
     def _recompute(self, batch: Batch, recompute: Recompute) -> None:
         for task in self._tasks:
