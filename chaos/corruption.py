@@ -48,7 +48,7 @@ from lockstep.bench.models import OPTIMIZERS, WORKLOADS, loss_of
 from lockstep.step.audit import ShardAudit
 
 STEPS, SAVE_EVERY, SHARDS = 12, 2, 8
-CLEAN_STEPS = 60  # of a training in which every step is audited
+CLEAN_STEPS, CLEAN_SHARDS = 300, (3, 3, 3, 8)  # of trainings in which every step is audited
 MAX_SHARE = 0.01  # of the time that audits may take with "auto"
 STEPS_AROUND = 20  # before and after an audited step, with which it is compared
 AUDIT_EVERY = (2, 4, 5)
@@ -78,6 +78,7 @@ class Case:
     audit_every: int
     fault: Fault | None
     steps: int = STEPS
+    shards: int = SHARDS
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def train(case: Case, folder: Path, *, is_clean: bool) -> Outcome:
             fault = None if is_clean else case.fault
             is_victim = fault is not None and run.world.rank == fault.rank
             injector = Injector(fault, model, optimizer) if fault is not None and is_victim else None
-            batches = run.batches(data, global_batch_size=16, shards=SHARDS, epochs=None)
+            batches = run.batches(data, global_batch_size=16, shards=case.shards, epochs=None)
             for batch in run.train(batches, optimizer, steps=case.steps):
                 number = batch.number
                 if injector is not None:
@@ -320,8 +321,11 @@ def run_audits(count: int, folder: Path) -> tuple[int, list[str]]:
     alarms, done = list[str](), 0
     per_training = 3 * CLEAN_STEPS  # three workers, each audited in every step
     while done < count:
-        names = [list(PROGRAMS)[n % len(PROGRAMS)] for n in range(min(PER_LAUNCH, -(-(count - done) // per_training)))]
-        cases = [Case(n, name, 3, 1, None, CLEAN_STEPS) for n, name in enumerate(names)]
+        trainings = range(min(PER_LAUNCH, -(-(count - done) // per_training)))
+        kinds = itertools.cycle(itertools.product(CLEAN_SHARDS, PROGRAMS))
+        cases = [
+            Case(n, name, 3, 1, None, CLEAN_STEPS, shards) for n, (shards, name) in zip(trainings, kinds, strict=False)
+        ]
         outcomes = lockstep.launch(train_all, cases, folder / "audits", True, workers=3)
         alarms += [one.error for one in outcomes if one.error]
         done += per_training * len(cases)
