@@ -134,6 +134,18 @@ def flip(tensor: Tensor, fault: Fault) -> None:
         raw[where * size + fault.bit // 8 % size] ^= 1 << fault.bit % 8
 
 
+class _Replace(torch.autograd.Function):
+    """Replaces the value of a tensor, to the bit: adding the difference would keep a zero whose sign changes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class Injector:
     """Injects one fault into the training of one worker."""
 
@@ -176,7 +188,7 @@ class Injector:
         self._is_done = True
         changed = tensor.detach().clone()
         flip(changed, self._fault)
-        return changed if not tensor.requires_grad else tensor + (changed - tensor.detach()).nan_to_num(nan=1e30)
+        return changed if not tensor.requires_grad else _Replace.apply(tensor, changed.nan_to_num(nan=1e30))
 
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
