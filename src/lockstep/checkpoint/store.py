@@ -135,7 +135,11 @@ class CheckpointStore:
 
     def prune(self, written: int) -> None:
         """Remove outdated checkpoints, after `written` was saved, and temporary folders of killed writers."""
-        self._clean_up(now=self.path_of(written).stat().st_ctime)  # by the clock of the file system
+        try:
+            now = self.path_of(written).stat().st_ctime  # by the clock of the file system
+        except FileNotFoundError:
+            return  # another thread has set it aside (`set_aside_after`)
+        self._clean_up(now=now)
         for step in choose_outdated(
             steps_in(self.directory), self._is_valid, written=written, kept=self._kept, kept_step=self.kept_step
         ):
