@@ -139,6 +139,7 @@ def test_two_workers_leave_one_after_the_other(tmp_path: Path, capsys: pytest.Ca
     assert max(len(steps) for steps in steps_of(folder).values()) < 200
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_workers_ends_the_run(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "-n", "2", "--min", "1", steps=4000, slowly=True) as process:
         folder = tmp_path / "run"

@@ -163,25 +163,9 @@ FIXED = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("exits", "backend"),
-    [
-        ("os._exit loss 1 3", "shm"),
-        ("sys.exit loop 1 3", "gloo"),
-        *(
-            pytest.param(exits, backend, marks=pytest.mark.slow)
-            for exits, backend in [
-                ("os._exit loss 1 3", "gloo"),
-                ("sys.exit loop 1 3", "shm"),
-                ("os._exit callback 0 3", "gloo"),
-                ("os._exit callback 0 3", "shm"),
-                ("caught loop 1 3", "shm"),
-                ("caught loop 1 3", "gloo"),
-            ]
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("exits", FIXED)
 def test_in_a_fixed_world_it_is_named_and_not_its_peers(stage: Stage, exits: str, backend: str) -> None:  # noqa: F811
     script = stage.script(PROGRAM.format(tests=str(Path(__file__).parent)))
     done = stage.run("-n", "2", script, EXITS=exits, LOCKSTEP_BACKEND=backend)

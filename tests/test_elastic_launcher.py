@@ -149,7 +149,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "launcher"])
 def test_a_worker_that_is_killed_leaves_no_semaphores(tmp_path: Path, victim: str) -> None:
     """Python's resource tracker, which would unlink them, is a child of the worker, and is killed with its group."""

@@ -172,8 +172,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digests(out)[0]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_survivor_that_is_one_step_behind_runs_its_body_once(tmp_path: Path, undisturbed: str, backend: str) -> None:
     (tmp_path / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
     options = ("-n", "3", "--min", "1", "--log-dir", "logs")

@@ -318,7 +318,7 @@ def killed(folder: Path, kind: str, faults: list[dict[str, Any]]) -> tuple[list[
     return re.findall(r"digest (\w+)", done.stdout), done.stdout + done.stderr
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_worker_that_is_killed_in_either_step_changes_nothing(place: str, call: int, tmp_path: Path) -> None:

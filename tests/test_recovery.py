@@ -451,7 +451,7 @@ SLOW = (
     "a step behind, and the source is lost, shm", "a step behind, and the source is lost, gloo",
     "only the newcomer has the state", "while they gather, gloo", "two at once, and then all",
     "the source, and no other has a state", "no route for a moment",
-    "in the last checkpoint", "no Run", "watched",
+    "in the last checkpoint", "no Run", "watched", "scaled", "SyncBatchNorm",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 
