@@ -152,6 +152,17 @@ def test_every_bit_and_every_pair_of_bits_counts(count: int) -> None:
                 assert position_digests([flipped(tensor, (element, bit), (other, bit))]) != [digest]
 
 
+@pytest.mark.parametrize("bit", [15, 23, 30, 31])
+@pytest.mark.parametrize("count", [4, 8, 2000])
+def test_the_same_bit_of_many_elements_changes_a_digest(bit: int, count: int) -> None:
+    """Such changes of the highest bits are alike in both halves of a word, and must not cancel between words."""
+    generator = torch.Generator().manual_seed(count)
+    for _ in range(50):
+        tensor = torch.randn(count, generator=generator)
+        damaged = flipped(tensor, *((element, bit) for element in range(count)))
+        assert position_digests([damaged]) != position_digests([tensor])
+
+
 def test_digests_of_other_kinds_of_tensors() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[3, 1]]), torch.tensor([1.0, 2.0]), (5,))
     other = torch.sparse_coo_tensor(torch.tensor([[3, 0]]), torch.tensor([1.0, 2.0]), (5,))

@@ -105,10 +105,12 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
     words = torch.zeros(-(-flat.numel() // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=flat.device)
     words[: flat.numel()] = flat
     rows = words.view(torch.int64).view(-1, ROW_BYTES // 8)
-    rows = rows ^ ((rows >> 32) & 0xFFFFFFFF)  # or the highest bits of two elements would cancel: 2^63 + 2^63 = 0
-    in_row = _odd_numbers(ROW_BYTES // 8, tensor.device)
+    first, second = _odd_numbers(2 * ROW_BYTES // 8, tensor.device).view(2, -1)
     of_row = torch.arange(len(rows), device=tensor.device) * 2 * 0x2545F4914F6CDD1 + 1
-    return ((rows * in_row).sum(1) * of_row).sum()
+    rows.mul_(first)  # each of these steps can be undone, so that a changed bit changes the result
+    # The higher half changes the lower one. Else the highest bits of two elements would cancel: 2^63 + 2^63 = 0.
+    rows.bitwise_xor_((rows >> 32).bitwise_and_(0xFFFFFFFF))
+    return (rows.mul_(second).sum(1) * of_row).sum()
 
 
 @functools.cache
