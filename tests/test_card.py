@@ -185,6 +185,28 @@ def test_causes(what: str, why: str) -> None:
     assert "{" not in found.why + found.do
 
 
+@pytest.mark.parametrize(
+    ("largest", "advice"),
+    [
+        ("rest", "shards="),
+        ("optimizer", "ShardedOptimizer"),
+        ("graphs", "capture=False"),
+        ("buckets", "fewer shards"),
+        ("weights", "smaller model"),
+    ],
+)
+def test_out_of_memory_names_what_it_was_used_for_and_what_to_change(largest: str, advice: str) -> None:
+    parts = {"weights": 2**30, "gradients": 2**30, "buckets": 2**20, "optimizer": 2**30, "graphs": 0, "rest": 2**29}
+    parts[largest] = 9 * 2**30
+    for what in ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "MemoryError: "):
+        found = explain(Evidence(what, "", 1, memory=parts | {"peak": sum(parts.values())}))
+        assert found is not None
+        assert f"{sum(parts.values()) / 2**30:.2f} GiB: {largest} 9.00 GiB, " in found.why
+        assert advice in found.do
+    other = explain(Evidence("ValueError: OutOfMemory", "", 1, memory=parts))
+    assert other is None
+
+
 def test_an_exception_of_the_users_own_has_no_other_cause() -> None:
     assert explain(Evidence("ValueError: bad", "Connection reset by peer\nDesync", 1)) is None
 

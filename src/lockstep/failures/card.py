@@ -10,7 +10,8 @@ import re
 import signal
 import sys
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 WIDTH: Final = 100
@@ -81,6 +82,7 @@ class Evidence:
     code: int  # exit status; negative for a signal
     out_of_memory: str = ""  # what the kernel's counters say about processes killed meanwhile
     stop_sent: bool = False  # the launcher had asked it to stop
+    memory: Mapping[str, int] = field(default_factory=dict)  # what the worker used, in bytes: see `Run.memory`
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,20 @@ _SAME_DATA: Final = (
     'or, for a stream that must split itself, run.batches(split="worker"). Make random data and random splits inside '
     "of the `with` block of the Run, or with a seed; sort lists of files"
 )
+
+_OUT_OF_GPU_MEMORY: Final = r"CUDA out of memory|OutOfMemoryError"
+_OUT_OF_MEMORY: Final = r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|not enough memory"
+# What to change, by the kind of memory that is the largest.
+_LESS_MEMORY: Final = {
+    "weights": "most of it is weights: use a smaller model, or weights of a smaller dtype",
+    "gradients": "most of it is gradients: use a smaller model, or weights of a smaller dtype",
+    "buckets": "most of it is buckets, in which gradients are exchanged: use fewer shards for each worker",
+    "optimizer": "most of it is the state of the optimiser: use one with less state (SGD, Adafactor), or in a loop of "
+    "your own lockstep.ShardedOptimizer, which keeps 1/N of it on each of N workers",
+    "graphs": "most of it is CUDA graphs: Run(capture=False) makes none",
+    "rest": "most of it is activations: use more shards of the global batch (shards=), a smaller global_batch_size, "
+    "precision='bf16', or torch.utils.checkpoint in the model",
+}
 
 # (pattern, why, do). The first pattern that matches is used: specific ones come before general ones. `why` and `do` may
 # contain groups of the pattern.
@@ -153,11 +169,11 @@ _RULES: Final = (
      "which ones a worker met before",
      "compile once for all shapes, torch.compile(model, dynamic=True); or pad to few lengths (drop_last=True leaves "
      "out the smaller last batch); or give Run exact=False"),
-    (r"CUDA out of memory|OutOfMemoryError",
+    (_OUT_OF_GPU_MEMORY,
      "the GPU is out of memory: the numbers are above",
      "use more shards of the global batch (shards=), a smaller global_batch_size or model, or precision='bf16'; see "
      "who else is on the GPU with nvidia-smi"),
-    (r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|not enough memory",
+    (_OUT_OF_MEMORY,
      "the worker could not get more memory: the machine, or its limit (ulimit -v, the container's), is full",
      "use fewer workers (-n), fewer loaders, more shards of a smaller global_batch_size, or allow more memory"),
     (r"cannot listen on MASTER_PORT=(?P<port>\d+)|EADDRINUSE|[Aa]ddress already in use",
@@ -215,8 +231,22 @@ def explain(evidence: Evidence) -> Explanation | None:
     text = evidence.what or evidence.last_lines
     for pattern, why, do in _RULES:
         if (match := re.search(pattern, text, re.DOTALL)) is not None:
+            if pattern in (_OUT_OF_GPU_MEMORY, _OUT_OF_MEMORY) and evidence.memory.keys() > {"rest", "peak"}:
+                return _explain_memory(why, evidence.memory)
             return Explanation(*(_fill(words, match.groupdict()) for words in (why, do)))
     return None
+
+
+def _explain_memory(why: str, memory: Mapping[str, int]) -> Explanation:
+    """Say for what the worker used its memory, and what to change in the largest part of it."""
+    parts = {name: size for name, size in memory.items() if name in _LESS_MEMORY and size > 0}
+    listed = ", ".join(f"{name} {_size(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
+    about = f"{why.partition(':')[0]}. It had used {_size(memory['peak'])}: {listed} (rest: activations and others)"
+    return Explanation(about, _LESS_MEMORY[max(parts, key=lambda name: parts[name])])
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
 def _fill(text: str, groups: dict[str, str]) -> str:

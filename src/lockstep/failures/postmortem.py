@@ -56,7 +56,15 @@ def make_card(worker: FailedWorker, crash: CrashRecord | None, seen: dict[str, A
         found = parse_record(crash)
     else:
         found = ParsedError() if worker.early else traceback_parser.read(worker.last_lines)
-    evidence = Evidence(found.what, "\n".join(worker.last_lines), worker.code, worker.out_of_memory, worker.stop_sent)
+    memory = crash.where.get("memory") if crash is not None else None
+    evidence = Evidence(
+        found.what,
+        "\n".join(worker.last_lines),
+        worker.code,
+        worker.out_of_memory,
+        worker.stop_sent,
+        memory if isinstance(memory, dict) else {},
+    )
     cause = TOO_EARLY if worker.early else explain(evidence)
     if found.cause and cause is None:
         cause = explain(Evidence(found.cause, "", worker.code))

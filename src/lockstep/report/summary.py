@@ -42,6 +42,7 @@ from lockstep.report.trace_reader import LoggedMetrics, Trace, TraceEvent, Trace
 
 MOST_POINTS: Final = 400
 AROUND: Final = 2.0  # a noise scale within this factor of the batch size counts as equal to it
+KINDS_OF_MEMORY: Final = ("weights", "gradients", "buckets", "optimizer", "graphs")
 _SAME_EVENT_S: Final = 30.0  # equal events of workers within this time are one event
 
 Point = tuple[int, float | None]  # step, value; None: NaN or infinite
@@ -72,7 +73,7 @@ class MemoryUsage:
 
     worker: str
     where: str  # device, or process: the memory of a CPU process includes its libraries
-    parts: Mapping[str, float]  # weights, gradients, optimizer, rest
+    parts: Mapping[str, float]  # KINDS_OF_MEMORY and rest
     total_bytes: float
 
 
@@ -210,7 +211,7 @@ def _memory(generations: list[TraceGeneration]) -> list[MemoryUsage]:
         windows, known = member.record.windows, member.record.world.memory_bytes
         peak = max((one.peak_bytes or 0.0 for one in windows), default=0.0)
         total = peak or max((one.rss_bytes or 0.0 for one in windows), default=0.0)
-        parts = {name: known.get(name, 0.0) for name in ("weights", "gradients", "optimizer")}
+        parts = {name: known.get(name, 0.0) for name in KINDS_OF_MEMORY}
         total = max(total, sum(parts.values()))
         parts["rest"] = total - sum(parts.values())
         if total:

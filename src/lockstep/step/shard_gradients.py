@@ -107,6 +107,16 @@ class ShardGradients:
         return tuple(bucket.buffers.rows.nbytes for bucket in self._buckets)
 
     @property
+    def buffer_bytes(self) -> int:
+        """Memory of the buckets, without the part in which the gradients of parameters are."""
+        gradients = [p.grad.data_ptr() for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        buffers = [bucket.buffers for bucket in self._buckets]
+        tensors = [t for one in buffers for t in (one.rows, one.received, one.whole) if t is not None]
+        return sum(
+            t.nbytes for t in tensors if not any(t.data_ptr() <= at < t.data_ptr() + t.nbytes for at in gradients)
+        )
+
+    @property
     def bucket_names(self) -> list[tuple[str, str, int]]:
         """(first parameter, last parameter, number of parameters) of each bucket."""
         named = [[self._leaves[i].name for i in bucket.indices] for bucket in self._buckets]

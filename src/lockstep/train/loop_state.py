@@ -122,7 +122,7 @@ class WorkerState:
         config, plan.audits = self._config, AuditSchedule(session.options.audit_every)
         self._make_contexts(plan, training_plan.make_shard_balance(plan, config, world.size), LastUpdate())
         session.observer.set_world(
-            lambda: training_plan.describe(plan, next(iter(self.contexts.values()))),
+            lambda: training_plan.describe(plan, self.contexts),
             config=training_plan.observer_config(plan, world),
             generation=session.calls.generation,
             first=plan.batches.position.number,

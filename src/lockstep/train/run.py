@@ -39,7 +39,7 @@ from lockstep.step.learning_rate import LRScaling
 from lockstep.step.run_options import OptionNames, RunOptions
 from lockstep.step.step_types import Loss, Result, Stop
 from lockstep.trace.metrics import Mean
-from lockstep.train import evaluation
+from lockstep.train import evaluation, run_methods
 from lockstep.train.crash_context import CrashContext
 from lockstep.train.loop import TrainLoop
 from lockstep.train.loop_check import check_train_arguments, refuse_model
@@ -275,7 +275,7 @@ class Run:
             raise LockstepError("a Run has one loop: run.train goes over all epochs, see run.batches(epochs=...)")
         if (state_log := self._session.state_log) is not None:
             steps, state_log.shards = min(steps or state_log.steps, state_log.steps), batches.settings.shards
-        model, config = self._replicated("run.train"), RunConfig(self.options, self.seed, self.exact)
+        model, config = run_methods.replicated(self._model, "run.train"), RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, join_optimizers(optimizers, model), batches, config, scaling=scaling)
         plan.schedule, plan.interval = schedule, interval
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
@@ -318,7 +318,7 @@ class Run:
         """
         evaluation.check_options("run.evaluate", loading)
         asked = evaluation.EvaluationCall(
-            "run.evaluate", self._replicated("run.evaluate"), model, dataset, batch_size, loading
+            "run.evaluate", run_methods.replicated(self._model, "run.evaluate"), model, dataset, batch_size, loading
         )
         means = evaluation.evaluate(self._session, figures, asked)
         return means[""] if list(means) == [""] else means
@@ -339,7 +339,7 @@ class Run:
         """
         evaluation.check_options("run.predict", loading)
         asked = evaluation.EvaluationCall(
-            "run.predict", self._replicated("run.predict"), model, dataset, batch_size, loading
+            "run.predict", run_methods.replicated(self._model, "run.predict"), model, dataset, batch_size, loading
         )
         found = evaluation.predict(self._session, function, asked)
         return found[""] if list(found) == [""] else found
@@ -400,7 +400,22 @@ class Run:
     def digest(self) -> str:
         """SHA-256 of weights, buffers and optimiser state of this worker. Not a collective call."""
         optimizer = self._loop.plan.optimizer if self._loop.plan is not None else None
-        return sha256_of(named_state(self._replicated("run.digest"), optimizer))
+        return sha256_of(named_state(run_methods.replicated(self._model, "run.digest"), optimizer))
+
+    def memory(self) -> dict[str, int]:
+        """Return for what this worker has used memory, in bytes. Not a collective call.
+
+        weights    parameters and buffers
+        gradients  one for each parameter that is trained
+        buckets    in which gradients are exchanged, beside the gradients themselves
+        optimizer  the state of the optimiser
+        graphs     CUDA graphs of captured shards
+        rest       mainly activations; on a CPU also the libraries and everything else in the process
+        peak       the most that was used at any time: of the GPU, as torch counts it; else of the process
+
+        Before `run.train` there are only `rest` and `peak`.
+        """
+        return run_methods.memory_by_kind(self._session, self._loop)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -430,9 +445,4 @@ class Run:
 
         Raises CheckpointError, and changes nothing, if the weights do not fit the model.
         """
-        load_weights(self._session, self._replicated("run.load"), path, what)
-
-    def _replicated(self, who: str) -> nn.Module:
-        if self._model is None:
-            raise LockstepError(f"{who} needs a model: call run.replicate(model) first")
-        return self._model
+        load_weights(self._session, run_methods.replicated(self._model, "run.load"), path, what)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recovery.checkpointing import describe_misfit, read_weights
 from lockstep.recovery.module_state import load_module
 from lockstep.recovery.state_transfer import broadcast_state
 from lockstep.trace.metrics import as_pairs, gather_pieces, mean_of
 from lockstep.train.loop import TrainLoop
 from lockstep.train.session import Session
+from lockstep.train.training_plan import memory_of
 
 
 def copy_from_rank_0(session: Session, model: nn.Module) -> None:
@@ -91,9 +95,29 @@ def load_weights(session: Session, model: nn.Module, path: str | Path, what: str
     session.calls.make("run.load", load)
 
 
+def memory_by_kind(session: Session, loop: TrainLoop) -> dict[str, int]:
+    """See `Run.memory`."""
+    found = {} if loop.plan is None else memory_of(loop.plan, loop.state.contexts)
+    if session.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(session.device)
+    else:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    known = sum(found.values())
+    return found | {"rest": max(peak - known, 0), "peak": max(peak, known)}
+
+
+def replicated(model: nn.Module | None, who: str) -> nn.Module:
+    """Return the replicated model; raise LockstepError if there is none yet."""
+    if model is None:
+        raise LockstepError(f"{who} needs a model: call run.replicate(model) first")
+    return model
+
+
 def whereabouts(session: Session, loop: TrainLoop) -> dict[str, Any]:
-    """Position of this worker, for the failure report."""
+    """Position of this worker and what its memory is used for, for the failure report."""
     found: dict[str, Any] = {"call": session.calls.current_call}
     if hasattr(session, "world"):
         found |= {"rank": session.world.rank, "size": session.world.size}
+        with suppress(Exception):  # or the failure would not be reported
+            found["memory"] = memory_by_kind(session, loop)
     return found | loop.whereabouts()

@@ -291,20 +291,26 @@ def lr_and_grad_norm(plan: TrainingPlan | StepContext, result: Result) -> dict[s
     return {"lr": float(rate or 0.0) * times if is_known else None, "grad_norm": norm}
 
 
-def describe(plan: TrainingPlan, training: StepContext) -> dict[str, Any]:
+def describe(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[str, Any]:
     """Buckets and memory of a step, for the trace. They are known after the first step."""
+    gradients = next(iter(contexts.values())).gradients
+    return {
+        "buckets": list(gradients.bucket_bytes),
+        "bucket_names": gradients.bucket_names,
+        "memory": memory_of(plan, contexts),
+    }
+
+
+def memory_of(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[str, int]:
+    """The bytes that this worker needs for each kind of tensor, except activations. See `Run.memory`."""
     by_parameter = [state for state in plan.optimizer.state.values() if isinstance(state, dict)]
     states = [value for state in by_parameter for value in state.values() if isinstance(value, Tensor)]
-    weights = sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers()))
     return {
-        "buckets": list(training.gradients.bucket_bytes),
-        "bucket_names": training.gradients.bucket_names,
-        "memory": {
-            "weights": weights,
-            "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
-            "optimizer": sum(state.nbytes for state in states),
-            "graphs": plan.graphs.memory_bytes,
-        },
+        "weights": sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers())),
+        "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
+        "buckets": sum(one.gradients.buffer_bytes for one in contexts.values()),
+        "optimizer": sum(state.nbytes for state in states),
+        "graphs": plan.graphs.memory_bytes,
     }
 
 

@@ -429,7 +429,8 @@ if (S.noise) {
 // Memory.
 if (S.memory.length) {
   const most = Math.max(...S.memory.map((one) => one.total_bytes));
-  const names = [["weights", "weights"], ["gradients", "gradients"], ["optimizer", "optimizer"], ["rest", "activations and everything else"]];
+  const names = [["weights", "weights"], ["gradients", "gradients"], ["buckets", "buckets to exchange them"], ["optimizer", "optimizer"], ["graphs", "CUDA graphs"], ["rest", "activations and everything else"]]
+    .filter(([name]) => S.memory.some((one) => one.parts[name] > 0));
   $("memory-lead").textContent = S.memory[0].where === "device" ? "The most that each worker had on its device at any time." : "The most that each worker's process had at any time; its libraries are part of it.";
   $("memory-body").append(el("div", { class: "legend" }, ...legend(names)));
   fold($("memory-body"), S.memory.map((one) => bar([one.worker], names.map(([name, text]) => ({ name, value: one.parts[name], text: bytes(one.parts[name]), tip: `${text}\n${bytes(one.parts[name])}` })), most, [bytes(one.total_bytes)])), "workers");
