@@ -584,6 +584,33 @@ def test_complex_and_half_precision_parameters() -> None:
     assert on_workers(complex_and_half, 3) == [[True, True]] * 3
 
 
+def train_a_part(rank: int, size: int) -> list[Any]:
+    """A large frozen layer before a small one that is trained, as in fine-tuning; then the large one is trained too."""
+    net = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 8))
+    net[0].requires_grad_(False)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, net.parameters(), lr=0.1)
+    nn.init.constant_(net[0].weight, float(rank))  # would be overwritten if it was exchanged
+    trained = torch.full_like(net[1].weight, 0.5)
+    net[1].weight.grad, net[1].bias.grad = trained, torch.ones_like(net[1].bias)
+    optimizer.step()
+    found = [optimizer.state_bytes(), float(net[0].weight[0, 0]), weights(net[1])]
+    nn.init.zeros_(net[0].weight)
+    net[0].requires_grad_(True)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return [*found, weights(net)]
+
+
+def test_frozen_parameters_are_not_exchanged_and_do_not_make_the_parts_uneven() -> None:
+    found = on_workers(train_a_part, 3)
+    state = 2 * 4 * (300 * 8 + 8)
+    for rank, (size, frozen, _, _) in enumerate(found):
+        assert size <= state / 3 + 0.02 * state + 4 * 64 * 2 + 16  # a cell more, and counters
+        assert frozen == rank
+    assert all(one[2:] == found[0][2:] for one in found)
+
+
 def too_early(rank: int, size: int, folder: str) -> str:
     dist.destroy_process_group()
     net = nn.Linear(4, 3)

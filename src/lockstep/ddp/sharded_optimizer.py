@@ -113,8 +113,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         added, loads = self.param_groups[-1]["params"], list(self._loads)
         try:
             self._check_group(added)
-            for is_whole, assign in ((True, assign_tensors), (False, assign_cells)):
-                chosen = [parameter for parameter in added if self._is_whole(parameter) is is_whole]
+            # Those that are trained on their own: the others have no state, and would not make the parts even.
+            for is_whole, is_trained in itertools.product((True, False), (True, False)):
+                chosen = [one for one in added if (self._is_whole(one), one.requires_grad) == (is_whole, is_trained)]
+                assign = assign_tensors if is_whole else assign_cells
                 found = assign([parameter.numel() for parameter in chosen], self._loads)
                 self._pieces |= dict(zip(chosen, found, strict=True))
             self._parts.append(
@@ -158,7 +160,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             elif any(parameter is other for other in parameters[:place]):
                 problem = f"{where}twice in its group"
         if self._group is not None and self._size > 1:
-            kinds = [[list(one.shape), list(one.stride()), str(one.dtype)] for one in parameters]
+            kinds = [[list(one.shape), list(one.stride()), str(one.dtype), one.requires_grad] for one in parameters]
             device = self._control_device()
             if not agreement.all_equal(
                 self._group, agreement.fingerprint([*self._same, kinds, problem]), device=device
@@ -166,8 +168,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 counts = agreement.gather_values(self._group, len(kinds), device=device)
                 raise ReplicaMismatchError(
                     f"the workers' parameters or options differ: ShardedOptimizer got {counts} tensors on ranks 0 to "
-                    f"{self._size - 1}, and needs the same class and options, and the same shapes, dtypes and strides "
-                    "in the same order on all of them"
+                    f"{self._size - 1}, and needs the same class and options, and the same shapes, dtypes, strides "
+                    "and requires_grad in the same order on all of them"
                 )
         if problem:
             raise ValueError(problem)
@@ -256,8 +258,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         for part in parts:
             part.drop_gradient()
         if self._group is not None and self._size > 1:
-            if self._exchange is None or self._exchange.has_moved():
-                self._exchange = WeightExchange(self._group, self._pieces, self._bucket_bytes)
+            changed = {one: self._pieces[one] for one in self._pieces if one.requires_grad or one.grad is not None}
+            if self._exchange is None or self._exchange.has_moved(changed):
+                self._exchange = WeightExchange(self._group, changed, self._bucket_bytes)
             self._exchange.run()
 
     def _check_parameters(self) -> None:

@@ -6,7 +6,7 @@ Large pieces are broadcast from where they are, without a copy. Small ones are c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -25,8 +25,8 @@ class WeightExchange:
     """Exchanges the pieces of parameters between their owners. All workers make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup, pieces: Mapping[Tensor, list[Piece]], bucket_bytes: int) -> None:
-        self._group, self._parameters = group, list(pieces)
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+        self._group = group
+        self._pointers = [parameter.data_ptr() for parameter in pieces]
         self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
         by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
         for parameter, owned in pieces.items():
@@ -42,9 +42,9 @@ class WeightExchange:
             bucket for by_rank in by_device.values() for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes)
         ]
 
-    def has_moved(self) -> bool:
-        """Whether a parameter has other memory than when this object was made."""
-        return self._pointers != [parameter.data_ptr() for parameter in self._parameters]
+    def has_moved(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether these are other parameters, or have other memory, than when this object was made."""
+        return self._pointers != [parameter.data_ptr() for parameter in parameters]
 
     def run(self) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out."""
