@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lockstep.checkpoint.store import CheckpointStore, choose_outdated
 from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp.replica import position_digests
 from lockstep.step import audit
-from lockstep.step.audit import AuditSchedule, AuditTask, audit_tasks, count_wrong_answers, is_round, judge
+from lockstep.step.audit import AuditSchedule, audit_tasks, count_wrong_answers, is_round, judge
 from on_workers import on_workers, run_alone
 from runs import PROGRAMS, train, use
 
@@ -49,16 +50,17 @@ def test_a_round_audits_one_shard_of_every_worker(shards: int, size: int, every:
     assert seen == set(range(shards))
 
 
-def test_workers_with_fewer_shards_audit_between_the_rounds() -> None:
-    shares, found = shares_of(8, 3), set[AuditTask]()
-    for number in range(400):
-        tasks = audit_tasks(number, shares, 20)
-        if not is_round(number, 20):
-            assert len(tasks) == (1 if (number + 1) % 10 == 0 else 0)
-            found |= set(tasks)
-    (idle,) = {task.auditor for task in found}
-    assert len(shares[idle]) == 2
-    assert {task.shard for task in found} == set(range(8)) - set(shares[idle])
+@pytest.mark.parametrize("every", [2, 3, 5, 7, 20])
+def test_workers_with_fewer_shards_audit_once_between_two_rounds(every: int) -> None:
+    shares, found = shares_of(8, 3), Counter[int]()
+    for number in range(every * 12):
+        tasks = audit_tasks(number, shares, every)
+        if not is_round(number, every):
+            assert len(tasks) == (1 if (number + 1) % every == every // 2 else 0)
+            found.update(task.shard for task in tasks)
+            assert all(len(shares[task.auditor]) == 2 for task in tasks)
+    (idle,) = [shares[rank] for rank in range(3) if len(shares[rank]) == 2]
+    assert found == dict.fromkeys(set(range(8)) - set(idle), 2)
 
 
 def test_workers_with_as_many_shards_audit_only_in_rounds() -> None:
@@ -80,6 +82,9 @@ def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch
             one.begin_step(0)
             one.has_round = has_round
         now_s[0] += took_s
+        for one in (schedule, fixed):
+            one.end_step()
+        now_s[0] += 60.0  # the program evaluates, which does not count
 
     for took_s in (0.1, 0.1, 4.8, 0.1, 0.1, 0.1):  # one step is long: a checkpoint, say
         take_step(took_s)
@@ -90,7 +95,6 @@ def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch
     schedule.round_s = 0.01
     for took_s in (0.4, 7.0, 0.4):  # of which 0.3 s are the round's; and one that waited for something else
         take_step(took_s, has_round=True)
-    take_step(0.1)
     assert schedule.wanted_every() == pytest.approx(750, abs=1)  # measured
     assert fixed.wanted_every() == 7
 

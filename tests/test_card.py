@@ -198,13 +198,24 @@ def test_causes(what: str, why: str) -> None:
 def test_out_of_memory_names_what_it_was_used_for_and_what_to_change(largest: str, advice: str) -> None:
     parts = {"weights": 2**30, "gradients": 2**30, "buckets": 2**20, "optimizer": 2**30, "graphs": 0, "rest": 2**29}
     parts[largest] = 9 * 2**30
-    for what in ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "MemoryError: "):
-        found = explain(Evidence(what, "", 1, memory=parts | {"peak": sum(parts.values())}))
+    gpu = Evidence("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "", 1)
+    host = Evidence("MemoryError: ", "", 1)
+    for evidence, device, general in ((gpu, "cuda", "nvidia-smi"), (host, "cpu", "fewer workers")):
+        used = replace(evidence, memory=parts | {"peak": sum(parts.values())}, device=device)
+        found = explain(used)
         assert found is not None
         assert f"{sum(parts.values()) / 2**30:.2f} GiB: {largest} 9.00 GiB, " in found.why
-        assert advice in found.do
-    other = explain(Evidence("ValueError: OutOfMemory", "", 1, memory=parts))
-    assert other is None
+        assert general in found.do
+        assert (advice in found.do) == (device == "cuda" or largest != "rest")
+        elsewhere = explain(replace(used, device="cpu" if device == "cuda" else "cuda"))  # of which nothing is known
+        assert elsewhere == explain(evidence)
+
+
+def test_out_of_memory_counts_what_could_not_be_allocated() -> None:
+    memory = {"weights": 2**30, "rest": 2**20, "peak": 2**30 + 2**20}
+    found = explain(Evidence("OutOfMemoryError: Tried to allocate 200.00 GiB.", "", 1, memory=memory, device="cuda"))
+    assert found is not None
+    assert "activations" in found.do
 
 
 def test_an_exception_of_the_users_own_has_no_other_cause() -> None:

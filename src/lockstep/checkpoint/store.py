@@ -147,8 +147,9 @@ class CheckpointStore:
             removed = new_temporary_folder(self.directory, step, Use.REMOVED)
             try:
                 # Renamed first, so that no incomplete checkpoint has a final name.
-                self.path_of(step).rename(removed)
-                file_io.remove(removed)
+                with suppress(FileNotFoundError):  # it was set aside
+                    self.path_of(step).rename(removed)
+                    file_io.remove(removed)
             finally:
                 release_name(removed)
 
@@ -169,7 +170,8 @@ class CheckpointStore:
             target = suspect / directory_name(one)
             if os.path.lexists(target):
                 file_io.remove(target)
-            self.path_of(one).rename(target)
+            with suppress(FileNotFoundError):  # it was outdated, and removed
+                self.path_of(one).rename(target)
         note.unlink()
         file_io.sync_directory(self.directory)
         return later

@@ -239,6 +239,13 @@ class ShardSum:
         memory.zero_()  # padding is never written, and must not hold values that slow sums down
         return SumBuffers(numel, dtype, memory.view(rows, padded))
 
+    def buffer_bytes(self, buffers: SumBuffers, *, without_result: bool) -> int:
+        """Return the memory of the buffers on the device; `without_result`: without that of the result."""
+        result = buffers.whole if self._method is ReduceMethod.TREE else buffers.rows
+        tensors = [t for t in (buffers.rows, buffers.received, buffers.whole) if t is not None]
+        there = [t for t in tensors if t.device.type == self.device.type]
+        return sum(t.nbytes for t in there if not (without_result and t is result and t.dtype == buffers.dtype))
+
     # -- sums --------------------------------------------------------------------------------------------------------
 
     def start(self, buffers: SumBuffers, scale: Scale) -> None:
@@ -306,8 +313,7 @@ class ShardSum:
             counts[first + n] = part._nnz()
         self.wait_for_values(self.start_small_sum(counts), "the sizes of sparse gradients")
         sizes = counts.tolist()
-        indices = torch.zeros(len(nodes), like.sparse_dim(), max(sizes), dtype=torch.int64, device=self.device)
-        width = like.shape[like.sparse_dim() :]
+        indices, width = counts.new_zeros(len(nodes), like.sparse_dim(), max(sizes)), like.shape[like.sparse_dim() :]
         values = torch.zeros(len(nodes), max(sizes), *width, dtype=like.dtype, device=self.device)
         for n, part in enumerate(parts, first):
             indices[n, :, : sizes[n]] = part.indices()
@@ -372,8 +378,7 @@ class ShardSum:
 
     def _reduce_by_tree(self, buffers: SumBuffers) -> Tensor:
         """Run in the collective thread. See Note [Canonical all-reduce]."""
-        mine, rows = len(self.subtrees), buffers.rows
-        per = rows.shape[1] // self.size
+        mine, rows, per = len(self.subtrees), buffers.rows, buffers.rows.shape[1] // self.size
         # [worker][row][element]: data for one worker is contiguous. With one row it is already.
         packed = rows.view(mine, self.size, per).transpose(0, 1).contiguous().view(-1)
         counts = [len(nodes) for nodes in self._trees]

@@ -113,11 +113,12 @@ class ShardedOptimizer(Optimizer, Joinable):
         added, loads = self.param_groups[-1]["params"], list(self._loads)
         try:
             self._check_group(added)
-            # Those that are trained on their own: the others have no state, and would not make the parts even.
+            # Frozen ones apart from the others: they have no state, so they do not count for even parts.
             for is_whole, is_trained in itertools.product((True, False), (True, False)):
                 chosen = [one for one in added if (self._is_whole(one), one.requires_grad) == (is_whole, is_trained)]
                 assign = assign_tensors if is_whole else assign_cells
-                found = assign([parameter.numel() for parameter in chosen], self._loads)
+                loads_of_kind = self._loads if is_trained else list(self._loads)
+                found = assign([parameter.numel() for parameter in chosen], loads_of_kind)
                 self._pieces |= dict(zip(chosen, found, strict=True))
             self._parts.append(
                 [

@@ -82,7 +82,8 @@ class Evidence:
     code: int  # exit status; negative for a signal
     out_of_memory: str = ""  # what the kernel's counters say about processes killed meanwhile
     stop_sent: bool = False  # the launcher had asked it to stop
-    memory: Mapping[str, int] = field(default_factory=dict)  # what the worker used, in bytes: see `Run.memory`
+    memory: Mapping[str, int] = field(default_factory=dict)  # of its device, in bytes by kind: see `Run.memory`
+    device: str = ""  # "cpu" or "cuda"; "" if it is not known
 
 
 @dataclass(frozen=True)
@@ -231,18 +232,26 @@ def explain(evidence: Evidence) -> Explanation | None:
     text = evidence.what or evidence.last_lines
     for pattern, why, do in _RULES:
         if (match := re.search(pattern, text, re.DOTALL)) is not None:
-            if pattern in (_OUT_OF_GPU_MEMORY, _OUT_OF_MEMORY) and evidence.memory.keys() > {"rest", "peak"}:
-                return _explain_memory(why, evidence.memory)
+            device = {_OUT_OF_GPU_MEMORY: "cuda", _OUT_OF_MEMORY: "cpu"}.get(pattern)
+            if device == evidence.device and evidence.memory.keys() > {"rest", "peak"}:
+                return _explain_memory(why, do, evidence)
             return Explanation(*(_fill(words, match.groupdict()) for words in (why, do)))
     return None
 
 
-def _explain_memory(why: str, memory: Mapping[str, int]) -> Explanation:
-    """Say for what the worker used its memory, and what to change in the largest part of it."""
-    parts = {name: size for name, size in memory.items() if name in _LESS_MEMORY and size > 0}
+def _explain_memory(why: str, do: str, evidence: Evidence) -> Explanation:
+    """Say what the worker used its memory for, and what to change in the largest part of it."""
+    parts = {name: size for name, size in evidence.memory.items() if name in _LESS_MEMORY and size > 0}
     listed = ", ".join(f"{name} {_size(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
-    about = f"{why.partition(':')[0]}. It had used {_size(memory['peak'])}: {listed} (rest: activations and others)"
-    return Explanation(about, _LESS_MEMORY[max(parts, key=lambda name: parts[name])])
+    tried = re.search(r"Tried to allocate ([\d.]+) (GiB|MiB)", evidence.what)
+    if tried is not None:  # most often for activations
+        parts["rest"] = parts.get("rest", 0) + int(float(tried[1]) * (2**30 if tried[2] == "GiB" else 2**20))
+    largest = max(parts, key=lambda name: parts[name])
+    if largest != "rest" or evidence.device == "cuda":  # on a CPU the rest may be anything
+        do = f"{_LESS_MEMORY[largest]}; or: {do}"
+    return Explanation(
+        f"{why.partition(': the numbers')[0]}. It had used {_size(evidence.memory['peak'])}: {listed}", do
+    )
 
 
 def _size(size: int) -> str:

@@ -39,7 +39,7 @@ class CrashRecord:
     kind: str  # class name of the exception
     text: str  # its message
     trace: str  # as Python prints it, with its causes
-    where: dict[str, Any] = field(default_factory=dict)  # rank, size, step, epoch, call, shard
+    where: dict[str, Any] = field(default_factory=dict)  # rank, size, step, epoch, call, shard, device, memory
     short: str = ""  # `trace` with the user's own frames only
     left_out: int = 0  # number of frames that `short` leaves out
     is_printed: bool = False  # the worker has printed `trace` itself

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,10 +64,11 @@ def make_card(worker: FailedWorker, crash: CrashRecord | None, seen: dict[str, A
         worker.out_of_memory,
         worker.stop_sent,
         memory if isinstance(memory, dict) else {},
+        str(crash.where.get("device", "")) if crash is not None else "",
     )
     cause = TOO_EARLY if worker.early else explain(evidence)
     if found.cause and cause is None:
-        cause = explain(Evidence(found.cause, "", worker.code))
+        cause = explain(replace(evidence, what=found.cause, last_lines=""))
     early = _EARLY.search(found.what)
     ended_itself = crash is not None and crash.kind == ENDED_ITSELF  # for which Python prints no traceback
     last = next((line.strip()[:300] for line in reversed(worker.last_lines) if line.strip()), "")

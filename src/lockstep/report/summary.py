@@ -212,6 +212,7 @@ def _memory(generations: list[TraceGeneration]) -> list[MemoryUsage]:
         peak = max((one.peak_bytes or 0.0 for one in windows), default=0.0)
         total = peak or max((one.rss_bytes or 0.0 for one in windows), default=0.0)
         parts = {name: known.get(name, 0.0) for name in KINDS_OF_MEMORY}
+        parts["graphs"] = max([parts["graphs"], *(one.graphs_bytes or 0.0 for one in windows)])
         total = max(total, sum(parts.values()))
         parts["rest"] = total - sum(parts.values())
         if total:

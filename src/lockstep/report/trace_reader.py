@@ -78,6 +78,7 @@ class TraceWindow:
     grad_norm: float | None
     rss_bytes: float | None
     peak_bytes: float | None
+    graphs_bytes: float | None = None
 
     @property
     def last(self) -> int:
@@ -336,6 +337,7 @@ def _window(line: Mapping[str, Any], offset: float) -> TraceWindow | None:
         grad_norm=any_number(line.get("grad_norm")),
         rss_bytes=number(line.get("rss")),
         peak_bytes=number(line.get("peak")),
+        graphs_bytes=number(line.get("graphs")),
     )
 
 

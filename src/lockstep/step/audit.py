@@ -12,8 +12,8 @@ one are right, if the replicas are equal after it (recovery/replica_check.py). T
 fault of a single moment is found only if it hits a shard that is audited.
 
 Note [Idle slots]
-If the shards cannot be shared out equally, some workers compute fewer of them and would wait. They audit a shard first.
-It costs only what the owner of the shard takes to record it, so they do it IDLE_TIMES as often as there are rounds.
+If the shards cannot be shared out equally, some workers compute fewer of them and would wait. Once between two rounds
+they audit a shard first. That costs what its owner takes to record it, and a small message.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from lockstep.ddp.autograd_graph import find_tensors
 from lockstep.ddp.replica import Leaf, position_digests
 from lockstep.errors import DivergenceError
 
-SHARE_OF_TIME: Final = 0.004  # that audits may take with `audit_every="auto"`; 0.01 is promised
-# By which the time to compute shards again, and to compare replicas, is multiplied until it is known how much longer a
-# step with a round takes: the workers also record their own shards, and exchange the digests.
+SHARE_OF_TIME: Final = 0.004  # the share of the time that audits may take with "auto"; 0.01 is promised
+# A step with a round takes longer by more than the time to compute shards again and to compare replicas: workers also
+# record their own shards, and exchange digests. Until that was measured, it is assumed to be so many times as long.
 FIRST_FACTOR: Final = 4
 FIRST_ROUND: Final = 10  # steps: with "auto" the first round shows how long one takes
 MIN_EVERY, MAX_EVERY = 10, 2000
-IDLE_TIMES: Final = 2
 
 LARGE: Final = 3e4  # of a gradient that is certainly finite in half precision, and in a sum
 SAMPLES: Final = "the samples"
@@ -64,8 +63,8 @@ class AuditTask:
 
 
 def is_audited(number: int, every: int) -> bool:
-    """Whether something may be audited in this step: in a round, or by workers that would wait."""
-    return every > 0 and ((number + 1) % every == 0 or (number + 1) % max(1, every // IDLE_TIMES) == 0)
+    """Whether something may be audited in this step: in a round, or between two rounds, by workers that would wait."""
+    return every > 0 and (number + 1) % every in (0, every // 2)
 
 
 def is_round(number: int, every: int) -> bool:
@@ -85,8 +84,7 @@ def audit_tasks(number: int, shares: Sequence[Sequence[int]], every: int) -> lis
     if is_round(number, every):
         owners = [(rank, share) for rank, share in enumerate(shares) if share]
         return [AuditTask(share[turn % len(share)], rank, (rank + 1) % size) for rank, share in owners]
-    most, turn = max(map(len, shares)), (number + 1) // max(1, every // IDLE_TIMES) - turn  # rounds do not count
-    tasks = []
+    most, tasks = max(map(len, shares)), list[AuditTask]()
     # Where shares differ by more than one, shards were assigned by speed, and no worker has to wait.
     idle = [rank for rank, share in enumerate(shares) if len(share) == most - 1 == min(map(len, shares))]
     for rank in idle:
@@ -136,22 +134,21 @@ class AuditSchedule:
         self.round_s = 0.0  # the time that this worker spent to compute shards again in the last round
         self.comparison_s = 0.0  # and to compare the replicas after it
         self.has_round = False  # the running step is a round
-        self._step_began_s: float | None = None
+        self._step_began_s = 0.0
         self._steps_s: list[float] = []  # of the last steps without a round
         self._extra_s: list[float] = []  # by which the last rounds made their steps longer
 
     def begin_step(self, number: int) -> None:
-        now_s = time.perf_counter()
         if number != self._number:
             self._number, self.every = number, self.next_every
-        if self._is_auto and self._step_began_s is not None:
-            self._add_step(now_s - self._step_began_s)
-        self._step_began_s, self.has_round = now_s, False
+        self._step_began_s, self.has_round = time.perf_counter(), False
 
-    def _add_step(self, took_s: float) -> None:
-        if not self.has_round:
+    def end_step(self) -> None:
+        """Called after the step, before the program continues: what it does then takes time as well."""
+        took_s = time.perf_counter() - self._step_began_s
+        if self._is_auto and not self.has_round:
             self._steps_s = [*self._steps_s[1 - FIRST_ROUND :], took_s]
-        elif self._steps_s:
+        elif self._is_auto and self._steps_s:
             self._extra_s = [*self._extra_s[-2:], max(took_s - _median(self._steps_s), 0.0)]
 
     def wanted_every(self) -> int:
@@ -166,7 +163,7 @@ class AuditSchedule:
 
 
 def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    return sorted(values)[(len(values) - 1) // 2]  # of two the smaller: the first round is longer than others
 
 
 # -- the audit of a step -----------------------------------------------------------------------------------------------

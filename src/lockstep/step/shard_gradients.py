@@ -108,12 +108,10 @@ class ShardGradients:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the buckets, without the part in which the gradients of parameters are."""
-        gradients = [p.grad.data_ptr() for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
-        buffers = [bucket.buffers for bucket in self._buckets]
-        tensors = [t for one in buffers for t in (one.rows, one.received, one.whole) if t is not None]
+        """Memory of the buckets on this device, without the part in which the gradients of parameters are."""
         return sum(
-            t.nbytes for t in tensors if not any(t.data_ptr() <= at < t.data_ptr() + t.nbytes for at in gradients)
+            self._sum.buffer_bytes(one.buffers, without_result=one.buffers.dtype == one.parameters[0].dtype)
+            for one in self._buckets
         )
 
     @property

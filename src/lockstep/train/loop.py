@@ -39,7 +39,7 @@ from lockstep.train.training_plan import (
     RunConfig,
     describe_nothing_to_train,
     describe_start,
-    lr_and_grad_norm,
+    last_facts,
     update_trainable,
 )
 
@@ -349,7 +349,7 @@ class TrainLoop:
             session.trace_writer.log(batch.number + 1, result.metrics, writes=session.is_main)
         if is_first:
             self.progress.step(result, epoch=batch.epoch, samples=batch.count, waited_for_data_s=plan.batches.wait_s)
-            facts = partial(lr_and_grad_norm, plan, result)
+            facts = partial(last_facts, plan, result)
             session.observer.end_step(batch.number, result.loss, samples=batch.count, epoch=batch.epoch, facts=facts)
         else:
             session.observer.end_further_step()

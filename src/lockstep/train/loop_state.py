@@ -112,6 +112,7 @@ class WorkerState:
             )
         if context.audit.is_round:
             plan.audits.comparison_s = time.perf_counter() - began_s
+        plan.audits.end_step()
         return context.audit.is_round and self._session.world.size > 1 and is_batch_done(plan)
 
     # -- assignment of shards ----------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ from lockstep.train.crash_context import CrashContext
 from lockstep.train.loop import TrainLoop
 from lockstep.train.loop_check import check_train_arguments, refuse_model
 from lockstep.train.optimizer_set import join_optimizers, join_schedulers, number_of
-from lockstep.train.run_methods import copy_from_rank_0, gather_rows, load_weights, reduce_metrics, whereabouts
 from lockstep.train.run_state import plan_of
 from lockstep.train.session import Session
 from lockstep.train.training_plan import RunConfig, make_plan, settings_of
@@ -86,7 +85,9 @@ class Run:
         self.seed, self.exact = seed, exact
         self._loop = TrainLoop(self._session)
         self._model: nn.Module | None = None
-        self._crash_context = CrashContext(self._session.settings, partial(whereabouts, self._session, self._loop))
+        self._crash_context = CrashContext(
+            self._session.settings, partial(run_methods.whereabouts, self._session, self._loop)
+        )
 
     @property
     def world(self) -> World:
@@ -171,7 +172,7 @@ class Run:
             raise TypeError(f"run.replicate takes a torch.nn.Module, not {type(model).__name__}")
         refuse_model(model, "run.replicate")
         model = model.to(self.device)
-        copy_from_rank_0(self._session, model)
+        run_methods.copy_from_rank_0(self._session, model)
         compile_model(model, self.options.compile, self.device)
         self._model = model
         return model
@@ -241,7 +242,7 @@ class Run:
             device=self.device,
             order=order,
             joined=not self.exact,
-            exchange=partial(gather_rows, self._session),
+            exchange=partial(run_methods.gather_rows, self._session),
         )
 
     def train(
@@ -275,7 +276,8 @@ class Run:
             raise LockstepError("a Run has one loop: run.train goes over all epochs, see run.batches(epochs=...)")
         if (state_log := self._session.state_log) is not None:
             steps, state_log.shards = min(steps or state_log.steps, state_log.steps), batches.settings.shards
-        model, config = run_methods.replicated(self._model, "run.train"), RunConfig(self.options, self.seed, self.exact)
+        model = run_methods.require_model(self._model, "run.train")
+        config = RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, join_optimizers(optimizers, model), batches, config, scaling=scaling)
         plan.schedule, plan.interval = schedule, interval
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
@@ -318,7 +320,7 @@ class Run:
         """
         evaluation.check_options("run.evaluate", loading)
         asked = evaluation.EvaluationCall(
-            "run.evaluate", run_methods.replicated(self._model, "run.evaluate"), model, dataset, batch_size, loading
+            "run.evaluate", run_methods.require_model(self._model, "run.evaluate"), model, dataset, batch_size, loading
         )
         means = evaluation.evaluate(self._session, figures, asked)
         return means[""] if list(means) == [""] else means
@@ -339,7 +341,7 @@ class Run:
         """
         evaluation.check_options("run.predict", loading)
         asked = evaluation.EvaluationCall(
-            "run.predict", run_methods.replicated(self._model, "run.predict"), model, dataset, batch_size, loading
+            "run.predict", run_methods.require_model(self._model, "run.predict"), model, dataset, batch_size, loading
         )
         found = evaluation.predict(self._session, function, asked)
         return found[""] if list(found) == [""] else found
@@ -350,7 +352,7 @@ class Run:
         A metric is a number or (sum, weight). Numbers that are equal on all workers are not changed; others become
         their mean.
         """
-        reduced = reduce_metrics(self._session, figures)
+        reduced = run_methods.reduce_metrics(self._session, figures)
         step = self._loop.plan.batches.position.number if self._loop.plan is not None else 0
         writes = self._session.is_main
         self._session.trace_writer.log(step, reduced, writes=writes and self._session.calls.is_member)
@@ -400,18 +402,18 @@ class Run:
     def digest(self) -> str:
         """SHA-256 of weights, buffers and optimiser state of this worker. Not a collective call."""
         optimizer = self._loop.plan.optimizer if self._loop.plan is not None else None
-        return sha256_of(named_state(run_methods.replicated(self._model, "run.digest"), optimizer))
+        return sha256_of(named_state(run_methods.require_model(self._model, "run.digest"), optimizer))
 
     def memory(self) -> dict[str, int]:
-        """Return for what this worker has used memory, in bytes. Not a collective call.
+        """Return what this worker has used memory for, in bytes. Not a collective call.
 
         weights    parameters and buffers
         gradients  one for each parameter that is trained
         buckets    in which gradients are exchanged, beside the gradients themselves
         optimizer  the state of the optimiser
         graphs     CUDA graphs of captured shards
-        rest       mainly activations; on a CPU also the libraries and everything else in the process
-        peak       the most that was used at any time: of the GPU, as torch counts it; else of the process
+        rest       activations, sums of the gradients of some shards; on a CPU everything else in the process, too
+        peak       the most that was used at any time: of the GPU, with what torch keeps for reuse; else of the process
 
         Before `run.train` there are only `rest` and `peak`.
         """
@@ -445,4 +447,4 @@ class Run:
 
         Raises CheckpointError, and changes nothing, if the weights do not fit the model.
         """
-        load_weights(self._session, run_methods.replicated(self._model, "run.load"), path, what)
+        run_methods.load_weights(self._session, run_methods.require_model(self._model, "run.load"), path, what)

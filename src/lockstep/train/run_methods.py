@@ -1,4 +1,5 @@
-"""The collective calls behind `Run.replicate`, `Run.batches`, `Run.log` and `Run.load`, and a worker's position."""
+"""What is behind methods of `Run`: `replicate`, `batches`, `log` and `load`, which all workers call, and `memory`; and
+the position of a worker, for the failure report."""
 
 from __future__ import annotations
 
@@ -99,14 +100,14 @@ def memory_by_kind(session: Session, loop: TrainLoop) -> dict[str, int]:
     """See `Run.memory`."""
     found = {} if loop.plan is None else memory_of(loop.plan, loop.state.contexts)
     if session.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(session.device)
+        peak = torch.cuda.max_memory_reserved(session.device)
     else:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     known = sum(found.values())
     return found | {"rest": max(peak - known, 0), "peak": max(peak, known)}
 
 
-def replicated(model: nn.Module | None, who: str) -> nn.Module:
+def require_model(model: nn.Module | None, who: str) -> nn.Module:
     """Return the replicated model; raise LockstepError if there is none yet."""
     if model is None:
         raise LockstepError(f"{who} needs a model: call run.replicate(model) first")
@@ -118,6 +119,6 @@ def whereabouts(session: Session, loop: TrainLoop) -> dict[str, Any]:
     found: dict[str, Any] = {"call": session.calls.current_call}
     if hasattr(session, "world"):
         found |= {"rank": session.world.rank, "size": session.world.size}
-        with suppress(Exception):  # or the failure would not be reported
-            found["memory"] = memory_by_kind(session, loop)
+        with suppress(Exception):  # or the rest would be lost
+            found |= {"device": session.device.type, "memory": memory_by_kind(session, loop)}
     return found | loop.whereabouts()

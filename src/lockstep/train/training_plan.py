@@ -291,6 +291,11 @@ def lr_and_grad_norm(plan: TrainingPlan | StepContext, result: Result) -> dict[s
     return {"lr": float(rate or 0.0) * times if is_known else None, "grad_norm": norm}
 
 
+def last_facts(plan: TrainingPlan, result: Result) -> dict[str, float | None]:
+    """What the trace tells of the last step of a window. Graphs are captured after the first steps."""
+    return lr_and_grad_norm(plan, result) | {"graphs": plan.graphs.memory_bytes}
+
+
 def describe(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[str, Any]:
     """Buckets and memory of a step, for the trace. They are known after the first step."""
     gradients = next(iter(contexts.values())).gradients
