@@ -77,9 +77,11 @@ def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch
     schedule, fixed = AuditSchedule("auto"), AuditSchedule(7)
     assert (schedule.every, fixed.every) == (audit.FIRST_ROUND, 7)
 
+    numbers = (number // 2 for number in itertools.count())  # each of the two schedules gets every number
+
     def take_step(took_s: float, *, has_round: bool = False) -> None:
         for one in (schedule, fixed):
-            one.begin_step(0)
+            one.begin_step(next(numbers))
             one.has_round = has_round
         now_s[0] += took_s
         for one in (schedule, fixed):
@@ -97,6 +99,19 @@ def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch
         take_step(took_s, has_round=True)
     assert schedule.wanted_every() == pytest.approx(750, abs=1)  # measured
     assert fixed.wanted_every() == 7
+
+
+def test_steps_of_several_optimisers_are_compared_with_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(audit.time, "perf_counter", lambda: now_s[0])
+    schedule = AuditSchedule("auto")
+    for number in range(20):
+        for took_s in (0.1, 1.0):  # of two optimisers
+            schedule.begin_step(number)
+            schedule.has_round = number == 10
+            now_s[0] += took_s * (2 if number == 10 else 1)
+            schedule.end_step()
+    assert schedule.wanted_every() == pytest.approx(1 / audit.SHARE_OF_TIME, abs=1)  # a round takes as long as a batch
 
 
 # ---- which worker ----------------------------------------------------------------------------------------------------

@@ -135,35 +135,43 @@ class AuditSchedule:
         self.comparison_s = 0.0  # and to compare the replicas after it
         self.has_round = False  # the running step is a round
         self._step_began_s = 0.0
-        self._steps_s: list[float] = []  # of the last steps without a round
-        self._extra_s: list[float] = []  # by which the last rounds made their steps longer
+        self._turn = 0  # which step of the batch it is: each optimiser takes one
+        self._steps_s: dict[int, list[float]] = {}  # by turn: of the last steps without a round
+        self._extra_s: dict[int, list[float]] = {}  # by turn: by which the last rounds made their steps longer
 
     def begin_step(self, number: int) -> None:
+        self._turn = self._turn + 1 if number == self._number else 0
         if number != self._number:
             self._number, self.every = number, self.next_every
         self._step_began_s, self.has_round = time.perf_counter(), False
 
     def end_step(self) -> None:
         """Called after the step, before the program continues: what it does then takes time as well."""
-        took_s = time.perf_counter() - self._step_began_s
-        if self._is_auto and not self.has_round:
-            self._steps_s = [*self._steps_s[1 - FIRST_ROUND :], took_s]
-        elif self._is_auto and self._steps_s:
-            self._extra_s = [*self._extra_s[-2:], max(took_s - _median(self._steps_s), 0.0)]
+        if not self._is_auto:
+            return
+        took_s, steps_s = time.perf_counter() - self._step_began_s, self._steps_s.setdefault(self._turn, [])
+        if not self.has_round:
+            steps_s.append(took_s)
+            del steps_s[:-FIRST_ROUND]
+        elif steps_s:
+            extra_s = self._extra_s.setdefault(self._turn, [])
+            extra_s.append(max(took_s - _median(steps_s), 0.0))
+            del extra_s[:-3]
 
     def wanted_every(self) -> int:
         """The number of steps between two rounds that this worker wants, from what the last rounds took; the largest of
         all workers counts."""
+        steps_s, extra_s = (sum(map(_median, by_turn.values())) for by_turn in (self._steps_s, self._extra_s))
         if not self._is_auto or not self._steps_s:
             return self.next_every
         least_s = self.round_s + self.comparison_s
-        cost_s = max(_median(self._extra_s), least_s) if self._extra_s else FIRST_FACTOR * least_s
-        step_s = max(_median(self._steps_s), 1e-6)
-        return min(max(math.ceil(cost_s / (SHARE_OF_TIME * step_s)), MIN_EVERY), MAX_EVERY)
+        cost_s = max(extra_s, least_s) if self._extra_s else FIRST_FACTOR * least_s
+        return min(max(math.ceil(cost_s / (SHARE_OF_TIME * max(steps_s, 1e-6))), MIN_EVERY), MAX_EVERY)
 
 
 def _median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]  # of two the smaller: the first round is longer than others
+    """The median; of none 0, of two the smaller one, since the first round takes longer than others."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
 
 
 # -- the audit of a step -----------------------------------------------------------------------------------------------
