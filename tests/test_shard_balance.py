@@ -158,13 +158,17 @@ def on_slow_workers(size: int, folder: Path, name: str, **options: Any) -> list[
 
 def test_a_worker_at_half_speed_gets_half_of_the_shards(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ((alone, _, _),) = on_slow_workers(1, tmp_path, "alone")
-    slow = on_slow_workers(3, tmp_path, "slow", slow=2)
-    assert {digest for digest, _, _ in slow} == {alone}
-    shares = [counts[-1] for _, counts, _ in slow]  # 5, 5, 2, if no other process slows the others down
-    assert sum(shares) == 12
+    for attempt in range(3):  # on a busy machine all three may be slow
+        name = f"slow {attempt}"
+        slow = on_slow_workers(3, tmp_path, name, slow=2)
+        assert {digest for digest, _, _ in slow} == {alone}
+        shares = [counts[-1] for _, counts, _ in slow]  # 5, 5, 2, if no other process slows the others down
+        assert sum(shares) == 12
+        if shares[2] < min(shares[:2]):
+            break
     assert shares[2] < min(shares[:2])
     capfd.readouterr()
-    assert main(["report", str(tmp_path / "slow")]) == 0
+    assert main(["report", str(tmp_path / name)]) == 0
     assert f"{', '.join(map(str, shares))} shards by speed: worker 2 takes" in capfd.readouterr().out
 
 
