@@ -49,7 +49,7 @@ from lockstep.step.audit import ShardAudit
 
 STEPS, SAVE_EVERY, SHARDS = 12, 2, 8
 CLEAN_STEPS = 300  # of a training in which every step is audited
-CLEAN = ((2, 2), (3, 8), (2, 2), (2, 8))  # (workers, shards) of such trainings, in turn
+CLEAN_WORLDS = ((2, 2), (3, 8), (2, 2), (2, 8))  # (workers, shards) of such trainings, in turn
 CLEAN_PER_LAUNCH = 12
 MAX_SHARE = 0.01  # of the time that audits may take with "auto"
 STEPS_AROUND = 20  # before and after an audited step, with which it is compared
@@ -193,11 +193,9 @@ class Injector:
         self._is_done = True
         changed = tensor.detach().clone()
         flip(changed, self._fault)
-        return (
-            changed
-            if not tensor.requires_grad
-            else _Replace.apply(tensor, changed.nan_to_num(1e30, math.inf, -math.inf))
-        )
+        if not tensor.requires_grad:
+            return changed
+        return _Replace.apply(tensor, changed.nan_to_num(1e30, math.inf, -math.inf))
 
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
@@ -340,9 +338,9 @@ def run_faults(seed: int, count: int, folder: Path, within_s: float) -> tuple[in
 def run_audits(count: int, folder: Path) -> tuple[int, list[str]]:
     """Audit every step of clean trainings. Returns how many audits there were, and the false alarms."""
     alarms, done = list[str](), 0
-    for workers, shards in itertools.cycle(CLEAN):
-        if done >= count:
-            return done, alarms
+    worlds = itertools.cycle(CLEAN_WORLDS)
+    while done < count:
+        workers, shards = next(worlds)
         per_training = workers * CLEAN_STEPS  # each worker is audited in every step
         trainings = range(min(CLEAN_PER_LAUNCH, -(-(count - done) // per_training)))
         kinds = zip(trainings, itertools.cycle(CLEAN_PROGRAMS), strict=False)
@@ -352,7 +350,7 @@ def run_audits(count: int, folder: Path) -> tuple[int, list[str]]:
         done += per_training * len(cases)
         shutil.rmtree(folder / "audits", ignore_errors=True)
         print(f"{done} audits, {len(alarms)} false alarms", flush=True)
-    raise AssertionError("a cycle does not end")
+    return done, alarms
 
 
 # -- the cost of "auto" ------------------------------------------------------------------------------------------------

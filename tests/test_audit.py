@@ -82,10 +82,9 @@ def test_how_often_depends_on_what_a_round_costs(monkeypatch: pytest.MonkeyPatch
     def take_step(took_s: float, *, has_round: bool = False) -> None:
         for one in (schedule, fixed):
             one.begin_step(next(numbers))
-            one.has_round = has_round
         now_s[0] += took_s
         for one in (schedule, fixed):
-            one.end_step()
+            one.end_step(is_round=has_round)
         now_s[0] += 60.0  # the program evaluates, which does not count
 
     for took_s in (0.1, 0.1, 4.8, 0.1, 0.1, 0.1):  # one step is long: a checkpoint, say
@@ -108,9 +107,8 @@ def test_steps_of_several_optimisers_are_compared_with_their_own(monkeypatch: py
     for number in range(20):
         for took_s in (0.1, 1.0):  # of two optimisers
             schedule.begin_step(number)
-            schedule.has_round = number == 10
             now_s[0] += took_s * (2 if number == 10 else 1)
-            schedule.end_step()
+            schedule.end_step(is_round=number == 10)
     assert schedule.wanted_every() == pytest.approx(1 / audit.SHARE_OF_TIME, abs=1)  # a round takes as long as a batch
 
 

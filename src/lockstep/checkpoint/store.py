@@ -163,18 +163,18 @@ class CheckpointStore:
         note = self.directory / SUSPECT_AFTER
         note.write_text(str(step))
         file_io.sync_directory(self.directory)
-        later = [one for one in steps_in(self.directory) if one > step]
-        suspect = self.directory.parent / SUSPECT
-        for one in later:
+        moved, suspect = list[int](), self.directory.parent / SUSPECT
+        for one in [one for one in steps_in(self.directory) if one > step]:
             suspect.mkdir(exist_ok=True)
             target = suspect / directory_name(one)
             if os.path.lexists(target):
                 file_io.remove(target)
             with suppress(FileNotFoundError):  # it was outdated, and removed
                 self.path_of(one).rename(target)
+                moved.append(one)
         note.unlink()
         file_io.sync_directory(self.directory)
-        return later
+        return moved
 
     def finish_setting_aside(self) -> None:
         """Do what is left of a `set_aside_after` that was interrupted."""

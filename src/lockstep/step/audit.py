@@ -133,7 +133,6 @@ class AuditSchedule:
         self._number = -1
         self.round_s = 0.0  # the time that this worker spent to compute shards again in the last round
         self.comparison_s = 0.0  # and to compare the replicas after it
-        self.has_round = False  # the running step is a round
         self._step_began_s = 0.0
         self._turn = 0  # which step of the batch it is: each optimiser takes one
         self._steps_s: dict[int, list[float]] = {}  # by turn: of the last steps without a round
@@ -143,14 +142,14 @@ class AuditSchedule:
         self._turn = self._turn + 1 if number == self._number else 0
         if number != self._number:
             self._number, self.every = number, self.next_every
-        self._step_began_s, self.has_round = time.perf_counter(), False
+        self._step_began_s = time.perf_counter()
 
-    def end_step(self) -> None:
+    def end_step(self, *, is_round: bool) -> None:
         """Called after the step, before the program continues: what it does then takes time as well."""
         if not self._is_auto:
             return
         took_s, steps_s = time.perf_counter() - self._step_began_s, self._steps_s.setdefault(self._turn, [])
-        if not self.has_round:
+        if not is_round:
             steps_s.append(took_s)
             del steps_s[:-FIRST_ROUND]
         elif steps_s:
@@ -223,7 +222,7 @@ class ShardAudit:
             began_s = time.perf_counter()
             self._recompute(batch, recompute)
             if self.is_round:
-                self._schedule.round_s, self._schedule.has_round = time.perf_counter() - began_s, True
+                self._schedule.round_s = time.perf_counter() - began_s
 
     def _recompute(self, batch: Batch, recompute: Recompute) -> None:
         for task in self._tasks:

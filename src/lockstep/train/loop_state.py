@@ -112,7 +112,7 @@ class WorkerState:
             )
         if context.audit.is_round:
             plan.audits.comparison_s = time.perf_counter() - began_s
-        plan.audits.end_step()
+        plan.audits.end_step(is_round=context.audit.is_round)
         return context.audit.is_round and self._session.world.size > 1 and is_batch_done(plan)
 
     # -- assignment of shards ----------------------------------------------------------------------------------------
