@@ -290,10 +290,13 @@ def _judge_deaths(seen: Seen) -> Iterable[Finding]:
         if event["event"] != "lost" or seen.pids.get(event["worker"]) in hit:
             continue
         # When the program has ended, a worker that is still on its way to it is ended by a SIGKILL. A newcomer that has
-        # lost the race with the others to the loop is killed as well, and another one started.
+        # lost the race with the others to the loop is killed as well, and another one started; and one that has just
+        # started, when all go back to a checkpoint.
         number = event["worker"].rpartition(".")[2]
         is_over = event["monotonic"] > last_s and seen.status == 0
-        too_late = re.search(rf"worker {number} \(pid \d+\) is killed: (it waits before|what it replayed)", seen.output)
+        too_late = re.search(
+            rf"worker {number} \(pid \d+\) is killed: (it waits before|what it replayed|all workers go)", seen.output
+        )
         if event["code"] != -9 or event["worker"] in ever or not (is_over or too_late):
             its = re.compile(rf"worker {number} \(pid|\[worker {number}\]")
             said = [line[:300] for line in seen.output.splitlines() if its.search(line)]

@@ -62,7 +62,7 @@ class Job:
             "--num-workers",
             str(case.num_workers),
         ]
-        command += ["--epochs", str(case.epochs), "--device", case.device]
+        command += ["--epochs", str(case.epochs), "--device", case.device, *(["--sharded"] if case.sharded else [])]
         self._events_read, self.events = 0, list[dict[str, Any]]()
         self._looked_s, self._grew_s, self._size = 0.0, time.monotonic(), -1
         self._is_slow = False

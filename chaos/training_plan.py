@@ -20,7 +20,7 @@ RUN_SEEDS = 2  # of each program; what they compute undisturbed is computed once
 IN_STEP = ("top", "forward", "table", "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied",
            "compared")  # fmt: skip
 SAVING = ("copy", "write", "fsync", "verify", "rename", "prune")
-FORMING = ("joining", "forming", "catching-up", "sending-state", "receiving-state", "restored")
+FORMING = ("joining", "forming", "catching-up", "sending-state", "receiving-state", "restored", "moving-state")
 EPOCH_ENDS = ("evaluating", "logging")
 OUTSIDE = "outside"  # no place: a process is killed from outside, wherever it is
 ENDING = "ending"
@@ -80,6 +80,7 @@ class Case:
     stall_s: float = 10.0
     epochs: int = EPOCHS
     device: str = "cpu"
+    sharded: bool = False  # the optimiser's state is distributed over the workers
 
     @property
     def program(self) -> str:
@@ -91,10 +92,20 @@ class Case:
 
     def __str__(self) -> str:
         what = f"{self.variant}, {self.workers} workers on {self.backend}, a checkpoint every {self.save_every} steps"
-        return f"case {self.seed}/{self.number}: {what}"
+        return f"case {self.seed}/{self.number}: {what}{', sharded' if self.sharded else ''}"
 
 
 STRIKES = 16  # of a case
+
+
+def shard(case: Case) -> Case:
+    """The same case with a distributed state of the optimiser: some strikes hit workers that exchange its parts."""
+    places = {"applied": "weights", "compared": "weights", "forming": "moving-state", "catching-up": "moving-state"}
+    strikes = tuple(
+        replace(strike, place=places.get(strike.place, strike.place) if n % 2 else strike.place)
+        for n, strike in enumerate(case.strikes)
+    )
+    return replace(case, sharded=True, strikes=strikes)
 
 
 def plan(seed: int, number: int) -> Case:

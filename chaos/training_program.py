@@ -280,6 +280,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
     if seed % 2:  # shards are assigned anew all the time, by the noise of the times
         shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
+    if chosen.sharded:
+        options |= {"shard_optimizer": True, "redundancy": 1}
     if chosen.device == "cuda":  # the other programs cannot be captured
         options |= {"device": "cuda:0", "capture": True if name in CAPTURED else "auto"}
     with lockstep.Run(directory, seed=seed, save_every=chosen.save_every, **options) as run:
@@ -435,6 +437,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--steps", type=int)

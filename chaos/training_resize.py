@@ -53,9 +53,9 @@ def await_size(job: Job, workers: int) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def resize(backend: str, sizes: Sequence[int], references: References) -> int:
+def resize(backend: str, sizes: Sequence[int], references: References, *, sharded: bool) -> int:
     """How many things are wrong."""
-    case = Case(0, 0, "mlp", 0, backend, sizes[0], save_every=10, num_workers=0, strikes=())
+    case = Case(0, 0, "mlp", 0, backend, sizes[0], save_every=10, num_workers=0, strikes=(), sharded=sharded)
 
     def drive(job: Job, seen: Seen) -> None:
         await_size(job, sizes[0])
@@ -82,6 +82,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="1 to 6 workers, one after the other")
     parser.add_argument("--backend", choices=["shm", "gloo"], help="only this one")
+    parser.add_argument("--sharded", action="store_true", help="the optimiser's state is distributed")
     arguments = parser.parse_args(argv)
     try:
         sizes = [int(size) for size in arguments.sizes.split(",")]
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--sizes {arguments.sizes!r}: at least two, each from 1 to 6")
     references = References()
     backends = [arguments.backend] if arguments.backend else ["shm", "gloo"]
-    return 1 if sum(resize(backend, sizes, references) for backend in backends) else 0
+    return 1 if sum(resize(backend, sizes, references, sharded=arguments.sharded) for backend in backends) else 0
 
 
 if __name__ == "__main__":

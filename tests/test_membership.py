@@ -184,7 +184,7 @@ def test_nothing_to_change(workers: list[Worker], want: Want) -> None:
 )
 def test_closing(workers: list[Worker], want: Want, why: str) -> None:
     whole = [inside(A), inside(B), left(C, generation=2)]
-    closing = replace(NOW, phase=GenerationPhase.CLOSING, why=why)
+    closing = replace(NOW, phase=GenerationPhase.CLOSING, why=why, shrinks=want.workers < len(NOW.members))
     assert next_generation(NOW, hosts(*whole, *workers), want) == closing
     assert next_generation(closing, hosts(*whole, *workers), want) is None
     assert next_generation(closing, hosts(*whole), WANT) is None  # it is not taken back
@@ -262,7 +262,8 @@ def test_all_small_cases() -> None:
 
         if following is not None and following.number == 3:
             assert not broken
-            assert following == replace(now, phase=GenerationPhase.CLOSING, why=following.why)
+            shrinks = len(now.members) > want.workers or any(by_id[member].is_leaving for member in now.members)
+            assert following == replace(now, phase=GenerationPhase.CLOSING, why=following.why, shrinks=shrinks)
         elif following is not None:
             assert following.number == 4
             assert following.phase is GenerationPhase.RUNNING

@@ -123,7 +123,8 @@ def commit_late():
 if "DIES" in env and env["LOCAL_RANK"] == "0" and not Path("died").exists():
     Path("died").touch()
     os.kill(os.getpid(), 9)
-with lockstep.Run(env.get("KEPT"), seed=7, progress=False, check_every=int(env.get("CHECK", 1))) as run:
+options = {{"check_every": int(env.get("CHECK", 1)), "shard_optimizer": "SHARDED" in env}}
+with lockstep.Run(env.get("KEPT"), seed=7, progress=False, **options) as run:
     if "SCENE" in env:
         faults.hook = scene
         if env["SCENE"] in ("behind", "orphan"):
@@ -435,6 +436,24 @@ PLAYS = {
         for backend in ("shm", "gloo")
     },
     "watched": Play(workers=2, program=WATCHED, faults=(kill("applied", 1, 60),)),
+    **{
+        f"sharded, {backend}": Play(
+            workers=4, backend=backend, env={"SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "5"),
+            faults=(  # 3 has no copy of the part of 1, and 1 none of that of 3
+                kill("weights", 1, 2), kill("moving-state", 3, nth=2), kill("optimizer", 2, 6), kill("weights", 0, 10),
+                kill("applied", 4, 13), kill("backward", 5, 16),
+            ),
+        )
+        for backend in ("shm", "gloo")
+    },
+    "sharded, a step behind": Play(env={"SCENE": "behind", "CHECK": "1000", "SHARDED": "yes"}),
+    "sharded, scaled": Play(
+        workers=1, options=("--max", "3"), meddle=scale_up_and_down, env={"PAUSES": "2 12", "SHARDED": "yes"}
+    ),
+    "sharded, and both copies are lost": Play(
+        workers=3, env={"SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "4"),
+        faults=(kill("reduced", 0, 10), kill("reduced", 1, 10)),
+    ),
     "in the midst of a step": Play(env={"SCENE": "midst", "CHECK": "1000", "WHOLE": "1 2 3"}),
 }  # fmt: skip
 
@@ -451,7 +470,8 @@ SLOW = (
     "a step behind, and the source is lost, shm", "a step behind, and the source is lost, gloo",
     "only the newcomer has the state", "while they gather, gloo", "two at once, and then all",
     "the source, and no other has a state", "no route for a moment",
-    "in the last checkpoint", "no Run", "watched", "scaled", "SyncBatchNorm",
+    "in the last checkpoint", "no Run", "watched", "scaled", "SyncBatchNorm", "sharded, gloo", "sharded, scaled",
+    "sharded, a step behind",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 
@@ -567,7 +587,7 @@ def test_with_a_checkpoint_it_goes_on_from_there(show: Show) -> None:
     assert "resumed 1 times: proven" in done.stdout
 
 
-@of("in a step, shm", "in a step, gloo", "the source, shm", "the source, gloo")
+@of("in a step, shm", "in a step, gloo", "the source, shm", "the source, gloo", "sharded, shm", "sharded, gloo")
 def test_those_who_are_left_go_on_where_they_were(show: Show) -> None:
     """No worker begins anew: every step was begun by a newcomer at the latest where the others were."""
     workers = range(len(show.events("started")))
@@ -694,13 +714,22 @@ def test_the_last_checkpoint_is_there(show: Show) -> None:
     assert "step-000000024" in os.listdir(show.folder / "kept" / "checkpoints"), show.text
 
 
-@of("a step behind", "in the midst of a step")
+@of("sharded, and both copies are lost")
+def test_a_part_of_which_both_copies_are_lost_is_read_from_the_checkpoint(show: Show) -> None:
+    assert "no worker has the optimiser's state of parameter 0" in show.err, show.text
+    assert [event["why"].count("those that kept it are lost") for event in show.events("goes back")] == [1], show.text
+    for worker in (3, 4):  # they had started when that was found, and have not been killed
+        assert [step for step, _ in show.steps_of(worker)] == list(range(8, 24)), show.text
+
+
+@of("a step behind", "sharded, a step behind", "in the midst of a step")
 def test_the_scene_was_as_it_should_be(show: Show, request: pytest.FixtureRequest) -> None:
     """Or the digest would prove nothing."""
     second, *_ = (event for event in show.events("generation") if "h0.2 was lost" in event["why"])
     at_top = second["position"] == [5, 0]  # else the one that is ahead has got its next batch, and no other can join
-    assert at_top or second["position"] == [5, 1], show.text
-    if request.node.callspec.params["show"] == "a step behind":
+    in_exchange = second["position"] == [4, 2] and "sharded" in request.node.callspec.params["show"]
+    assert at_top or in_exchange or second["position"] == [5, 1], show.text
+    if "a step behind" in request.node.callspec.params["show"]:
         assert second["members"] == ["h0.0", "h0.1"], show.text
     else:
         assert second["members"] == (["h0.0", "h0.3"] if at_top else ["h0.0"]), show.text

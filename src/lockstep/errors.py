@@ -34,6 +34,10 @@ class PeerLostError(LockstepError):
         self.rank, self.pid = rank, pid
 
 
+class LostStateError(LockstepError):
+    """All workers that kept a part of the optimiser's state are lost; the newest checkpoint has it."""
+
+
 class WorkerFailedError(LockstepError):
     """The first worker of `lockstep.launch` that failed. The message has its traceback.
 

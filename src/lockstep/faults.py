@@ -18,7 +18,8 @@ from lockstep.settings import Settings
 
 PLACES = (
     "start", "joining", "forming", "catching-up", "sending-state", "receiving-state", "restored", "top", "forward",
-    "table", "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied", "compared",
+    "table", "backward", "exchange", "waiting", "reduced", "committed", "optimizer", "applied", "weights",
+    "moving-state", "compared",
     "evaluating", "logging", "ending", "copy", "write", "fsync", "verify", "rename", "prune",
 )  # fmt: skip
 _CONDITIONS = ("step", "rank", "worker")

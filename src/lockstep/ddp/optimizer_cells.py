@@ -9,6 +9,7 @@ or as a matrix (Muon), gets whole tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -74,6 +75,43 @@ def assign_tensors(sizes: Sequence[int], loads: list[int]) -> list[list[Piece]]:
         owner = min(range(len(loads)), key=lambda worker: loads[worker])
         loads[owner] += sizes[index]
         found[index] = [Piece(owner, 0, sizes[index])]
+    return found
+
+
+def is_whole(parameter: Tensor, *, whole_tensors: bool) -> bool:
+    """Whether one worker has the whole parameter. One without dimensions has no order of elements to cut."""
+    return whole_tensors or parameter.numel() == 0 or parameter.dim() == 0
+
+
+def assign_group(parameters: Sequence[Tensor], loads: list[int], *, whole_tensors: bool) -> dict[Tensor, list[Piece]]:
+    """Assign the parameters of a group to workers: see `assign_cells` and `assign_tensors`."""
+    found: dict[Tensor, list[Piece]] = {}
+    # Frozen ones apart from the others: they have no state, so they do not count for even parts.
+    for is_one, is_trained in itertools.product((True, False), (True, False)):
+        chosen = [
+            one
+            for one in parameters
+            if (is_whole(one, whole_tensors=whole_tensors), one.requires_grad) == (is_one, is_trained)
+        ]
+        assign = assign_tensors if is_one else assign_cells
+        pieces = assign([parameter.numel() for parameter in chosen], loads if is_trained else list(loads))
+        found |= dict(zip(chosen, pieces, strict=True))
+    return found
+
+
+def choose_buddies(hosts: Sequence[str]) -> list[int]:
+    """Return, by rank, the worker that has a copy of that worker's state: on another host, where that is possible.
+
+    hosts  the host of each worker
+
+    Every worker has one other worker's copy. Needs two workers at least.
+    """
+    in_order = sorted(range(len(hosts)), key=lambda rank: hosts[rank])
+    largest = max(hosts.count(host) for host in hosts)
+    shift = largest if largest < len(hosts) else 1  # beyond the workers of any host that has half of them at most
+    found = [0] * len(hosts)
+    for place, rank in enumerate(in_order):
+        found[rank] = in_order[(place + shift) % len(hosts)]
     return found
 
 

@@ -8,7 +8,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,17 @@ def state_of(module: nn.Module, ignored: set[str], *, buffers: bool = True) -> d
     return named
 
 
-def named_state(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+class HasState(Protocol):
+    """An optimiser, or what has the state of one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]: ...
+
+
+def named_state(module: nn.Module, optimizer: HasState | None = None) -> dict[str, Tensor]:
     """Everything that must be equal on all workers, by name: weights, buffers and the optimiser's state."""
     named = state_of(module, set())
     if optimizer is None:

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from lockstep.comm import agreement
 from lockstep.comm.agreement import Broadcast
-from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_cells, assign_tensors, flat_view
-from lockstep.ddp.optimizer_state import States, copy_to_cpu, cut_state, gather_states, join_states
+from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, flat_view, is_whole
+from lockstep.ddp.optimizer_state import Interval, StateHolders, States, cut_state, shape_like
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import ReplicaMismatchError
 
@@ -78,7 +78,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         bucket_cap_mb: float = BUCKET_MB,
         **defaults: Any,
     ) -> None:
-        self._whole_tensors = _needs_whole_tensors(optimizer_class, whole_tensors)
+        self._whole_tensors = needs_whole_tensors(optimizer_class, whole_tensors)
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be positive")
         world = dist.group.WORLD if dist.is_initialized() else None
@@ -113,13 +113,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         added, loads = self.param_groups[-1]["params"], list(self._loads)
         try:
             self._check_group(added)
-            # Frozen ones apart from the others: they have no state, so they do not count for even parts.
-            for is_whole, is_trained in itertools.product((True, False), (True, False)):
-                chosen = [one for one in added if (self._is_whole(one), one.requires_grad) == (is_whole, is_trained)]
-                assign = assign_tensors if is_whole else assign_cells
-                loads_of_kind = self._loads if is_trained else list(self._loads)
-                found = assign([parameter.numel() for parameter in chosen], loads_of_kind)
-                self._pieces |= dict(zip(chosen, found, strict=True))
+            self._pieces |= assign_group(added, self._loads, whole_tensors=self._whole_tensors)
             self._parts.append(
                 [
                     OwnedPart(parameter, piece, is_whole=self._is_whole(parameter))
@@ -148,8 +142,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         return _options(self.param_groups[number]) | {"params": [part.tensor for part in self._parts[number]]}
 
     def _is_whole(self, parameter: Tensor) -> bool:
-        """Whether one worker has the whole parameter. One without dimensions has no order of elements to cut."""
-        return self._whole_tensors or parameter.numel() == 0 or parameter.dim() == 0
+        return is_whole(parameter, whole_tensors=self._whole_tensors)
 
     def _check_group(self, parameters: list[Tensor]) -> None:
         """Raise an error, on all workers, if a parameter cannot be sharded, or if the workers differ."""
@@ -194,7 +187,8 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _control_device(self) -> torch.device:
         """Return the device for small messages: the CPU, if the group can send from it."""
-        assert self._group is not None
+        if self._group is None:
+            return torch.device("cpu")
         try:
             self._group._get_backend(torch.device("cpu"))
             return torch.device("cpu")
@@ -295,23 +289,23 @@ class ShardedOptimizer(Optimizer, Joinable):
         if not 0 <= to < self._size:
             raise ValueError(f"to={to!r}: there are ranks 0 to {self._size - 1}")
         assert self._inner is not None
-        mine = [[copy_to_cpu(self._inner.state.get(part.tensor, {})) for part in group] for group in self._parts]
-        by_rank: list[Any] | None = [mine]
-        if self._group is not None and self._size > 1:
-            by_rank = gather_states(self._group, mine, to=to, device=self._control_device())
-        if by_rank is not None:
-            self._consolidated = self._merge(by_rank)
-
-    def _merge(self, by_rank: list[States]) -> dict[int, dict[str, Any]]:
-        """Return the state of whole parameters, by number, as the optimiser class itself would have it."""
-        found: dict[int, dict[str, Any]] = {}
-        queues = [[iter(group) for group in groups] for groups in by_rank]
-        parameters = ((n, parameter) for n, group in enumerate(self.param_groups) for parameter in group["params"])
-        for number, (n, parameter) in enumerate(parameters):
-            pieces = [(piece, next(queues[piece.owner][n])) for piece in self._pieces[parameter]]
-            if any(state for _, state in pieces):
-                found[number] = pieces[0][1] if self._is_whole(parameter) else join_states(parameter, pieces)
-        return found
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        mine: States = {
+            Interval(numbers[part.parameter], part.piece.start, part.piece.stop): self._inner.state.get(part.tensor, {})
+            for group in self._parts
+            for part in group
+        }
+        wanted: list[list[Interval]] = [[] for _ in range(self._size)]
+        wanted[to] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
+        holders = StateHolders(self._group, mine, device=self._control_device())
+        states = holders.move(wanted, [torch.device("cpu")] * len(parameters), on_cpu=True)
+        if self._rank == to:
+            self._consolidated = {
+                number: state if self._is_whole(parameter) else shape_like(parameter, state)
+                for (number, parameter), state in zip(enumerate(parameters), states.values(), strict=True)
+                if state
+            }
 
     def _numbered_groups(self) -> list[dict[str, Any]]:
         numbers, found = itertools.count(), list[dict[str, Any]]()
@@ -379,7 +373,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self._group
 
 
-def _needs_whole_tensors(optimizer_class: type[Optimizer], given: bool | None) -> bool:
+def needs_whole_tensors(optimizer_class: type[Optimizer], given: bool | None) -> bool:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
             "ShardedOptimizer takes the class of an optimiser first, such as torch.optim.AdamW, not "

@@ -6,7 +6,7 @@ Large pieces are broadcast from where they are, without a copy. Small ones are c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -14,17 +14,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch
-from lockstep.comm.abortable_wait import wait_without_limit
+from lockstep.comm.abortable_wait import wait
 from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
 DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast
+WHERE: Final = "the exchange of new weights"
 
 
 class WeightExchange:
     """Exchanges the pieces of parameters between their owners. All workers make the same calls."""
 
-    def __init__(self, group: dist.ProcessGroup, pieces: Mapping[Tensor, list[Piece]], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        pieces: Mapping[Tensor, list[Piece]],
+        bucket_bytes: int,
+        *,
+        kept: Callable[[Tensor, Piece], bool] = lambda _parameter, _piece: False,
+    ) -> None:
+        """
+        pieces        of each parameter, with the worker that sends it
+        bucket_bytes  how much is gathered at once
+        kept          whether this worker has computed a piece itself, too, so that it is not overwritten: what an
+                      exchange that is aborted writes is garbage
+        """
         self._group = group
         self._pointers = [parameter.data_ptr() for parameter in pieces]
         self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
@@ -34,6 +48,8 @@ class WeightExchange:
                 by_rank = by_device.setdefault(parameter.device, [[] for _ in range(group.size())])
                 for piece in owned:
                     view = flat[piece.start : piece.stop]
+                    if piece.owner != group.rank() and kept(parameter, piece):
+                        view = torch.empty_like(view)
                     if view.nbytes >= DIRECT_BYTES:
                         self._large.append((piece.owner, view.view(torch.uint8)))
                     else:
@@ -53,12 +69,12 @@ class WeightExchange:
         for bucket in self._buckets:
             work = bucket.start(self._group)
             if last is not None:
-                last[0].finish(last[1])
+                last[0].finish(self._group, last[1])
             last = bucket, work
         if last is not None:
-            last[0].finish(last[1])
-        for work in works:
-            wait_without_limit(work)
+            last[0].finish(self._group, last[1])
+        for (_, memory), work in zip(self._large, works, strict=True):
+            wait(self._group, work, memory.device, WHERE)
 
 
 def _from(owner: int) -> dist.BroadcastOptions:
@@ -87,8 +103,8 @@ class _Bucket:
             _torch.foreach_copy_(self._own_copies, self._own)
         return group._allgather_base(self._received, self._sent)
 
-    def finish(self, work: Any) -> None:
-        wait_without_limit(work)
+    def finish(self, group: dist.ProcessGroup, work: Any) -> None:
+        wait(group, work, self._sent.device, WHERE)
         if self._targets:
             _torch.foreach_copy_(self._targets, self._sources)
 

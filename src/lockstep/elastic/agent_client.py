@@ -161,6 +161,7 @@ class AgentClient:
         self._leave: dict[int, str] = {}  # why this worker has to leave, by generation
         self._last_left = 0  # the number of the generation that this worker last left
         self._closing = -1
+        self.is_shrinking = False  # the generation that is closing: see `Generation.shrinks`
         self._released = False
         self._told_generation = 0  # the generation in which the call log was last received
         self._answers: dict[int, Message] = {}
@@ -228,7 +229,7 @@ class AgentClient:
                 case "leave":
                     self._leave.setdefault(message["generation"], message["why"])
                 case "close":
-                    self._closing = message["generation"]
+                    self._closing, self.is_shrinking = message["generation"], message["shrinks"]
                 case "release":
                     self._released = True
                 case "stop":

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from lockstep.elastic.host_processes import RESTART_WITHIN_S, HostProcesses
+from lockstep.elastic.host_processes import HostProcesses
 from lockstep.elastic.host_workers import HostWorkers
 from lockstep.elastic.membership import OrderAction, Standing, Want
 from lockstep.elastic.other_hosts import OtherHosts, RunEnd
@@ -336,17 +336,17 @@ class HostAgent(HostProcesses):
                 self._handle_loss(worker, at_s, early=early)
 
     def _handle_restart(self, worker: WorkerProcess, request: RestartRequest, at_s: float) -> None:
-        """Handle the end of a worker that goes back to the last verified state, as all others do."""
+        """Handle the end of a worker that goes back to the last checkpoint, as all others do."""
         if request.is_wrong:
             self._exclude_slot(worker)
-        is_known = worker.rank < self._restart_before  # all workers send the same request: it counts once
+        is_known = worker.rank in self._restarting  # all workers send the same request: it counts once
         if is_known or self._is_ending or self._gave_up is not None:
             return
         newest, current = self._host_workers.newest[0], self._host_workers.current[0]
         self._failures.append(WorkerFailure(worker.rank, at_s, newest, current, request.why))
-        self._restart_before, self._restart_end_s = len(self._workers), at_s + RESTART_WITHIN_S
+        self._begin_restart(worker, at_s)
         self._events.record("goes back", why=request.why)
-        print_message(f"{request.why}. All workers start again from the last verified state")
+        print_message(f"{request.why}. All workers start again from the last checkpoint")
         if (why := why_give_up(self._failures, self._job.workers)) is not None:
             self._give_up(self._failures[-1], why)
 

@@ -27,7 +27,7 @@ from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch
 from lockstep.launcher.worker_group import WorkerGroup, WorkerProcess
 
-RESTART_WITHIN_S: Final = 3.0  # after the first worker that goes back to the last verified state
+RESTART_WITHIN_S: Final = 3.0  # after the first worker that goes back to the last checkpoint
 
 
 class _PipeReader:
@@ -55,8 +55,8 @@ class HostProcesses(WorkerGroup):
         self._local_workers: dict[int, LocalWorker] = {}  # by worker number
         self._faulty_slots: set[int] = set()  # in which a worker computed wrongly; none is started there any more
         self._slots = job.workers  # the largest number of workers that this host has had to have
-        # All workers with smaller numbers go back to the last verified state, and have to end by then.
-        self._restart_before = 0
+        # The numbers of workers that go back to the last checkpoint, and when they have to have ended.
+        self._restarting: set[int] = set()
         self._restart_end_s: float | None = None
         self._abandoned: set[int] = set()  # numbers of workers that were stopped, because the lease ended for example
         self._ended_groups: list[WorkerProcess] = []  # ended workers with processes of their group still to be reaped
@@ -138,15 +138,21 @@ class HostProcesses(WorkerGroup):
         else:
             print_message(f"{where}; another is started in its place: there must be {want.least} workers (--min)")
 
+    def _begin_restart(self, first: WorkerProcess, at_s: float) -> None:
+        """Wait for the end of all workers that have a state. New ones have none, and continue."""
+        with_state = (Standing.INSIDE, Standing.LEFT)
+        members = (number for number, one in self._local_workers.items() if one.record.standing in with_state)
+        self._restarting, self._restart_end_s = {first.rank, *members}, at_s + RESTART_WITHIN_S
+
     def _end_restart(self, now_s: float) -> None:
         """Kill the workers that have not asked for the restart as the others did: they were in another call, and would
         continue from a state that is not verified. No worker is started before all of them have ended."""
         if self._restart_end_s is None:
             return
-        alive = [number for number in range(self._restart_before) if self._workers[number].alive]
+        alive = [number for number in self._restarting if self._workers[number].alive]
         for number in alive if now_s > self._restart_end_s else ():
             if self._local_workers[number].restart is None:
-                self._kill_worker(self._local_workers[number], "all workers go back to the last verified state")
+                self._kill_worker(self._local_workers[number], "all workers go back to the last checkpoint")
         if not alive:
             self._restart_end_s = None
 

@@ -311,6 +311,8 @@ class HostWorkers:
         if do is OrderAction.JOIN:
             local.pipe.send({"do": "lease", "until_s": self._records.client.held_until_s})
             message |= {"generation": as_json(now), "worker": local.id}
+        if do is OrderAction.CLOSE:
+            message["shrinks"] = now.shrinks
         if do is OrderAction.LEAVE:
             local.leave_sent_s = time.monotonic()
         local.pipe.send(message)

@@ -45,6 +45,7 @@ class Generation:
     position: Position | None = None  # where it begins; None: at the last checkpoint, or at the start of the program
     source: str | None = None  # the member that has the results and the state of that position
     why: str = ""  # why it was formed, for messages
+    shrinks: bool = False  # in phase CLOSING: some of its members will not be in the next one
     anew: int = 0  # the last generation that repeats settled calls: results sent before it are void
 
 
@@ -118,7 +119,7 @@ def _close(now: Generation, workers: Mapping[str, Worker], want: Want) -> Genera
         why = f"at least {_count(want.least)} wanted"
     else:
         return None
-    return replace(now, phase=GenerationPhase.CLOSING, why=why)
+    return replace(now, phase=GenerationPhase.CLOSING, why=why, shrinks=bool(leaving) or size > want.workers)
 
 
 def _from_survivors(

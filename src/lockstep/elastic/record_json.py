@@ -128,6 +128,7 @@ _READERS: dict[type, dict[str, Callable[[object], object]]] = {
         "position": _read_optional(_read_position),
         "source": _read_optional(_read_text),
         "why": _read_text,
+        "shrinks": _read_bool,
         "anew": _read_int,
     },
     Worker: {

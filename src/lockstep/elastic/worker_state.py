@@ -26,7 +26,7 @@ ROUNDS: Final = 4  # give up after this many times the usual losses if steps are
 
 @dataclass(frozen=True)
 class RestartRequest:
-    """Sent by every worker when some of them computed wrongly: all go back to the last verified state."""
+    """Sent by every worker when the state cannot be used any more: all go back to the last checkpoint."""
 
     why: str
     is_wrong: bool  # this worker is one of those that are wrong

@@ -9,7 +9,7 @@ LOCKSTEP_STATE_LOG_PART       set if another start will resume this run
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.ddp.replica import cheap_digests
 from lockstep.settings import Settings
 
-NamedTensors = Callable[[], Mapping[str, Tensor]]
+NamedTensors = Mapping[str, Tensor] | None  # None on workers that do not write
 
 
 class StateLog:
@@ -50,7 +50,8 @@ class StateLog:
     def _write(self, what: str, metrics: Mapping[str, Sequence[float]], state: NamedTensors, *, writes: bool) -> None:
         if not writes:
             return
-        tensors, (step, call) = state(), self._at
+        assert state is not None
+        tensors, (step, call) = state, self._at
         digests = dict(zip(tensors, cheap_digests(tensors.values()), strict=True))
         bits = {name: [float(value).hex() for value in values] for name, values in metrics.items()}
         with self._path.open("a") as file:

@@ -17,8 +17,10 @@ from lockstep.checkpoint.differences import before_training, compare_named, diff
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from lockstep.ddp.optimizer_state import load_optimizer
+from lockstep.ddp.sharded_state import ShardedState
 from lockstep.errors import CheckpointError
-from lockstep.recovery.module_state import InitialModuleState, load_module, load_optimizer
+from lockstep.recovery.module_state import InitialModuleState, load_module
 from lockstep.step.run_options import read_interval
 
 State = dict[str, Any]
@@ -46,11 +48,16 @@ class CheckpointSaver:
         """Note that nothing has to be saved at this step: it is the saved or the restored state."""
         self._saved_at, self._saved_s = step, time.monotonic()
 
+    @property
+    def is_by_time(self) -> bool:
+        """Whether checkpoints are saved after some time, not after a number of steps."""
+        return isinstance(self._every, float)
+
     def is_due(self, number: int, *, ends_epoch: bool) -> bool:
         """Whether to save after step `number`. By time, workers may differ; the answer of the writer counts."""
         if self._every is None:
             return ends_epoch
-        if isinstance(self._every, float):
+        if self.is_by_time:
             return time.monotonic() - self._saved_s >= self._every
         return (number + 1) % self._every == 0
 
@@ -208,7 +215,10 @@ def restore_state(things: Mapping[str, Any], state: State) -> None:
     things["batches"].restore(state["batches"])
     raw = state.get("raw") or {}
     load_module(things["model"], state["model"], raw.get("model"))
-    load_optimizer(things["optimizer"], state["optimizer"])
+    if isinstance(things["optimizer"], ShardedState):
+        things["optimizer"].load_state_dict(state["optimizer"])
+    else:
+        load_optimizer(things["optimizer"], state["optimizer"])
     if things["schedule"] is not None and state["schedule"] is not None:
         things["schedule"].load_state_dict(state["schedule"])
     things["loss_scale"].restore(state["loss_scale"])

@@ -102,6 +102,16 @@ class CollectiveCalls:
         """Number of the generation that is to end at the next top of the loop; 0 if none is."""
         return 0
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether all workers leave this generation when the next step begins."""
+        return False
+
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether, as far as this worker knows, some workers will not be in the next generation."""
+        return False
+
     def move_at_next_step(self, generation: int) -> None:
         """Called when all workers have agreed to end this generation at the next top of the loop."""
 

@@ -281,7 +281,7 @@ class ElasticCalls(CollectiveCalls):
         self._history.begin_step(number)
         faults.context["step"] = number
         faults.at("top")
-        if self._ending_generation == self._agent.generation:
+        if self.is_moving:
             self._leave_generation()
             self._join()
 
@@ -291,6 +291,14 @@ class ElasticCalls(CollectiveCalls):
     @property
     def wants_to_move(self) -> int:
         return self._agent.generation if self._agent.is_closing else 0
+
+    @property
+    def is_moving(self) -> bool:
+        return self._ending_generation == self._agent.generation
+
+    @property
+    def is_shrinking(self) -> bool:
+        return self._agent.is_closing and self._agent.is_shrinking
 
     def move_at_next_step(self, generation: int) -> None:
         self._ending_generation = generation

@@ -1,4 +1,4 @@
-"""The complete state of modules and optimisers, which `state_dict` and `load_state_dict` alone do not restore.
+"""The complete state of modules, which `state_dict` and `load_state_dict` alone do not restore.
 
 The state dict of a module lacks non-persistent buffers, and can be loaded only by a module that has buffers of the same
 names and shapes. In a new process that is not so for a module whose buffers are made or grow in a forward pass. So the
@@ -9,14 +9,13 @@ state of the model, and of each registered module, has a part `raw` besides the 
     gone     names of buffers that existed when training began, and do not any more
     numbers  attributes beside such buffers: see Note [Numbers beside a buffer] in step/buffer_snapshot.py
 
-Empty parts are left out. The state dict of an optimiser is complete, but its `load_state_dict` casts the state of a
-parameter to the dtype of that parameter.
+Empty parts are left out.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -122,29 +121,6 @@ def _without_arrays(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_arrays(inside) for key, inside in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state of an optimiser, and keep the dtypes that it was saved with."""
-    optimizer.load_state_dict(dict(state))
-    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        for parameter, number in zip(group["params"], saved_group["params"], strict=False):
-            loaded, saved = optimizer.state.get(parameter), state["state"].get(number)
-            if isinstance(loaded, MutableMapping) and isinstance(saved, Mapping):
-                for key in loaded.keys() & saved.keys():
-                    loaded[key] = _in_dtype_of(saved[key], loaded[key])
-
-
-def _in_dtype_of(saved: Any, loaded: Any) -> Any:
-    """Return what was loaded, or what was saved where loading has changed the dtype."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
-    if isinstance(saved, Mapping) and isinstance(loaded, MutableMapping):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _in_dtype_of(saved[key], loaded[key])
-    elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        return type(saved)(_in_dtype_of(one, other) for one, other in zip(saved, loaded, strict=True))
-    return loaded
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

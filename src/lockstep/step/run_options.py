@@ -41,6 +41,8 @@ RENAMED: Final = {
     "batch_size": _TO_BATCHES,
     "global_batch_size": _TO_BATCHES,
     "shards": _TO_BATCHES,
+    "zero": "shard_optimizer",
+    "zero_stage": "write shard_optimizer=True for the first stage of ZeRO",
     "gradient_accumulation_steps": "set shards= of run.batches: a worker runs its shards one after the other",
 }
 
@@ -63,6 +65,8 @@ class OptionNames(TypedDict, total=False):
     check_every: int | None
     audit_every: int | str
     balance_shards: bool
+    shard_optimizer: bool
+    redundancy: int | None
     save_every: int | str | None
     exit_on_interrupt: bool
     threads: int
@@ -88,6 +92,11 @@ class RunOptions:
                   "auto": so many that they cost less than 1 %; 0: never. In an elastic run a worker that computes
                   wrongly is left out, and the others go back to the last verified state
     balance_shards  with more shards than workers, give slow workers fewer shards; the bits are the same
+    shard_optimizer  every worker keeps 1/N of the optimiser's state (ZeRO, stage 1); the bits are the same. Then
+                  `Run.digest` is a collective call
+    redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
+                  worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
+                  run, else 0
     save_every    steps between two checkpoints, or a time such as "5m"; None: after every epoch and at the end
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`
@@ -110,6 +119,8 @@ class RunOptions:
     check_every: int | None = None
     audit_every: int | str = 0
     balance_shards: bool = True
+    shard_optimizer: bool = False
+    redundancy: int | None = None
     save_every: int | str | None = None
     exit_on_interrupt: bool = True
     threads: int = 1
@@ -141,13 +152,22 @@ class RunOptions:
             if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 instead = "" if word == least else f", or {word!r}"
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{instead}")
-        if not isinstance(balance := values.get("balance_shards", True), bool):
-            raise ValueError(f"balance_shards={balance!r} must be True or False")
+        for name in ("balance_shards", "shard_optimizer"):
+            if not isinstance(value := values.get(name, True), bool):
+                raise ValueError(f"{name}={value!r} must be True or False")
+        _check_redundancy(values.get("redundancy"), is_sharded=values.get("shard_optimizer", False))
         try:
             read_interval(values.get("save_every"))
         except ValueError as error:
             raise ValueError(f"save_every: {error}") from None
         return RunOptions(**values)
+
+
+def _check_redundancy(redundancy: object, *, is_sharded: bool) -> None:
+    if redundancy not in (None, 0, 1) or isinstance(redundancy, bool):
+        raise ValueError(f"redundancy={redundancy!r} is not known; choose 0, 1 or None")
+    if redundancy is not None and not is_sharded:
+        raise ValueError(f"redundancy={redundancy} is about parts of the optimiser's state: add shard_optimizer=True")
 
 
 def read_interval(text: str | int | None) -> int | float | None:

@@ -272,12 +272,18 @@ def make_update(
 
 
 def apply(t: StepContext, update: Update) -> None:
-    """Change buffers, weights, the state of the optimiser and the loss scale. Waits for no other worker."""
+    """Change buffers, weights, the state of the optimiser and the loss scale. Waits for no other worker.
+
+    If the state is distributed, this changes the worker's own part of the weights; the others follow in an exchange.
+    """
     t.buffers.apply(update.buffers)
     if update.finite:
         faults.at("optimizer")
         with step_check.learning_rate(t.large_batch, update.number):
-            t.optimizer.step()
+            if t.sharded_state is None:
+                t.optimizer.step()
+            else:
+                t.sharded_state.step(t.part)
     if not update.bad_loss:  # a loss is not scaled
         t.loss_scale.update(finite=update.finite)
     t.last.update = update if t.keeps_update else None

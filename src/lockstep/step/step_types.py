@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
 from lockstep.ddp.replica import Leaf, cheap_digests
+from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
 from lockstep.step.learning_rate import LargeBatch
@@ -153,6 +154,7 @@ class TrainingPlan:
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
     audits: AuditSchedule = field(default_factory=lambda: AuditSchedule(0))
+    sharded_state: ShardedState | None = None  # of the optimisers; None: every worker has the whole state
     finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
 
 
@@ -175,6 +177,7 @@ class StepContext:
     frozen: Sequence[nn.Parameter] = ()  # trainable parameters that this optimiser does not have
     applied_steps: int = 0  # before the step that is taken: see `Update.index`
     large_batch: LargeBatch | None = None
+    sharded_state: ShardedState | None = None
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import count, islice
 from typing import Any, Final
 
@@ -296,7 +295,7 @@ def predict(session: Session, function: Callable[[Any, Any], Any], call: Evaluat
 def _log_state(session: Session, call: EvaluationCall, metrics: Callable[[], Mapping[str, Sequence[float]]]) -> None:
     """Log the metrics, and the state after the evaluation, for `lockstep certify`."""
     if session.state_log is not None:
-        state = partial(named_state, call.model if call.other is None else call.other)
+        state = named_state(call.model if call.other is None else call.other)
         session.state_log.log_evaluation(call.what, metrics(), state, writes=session.is_main)
 
 
@@ -334,7 +333,7 @@ def evaluate_for_state_log(
 
     found = session.calls.make("the evaluation for certify", go)
     if found is not None:
-        state_log.log_evaluation("the loss in eval mode", found, partial(named_state, model), writes=session.is_main)
+        state_log.log_evaluation("the loss in eval mode", found, named_state(model), writes=session.is_main)
 
 
 def _evaluate_on_all(

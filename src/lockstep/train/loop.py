@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from enum import Enum
@@ -18,7 +17,6 @@ from lockstep.checkpoint.store import SUSPECT
 from lockstep.comm import abortable_wait
 from lockstep.data.batches import Batch, Batches, Position
 from lockstep.data.reader import DataError
-from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError, LockstepError
 from lockstep.recovery.collective_calls import print_message
 from lockstep.recovery.run_directory import pending_stops, write_shards, write_stop
@@ -28,6 +26,7 @@ from lockstep.step.shard_graphs import ShardGraphs
 from lockstep.step.step import take_step
 from lockstep.step.step_table import StepTable, agree_on_metrics
 from lockstep.step.step_types import Loss, Result, StepRequests, Stop, TrainingPlan
+from lockstep.train import sharded_training
 from lockstep.train.evaluation import evaluate_for_state_log
 from lockstep.train.loop_check import LoopCheck, describe_untrained
 from lockstep.train.loop_state import WorkerState
@@ -43,7 +42,6 @@ from lockstep.train.training_plan import (
     update_trainable,
 )
 
-SAVE_AFTER_ERROR_S: Final = 120.0
 TOLD_WITHIN_S: Final = 5.0  # until all workers know that some of them are wrong
 
 
@@ -110,6 +108,7 @@ class TrainLoop:
             plan.graphs.refuse("the run has several optimizers")
         if plan.synced and plan.graphs.is_enabled:
             plan.graphs.refuse(f"{plan.synced[0]} is a SyncBatchNorm, which communicates in the forward pass")
+        sharded_training.shard_optimizer(session, plan)
         self._refuse_unsavable(plan)
         self._resume(plan)
         if self.state.context is None:
@@ -142,8 +141,8 @@ class TrainLoop:
         session = self._session
 
         def resume() -> None:
-            compare = partial(session.call_check.compare, "resuming")
-            announce = session.options.progress
+            sharded_training.assign_first(session, plan)
+            compare, announce = partial(session.call_check.compare, "resuming"), session.options.progress
             step = session.checkpoints.resume(plan, compare, writes=session.is_main, announce=announce)
             if step is not None:
                 session.trace_writer.event("resumed", text=f"from the checkpoint of step {step}")
@@ -196,9 +195,9 @@ class TrainLoop:
                 if plan.finished and not is_batch_done(plan):
                     self._record_samples(plan, batch)
                 self.state.end_batch(plan, ends_epoch=batch.ends_epoch)
+                sharded_training.prepare_for_move(session, plan)
                 self._in_hand = False
-                is_due = session.checkpoints.saver.is_due(batch.number, ends_epoch=batch.ends_epoch)
-                if is_due and not self._should_stop:
+                if sharded_training.is_save_due(session, plan, batch) and not self._should_stop:
                     self.save(plan)
 
     def end(self, *, is_stopped: bool = False) -> None:
@@ -217,11 +216,16 @@ class TrainLoop:
             return
 
         def keep() -> None:
-            session.checkpoints.save_last(plan, here, session.calls.check_left)
-            if is_stopped:
-                write_stop(directory, here.number)
+            optimizer = sharded_training.collect_optimizer(session, plan)
 
-        session.calls.make("the last checkpoint", lambda: session.on_one.run(keep))
+            def write() -> None:
+                session.checkpoints.save_last(plan, here, session.calls.check_left, optimizer)
+                if is_stopped:
+                    write_stop(directory, here.number)
+
+            session.on_one.run(write)
+
+        session.calls.make("the last checkpoint", keep)
         if prints and not is_stopped:
             print_message(f"saved at step {here.number}; the same command continues")
 
@@ -237,24 +241,16 @@ class TrainLoop:
             return
         if not session.is_main or self.state.applied_steps <= self._resumed_at or not session.calls.may_commit():
             return
-        end_s, here = time.monotonic() + SAVE_AFTER_ERROR_S, self.position(plan)
+        here = self.position(plan)
 
-        def check_deadline() -> None:
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"it was not written within {SAVE_AFTER_ERROR_S:.0f} s")
-
-        try:
-            session.checkpoints.save_last(plan, here, check_deadline)
+        def note_stop() -> None:
             if isinstance(error, SystemExit) and not error.code:
                 if session.on_one.do_all_leave():  # if not, the others continue, and this worker counts as lost
                     write_stop(directory, here.number)
             elif isinstance(error, Exception):
                 pending_stops.add(directory, here.number, error)
-            print_message(f"saved at step {here.number}, where the program left the loop ({type(error).__name__})")
-        except Exception as problem:
-            print_message(
-                f"what was trained up to step {here.number} could not be saved: {type(problem).__name__}: {problem}"
-            )
+
+        session.checkpoints.save_alone(plan, here, f"the program left the loop ({type(error).__name__})", note_stop)
 
     def close(self) -> None:
         """Release what belongs to this worker alone."""
@@ -270,7 +266,13 @@ class TrainLoop:
         return self._here if self._in_hand and not is_batch_done(plan) else plan.batches.position
 
     def save(self, plan: TrainingPlan) -> None:
-        self._session.checkpoints.save(plan, self.position(plan), writes=self._session.is_main)
+        sharded_training.save(self._session, plan, self.position(plan), self._session.checkpoints.save)
+
+    def save_best(self, plan: TrainingPlan, metric: float, mode: str) -> bool:
+        """See `Run.save_best`."""
+        if is_better := self._session.checkpoints.is_best(metric, mode):
+            sharded_training.save(self._session, plan, self.position(plan), self._session.checkpoints.save_best)
+        return is_better
 
     def whereabouts(self) -> dict[str, Any]:
         """Position of the loop, for the failure report."""
@@ -328,6 +330,7 @@ class TrainLoop:
         check.end_step(part)
         plan.finished[part] = result
         self.state.start_receipt()
+        sharded_training.exchange_weights(session, plan, part)
         if self.state.applied_steps <= self._resumed_at + len(parts_of(plan.optimizer)):  # it has a state now
             self._refuse_unsavable(plan)
         session.stops.agreed = max(session.stops.agreed, result.stop)
@@ -340,7 +343,7 @@ class TrainLoop:
             session.checkpoints.verified_steps = batch.number  # not what is saved now, before the next round
         if session.state_log is not None:
             self._loss = loss
-            state = partial(named_state, plan.model, plan.optimizer)
+            state = sharded_training.collect_named_state(session, plan)
             if is_first:
                 session.state_log.log_step(batch.number, result.loss, state, writes=session.is_main)
             else:
@@ -414,7 +417,9 @@ class TrainLoop:
 
     def _update_trainable(self, plan: TrainingPlan, check: LoopCheck) -> None:
         """Train what is trainable now: the program froze or unfroze parameters, or added some to the optimiser."""
-        self._session.agree("run.step: what is trained", update_trainable(plan))
+        session = self._session
+        session.agree("run.step: what is trained", update_trainable(plan))
+        session.calls.make("run.step: what is kept", lambda: sharded_training.assign_optimizer(session, plan))
         is_current = self._assignment == self.state.assignments  # no worker was lost meanwhile
         self.state.drop_context(clears_gradients=True)
         self.state.assign_shards(plan)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import final
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep import faults
 from lockstep.ddp.replica import named_state
@@ -21,7 +22,7 @@ from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, e
 from lockstep.step.audit import AuditSchedule
 from lockstep.step.shard_balance import ShardBalance
 from lockstep.step.step_types import LastUpdate, StepContext, TrainingPlan
-from lockstep.train import training_plan
+from lockstep.train import sharded_training, training_plan
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
 from lockstep.train.run_state import is_batch_done
 from lockstep.train.session import Session
@@ -107,13 +108,19 @@ class WorkerState:
         with self._session.call_check.explain_errors("the comparison of replicas"):
             self.replica_check.after_step(
                 number,
-                lambda: named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests(),
+                lambda: self._replicated_state(plan, context, number),
                 now=context.audit.is_round,
             )
         if context.audit.is_round:
             plan.audits.comparison_s = time.perf_counter() - began_s
         plan.audits.end_step(is_round=context.audit.is_round)
         return context.audit.is_round and self._session.world.size > 1 and is_batch_done(plan)
+
+    def _replicated_state(self, plan: TrainingPlan, context: StepContext, number: int) -> dict[str, Tensor]:
+        """Everything that must be equal on all workers, by name."""
+        if plan.sharded_state is not None:
+            plan.sharded_state.compare_copies(number, self._session.group, self._session.device)
+        return named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests()
 
     # -- assignment of shards ----------------------------------------------------------------------------------------
 
@@ -193,6 +200,7 @@ class WorkerState:
     def begin_generation(self) -> None:
         trace_writer = self._session.trace_writer
         if self.plan is not None:
+            sharded_training.assign_optimizer(self._session, self.plan)
             self.assign_shards(self.plan)
         if self._left_s is not None:
             trace_writer.event("recovery", took_s=time.monotonic() - self._left_s)
@@ -224,6 +232,8 @@ class WorkerState:
             mine = session.checkpoints.state(plan) | {"applied_steps": self.applied_steps}
         state = broadcast_state(session.group, session.device, source, mine)
         if is_new:
+            if plan.sharded_state is not None:
+                plan.sharded_state.forget()
             session.checkpoints.restore(plan, state)
             self.applied_steps = state["applied_steps"]
             then()

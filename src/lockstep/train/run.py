@@ -29,7 +29,6 @@ from torch.utils.data import Sampler
 from lockstep import faults
 from lockstep.data.batches import Batch, Batches, BatchSettings, check_options
 from lockstep.data.sample_order import Order, is_int
-from lockstep.ddp.replica import named_state, sha256_of
 from lockstep.errors import LockstepError
 from lockstep.recovery.module_state import GeneratorState
 from lockstep.recovery.run_directory import pending_stops
@@ -400,9 +399,8 @@ class Run:
         return self._session.observer.noise_scale
 
     def digest(self) -> str:
-        """SHA-256 of weights, buffers and optimiser state of this worker. Not a collective call."""
-        optimizer = self._loop.plan.optimizer if self._loop.plan is not None else None
-        return sha256_of(named_state(run_methods.require_model(self._model, "run.digest"), optimizer))
+        """SHA-256 of weights, buffers and optimiser state. A collective call only with `shard_optimizer=True`."""
+        return run_methods.digest(self._session, self._loop, run_methods.require_model(self._model, "run.digest"))
 
     def memory(self) -> dict[str, int]:
         """Return what this worker has used memory for, in bytes. Not a collective call.
@@ -436,8 +434,7 @@ class Run:
             raise ValueError(f'mode={mode!r} is not known; choose "max" or "min"')
         plan, value = plan_of(self._loop.plan, "run.save_best"), float(metric)
         self._session.agree("run.save_best", {"the metric": value, "mode": mode})
-        here, writes = self._loop.position(plan), self._session.is_main
-        return self._session.checkpoints.save_best(plan, here, value, mode=mode, writes=writes)
+        return self._loop.save_best(plan, value, mode)
 
     def load(self, path: str | Path, what: str = "model") -> None:
         """Read weights of a checkpoint into the replicated model, on all workers; rank 0 alone reads the disk.

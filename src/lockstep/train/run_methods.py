@@ -21,6 +21,7 @@ from lockstep.recovery.checkpointing import describe_misfit, read_weights
 from lockstep.recovery.module_state import load_module
 from lockstep.recovery.state_transfer import broadcast_state
 from lockstep.trace.metrics import as_pairs, gather_pieces, mean_of
+from lockstep.train import sharded_training
 from lockstep.train.loop import TrainLoop
 from lockstep.train.session import Session
 from lockstep.train.training_plan import memory_of
@@ -105,6 +106,21 @@ def memory_by_kind(session: Session, loop: TrainLoop) -> dict[str, int]:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     known = sum(found.values())
     return found | {"rest": max(peak - known, 0), "peak": max(peak, known)}
+
+
+def digest(session: Session, loop: TrainLoop, model: nn.Module) -> str:
+    """See `Run.digest`."""
+    plan = loop.plan
+    if plan is None or plan.sharded_state is None:
+        return replica.sha256_of(replica.named_state(model, None if plan is None else plan.optimizer))
+
+    def compute() -> str:
+        session.call_check.wait_for_all("run.digest")
+        whole = sharded_training.collect_optimizer(session, plan)
+        mine = "" if whole is None else replica.sha256_of(replica.named_state(model, whole))
+        return str(agreement.gather_values(session.group, mine, device=session.device)[0])
+
+    return session.calls.make("run.digest", compute)
 
 
 def require_model(model: nn.Module | None, who: str) -> nn.Module:

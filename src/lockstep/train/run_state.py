@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -15,6 +17,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.ledger import Ledger
 from lockstep.data.sample_order import Position
+from lockstep.ddp.sharded_state import WholeState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recovery.checkpointing import MODEL, BestMetric, CheckpointSaver, State, collect_state, restore_state
 from lockstep.recovery.collective_calls import print_message
@@ -30,6 +33,7 @@ from lockstep.train.training_plan import (
     restore_trainable,
 )
 
+SAVE_ALONE_S: Final = 120.0
 BEST: Final = "best"  # the folder of the best checkpoints in a run directory
 
 
@@ -67,8 +71,10 @@ class Checkpoints:
 
     # -- what a state is ---------------------------------------------------------------------------------------------
 
-    def state(self, plan: TrainingPlan, here: Position | None = None) -> State:
+    def state(self, plan: TrainingPlan, here: Position | None = None, optimizer: WholeState | None = None) -> State:
         """Everything that a worker needs to take the step at `here`; None: the next step of the batches.
+
+        optimizer  the state of the optimiser, if it is distributed (`ShardedState.collect`); None: without it
 
         The entry `run` is what must not change between the starts of a run.
         """
@@ -84,7 +90,8 @@ class Checkpoints:
             more["verified_steps"] = self.verified_steps
         if not is_batch_done(plan):
             more["finished"] = {str(part): result.to_json() for part, result in plan.finished.items()}
-        found = collect_state(self._things(plan)) | {"run": self._identity | run} | more
+        things = self._things(plan) | ({} if optimizer is None else {"optimizer": optimizer})
+        found = collect_state(things) | {"run": self._identity | run} | more
         return found if here is None else found | {"batches": plan.batches.state(here)}
 
     def restore(self, plan: TrainingPlan, state: State) -> None:
@@ -108,7 +115,7 @@ class Checkpoints:
             }
         return {
             "model": plan.model,
-            "optimizer": plan.optimizer,
+            "optimizer": plan.optimizer if plan.sharded_state is None else plan.sharded_state,
             "schedule": plan.schedule,
             "loss_scale": plan.loss_scale,
             "batches": plan.batches,
@@ -141,27 +148,38 @@ class Checkpoints:
         """(the batch, the steps that were taken with it): several optimisers may be in the middle of a batch."""
         return here.number, 0 if is_batch_done(plan) else len(plan.finished)
 
-    def save(self, plan: TrainingPlan, here: Position, *, writes: bool) -> None:
-        """Write a checkpoint in the background. Waits only until the tensors are copied."""
+    def save(self, plan: TrainingPlan, here: Position, *, writes: bool, optimizer: WholeState | None = None) -> None:
+        """Write a checkpoint in the background. Waits only until the tensors are copied.
+
+        optimizer  on the worker that writes: the state of the optimiser, if it is distributed
+        """
         plan.norm_check.check()
         self._saved = self._mark(plan, here)
         if writes:
             self.ledger.write()
-        self.saver.save(here.number, lambda: self.state(plan, here), writes=writes, kept_step=self._kept_step(plan))
+        kept_step, state = self._kept_step(plan), partial(self.state, plan, here, optimizer)
+        self.saver.save(here.number, state, writes=writes, kept_step=kept_step)
 
-    def save_best(self, plan: TrainingPlan, here: Position, metric: float, *, mode: str, writes: bool) -> bool:
-        """Save to the folder `best` if `metric` is better than all before it. Returns whether it was."""
-        is_better = self._best.improves(metric, mode)
-        if is_better and self.directory is not None:
+    def is_best(self, metric: float, mode: str) -> bool:
+        """Whether `metric` is better than all before it, which makes it the best so far."""
+        return self._best.improves(metric, mode)
+
+    def save_best(
+        self, plan: TrainingPlan, here: Position, *, writes: bool, optimizer: WholeState | None = None
+    ) -> None:
+        """Save to the folder `best`. The arguments are those of `save`."""
+        if self.directory is not None:
             if self._best_saver is None:
                 self._best_saver = CheckpointSaver(self.directory / BEST, None, self._fence)
-            self._best_saver.save(here.number, lambda: self.state(plan, here), writes=writes)
-        return is_better
+            self._best_saver.save(here.number, partial(self.state, plan, here, optimizer), writes=writes)
 
-    def save_last(self, plan: TrainingPlan, here: Position, check: Callable[[], None]) -> None:
+    def save_last(
+        self, plan: TrainingPlan, here: Position, check: Callable[[], None], optimizer: WholeState | None = None
+    ) -> None:
         """Write the last checkpoint if it is missing: an earlier rank 0 may have been lost before it was written.
 
         Called by rank 0 at the end. `check` is called repeatedly while it is written, and raises to end the wait.
+        `optimizer` is that of `save`.
         """
         self.ledger.write()
         self.saver.drain(check)
@@ -171,8 +189,31 @@ class Checkpoints:
         if mark != self._resumed_from and not is_written:
             plan.norm_check.check()
             self._saved = mark
-            self.saver.save(here.number, lambda: self.state(plan, here), writes=True, kept_step=self._kept_step(plan))
+            kept_step, state = self._kept_step(plan), partial(self.state, plan, here, optimizer)
+            self.saver.save(here.number, state, writes=True, kept_step=kept_step)
             self.saver.drain(check)
+
+    def save_alone(self, plan: TrainingPlan, here: Position, why: str, then: Callable[[], None]) -> None:
+        """Write a checkpoint without other workers, wait for it, and call `then`. Prints whether this was done."""
+        end_s = time.monotonic() + SAVE_ALONE_S
+
+        def check_deadline() -> None:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"it was not written within {SAVE_ALONE_S:.0f} s")
+
+        try:
+            if plan.sharded_state is not None:
+                raise LockstepError(
+                    "the optimiser's state is distributed over the workers, which may have left; "
+                    "Run(save_every=...) sets how often to save"
+                )
+            self.save_last(plan, here, check_deadline)
+            then()
+            print_message(f"saved at step {here.number}, where {why}")
+        except Exception as problem:
+            print_message(
+                f"what was trained up to step {here.number} could not be saved: {type(problem).__name__}: {problem}"
+            )
 
     def _kept_step(self, plan: TrainingPlan) -> int | None:
         """The newest checkpoint up to this step is kept, to go back to; None: without audits none is kept for that."""

@@ -258,6 +258,7 @@ def assign_shards(
                 part=part,
                 frozen=[leaf.parameter for leaf in plan.leaves if leaf.name not in own],
                 large_batch=plan.large_batch,
+                sharded_state=plan.sharded_state,
                 norm_check=plan.norm_check,
                 gradient_writes=plan.gradient_writes,
                 graphs=plan.graphs,
@@ -314,7 +315,7 @@ def memory_of(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[s
         "weights": sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers())),
         "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
         "buckets": sum(one.gradients.buffer_bytes for one in contexts.values()),
-        "optimizer": sum(state.nbytes for state in states),
+        "optimizer": sum(s.nbytes for s in states) if plan.sharded_state is None else plan.sharded_state.state_bytes(),
         "graphs": plan.graphs.memory_bytes,
     }
 
@@ -346,6 +347,9 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
     what = f"global batch {settings.global_batch_size}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     what = plan.large_batch.describe() if plan.large_batch is not None else what
     how = "exact" if config.exact else "fast: bits depend on the workers"
+    if plan.sharded_state is not None:
+        copies = ", and a copy of another one's" if plan.sharded_state.redundancy and size > 1 else ""
+        how += f", each worker keeps 1/{size} of the optimiser's state{copies}"
     if config.exact and world.device.type == "cpu":
         threads = config.options.threads
         how += f", {threads} thread{'s' if threads > 1 else ''} each"

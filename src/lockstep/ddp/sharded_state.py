@@ -1,0 +1,343 @@
+"""Optimisers of a run whose state is distributed over the workers (ZeRO, stage 1).
+
+Every worker has all weights and all gradients of a step, and the optimiser's state of its own part of them; with
+redundancy 1 it also has a copy of the part of one other worker, which it updates from the same gradients. After the
+step the new weights are exchanged. When workers are lost, those that remain have the whole state, unless a worker and
+the one with its copy are lost together.
+
+Note [Incomplete weights]
+Between its own step and the end of the exchange a worker has new weights in its own part and old ones elsewhere. If
+workers are lost then, the others complete their weights in `assign`, from those that have each part. This must not
+overwrite what a program does to the weights after the step, in its loop. So no worker returns from an exchange before
+all have received everything: if one has incomplete weights, no program has continued.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.comm import abortable_wait, agreement
+from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, choose_buddies, is_whole
+from lockstep.ddp.optimizer_state import Interval, StateHolders, States, cut_state, load_optimizer, shape_like
+from lockstep.ddp.replica import cheap_digests
+from lockstep.ddp.weight_exchange import WeightExchange
+from lockstep.errors import DivergenceError
+
+BUCKET_BYTES: Final = 25 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """The state of all workers, in the CPU memory of one. It has what `named_state` and checkpoints use."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in the format of torch: as one optimiser with all groups would."""
+        return _number(self.param_groups, self.state)
+
+
+def _number(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> dict[str, Any]:
+    numbers = {parameter: n for n, parameter in enumerate(p for group in groups for p in group["params"])}
+    return {
+        "state": {numbers[parameter]: values for parameter, values in state.items() if values},
+        "param_groups": [
+            {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in groups
+        ],
+    }
+
+
+@final
+class ShardedState:
+    """The parts of optimisers that this worker has. Collective calls are marked."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], *, whole_tensors: Sequence[bool], redundancy: int) -> None:
+        """
+        optimizers     with all parameters; from now on they keep no state of their own
+        whole_tensors  of each optimiser: whether it looks at whole tensors (optimizer_cells.py)
+        redundancy     1: every part is kept by two workers; 0: by one
+        """
+        self._optimizers, self._whole_tensors, self.redundancy = tuple(optimizers), tuple(whole_tensors), redundancy
+        self._rank, self._size = 0, 1
+        self._pieces: dict[Tensor, list[Piece]] = {}
+        self._buddies: list[int] = [0]
+        self._parts: list[list[list[OwnedPart]]] = [[] for _ in optimizers]  # by optimiser and group
+        self._states: list[dict[Tensor, dict[str, Any]]] = [defaultdict(dict) for _ in optimizers]
+        self._exchanges: dict[int, WeightExchange] = {}
+        self._copy: States | None = None  # of the whole state: see `copy_to_all`
+        self._is_complete = True  # the weights: see Note [Incomplete weights]
+        self._initial = {parameter: state for one in optimizers for parameter, state in one.state.items()}
+        for optimizer in optimizers:
+            optimizer.state = defaultdict(dict)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether this worker has a part of the state: a new worker has none before `assign`."""
+        return bool(self._pieces)
+
+    def state_bytes(self) -> int:
+        """Return how many bytes of state this worker has."""
+        values = (value for states in self._states for state in states.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def whole_state_bytes(self) -> int:
+        """Return how many bytes the state of all workers has, without copies; an estimate from the own part."""
+        own = sum(part.piece.numel for part, _ in self._all_parts())
+        return self.state_bytes() * sum(parameter.numel() for parameter in self._pieces) // max(own, 1)
+
+    def _all_parts(self) -> Iterator[tuple[OwnedPart, dict[str, Any]]]:
+        """Yield the parts of this worker, with the state of each."""
+        for groups, states in zip(self._parts, self._states, strict=True):
+            for group in groups:
+                yield from ((part, states.get(part.tensor, {})) for part in group)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def step(self, number: int) -> None:
+        """Take the step of an optimiser with this worker's part. Waits for no other worker."""
+        self._is_complete, self._copy = self._has_all, None
+        parts = [part for group in self._parts[number] for part in group]
+        for part in parts:
+            part.follow()
+            part.set_gradient()
+        with self._on_parts(number) as optimizer:
+            optimizer.step()
+        for part in parts:
+            part.drop_gradient()
+
+    @contextmanager
+    def _on_parts(self, number: int) -> Iterator[Optimizer]:
+        """Let an optimiser see this worker's parts as its parameters, with their state."""
+        optimizer, parts = self._optimizers[number], self._parts[number]
+        groups, state = optimizer.param_groups, optimizer.state
+        optimizer.param_groups = [
+            _options(group) | {"params": [part.tensor for part in own]}
+            for group, own in zip(groups, parts, strict=True)
+        ]
+        optimizer.state = self._states[number]  # type: ignore[assignment]
+        try:
+            yield optimizer
+        finally:
+            self._states[number] = optimizer.state
+            for group, inner in zip(groups, optimizer.param_groups, strict=True):
+                group.update(_options(inner))  # an optimiser may write to its options
+            optimizer.param_groups, optimizer.state = groups, state
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether every worker has all parts."""
+        return self._size == 1 or (self._size == 2 and bool(self.redundancy))
+
+    def exchange_weights(self, number: int, group: dist.ProcessGroup, device: torch.device, *, confirms: bool) -> None:
+        """Send the weights that an optimiser has updated to all workers; a collective call.
+
+        confirms  wait until all workers have received everything: see Note [Incomplete weights]
+        """
+        if self._has_all:
+            return
+        own = [parameter for options in self._optimizers[number].param_groups for parameter in options["params"]]
+        changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
+        exchange = self._exchanges.get(number)
+        if exchange is None or exchange.has_moved(changed):
+            exchange = WeightExchange(group, changed, BUCKET_BYTES, kept=lambda _, piece: self._has(piece))
+            self._exchanges[number] = exchange
+        exchange.run()
+        self._is_complete = True
+        if confirms:
+            abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
+
+    def _has(self, piece: Piece) -> bool:
+        return self._rank == piece.owner or (bool(self.redundancy) and self._rank == self._buddies[piece.owner])
+
+    def compare_copies(self, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raise DivergenceError, on all workers, if a part and its copy differ after step `number`; a collective call.
+
+        Nothing is compared without copies.
+        """
+        if self._size == 1 or not self.redundancy:
+            return
+        totals = [0, 0]  # of the own part and of the copy of another one
+        for part, state in self._all_parts():
+            digests = cheap_digests(value for value in state.values() if isinstance(value, Tensor))
+            totals[part.piece.owner != self._rank] += sum(digests)
+        rows = agreement.gather_rows(group, [_signed(total) for total in totals], device=device)
+        for rank, buddy in enumerate(self._buddies):
+            if rows[rank][0] != rows[buddy][1]:
+                raise DivergenceError(
+                    f"after step {number} rank {rank} and rank {buddy} have different optimiser states for the same "
+                    "weights, which both computed from the same gradients. A faulty machine, or a write to "
+                    "optimizer.state on one worker only. Go back to the last checkpoint",
+                    [],
+                )
+
+    # -- which worker has which part -----------------------------------------------------------------------------------
+
+    def assign(self, group: dist.ProcessGroup, device: torch.device, host: str) -> None:
+        """Divide the state between the current workers, and move what has changed its worker; a collective call.
+
+        Workers may be new, and other ones may be lost; all have taken the same steps. Weights are completed where they
+        are not complete. If it fails, this worker still has what it had.
+
+        Raises LostStateError, on all workers, if no worker has some part of the state any more.
+        """
+        mine, size, pieces = self._held(), group.size(), self._divide(group.size())
+        holders = StateHolders(group, mine, device=device, about=[host, len(self._pieces), self._is_complete])
+        hosts, counts, complete = zip(*holders.abouts, strict=True)
+        buddies = choose_buddies(hosts) if size > 1 else [0]
+        known = list(pieces)[: max(counts)]  # others were added to the optimiser since
+        wanted: list[list[Interval]] = [[] for _ in range(size)]
+        for number, parameter in enumerate(known):
+            for piece in pieces[parameter]:
+                for rank in {piece.owner, buddies[piece.owner]} if self.redundancy else {piece.owner}:
+                    wanted[rank].append(Interval(number, piece.start, piece.stop))
+        states = holders.move(wanted, [parameter.device for parameter in known])
+        if not all(complete):
+            self._send_weights(group, holders, known, mine)
+        self._rank, self._size, self._pieces, self._buddies = group.rank(), size, pieces, buddies
+        self._exchanges, self._is_complete, self._copy = {}, True, None
+        self._set_parts(states)
+        if not known:
+            self.load_state_dict(_number(self.param_groups, self._initial))
+        self._initial = {}
+
+    def copy_to_all(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Give every worker the whole state, in the memory of the CPU, until the next `assign` or step: some of them
+        leave, and it is not known which. A collective call."""
+        whole = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(self._pieces)]
+        holders = StateHolders(group, self._held(), device=device)
+        self._copy = holders.move([whole] * group.size(), [parameter.device for parameter in self._pieces], on_cpu=True)
+
+    def forget(self) -> None:
+        """Drop this worker's part: it gets another one from other workers, by `assign`."""
+        self._pieces, self._initial, self._is_complete, self._copy = {}, {}, True, None
+        self._parts = [[] for _ in self._optimizers]
+        self._states = [defaultdict(dict) for _ in self._optimizers]
+
+    def _divide(self, size: int) -> dict[Tensor, list[Piece]]:
+        """Return the pieces of all parameters, in the order of `parameters`, for so many workers."""
+        loads, found = [0] * size, dict[Tensor, list[Piece]]()
+        for optimizer, whole_tensors in zip(self._optimizers, self._whole_tensors, strict=True):
+            for group in optimizer.param_groups:
+                found |= assign_group(group["params"], loads, whole_tensors=whole_tensors)
+        return {parameter: found[parameter] for parameter in self.parameters}
+
+    def _send_weights(
+        self, group: dist.ProcessGroup, holders: StateHolders, known: Sequence[Tensor], mine: States
+    ) -> None:
+        """Send all weights from workers that have their state. See Note [Incomplete weights]."""
+        numbers = {parameter: number for number, parameter in enumerate(known)}
+        own: dict[int, list[Interval]] = {}
+        for interval in mine:
+            own.setdefault(interval.parameter, []).append(interval)
+
+        def is_kept(parameter: Tensor, piece: Piece) -> bool:
+            intervals = own.get(numbers[parameter], ())
+            return any(one.start <= piece.start and piece.stop <= one.stop for one in intervals)
+
+        sent = {
+            parameter: [piece for piece, _ in holders.pieces(Interval(number, 0, parameter.numel()))]
+            for parameter, number in numbers.items()
+        }
+        WeightExchange(group, sent, BUCKET_BYTES, kept=is_kept).run()
+
+    def _set_parts(self, states: States) -> None:
+        numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
+        for number, (optimizer, whole_tensors) in enumerate(zip(self._optimizers, self._whole_tensors, strict=True)):
+            self._parts[number] = [
+                [
+                    OwnedPart(parameter, piece, is_whole=is_whole(parameter, whole_tensors=whole_tensors))
+                    for parameter in group["params"]
+                    for piece in self._pieces[parameter]
+                    if self._has(piece)
+                ]
+                for group in optimizer.param_groups
+            ]
+            self._states[number] = defaultdict(dict)
+            for part in (part for group in self._parts[number] for part in group):
+                state = states.get(Interval(numbers[part.parameter], part.piece.start, part.piece.stop))
+                if state:
+                    self._states[number][part.tensor] = state
+
+    def _held(self) -> States:
+        """The states of the parts that this worker has; empty for a new worker."""
+        if self._copy is not None:
+            return self._copy
+        numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
+        return {
+            Interval(numbers[part.parameter], part.piece.start, part.piece.stop): state
+            for part, state in self._all_parts()
+        }
+
+    # -- the whole state -----------------------------------------------------------------------------------------------
+
+    def collect(self, group: dist.ProcessGroup, device: torch.device, *, to: int = 0) -> WholeState | None:
+        """Return the state of all workers on rank `to`, and None on the others; a collective call."""
+        parameters = list(self._pieces)
+        wanted: list[list[Interval]] = [[] for _ in range(group.size())]
+        wanted[to] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
+        cpu = [torch.device("cpu")] * len(parameters)
+        states = StateHolders(group, self._held(), device=device).move(wanted, cpu, on_cpu=True)
+        if group.rank() != to:
+            return None
+        whole = {
+            parameter
+            for optimizer, whole_tensors in zip(self._optimizers, self._whole_tensors, strict=True)
+            for options in optimizer.param_groups
+            for parameter in options["params"]
+            if is_whole(parameter, whole_tensors=whole_tensors)
+        }
+        found = zip(parameters, states.values(), strict=True)
+        return WholeState(self.param_groups, {p: s if p in whole else shape_like(p, s) for p, s in found})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options of all groups, in the format of torch, without the state of parameters."""
+        return _number(self.param_groups, {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this worker's part of a whole state, in the format of torch; with or without sharding it is the same."""
+        groups, saved, parameters = list(state_dict["param_groups"]), state_dict["state"], self.parameters
+        if not self._pieces:  # a new worker, which gets its part from other workers
+            for ours, theirs in zip(self.param_groups, groups, strict=True):
+                ours.update(_options(theirs))
+            return
+        self._pieces = self._divide(self._size)  # groups may have been added
+        self._set_parts(States())
+        keys = dict(zip(parameters, (key for group in groups for key in group["params"]), strict=True))
+        for number, optimizer in enumerate(self._optimizers):
+            its_groups, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            states, inner, count = dict[int, Any](), list[dict[str, Any]](), 0
+            for group, own in zip(its_groups, self._parts[number], strict=True):
+                inner.append(_options(group) | {"params": list(range(count, count + len(own)))})
+                for n, part in enumerate(own, count):
+                    if keys[part.parameter] in saved:
+                        states[n] = cut_state(part, saved[keys[part.parameter]])
+                count += len(own)
+            with self._on_parts(number) as on_parts:
+                load_optimizer(on_parts, {"state": states, "param_groups": inner})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _signed(total: int) -> int:
+    """The lowest 64 bits as a signed number, which a tensor can hold."""
+    return (total + 2**63) % 2**64 - 2**63

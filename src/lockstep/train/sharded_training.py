@@ -1,0 +1,142 @@
+"""Training with an optimiser whose state is distributed over the workers: `Run(shard_optimizer=True)`.
+
+Without it, these functions do what every worker can do alone. The parts themselves are in ddp/sharded_state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from lockstep import faults
+from lockstep.comm import agreement
+from lockstep.data.batches import Batch, Position
+from lockstep.ddp.replica import named_state
+from lockstep.ddp.sharded_optimizer import needs_whole_tensors
+from lockstep.ddp.sharded_state import ShardedState, WholeState
+from lockstep.errors import LostStateError
+from lockstep.step.step_types import TrainingPlan
+from lockstep.train.optimizer_set import parts_of
+from lockstep.train.session import Session
+
+
+def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
+    """Distribute the state of the optimiser over the workers from now on, if the program wants it.
+
+    Raises TypeError or ValueError for an optimiser with which that cannot be done.
+    """
+    options, optimizers = session.options, parts_of(plan.optimizer)
+    if not options.shard_optimizer:
+        return
+    for leaf in plan.leaves:
+        if leaf.sparse:
+            raise ValueError(
+                f"shard_optimizer=True: the gradient of {leaf.name} is sparse, and such gradients are not "
+                "distributed; make the embedding with sparse=False, or leave shard_optimizer out"
+            )
+    for one in optimizers:
+        if one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks:
+            raise ValueError(
+                f"shard_optimizer=True: this {type(one).__name__} has step hooks, which would see a part of its "
+                "parameters only; remove them, or do what they do in the loop, around run.step"
+            )
+    redundancy = int(session.calls.is_elastic) if options.redundancy is None else options.redundancy
+    whole_tensors = [needs_whole_tensors(type(one), None) for one in optimizers]
+    plan.sharded_state = ShardedState(optimizers, whole_tensors=whole_tensors, redundancy=redundancy)
+
+
+def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
+    """Divide the state of the optimiser between the current workers, if it is distributed; a collective call.
+
+    If a part of it is lost, end this process: others start in its place, from the newest checkpoint.
+    """
+    sharded = plan.sharded_state
+    if sharded is None:
+        return
+    faults.at("moving-state")
+    try:
+        sharded.assign(session.group, session.device, session.world.host)
+    except LostStateError as error:
+        if not session.calls.is_elastic:
+            raise
+        session.calls.restart(str(error), lambda: None, is_wrong=False)
+
+
+def assign_first(session: Session, plan: TrainingPlan) -> None:
+    """Divide the state of the optimiser before the first step of this start, unless it is; a collective call."""
+    if plan.sharded_state is not None and not plan.sharded_state.has_parts:
+        assign_optimizer(session, plan)
+
+
+def exchange_weights(session: Session, plan: TrainingPlan, part: int) -> None:
+    """Send the weights that this worker's part of optimiser `part` has updated to all others; a collective call."""
+    sharded = plan.sharded_state
+    if sharded is None:
+        return
+
+    def exchange() -> None:
+        faults.at("weights")
+        with session.step_stream.active(), session.call_check.explain_errors("run.step"):
+            sharded.exchange_weights(part, session.group, session.device, confirms=session.calls.is_elastic)
+
+    session.calls.make("the exchange of weights", exchange)
+
+
+def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
+    """Give every worker a copy of the whole state, if it is distributed and some of them leave now; a collective call.
+
+    Which ones leave is decided when they have. The copies are kept until the parts are assigned anew.
+    """
+    sharded = plan.sharded_state
+    if sharded is None or not session.calls.is_moving:
+        return
+
+    def copy() -> None:
+        rows = agreement.gather_rows(session.group, [int(session.calls.is_shrinking)], device=session.device)
+        if any(shrinks for (shrinks,) in rows):
+            sharded.copy_to_all(session.group, session.device)
+
+    session.calls.make("the state of the optimizer, for others", copy)
+
+
+def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None:
+    """Return the state of the optimiser on rank 0, if it is distributed, else None. A collective call then."""
+    return None if plan.sharded_state is None else plan.sharded_state.collect(session.group, session.device)
+
+
+def collect_named_state(session: Session, plan: TrainingPlan) -> dict[str, Tensor] | None:
+    """Return weights, buffers and the state of the optimiser, by name; None on other ranks than 0 if it is distributed.
+
+    A collective call then.
+    """
+    if plan.sharded_state is None:
+        return named_state(plan.model, plan.optimizer)
+    whole = session.calls.make("the state of the run", partial(collect_optimizer, session, plan), encode=lambda _: None)
+    return None if whole is None else named_state(plan.model, whole)
+
+
+def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[..., None]) -> None:
+    """Save the state at this position by a method of `Checkpoints`. A collective call, if it is distributed."""
+
+    def save_now() -> None:
+        write(plan, here, writes=session.is_main, optimizer=collect_optimizer(session, plan))
+
+    if plan.sharded_state is None:
+        save_now()
+    else:
+        session.calls.make("a checkpoint", save_now)
+
+
+def is_save_due(session: Session, plan: TrainingPlan, batch: Batch) -> bool:
+    """Whether to save after this batch. Saving a distributed state is a collective call, so all workers agree on it."""
+    saver = session.checkpoints.saver
+    is_due = partial(saver.is_due, batch.number, ends_epoch=batch.ends_epoch)
+    if plan.sharded_state is None or not saver.is_by_time:
+        return is_due()
+
+    def ask() -> bool:
+        return bool(agreement.gather_rows(session.group, [int(is_due())], device=session.device)[0][0])
+
+    return session.calls.make("whether to save", ask)

@@ -1,0 +1,281 @@
+"""`Run(shard_optimizer=True)`: the bits of the run that is not sharded, in less memory, and through checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import lockstep
+from on_workers import Failure, on_workers, try_on_workers
+from runs import PROGRAMS, Cnn, Gpt, Program, classify, data, mlp, predict_tokens, train, use
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=3e-3),
+    "Adam": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=2e-3),
+    "LARS": lambda p: lockstep.LARS(p, lr=0.5, momentum=0.9, weight_decay=1e-4),
+    "LAMB": lambda p: lockstep.LAMB(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
+}
+MODELS: dict[str, Any] = {"mlp": (mlp, classify), "cnn": (Cnn, classify), "gpt": (Gpt, predict_tokens)}
+CASES: dict[str, Program] = {
+    f"{optimizer}, {model}": Program(build, make, loss, samples=64)
+    for model, (build, loss) in MODELS.items()
+    for optimizer, make in OPTIMIZERS.items()
+} | {name: program for name, program in PROGRAMS.items() if "sparse" not in name}
+HALVES = tuple(CASES)[::2], tuple(CASES)[1::2]
+WORLDS = [
+    (size, backend, redundancy)
+    for size, backend in [(1, "gloo"), (2, "shm"), (2, "gloo"), (3, "gloo"), (3, "shm"), (4, "hierarchy"), (8, "shm")]
+    for redundancy in (0, 1)
+]
+FAST = {(2, "shm", 0): 0, (3, "gloo", 1): 1}
+
+
+def train_all(rank: int, size: int, backend: str, store: str, names: tuple[str, ...], options: Any) -> dict[str, Any]:
+    use(backend, store, rank, size)
+    return {name: train(CASES[name], **options) for name in names}
+
+
+@functools.cache
+def results(size: int, backend: str, half: int, redundancy: int | None) -> dict[str, Any]:
+    """The results of half of the cases; `redundancy` None: not sharded."""
+    options = {} if redundancy is None else {"shard_optimizer": True, "redundancy": redundancy}
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", HALVES[half], options)
+    assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
+    return by_rank[0]
+
+
+def worlds_and_halves() -> list[Any]:
+    return [
+        pytest.param(*world, half, marks=[] if FAST.get(world) == half else [pytest.mark.slow])
+        for world in WORLDS
+        for half in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("size", "backend", "redundancy", "half"), worlds_and_halves())
+def test_sharding_does_not_change_the_bits(size: int, backend: str, redundancy: int, half: int) -> None:
+    assert results(size, backend, half, redundancy) == results(1, "gloo", half, None)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+PARTS = [(3, "gloo", True), (2, "shm", False), (2, "gloo", True), (1, "gloo", False)]  # workers, and whether sharded
+RESUMED = ("AdamW, gpt", "LAMB, mlp", "SGD, cnn", "fp16 with loss scale")
+
+
+def train_part(
+    rank: int, size: int, backend: str, folder: str, sharded: bool, steps: int | None, index: int
+) -> dict[str, Any]:
+    use(backend, f"{folder}/store-{index}", rank, size)
+    return {
+        name: train(CASES[name], steps=steps, directory=Path(folder) / str(n), shard_optimizer=sharded)
+        for n, name in enumerate(RESUMED)
+    }
+
+
+def test_a_checkpoint_is_read_on_other_numbers_of_workers_sharded_or_not() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for n, (size, backend, sharded) in enumerate(PARTS):
+            steps = None if n == len(PARTS) - 1 else n + 1
+            by_rank = on_workers(train_part, size, backend, folder, sharded, steps, n)
+            assert all(found == by_rank[0] for found in by_rank)
+    whole = {name: results(1, "gloo", int(name in HALVES[1]), None)[name] for name in RESUMED}
+    assert by_rank[0] == whole
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def measure(rank: int, size: int) -> list[int]:
+    found = []
+    for redundancy in (None, 0, 1):
+        options = {} if redundancy is None else {"shard_optimizer": True, "redundancy": redundancy}
+        with lockstep.Run(None, seed=7, progress=False, device="cpu", **options) as run:
+            model = run.replicate(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12))))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            samples = TensorDataset(torch.randn(16, 64), torch.zeros(16, dtype=torch.long))
+            for batch in run.train(run.batches(samples, global_batch_size=16, shards=8), optimizer):
+                run.step(classify, batch)
+            found.append(run.memory()["optimizer"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "size", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_each_worker_keeps_its_part_only(size: int) -> None:
+    for whole, plain, redundant in on_workers(measure, size):
+        assert plain <= whole * (1 / size + 0.02)
+        assert redundant <= whole * (2 / size + 0.02)
+
+
+# -- programs that do more ---------------------------------------------------------------------------------------------
+
+
+class TwoParts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(16, 10), torch.nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.other(x)
+
+
+def train_unusually(rank: int, size: int, backend: str, store: str, options: dict[str, Any]) -> list[str]:
+    use(backend, store, rank, size)
+    return [_with_two_optimizers(options), _with_a_new_group(options), _with_scheduler_and_clipping(options)]
+
+
+def _with_two_optimizers(options: dict[str, Any]) -> str:
+    with lockstep.Run(None, seed=3, progress=False, device="cpu", **options) as run:
+        model = run.replicate(TwoParts())
+        first = torch.optim.AdamW(model.one.parameters(), lr=1e-2)
+        second = lockstep.LAMB(model.other.parameters(), lr=1e-2)
+        for batch in run.train(run.batches(data(64), global_batch_size=16, shards=4), first, second):
+            run.step(classify, batch, optimizer=first)
+            if batch.number % 2:
+                run.step(classify, batch, optimizer=second)
+        return run.digest()
+
+
+def _with_a_new_group(options: dict[str, Any]) -> str:
+    """Parts of the model are frozen first, and one comes to the optimiser later."""
+    with lockstep.Run(None, seed=3, progress=False, device="cpu", **options) as run:
+        model = run.replicate(
+            torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 24), torch.nn.Linear(24, 10))
+        )
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()], lr=1e-2)
+        for batch in run.train(run.batches(data(128), global_batch_size=16, shards=4), optimizer):
+            if batch.number == 2:
+                model[0].requires_grad_(True)
+            if batch.number == 4:
+                model[2].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})
+            run.step(classify, batch)
+            with torch.no_grad():
+                model[1].weight.renorm_(2, 0, 1.5)  # the program changes weights between the steps
+        return run.digest()
+
+
+def _with_scheduler_and_clipping(options: dict[str, Any]) -> str:
+    options = options | {"max_grad_norm": 0.1, "grad_comm_dtype": "bf16"}
+    with lockstep.Run(None, seed=3, progress=False, device="cpu", **options) as run:
+        model = run.replicate(mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=8)
+        batches = run.batches(data(128), global_batch_size=16, shards=4)
+        for batch in run.train(batches, optimizer, scheduler=schedule, scaling=lockstep.LRScaling(base_batch=8)):
+            run.step(classify, batch)
+        return run.digest()
+
+
+def test_other_programs_have_the_same_bits_too() -> None:
+    found = []
+    for size, backend, options in (
+        (1, "gloo", {}),
+        (2, "shm", {"shard_optimizer": True, "redundancy": 1}),
+        (3, "gloo", {"shard_optimizer": True}),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            found += on_workers(train_unusually, size, backend, f"{folder}/store", options)
+    assert all(one == found[0] for one in found)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def begin(optimizer: Any, model: Any = mlp, **options: Any) -> None:
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True, **options) as run:
+        replica = run.replicate(model())
+        for _ in run.train(run.batches(data(8), global_batch_size=8), optimizer(replica.parameters())):
+            raise AssertionError("not reached")
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+def with_hook(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model", "error", "text"),
+    [
+        (lambda p: Own(p, lr=0.1), mlp, TypeError, "not known whether Own updates each tensor on its own"),
+        (with_hook, mlp, ValueError, "this SGD has step hooks"),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            lambda: torch.nn.Embedding(4, 4, sparse=True),
+            ValueError,
+            "the gradient of weight is sparse",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(optimizer: Any, model: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        begin(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"redundancy": 2, "shard_optimizer": True}, "redundancy=2 is not known; choose 0, 1 or None"),
+        ({"redundancy": True, "shard_optimizer": True}, "redundancy=True is not known"),
+        ({"redundancy": 1}, "add shard_optimizer=True"),
+        ({"shard_optimizer": 1}, "shard_optimizer=1 must be True or False"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        lockstep.Run(None, **options)
+
+
+def digest_on_one(rank: int, size: int) -> str:
+    os.environ["LOCKSTEP_TIMEOUT_S"] = "5"
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True) as run:
+        model = run.replicate(mlp())
+        for batch in run.train(run.batches(data(8), global_batch_size=8), torch.optim.SGD(model.parameters(), lr=0.1)):
+            run.step(classify, batch)
+        return run.digest() if rank == 0 else ""
+
+
+def test_a_digest_on_one_worker_is_an_error_that_says_so() -> None:
+    first, *_ = try_on_workers(digest_on_one, 2, timeout_s=60)
+    assert isinstance(first, Failure)
+    assert "run.digest" in first
+
+
+def corrupt(rank: int, size: int) -> None:
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True, redundancy=1, check_every=1) as run:
+        model = run.replicate(mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for batch in run.train(run.batches(data(64), global_batch_size=8), optimizer):
+            run.step(classify, batch)
+            if batch.number == 2 and rank == 1:
+                state = run._loop.plan.sharded_state._states[0]
+                next(iter(state.values()))["exp_avg_sq"][3] += 1e-3
+
+
+def test_a_part_that_differs_from_its_copy_is_found() -> None:
+    for outcome in try_on_workers(corrupt, 3):
+        assert "DivergenceError" in outcome, outcome
+        assert "rank 1 and rank 2 have different optimiser states" in outcome or "rank 0 and rank 1 have" in outcome
