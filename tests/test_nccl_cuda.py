@@ -80,6 +80,16 @@ def test_a_run_has_the_digest_of_one_worker_over_shm(ranks: int) -> None:
         assert found == results(1, "shm")
 
 
+def train_sharded(rank: int, size: int) -> dict[str, Any]:
+    return {name: train(program, device="cuda:0", shard_optimizer=True) for name, program in ON_GPU.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_with_a_sharded_optimiser_has_the_same_digest(ranks: int) -> None:
+    for found in on_nccl_ranks(train_sharded, ranks):
+        assert found == results(1, "shm")
+
+
 def sharded(rank: int, size: int) -> list[str]:
     """Return the optimisers with which a sharded one on this GPU has other weights than the optimiser itself."""
     differ = []

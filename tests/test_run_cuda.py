@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from on_workers import on_workers
+from on_workers import on_workers, try_on_workers
 from runs import PROGRAMS, Gpt, Program, adamw, data, predict_tokens, train, use
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -53,6 +53,55 @@ def test_other_backends_give_the_same_bits(size: int, backend: str) -> None:
     names = ("gpt with dropout and tied weights, AdamW", "unused branches", "cnn with batch norm")
     found = results(size, backend, names)
     assert found == {name: results(1, "shm")[name] for name in names}
+
+
+def train_sharded(rank: int, size: int, backend: str, store: str, redundancy: int) -> dict[str, Any]:
+    use(backend, store, rank, size)
+    options = {"device": "cuda:0", "shard_optimizer": True, "redundancy": redundancy}
+    return {name: train(program, **options) for name, program in ON_GPU.items()}
+
+
+@pytest.mark.parametrize(("size", "redundancy"), [(1, 0), (2, 0), (2, 1), (3, 0), (4, 1)])
+def test_a_distributed_state_of_the_optimiser_gives_the_same_bits(size: int, redundancy: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for found in on_workers(train_sharded, size, "shm", f"{folder}/store", redundancy):
+            assert found == results(1, "shm")
+
+
+LIMIT_BYTES = 2_600_000_000
+
+
+def train_within_limit(rank: int, size: int, store: str, options: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    """A model of 100 million parameters: weights and gradients 0.8 GB, the state of AdamW 0.8 GB."""
+    use("shm", store, rank, size)
+    is_limited = options.pop("is_limited")
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / total if is_limited else 1.0)
+    x = torch.randn(32, 2048, generator=torch.Generator().manual_seed(1))
+    with lockstep.Run(seed=1, progress=False, device="cuda:0", **options) as run:
+        model = run.replicate(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24))))
+        batches = run.batches(TensorDataset(x, x[:, :10].argmax(1)), global_batch_size=8, shards=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        for batch in run.train(batches, optimizer):
+            run.step(PROGRAMS["clipped"].loss, batch)
+        return run.digest(), run.memory()
+
+
+def test_a_model_whose_whole_state_does_not_fit_is_trained_by_four_workers() -> None:
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for n, (size, options) in enumerate(
+            [
+                (1, {"is_limited": False}),
+                (4, {"is_limited": True, "shard_optimizer": True}),
+                (4, {"is_limited": True}),
+            ]
+        ):
+            outcomes.append(try_on_workers(train_within_limit, size, f"{folder}/{n}", options))
+    (whole,), sharded, unsharded = outcomes
+    print(whole, sharded, [str(one)[-600:] for one in unsharded])
+    assert [digest for digest, _ in sharded] == [whole[0]] * 4
+    assert any("OutOfMemoryError" in str(one) for one in unsharded), unsharded
 
 
 def train_with_audits(rank: int, size: int, store: str) -> str:

@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     backends = partial(distinct, allowed=["shm", "gloo", "nccl"])
     about = "with commas (default shm,gloo); nccl needs --device cuda"
     of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help=about)
-    by_default = "all but the compiled and the audited ones; exact8-eager on a GPU only"
+    by_default = "all but the compiled, audited and sharded ones; exact8-eager on a GPU only"
     about = f"of {', '.join(exact.NAMES)}, with commas (default: {by_default})"
     of_exact("--arms", type=partial(distinct, allowed=exact.NAMES), default=(), metavar="NAMES", help=about)
     for add, models in ((of_step, DEFAULT_MODELS), (of_exact, ("mlp", "gpt")), (of_trace, ("small", "gpt"))):

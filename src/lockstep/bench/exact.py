@@ -3,8 +3,8 @@
 Compares the step of `lockstep.Run` with what a program has without it: the plain loop (without communication, so it is
 what one worker would take), the same loop with as many micro-batches as there are shards, and torch's DDP. Arms of
 `Run`: as many shards as workers, eight shards, and `exact=False`; on a GPU also eight shards without CUDA graphs. With
-`--arms` others can be chosen, such as those with `compile=True` or with audits. Processes and rounds are those of
-`lockstep bench step`.
+`--arms` others can be chosen, such as those with `compile=True`, with audits or with a sharded optimiser. Processes and
+rounds are those of `lockstep bench step`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ from lockstep.bench.run_step import (
     EXACT_8_AUDITED,
     EXACT_8_COMPILED,
     EXACT_8_EAGER,
+    EXACT_8_SHARDED,
     EXACT_AUDITED,
     EXACT_COMPILED,
+    EXACT_SHARDED,
     FAST,
 )
 from lockstep.bench.step import (
     NONE,
     NONE_8,
     OURS,
+    OURS_SHARDED,
     TORCH,
+    TORCH_SHARDED,
     StepSettings,
     WorkerTimes,
     results_by_model,
@@ -56,6 +60,10 @@ NAMES = {
     EXACT_8_COMPILED: "Run, 8 shards, compile=True",
     EXACT_AUDITED: 'Run, a shard per worker, audit_every="auto"',
     EXACT_8_AUDITED: 'Run, 8 shards, audit_every="auto"',
+    TORCH_SHARDED: "torch DDP, ZeroRedundancyOptimizer",
+    OURS_SHARDED: "lockstep DDP, ShardedOptimizer",
+    EXACT_SHARDED: "Run, a shard per worker, shard_optimizer=True",
+    EXACT_8_SHARDED: "Run, 8 shards, shard_optimizer=True",
 }
 BY_DEFAULT = (NONE, NONE_8, TORCH, OURS, FAST, EXACT, EXACT_8)
 ONLY_ON_GPU = (EXACT_8_EAGER,)  # by default

@@ -18,6 +18,7 @@ from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch as GlobalBatch, Shard
 from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp.replica import Leaf, trained_leaves
+from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step import determinism
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
@@ -35,7 +36,11 @@ from lockstep.train.training_plan import lr_and_grad_norm
 EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
 EXACT_COMPILED, EXACT_8_COMPILED = "exact-compiled", "exact8-compiled"
 EXACT_AUDITED, EXACT_8_AUDITED = "exact-audited", "exact8-audited"
-KINDS = (EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_AUDITED, EXACT_8_AUDITED)
+EXACT_SHARDED, EXACT_8_SHARDED = "exact-sharded", "exact8-sharded"
+KINDS = (
+    *(EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_AUDITED, EXACT_8_AUDITED),
+    *(EXACT_SHARDED, EXACT_8_SHARDED),
+)
 SEED = 7
 
 
@@ -67,12 +72,18 @@ class RunArm:
         self._stream = StepStream(device)
         leaves, sum_ = trained_leaves(self.model, set()), ShardSum(group, shares, device=device, exact=exact)
         capture = Capture.OFF if kind == EXACT_8_EAGER else Capture.AUTO
+        optimizer = OPTIMIZERS[workload.optimizer](self.model)
+        self._sharded: ShardedState | None = None
+        if kind.endswith("-sharded"):
+            self._sharded = ShardedState([optimizer], whole_tensors=[False], redundancy=0)
+            self._sharded.assign(group, device, "")
         self._steps: dict[StepObserver, int] = {}
         self._observer: StepObserver = NullObserver(device)
         self._training = StepContext(
             model=self.model,
             leaves=leaves,
-            optimizer=OPTIMIZERS[workload.optimizer](self.model),
+            optimizer=optimizer,
+            sharded_state=self._sharded,
             sum=sum_,
             gradients=self._make_gradients(leaves, sum_),
             buffers=BufferExchange(self.model, shards),
@@ -138,6 +149,8 @@ class RunArm:
         observer.end_data_wait()
         with self._stream.active():
             result = take_step(self._training, loss, whole)
+            if self._sharded is not None:
+                self._sharded.exchange_weights(0, self._group, self._training.sum.device, confirms=False)
         facts = partial(lr_and_grad_norm, self._training, result)
         observer.end_step(number, result.loss, samples=whole.count, epoch=0, facts=facts)
 

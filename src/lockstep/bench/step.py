@@ -10,6 +10,7 @@ An arm is named by its class and, after an @, the backend of its process group: 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from typing import Any, cast, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lockstep.bench.models import OPTIMIZERS, WORKLOADS, LabeledBatch, Workload, count_parameters, digest_of, loss_of
 from lockstep.bench.rounds import (
@@ -37,9 +39,11 @@ from lockstep.bench.rounds import (
 from lockstep.bench.run_step import KINDS, RunArm
 from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
 from lockstep.comm.abortable_group import share_gpu_over_nccl
+from lockstep.ddp.sharded_optimizer import ShardedOptimizer
 from lockstep.report.table import columns, megabytes, percent, render
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
+TORCH_SHARDED, OURS_SHARDED = "torch-sharded", "lockstep-sharded"  # with an optimiser whose state is distributed
 NONE_8 = "none8"  # without communication; eight micro-batches over all workers
 DEFAULT_ARMS = (NONE, TORCH, OURS)
 STEP_ARMS = (*DEFAULT_ARMS, f"{OURS}@shm")
@@ -107,7 +111,7 @@ def check_arm(arm: str) -> None:
 
 def load_wrapper(arm: str) -> Wrapper:
     """The class of an arm: `torch`, `lockstep` or a dotted name. Raises ValueError if it cannot be loaded."""
-    name = arm.partition("@")[0]
+    name = arm.partition("@")[0].removesuffix("-sharded")
     dotted = CLASSES.get(name, name)
     module, _, name = dotted.rpartition(".")
     try:
@@ -132,6 +136,8 @@ class WrapperArm:
             model = load_wrapper(name)(model, device_ids=ids, process_group=group)
         self.name, self.model = name, model
         self.optimizer = OPTIMIZERS[workload.optimizer](model)
+        if name.partition("@")[0] in (TORCH_SHARDED, OURS_SHARDED):
+            self.optimizer = _shard(self.optimizer, name.partition("@")[0], group)
         self._precision = torch.autocast(device.type, dtype=torch.bfloat16) if autocast else nullcontext()
 
     def step(self, batch: LabeledBatch) -> None:
@@ -153,6 +159,16 @@ class WrapperArm:
 
     def digest(self) -> str:
         return digest_of(self.model)
+
+
+def _shard(optimizer: torch.optim.Optimizer, kind: str, group: Any) -> torch.optim.Optimizer:
+    """Return a sharded optimiser of the same class, with the same options: torch's, or ours."""
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    parameters = optimizer.param_groups[0]["params"]
+    if kind == TORCH_SHARDED:
+        return ZeroRedundancyOptimizer(parameters, type(optimizer), process_group=group, **options)
+    return ShardedOptimizer(type(optimizer), parameters, process_group=group, **options)
 
 
 def make_arm(name: str, workload: Workload, device: torch.device, *, group: Any) -> WrapperArm | RunArm:

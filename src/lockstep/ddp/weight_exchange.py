@@ -6,6 +6,7 @@ Large pieces are broadcast from where they are, without a copy. Small ones are c
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
 DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast
+IN_FLIGHT_BYTES: Final = 64 * 1024 * 1024
 WHERE: Final = "the exchange of new weights"
 
 
@@ -43,17 +45,21 @@ class WeightExchange:
         self._pointers = [parameter.data_ptr() for parameter in pieces]
         self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
         by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
+        scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker keeps
         for parameter, owned in pieces.items():
             if (flat := flat_view(parameter)) is not None:  # None: it has no elements
                 by_rank = by_device.setdefault(parameter.device, [[] for _ in range(group.size())])
                 for piece in owned:
-                    view = flat[piece.start : piece.stop]
-                    if piece.owner != group.rank() and kept(parameter, piece):
-                        view = torch.empty_like(view)
-                    if view.nbytes >= DIRECT_BYTES:
-                        self._large.append((piece.owner, view.view(torch.uint8)))
-                    else:
-                        by_rank[piece.owner].append(view)
+                    memory = flat[piece.start : piece.stop].view(torch.uint8)
+                    for chunk in torch.split(memory, max(bucket_bytes, DIRECT_BYTES)):
+                        if piece.owner != group.rank() and kept(parameter, piece):
+                            if len(scratch.get(chunk.device, ())) < len(chunk):
+                                scratch[chunk.device] = torch.empty_like(chunk)
+                            chunk = scratch[chunk.device][: len(chunk)]
+                        if len(memory) >= DIRECT_BYTES:
+                            self._large.append((piece.owner, chunk))
+                        else:
+                            by_rank[piece.owner].append(chunk.view(flat.dtype))
         self._buckets = [
             bucket for by_rank in by_device.values() for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes)
         ]
@@ -64,7 +70,11 @@ class WeightExchange:
 
     def run(self) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out."""
-        works = [self._group.broadcast([memory], _from(owner)) for owner, memory in self._large]
+        works = deque[tuple[Tensor, Any]]()
+        for owner, memory in self._large:  # a process group may need as much memory again for what is on its way
+            works.append((memory, self._group.broadcast([memory], _from(owner))))
+            if sum(len(sent) for sent, _ in works) > IN_FLIGHT_BYTES:
+                self._finish(*works.popleft())
         last: tuple[_Bucket, Any] | None = None
         for bucket in self._buckets:
             work = bucket.start(self._group)
@@ -73,8 +83,11 @@ class WeightExchange:
             last = bucket, work
         if last is not None:
             last[0].finish(self._group, last[1])
-        for (_, memory), work in zip(self._large, works, strict=True):
-            wait(self._group, work, memory.device, WHERE)
+        for memory, work in works:
+            self._finish(memory, work)
+
+    def _finish(self, memory: Tensor, work: Any) -> None:
+        wait(self._group, work, memory.device, WHERE)
 
 
 def _from(owner: int) -> dist.BroadcastOptions:
