@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.cli import main as cli
 from on_workers import Failure, on_workers, try_on_workers
 from runs import PROGRAMS, Cnn, Gpt, Program, classify, data, mlp, predict_tokens, train, use
 
@@ -279,3 +281,25 @@ def test_a_part_that_differs_from_its_copy_is_found() -> None:
     for outcome in try_on_workers(corrupt, 3):
         assert "DivergenceError" in outcome, outcome
         assert "rank 1 and rank 2 have different optimiser states" in outcome or "rank 0 and rank 1 have" in outcome
+
+
+def save_sharded(rank: int, size: int, folder: str) -> None:
+    train(CASES["AdamW, cnn"], directory=Path(folder) / "run", shard_optimizer=True)
+
+
+def test_an_exported_state_is_that_of_the_optimiser_itself(tmp_path: Path) -> None:
+    on_workers(save_sharded, 3, str(tmp_path))
+    assert (
+        cli.main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "optimizer.pt"), "--what", "optimizer"])
+        == 0
+    )
+    model = Cnn()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    train(CASES["AdamW, cnn"], directory=tmp_path / "plain")
+    saved = CheckpointStore(tmp_path / "plain").newest()
+    assert saved is not None
+    for number, parameter in enumerate(model.parameters()):
+        for name, value in saved.state["optimizer"]["state"][number].items():
+            assert torch.equal(optimizer.state[parameter][name], value), (number, name)
+    assert optimizer.param_groups[0]["lr"] == 3e-3

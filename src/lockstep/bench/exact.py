@@ -45,7 +45,7 @@ from lockstep.bench.step import (
     worker_name,
 )
 from lockstep.bench.workers import Workers
-from lockstep.report.table import columns, render
+from lockstep.report.table import columns, megabytes, render
 
 NAMES = {
     NONE: "plain loop",
@@ -68,7 +68,7 @@ NAMES = {
 BY_DEFAULT = (NONE, NONE_8, TORCH, OURS, FAST, EXACT, EXACT_8)
 ONLY_ON_GPU = (EXACT_8_EAGER,)  # by default
 COLUMNS = columns(
-    "model", "backend", "arm", ">step ms", "over the plain loop", "with 8 micro-batches", "over torch DDP"
+    "model", "backend", "arm", ">step ms", "over the plain loop", "with 8 micro-batches", "over torch DDP", ">peak MiB"
 )
 GPU_WARM_UP = 40  # steps: shards are captured in the fifth, and compared with eager ones up to the 37th
 
@@ -92,7 +92,8 @@ def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[st
         over_micro = str(paired_ratio(times[arm], times[NONE_8])) if is_cut else ""
         model = results[0].model if arm == NONE else ""
         step_ms = f"{estimate(times[arm]).median:.2f}"
-        rows.append((model, backend, NAMES[kind], step_ms, over_plain, over_micro, over_torch))
+        peak = megabytes(max(one.peak_bytes for one in results if one.arm == arm))
+        rows.append((model, backend, NAMES[kind], step_ms, over_plain, over_micro, over_torch, peak))
     return rows
 
 
@@ -114,6 +115,7 @@ def run(settings: StepSettings, backends: tuple[str, ...], json_path: Path | Non
         "worker"
     )
     legend = ["ratios: median of the ratios within each round, and its 95 % interval"]
+    legend += ["peak: of a worker; on a GPU of its tensors, else of its process, for this and the models before it"]
     legend += [f"{model}: {WORKLOADS[model].about}; {WORKLOADS[model].optimizer}" for model in settings.models]
     show(head, render(COLUMNS, rows), legend, record, json_path)
     return 0

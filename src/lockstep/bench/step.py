@@ -37,7 +37,7 @@ from lockstep.bench.rounds import (
     time_rounds,
 )
 from lockstep.bench.run_step import KINDS, RunArm
-from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
+from lockstep.bench.workers import BenchWorker, Workers, finish_of, peak_bytes, use_device
 from lockstep.comm.abortable_group import share_gpu_over_nccl
 from lockstep.ddp.sharded_optimizer import ShardedOptimizer
 from lockstep.report.table import columns, megabytes, percent, render
@@ -78,6 +78,7 @@ class WorkerTimes:
     times_ms: dict[str, list[float]]  # of its arm, and of its communication alone, in each round
     bucket_bytes: tuple[int, ...]
     digest: str  # SHA-256 of the final weights
+    peak_bytes: int  # of the process, or on a GPU of tensors
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,8 @@ class ArmWorker:
         sync = RoundSync(dist.barrier, finish_of(device), lambda text: self.worker.send(f"{model}: {text}"))
         turns = [*settings.arms, *(communication_name(arm) for arm in settings.arms if arm != NONE)]
         times = time_rounds(turns, own_turns, settings.plan, sync)
-        return WorkerTimes(model, self.arm, count_parameters(arm.model), times, arm.bucket_bytes(), arm.digest())
+        peak, parameters = peak_bytes(device), count_parameters(arm.model)
+        return WorkerTimes(model, self.arm, parameters, times, arm.bucket_bytes(), arm.digest(), peak)
 
 
 def work(worker: BenchWorker, settings: StepSettings) -> None:

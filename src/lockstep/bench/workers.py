@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -200,6 +201,13 @@ def use_device(kind: str, number: int = 0) -> torch.device:
 def finish_of(device: torch.device) -> Callable[[], None]:
     """A function that waits until the device has finished all queued work."""
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has used: on a GPU for tensors, else in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def largest(mine: float) -> float:

@@ -117,8 +117,9 @@ _LESS_MEMORY: Final = {
     "weights": "most of it is weights: use a smaller model, or weights of a smaller dtype",
     "gradients": "most of it is gradients: use a smaller model, or weights of a smaller dtype",
     "buckets": "most of it is buckets, in which gradients are exchanged: use fewer shards for each worker",
-    "optimizer": "most of it is the state of the optimiser: use one with less state (SGD, Adafactor), or in a loop of "
-    "your own lockstep.ShardedOptimizer, which keeps 1/N of it on each of N workers",
+    "optimizer": "most of it is the state of the optimiser: Run(shard_optimizer=True), or in a loop of your own "
+    "lockstep.ShardedOptimizer, keeps 1/N of it on each of N workers (with redundancy=1: 2/N); or use one with "
+    "less state (SGD, Adafactor)",
     "graphs": "most of it is CUDA graphs: Run(capture=False) makes none",
     "rest": "most of it is activations: use more shards of the global batch (shards=), a smaller global_batch_size, "
     "precision='bf16', or torch.utils.checkpoint in the model",

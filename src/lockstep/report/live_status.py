@@ -39,6 +39,7 @@ class WorkerStatus:
     shares: Mapping[str, float]  # phase -> share of its time
     waited_for: str  # name of the worker that it waited for most; empty if it waited for none
     memory_bytes: int
+    memory: Mapping[str, float] = field(default_factory=dict)  # bytes by kind: see `Run.memory`
     restarts: int = 0  # how many workers were started in its slot before it
 
 
@@ -143,6 +144,7 @@ def _worker(
         shares={name: seconds / total_s for name, seconds in phases.items()} if total_s > 0 else {},
         waited_for="" if longest is None else names.get(longest, ""),
         memory_bytes=integer(status.get("peak")) or integer(status.get("rss")) or 0,
+        memory=_numbers(status.get("memory")),
         restarts=len(before.get(names[rank], ())),
     )
 

@@ -96,7 +96,7 @@ def draw(now: Snapshot | None) -> RenderableType:
         ("lost workers", str(now.lost) if now.lost else ""),
     ]
     shown = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures if value]
-    parts: list[Any] = [head, WrappedRow(shown), _table(now.workers)]
+    parts: list[Any] = [head, WrappedRow(shown), _table(now.workers), *_memory(now.workers)]
     for event in now.events[-EVENTS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
         parts.append(Text.assemble((f"{at}  ", "dim"), event.text))
@@ -134,13 +134,33 @@ def _table(workers: Sequence[WorkerStatus]) -> RenderableType:
         shown = [compute, shares.get("data", 0.0), shares.get("exposed", 0.0), shares.get("waiting", 0.0)]
         cells = [Text(f"{share:.0%}", style="" if n == 0 or share < 0.2 else "yellow") for n, share in enumerate(shown)]
         whom = worker.waited_for if shown[3] > 0.02 else ""
-        size = worker.memory_bytes
-        memory = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
         about = [Text(worker.name), *(cells if shares else [Text()] * 4)]
-        table.add_row(*about, Text(whom), Text(memory), Text(str(worker.restarts or "")), Text(str(worker.pid)))
+        table.add_row(
+            *about,
+            Text(whom),
+            Text(_size(worker.memory_bytes)),
+            Text(str(worker.restarts or "")),
+            Text(str(worker.pid)),
+        )
     if len(workers) > FIRST_WORKERS:
         table.add_row(f"and {len(workers) - FIRST_WORKERS} more")
     return table
+
+
+def _memory(workers: Sequence[WorkerStatus]) -> Iterator[RenderableType]:
+    """Yield a line that tells what the worker with the most memory uses it for; none before that is known."""
+    from rich.text import Text
+
+    largest = max(workers, key=lambda worker: worker.memory_bytes, default=None)
+    if largest is not None and largest.memory:
+        parts = {name: size for name, size in largest.memory.items() if size and name != "saved"}
+        parts["rest"] = max(0.0, largest.memory_bytes - sum(parts.values()))
+        cells = [Text.assemble((f"{name} ", "dim"), _size(size)) for name, size in parts.items()]
+        yield WrappedRow([Text(f"memory of {largest.name}:", style="dim"), *cells])
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # ---- watching --------------------------------------------------------------------------------------------------------

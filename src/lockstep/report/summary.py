@@ -25,6 +25,7 @@ from lockstep.report.generations import (
     merge_windows,
 )
 from lockstep.report.run_folder import find_predecessors
+from lockstep.report.table import megabytes
 from lockstep.report.time_shares import (
     COMPUTE,
     LateWorker,
@@ -133,6 +134,7 @@ class RunSummary:
     metrics: list[Curve]  # passed to `run.log`
     noise: NoiseSummary | None
     memory: list[MemoryUsage]
+    sharding: str  # what a distributed state of the optimiser saves, or would save; "" if there is nothing to say
     happenings: list[RunEvent]
     environment: Mapping[str, Mapping[str, list[str]]]  # name -> value -> workers
     left_out: int  # lines of the trace that could not be read
@@ -174,6 +176,7 @@ def summarize(trace: Trace) -> RunSummary:
         metrics=draw_metrics(one for process in trace.processes for one in process.logged),
         noise=summarize_noise(generations),
         memory=_memory(generations),
+        sharding=_describe_sharding(generations),
         happenings=_run_events(trace, generations, events),
         environment=_environment(trace),
         left_out=sum(process.left_out for process in trace.processes),
@@ -218,6 +221,26 @@ def _memory(generations: list[TraceGeneration]) -> list[MemoryUsage]:
         if total:
             found.append(MemoryUsage(member.worker, "device" if peak else "process", parts, total))
     return found
+
+
+def _describe_sharding(generations: list[TraceGeneration]) -> str:
+    if not generations:
+        return ""
+    worker = generations[-1].reference_member
+    memory, size = worker.record.world.memory_bytes, generations[-1].size
+    state, saved = memory.get("optimizer", 0.0), memory.get("saved", 0.0)
+    if saved:
+        return (
+            f"The optimiser's state is distributed: {worker.worker} keeps {megabytes(state)} MiB of it, "
+            f"{megabytes(saved)} MiB less than without shard_optimizer."
+        )
+    if size > 1 and state:
+        whole, with_copies = megabytes(state * (1 - 1 / size)), megabytes(state * (1 - 2 / size))
+        return (
+            f"Run(shard_optimizer=True) would save {whole} of the {megabytes(state)} MiB of the optimiser's state on "
+            f"each worker{f', and {with_copies} MiB with redundancy=1' if size > 2 else ''}."
+        )
+    return ""
 
 
 def _run_events(

@@ -202,7 +202,8 @@ class TraceWriter:
 
     def _write_world(self, facts: Mapping[str, Any]) -> None:
         self._wrote_world = True
-        self._write("world", **self._world, **facts)
+        self._world["memory"] = facts.get("memory", {})
+        self._write("world", **{**self._world, **facts})
         deferred, self._deferred = self._deferred, []
         for kind, line in deferred:
             self._write(kind, **line)
@@ -363,7 +364,7 @@ class TraceWriter:
             "host": socket.gethostname(),
             **{
                 name: world.get(name)
-                for name in ("rank", "size", "generation", "steps", "global_batch_size", "backend")
+                for name in ("rank", "size", "generation", "steps", "global_batch_size", "backend", "memory")
             },
             **self._facts,
             "step": self._done,

@@ -298,12 +298,16 @@ def last_facts(plan: TrainingPlan, result: Result) -> dict[str, float | None]:
 
 
 def describe(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[str, Any]:
-    """Buckets and memory of a step, for the trace. They are known after the first step."""
-    gradients = next(iter(contexts.values())).gradients
+    """Buckets and memory of a step, for the trace. They are known after the first step.
+
+    `saved` is what this worker does not keep of the optimiser's state, because it is distributed.
+    """
+    gradients, memory, sharded = next(iter(contexts.values())).gradients, memory_of(plan, contexts), plan.sharded_state
+    saved = 0 if sharded is None else sharded.whole_state_bytes() - memory["optimizer"]
     return {
         "buckets": list(gradients.bucket_bytes),
         "bucket_names": gradients.bucket_names,
-        "memory": memory_of(plan, contexts),
+        "memory": memory | {"saved": max(saved, 0)},
     }
 
 

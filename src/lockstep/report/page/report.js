@@ -432,6 +432,7 @@ if (S.memory.length) {
   const names = [["weights", "weights"], ["gradients", "gradients"], ["buckets", "buckets to exchange them"], ["optimizer", "optimizer"], ["graphs", "CUDA graphs"], ["rest", "activations and everything else"]]
     .filter(([name]) => S.memory.some((one) => one.parts[name] > 0));
   $("memory-lead").textContent = S.memory[0].where === "device" ? "The most that each worker had on its device at any time." : "The most that each worker's process had at any time; its libraries are part of it.";
+  if (S.sharding) $("memory-lead").textContent += " " + S.sharding;
   $("memory-body").append(el("div", { class: "legend" }, ...legend(names)));
   fold($("memory-body"), S.memory.map((one) => bar([one.worker], names.map(([name, text]) => ({ name, value: one.parts[name], text: bytes(one.parts[name]), tip: `${text}\n${bytes(one.parts[name])}` })), most, [bytes(one.total_bytes)])), "workers");
 } else gone("memory");
