@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from on_workers import on_workers, try_on_workers
+from on_workers import Failure, on_workers, try_on_workers
 from runs import PROGRAMS, Gpt, Program, adamw, data, predict_tokens, train, use
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -68,11 +68,11 @@ def test_a_distributed_state_of_the_optimiser_gives_the_same_bits(size: int, red
             assert found == results(1, "shm")
 
 
-LIMIT_BYTES = 2_600_000_000
+LIMIT_BYTES = 2_200_000_000
 
 
 def train_within_limit(rank: int, size: int, store: str, options: dict[str, Any]) -> tuple[str, dict[str, int]]:
-    """A model of 100 million parameters: weights and gradients 0.8 GB, the state of AdamW 0.8 GB."""
+    """A model of 100 million parameters: weights and gradients 0.8 GB, the state of AdamW with amsgrad 1.2 GB."""
     use("shm", store, rank, size)
     is_limited = options.pop("is_limited")
     total = torch.cuda.get_device_properties(0).total_memory
@@ -81,7 +81,7 @@ def train_within_limit(rank: int, size: int, store: str, options: dict[str, Any]
     with lockstep.Run(seed=1, progress=False, device="cuda:0", **options) as run:
         model = run.replicate(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24))))
         batches = run.batches(TensorDataset(x, x[:, :10].argmax(1)), global_batch_size=8, shards=4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True, foreach=False)
         for batch in run.train(batches, optimizer):
             run.step(PROGRAMS["clipped"].loss, batch)
         return run.digest(), run.memory()
@@ -99,9 +99,9 @@ def test_a_model_whose_whole_state_does_not_fit_is_trained_by_four_workers() -> 
         ):
             outcomes.append(try_on_workers(train_within_limit, size, f"{folder}/{n}", options))
     (whole,), sharded, unsharded = outcomes
-    print(whole, sharded, [str(one)[-600:] for one in unsharded])
+    print(whole, sharded)
     assert [digest for digest, _ in sharded] == [whole[0]] * 4
-    assert any("OutOfMemoryError" in str(one) for one in unsharded), unsharded
+    assert any(isinstance(one, Failure) and "OutOfMemoryError" in one for one in unsharded), unsharded
 
 
 def train_with_audits(rank: int, size: int, store: str) -> str:

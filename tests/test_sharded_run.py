@@ -303,3 +303,38 @@ def test_an_exported_state_is_that_of_the_optimiser_itself(tmp_path: Path) -> No
         for name, value in saved.state["optimizer"]["state"][number].items():
             assert torch.equal(optimizer.state[parameter][name], value), (number, name)
     assert optimizer.param_groups[0]["lr"] == 3e-3
+
+
+@pytest.mark.parametrize(
+    "use_it", [lambda optimizer: optimizer.state_dict(), lambda optimizer: optimizer.load_state_dict({})]
+)
+def test_a_state_dict_that_would_lack_the_state_is_refused(use_it: Any) -> None:
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True) as run:
+        model = run.replicate(mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        before = optimizer.state_dict()
+        optimizer.load_state_dict(before)
+        for batch in run.train(run.batches(data(16), global_batch_size=8), optimizer):
+            run.step(classify, batch)
+            with pytest.raises(lockstep.LockstepError, match="is distributed over the workers"):
+                use_it(optimizer)
+
+
+def go_on_with_a_loaded_state(rank: int, size: int, options: dict[str, Any]) -> str:
+    """The program itself has loaded a state before it trains."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    with lockstep.Run(None, progress=False, device="cpu", **options) as run:
+        replica = run.replicate(model)
+        for batch in run.train(run.batches(data(32), global_batch_size=8, shards=4), optimizer):
+            run.step(classify, batch)
+        assert replica is model
+        return run.digest()
+
+
+def test_a_state_that_the_program_has_loaded_is_used() -> None:
+    (whole,) = on_workers(go_on_with_a_loaded_state, 1, {})
+    assert on_workers(go_on_with_a_loaded_state, 3, {"shard_optimizer": True}) == [whole] * 3

@@ -30,7 +30,7 @@ from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, choose_
 from lockstep.ddp.optimizer_state import Interval, StateHolders, States, cut_state, load_optimizer, shape_like
 from lockstep.ddp.replica import cheap_digests
 from lockstep.ddp.weight_exchange import WeightExchange
-from lockstep.errors import DivergenceError
+from lockstep.errors import DivergenceError, LockstepError
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 
@@ -77,8 +77,20 @@ class ShardedState:
         self._copy: States | None = None  # of the whole state: see `copy_to_all`
         self._is_complete = True  # the weights: see Note [Incomplete weights]
         self._initial = {parameter: state for one in optimizers for parameter, state in one.state.items()}
+        self._is_on_parts = False  # an optimiser sees its parts: see `_on_parts`
         for optimizer in optimizers:
             optimizer.state = defaultdict(dict)
+            optimizer.register_state_dict_pre_hook(self._refuse_state_dict)
+            optimizer.register_load_state_dict_pre_hook(self._refuse_state_dict)
+
+    def _refuse_state_dict(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise LockstepError if the program reads or loads a state dict, which would lack the state."""
+        if not self._is_on_parts:
+            raise LockstepError(
+                f"the state of this {type(optimizer).__name__} is distributed over the workers (shard_optimizer=True): "
+                "state_dict() and load_state_dict() cannot be used: the Run saves and restores it, and `lockstep "
+                "checkpoint export RUN optimizer.pt --what optimizer` writes it. Load a state before run.train"
+            )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -133,9 +145,11 @@ class ShardedState:
             for group, own in zip(groups, parts, strict=True)
         ]
         optimizer.state = self._states[number]  # type: ignore[assignment]
+        self._is_on_parts = True
         try:
             yield optimizer
         finally:
+            self._is_on_parts = False
             self._states[number] = optimizer.state
             for group, inner in zip(groups, optimizer.param_groups, strict=True):
                 group.update(_options(inner))  # an optimiser may write to its options
