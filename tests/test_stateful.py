@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.step.buffer_exchange import BufferExchange
 from on_workers import on_workers
 from runs import use
 from stateful import FAR, OPTIMIZERS, Zoo, data, loss_of, train
@@ -314,3 +315,24 @@ def test_what_cannot_be_saved_or_exchanged_is_named_before_anything_is_lost(tmp_
     assert "complex128" in texts[0]
     assert "at step 1" in texts[3]
     assert "renorm_(2, 0, 0.5)" in texts[7]
+
+
+def test_a_worker_whose_first_shards_are_empty_is_not_taken_for_a_model_that_writes_to_its_weights() -> None:
+    model = nn.Linear(2, 1)
+    buffers = BufferExchange(model, shards=2)
+    buffers.begin()  # it has no samples in this step: no forward pass
+    with torch.no_grad():
+        model.weight += 1  # by the optimiser
+    buffers.begin()
+    buffers.collect(0)
+    for step in range(2):
+        buffers.begin()
+        with torch.no_grad():
+            model.weight += 1
+        buffers.collect(step)  # checked once
+    writes = BufferExchange(model, shards=2)
+    writes.begin()
+    with torch.no_grad():
+        model.weight += 1
+    with pytest.raises(ValueError, match="the forward pass has written to weight"):
+        writes.collect(0)

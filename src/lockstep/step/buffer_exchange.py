@@ -118,7 +118,7 @@ class BufferExchange:
     def __init__(self, module: nn.Module, shards: int, *, checks_weights: bool = True) -> None:
         """`shards`: of the global batch. `checks_weights`: raise if the first forward pass writes to weights."""
         self._module, self._snapshot = module, BufferSnapshot(module)
-        self._weights: list[int] | None = None  # digests of the weights before the first step, until they are checked
+        self._weights: list[int] | None = None  # digests of the weights before a step, until they are checked
         self._checks_weights = checks_weights
         self._shards = shards
         self._new_values: dict[tuple[int, str], Tensor] = {}  # (shard, name) -> what its forward pass wrote
@@ -136,7 +136,7 @@ class BufferExchange:
         self._new_values, self._incompatible, self._in_step = {}, {}, True
         self._snapshot.capture()
         if self._checks_weights:
-            self._weights, self._checks_weights = cheap_digests(self._module.parameters()), False
+            self._weights = cheap_digests(self._module.parameters())
 
     @torch.no_grad()
     def collect(self, shard: int) -> list[int]:
@@ -165,7 +165,7 @@ class BufferExchange:
 
     def _refuse_written_weights(self) -> None:
         """Checked once: a program that writes to weights in a forward pass does so in every one."""
-        before, self._weights = self._weights, None
+        before, self._weights, self._checks_weights = self._weights, None, False
         if before is None:
             return
         named = dict(self._module.named_parameters())
