@@ -19,6 +19,7 @@ NCCL_MEDIAN_S, NCCL_MOST_S = 1.0, 3.0  # the same, of workers that form a commun
 
 
 class Fault(StrEnum):
+    WENT_BACK = "went back"  # to a checkpoint, although one worker only was lost
     STATUS = "status"  # not 0
     STUCK = "stuck"
     DIGEST = "digest"  # other bits than undisturbed
@@ -106,6 +107,7 @@ def judge(seen: Seen, reference: Mapping[str, Any]) -> Result:
     result.findings += _judge_steps(seen, changes)
     result.findings += _judge_names(seen)
     result.findings += _judge_deaths(seen)
+    result.findings += _judge_restarts(seen)
     result.findings += [Finding(Fault.SLOW, text) for text in seen.slow]
     return result
 
@@ -304,6 +306,24 @@ def _judge_deaths(seen: Seen) -> Iterable[Finding]:
             yield Finding(Fault.DIED, text)
 
 
+def _judge_restarts(seen: Seen) -> Iterable[Finding]:
+    """All workers may go back to a checkpoint only if two that had a state were lost since they last computed."""
+    computed = {mark.generation for trace in seen.traces.values() for mark in trace if mark.place == "loss"}
+    ever = {member for event in seen.events if event["event"] == "generation" for member in event["members"]}
+    for event in seen.events:
+        if event["event"] != "goes back":
+            continue
+        before = [one for one in generations(seen) if one.at_s < event["monotonic"] and one.number in computed]
+        from_s = before[-1].at_s if before else 0.0
+        lost = [
+            one["worker"]
+            for one in seen.events
+            if one["event"] == "lost" and from_s < one["monotonic"] <= event["monotonic"] and one["worker"] in ever
+        ]
+        if len(lost) < 2:
+            yield Finding(Fault.WENT_BACK, f"{event['why']}, although only {lost or 'none'} were lost")
+
+
 # -------------------------------------------------------------------------------------------------------- all together
 
 
@@ -359,7 +379,12 @@ def summary(results: Sequence[Result]) -> str:
         slowest, case = max(pairs, key=lambda pair: pair[0].took_s)
         lines.append(f"the slowest recovery: {slowest.took_s:.2f} s, at {slowest.place}, in {case}: {slowest.path}")
     if after_all:
-        lines.append(f"all were lost {len(after_all)} times; up to {max(after_all)} steps again from the checkpoint")
+        lines.append(
+            f"all were lost or went back {len(after_all)} times; up to {max(after_all)} steps again from the checkpoint"
+        )
+    back = sum(event["event"] == "goes back" for result in results for event in result.seen.events)
+    if back:
+        lines.append(f"all went back to a checkpoint {back} times, since a part and its copy were lost")
     gpu_bytes = [end["gpu_bytes"] for result in results for end in result.seen.ends.values() if "gpu_bytes" in end]
     if gpu_bytes:
         mib = [size / 2**20 for size in gpu_bytes]

@@ -41,7 +41,9 @@ LAUNCHER = (sys.executable, "-m", "lockstep")
 def outer_env(**more: str) -> dict[str, str]:
     """Ours, without what says who we are or how many threads to use."""
     told = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
-    return {name: value for name, value in os.environ.items() if name not in told} | more
+    # Not `items()`: pytest removes a variable of its own meanwhile, in another thread.
+    found = {name: os.environ.get(name) for name in os.environ if name not in told}
+    return {name: value for name, value in found.items() if value is not None} | more
 
 
 def processes_of(folder: Path) -> list[int]:

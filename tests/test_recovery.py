@@ -124,6 +124,8 @@ if "DIES" in env and env["LOCAL_RANK"] == "0" and not Path("died").exists():
     Path("died").touch()
     os.kill(os.getpid(), 9)
 options = {{"check_every": int(env.get("CHECK", 1)), "shard_optimizer": "SHARDED" in env}}
+if "REDUNDANCY" in env:
+    options["redundancy"] = int(env["REDUNDANCY"])
 with lockstep.Run(env.get("KEPT"), seed=7, progress=False, **options) as run:
     if "SCENE" in env:
         faults.hook = scene
@@ -446,6 +448,17 @@ PLAYS = {
         )
         for backend in ("shm", "gloo")
     },
+    "sharded without copies": Play(
+        env={"SHARDED": "yes", "KEPT": "kept", "REDUNDANCY": "0"}, options=("--checkpoint-every", "4"),
+        faults=(kill("reduced", 1, 10),),
+    ),
+    "sharded without copies, scaled": Play(
+        workers=1, options=("--max", "3"), meddle=scale_up_and_down,
+        env={"PAUSES": "2 12", "SHARDED": "yes", "REDUNDANCY": "0"},
+    ),
+    "sharded, and only the newcomer has the weights": Play(
+        workers=2, env={"SCENE": "successor", "SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "1"),
+    ),
     "sharded, a step behind": Play(env={"SCENE": "behind", "CHECK": "1000", "SHARDED": "yes"}),
     "sharded, scaled": Play(
         workers=1, options=("--max", "3"), meddle=scale_up_and_down, env={"PAUSES": "2 12", "SHARDED": "yes"}
@@ -471,7 +484,8 @@ SLOW = (
     "only the newcomer has the state", "while they gather, gloo", "two at once, and then all",
     "the source, and no other has a state", "no route for a moment",
     "in the last checkpoint", "no Run", "watched", "scaled", "SyncBatchNorm", "sharded, gloo", "sharded, scaled",
-    "sharded, a step behind",
+    "sharded, a step behind", "sharded without copies", "sharded without copies, scaled",
+    "sharded, and only the newcomer has the weights",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]
 
@@ -717,6 +731,7 @@ def test_the_last_checkpoint_is_there(show: Show) -> None:
 @of("sharded, and both copies are lost")
 def test_a_part_of_which_both_copies_are_lost_is_read_from_the_checkpoint(show: Show) -> None:
     assert "no worker has the optimiser's state of parameter 0" in show.err, show.text
+    assert "All workers start again, from the last checkpoint if there is one" in show.err, show.text
     assert [event["why"].count("those that kept it are lost") for event in show.events("goes back")] == [1], show.text
     for worker in (3, 4):  # they had started when that was found, and have not been killed
         assert [step for step, _ in show.steps_of(worker)] == list(range(8, 24)), show.text

@@ -35,7 +35,7 @@ class PeerLostError(LockstepError):
 
 
 class LostStateError(LockstepError):
-    """All workers that kept a part of the optimiser's state are lost; the newest checkpoint has it."""
+    """All workers that kept a part of the optimiser's state are lost; the last checkpoint has an earlier one."""
 
 
 class WorkerFailedError(LockstepError):

@@ -10,7 +10,7 @@ or as a matrix (Muon), gets whole tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,7 +83,9 @@ def is_whole(parameter: Tensor, *, whole_tensors: bool) -> bool:
     return whole_tensors or parameter.numel() == 0 or parameter.dim() == 0
 
 
-def assign_group(parameters: Sequence[Tensor], loads: list[int], *, whole_tensors: bool) -> dict[Tensor, list[Piece]]:
+def assign_group(
+    parameters: Sequence[Tensor], loads: list[int], *, trained: Container[Tensor], whole_tensors: bool
+) -> dict[Tensor, list[Piece]]:
     """Assign the parameters of a group to workers: see `assign_cells` and `assign_tensors`."""
     found: dict[Tensor, list[Piece]] = {}
     # Frozen ones apart from the others: they have no state, so they do not count for even parts.
@@ -91,7 +93,7 @@ def assign_group(parameters: Sequence[Tensor], loads: list[int], *, whole_tensor
         chosen = [
             one
             for one in parameters
-            if (is_whole(one, whole_tensors=whole_tensors), one.requires_grad) == (is_one, is_trained)
+            if (is_whole(one, whole_tensors=whole_tensors), one in trained) == (is_one, is_trained)
         ]
         assign = assign_tensors if is_one else assign_cells
         pieces = assign([parameter.numel() for parameter in chosen], loads if is_trained else list(loads))

@@ -50,21 +50,21 @@ class StateHolders:
     """Which worker has the state of which parts. The same on all workers, except for the states themselves."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, mine: States, *, device: torch.device, about: Any = None
+        self, group: dist.ProcessGroup | None, mine: States, *, device: torch.device, facts: Any = None
     ) -> None:
         """A collective call. `group`: None if there is one worker.
 
         mine    the states that this worker has
         device  through which they are sent
-        about   a JSON value of this worker; those of all are `abouts`, by rank
+        facts   a JSON value of this worker; those of all are `self.facts`, by rank
         """
         self._group, self._device, self._mine = group, device, list(mine.values())
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
         rows = [[*interval, _layout(state, interval)] for interval, state in mine.items()]
-        gathered: list[Any] = [[about, rows]]
+        gathered: list[Any] = [[facts, rows]]
         if group is not None and self._size > 1:
             gathered = agreement.gather_values(group, gathered[0], device=device)
-        self.abouts: list[Any] = [value for value, _ in gathered]
+        self.facts: list[Any] = [value for value, _ in gathered]
         self._layouts: list[list[dict[str, Any]]] = [[row[3] for row in theirs] for _, theirs in gathered]
         self._found: dict[int, list[tuple[int, int, int, int]]] = {}  # start, stop, rank and entry, by parameter
         for rank, (_, theirs) in enumerate(gathered):

@@ -113,7 +113,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         added, loads = self.param_groups[-1]["params"], list(self._loads)
         try:
             self._check_group(added)
-            self._pieces |= assign_group(added, self._loads, whole_tensors=self._whole_tensors)
+            trained = {parameter for parameter in added if parameter.requires_grad}
+            self._pieces |= assign_group(added, self._loads, trained=trained, whole_tensors=self._whole_tensors)
             self._parts.append(
                 [
                     OwnedPart(parameter, piece, is_whole=self._is_whole(parameter))
@@ -391,7 +392,8 @@ def needs_whole_tensors(optimizer_class: type[Optimizer], given: bool | None) ->
         return True
     raise TypeError(
         f"it is not known whether {name} updates each tensor on its own; if it does, pass whole_tensors=True (and "
-        "whole_tensors=False if it even updates each element on its own)"
+        "whole_tensors=False if it even updates each element on its own), or in a Run give the class the attribute "
+        "is_layer_wise = True"
     )
 
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, choose_
 from lockstep.ddp.optimizer_state import Interval, StateHolders, States, cut_state, load_optimizer, shape_like
 from lockstep.ddp.replica import cheap_digests
 from lockstep.ddp.weight_exchange import WeightExchange
-from lockstep.errors import DivergenceError, LockstepError
+from lockstep.errors import DivergenceError, LockstepError, LostStateError, ReplicaMismatchError
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 
@@ -57,6 +57,33 @@ def _number(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) ->
     }
 
 
+class DistributedState(dict[Tensor, Any]):
+    """What `optimizer.state` is outside of a step: empty. Raises LockstepError when the program wants to use it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise LockstepError(
+            "the state of this optimiser is distributed over the workers (shard_optimizer=True): optimizer.state is "
+            "empty, and cannot be written to"
+        )
+
+    __missing__ = __setitem__ = clear = update = setdefault = _refuse
+
+
+class _Facts(NamedTuple):
+    """What a worker tells all others before the state is divided; JSON."""
+
+    host: str
+    parameters: int  # how many it has parts of; 0: it has no parts
+    trained: list[int]  # the numbers of those that are trained
+    is_complete: bool  # its weights: see Note [Incomplete weights]
+    initial: int | None  # a digest of the state with which the program began; None: it has taken steps since
+    is_forgotten: bool  # it got its weights from another worker, and no part yet
+
+    @property
+    def has_trained(self) -> bool:
+        return self.parameters > 0 and self.initial is None
+
+
 @final
 class ShardedState:
     """The parts of optimisers that this worker has. Collective calls are marked."""
@@ -74,12 +101,18 @@ class ShardedState:
         self._parts: list[list[list[OwnedPart]]] = [[] for _ in optimizers]  # by optimiser and group
         self._states: list[dict[Tensor, dict[str, Any]]] = [defaultdict(dict) for _ in optimizers]
         self._exchanges: dict[int, WeightExchange] = {}
-        self._copy: States | None = None  # of the whole state: see `copy_to_all`
+        self._copy: States | None = None  # what this worker has beside its parts: see `copy_to_all` and `assign`
         self._is_complete = True  # the weights: see Note [Incomplete weights]
-        self._initial = {parameter: state for one in optimizers for parameter, state in one.state.items()}
+        # What the program has given the optimisers before the first step; None after it.
+        self._initial: dict[Tensor, dict[str, Any]] | None = {
+            parameter: state for one in optimizers for parameter, state in one.state.items()
+        }
+        self._is_forgotten = False  # see `forget`
+        self._strides: list[tuple[int, ...]] = []
         self._is_on_parts = False  # an optimiser sees its parts: see `_on_parts`
+        self._checked: set[int] = set()  # optimisers of which it is known that their state can be moved
         for optimizer in optimizers:
-            optimizer.state = defaultdict(dict)
+            optimizer.state = DistributedState()  # type: ignore[assignment]
             optimizer.register_state_dict_pre_hook(self._refuse_state_dict)
             optimizer.register_load_state_dict_pre_hook(self._refuse_state_dict)
 
@@ -116,7 +149,7 @@ class ShardedState:
         return self.state_bytes() * sum(parameter.numel() for parameter in self._pieces) // max(own, 1)
 
     def _all_parts(self) -> Iterator[tuple[OwnedPart, dict[str, Any]]]:
-        """Yield the parts of this worker, with the state of each."""
+        """Yield the parts that this worker has, copies included, with the state of each."""
         for groups, states in zip(self._parts, self._states, strict=True):
             for group in groups:
                 yield from ((part, states.get(part.tensor, {})) for part in group)
@@ -125,7 +158,7 @@ class ShardedState:
 
     def step(self, number: int) -> None:
         """Take the step of an optimiser with this worker's part. Waits for no other worker."""
-        self._is_complete, self._copy = self._has_all, None
+        self._is_complete, self._copy, self._initial = self._has_all, None, None
         parts = [part for group in self._parts[number] for part in group]
         for part in parts:
             part.follow()
@@ -134,6 +167,23 @@ class ShardedState:
             optimizer.step()
         for part in parts:
             part.drop_gradient()
+        if number not in self._checked:
+            self._checked.add(number)
+            self._refuse_unmovable(number)
+
+    def has_stepped(self, number: int) -> bool:
+        """Whether an optimiser has a state already, as far as this worker knows."""
+        return bool(self._states[number])
+
+    def _refuse_unmovable(self, number: int) -> None:
+        """Raise TypeError if the state of an optimiser has values that cannot be sent to another worker."""
+        for state in self._states[number].values():
+            for name, value in state.items():
+                if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+                    raise TypeError(
+                        f"shard_optimizer=True: the state of {type(self._optimizers[number]).__name__} has a "
+                        f"{type(value).__name__} ({name}); only tensors, numbers and strings can be distributed"
+                    )
 
     @contextmanager
     def _on_parts(self, number: int) -> Iterator[Optimizer]:
@@ -171,10 +221,12 @@ class ShardedState:
         changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
         exchange = self._exchanges.get(number)
         if exchange is None or exchange.has_moved(changed):
-            exchange = WeightExchange(group, changed, BUCKET_BYTES, kept=lambda _, piece: self._has(piece))
+            exchange = WeightExchange(group, changed, BUCKET_BYTES, has_own=lambda _, piece: self._has(piece))
             self._exchanges[number] = exchange
-        exchange.run()
-        self._is_complete = True
+        # Not after a recovery that has completed the weights, nor after a step that was skipped: alike on all workers.
+        if not self._is_complete:
+            exchange.run()
+            self._is_complete = True
         if confirms:
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
 
@@ -189,15 +241,17 @@ class ShardedState:
         if self._size == 1 or not self.redundancy:
             return
         totals = [0, 0]  # of the own part and of the copy of another one
-        for part, state in self._all_parts():
-            digests = cheap_digests(value for value in state.values() if isinstance(value, Tensor))
-            totals[part.piece.owner != self._rank] += sum(digests)
+        parts = list(self._all_parts())
+        tensors = [[part.tensor, *(v for v in state.values() if isinstance(v, Tensor))] for part, state in parts]
+        digests = iter(cheap_digests(tensor for of_part in tensors for tensor in of_part))
+        for (part, _), of_part in zip(parts, tensors, strict=True):
+            totals[part.piece.owner != self._rank] += sum(next(digests) for _ in of_part)
         rows = agreement.gather_rows(group, [_signed(total) for total in totals], device=device)
         for rank, buddy in enumerate(self._buddies):
             if rows[rank][0] != rows[buddy][1]:
                 raise DivergenceError(
-                    f"after step {number} rank {rank} and rank {buddy} have different optimiser states for the same "
-                    "weights, which both computed from the same gradients. A faulty machine, or a write to "
+                    f"after step {number} rank {rank} and rank {buddy} have different weights or optimiser "
+                    "states, which both computed from the same gradients. A faulty machine, or a write to "
                     "optimizer.state on one worker only. Go back to the last checkpoint",
                     [],
                 )
@@ -208,29 +262,64 @@ class ShardedState:
         """Divide the state between the current workers, and move what has changed its worker; a collective call.
 
         Workers may be new, and other ones may be lost; all have taken the same steps. Weights are completed where they
-        are not complete. If it fails, this worker still has what it had.
+        are not complete. If it fails, this worker still has the parts that it had.
 
-        Raises LostStateError, on all workers, if no worker has some part of the state any more.
+        Raises LostStateError, on all workers, if no worker has some part of the state any more; ReplicaMismatchError
+        if the program has given the optimisers other states on other workers; ValueError if it has changed the order
+        or the memory format of parameters since the last time.
         """
-        mine, size, pieces = self._held(), group.size(), self._divide(group.size())
-        holders = StateHolders(group, mine, device=device, about=[host, len(self._pieces), self._is_complete])
-        hosts, counts, complete = zip(*holders.abouts, strict=True)
-        buddies = choose_buddies(hosts) if size > 1 else [0]
-        known = list(pieces)[: max(counts)]  # others were added to the optimiser since
+        self._refuse_other_parameters()
+        mine, size = self._held(), group.size()
+        trained = [number for number, parameter in enumerate(self._pieces) if parameter.requires_grad]
+        initial = None if self._initial is None else self._digest_initial()
+        own = _Facts(host, len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
+        holders = StateHolders(group, mine, device=device, facts=own)
+        facts = [_Facts(*one) for one in holders.facts]
+        known, trained = _choose_known(facts)
+        pieces = self._divide(size, set(self.parameters[number] for number in trained), known)
+        buddies = choose_buddies([one.host for one in facts]) if size > 1 else [0]
         wanted: list[list[Interval]] = [[] for _ in range(size)]
-        for number, parameter in enumerate(known):
+        for number, parameter in enumerate(self.parameters[:known]):
             for piece in pieces[parameter]:
                 for rank in {piece.owner, buddies[piece.owner]} if self.redundancy else {piece.owner}:
                     wanted[rank].append(Interval(number, piece.start, piece.stop))
-        states = holders.move(wanted, [parameter.device for parameter in known])
-        if not all(complete):
-            self._send_weights(group, holders, known, mine)
+        states = holders.move(wanted, [parameter.device for parameter in self.parameters[:known]])
+        if known and not all(one.is_complete for one in facts):
+            self._is_complete = False
+            self._send_weights(group, holders, self.parameters[:known], mine)
+        if size > 1 and known:  # until all have theirs, parts are not dropped
+            self._copy, self._is_complete = mine | states, True
+            abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "moving the optimiser's state")
         self._rank, self._size, self._pieces, self._buddies = group.rank(), size, pieces, buddies
-        self._exchanges, self._is_complete, self._copy = {}, True, None
+        self._exchanges, self._is_complete, self._copy, self._is_forgotten = {}, True, None, False
+        self._strides = [parameter.stride() for parameter in pieces]
         self._set_parts(states)
         if not known:
-            self.load_state_dict(_number(self.param_groups, self._initial))
-        self._initial = {}
+            initial_state = self._initial or {}
+            self.load_state_dict(_number(self.param_groups, initial_state))
+            self._initial = initial_state  # until the first step: if this fails on another worker, it is done again
+        else:
+            self._initial = None
+
+    def _refuse_other_parameters(self) -> None:
+        old, new = list(self._pieces), self.parameters
+        if len(old) > len(new) or any(one is not other for one, other in zip(old, new, strict=False)):
+            raise ValueError(
+                "shard_optimizer=True: the program has removed parameters from the groups of the optimizer, or changed "
+                "their order; freeze them with requires_grad_(False), and add new ones with add_param_group"
+            )
+        for parameter, stride in zip(old, self._strides, strict=False):
+            if parameter.stride() != stride:
+                raise ValueError(
+                    f"shard_optimizer=True: the memory format of a parameter of shape {tuple(parameter.shape)} has "
+                    "changed, so that parts of the state would belong to other elements; change it before run.train "
+                    "(model.to(memory_format=...))"
+                )
+
+    def _digest_initial(self) -> int:
+        states = [self._initial.get(parameter, {}) for parameter in self.parameters] if self._initial else []
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return agreement.fingerprint(cheap_digests(tensors))
 
     def copy_to_all(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Give every worker the whole state, in the memory of the CPU, until the next `assign` or step: some of them
@@ -241,16 +330,20 @@ class ShardedState:
 
     def forget(self) -> None:
         """Drop this worker's part: it gets another one from other workers, by `assign`."""
-        self._pieces, self._initial, self._is_complete, self._copy = {}, {}, True, None
+        self._pieces, self._is_complete, self._copy, self._is_forgotten = {}, True, None, True
         self._parts = [[] for _ in self._optimizers]
         self._states = [defaultdict(dict) for _ in self._optimizers]
 
-    def _divide(self, size: int) -> dict[Tensor, list[Piece]]:
-        """Return the pieces of all parameters, in the order of `parameters`, for so many workers."""
+    def _divide(self, size: int, trained: set[Tensor], known: int) -> dict[Tensor, list[Piece]]:
+        """Return the pieces of all parameters, in the order of `parameters`, for so many workers.
+
+        trained  those of the first `known` parameters that are trained; of the others it is looked up
+        """
         loads, found = [0] * size, dict[Tensor, list[Piece]]()
+        trained = trained | {parameter for parameter in self.parameters[known:] if parameter.requires_grad}
         for optimizer, whole_tensors in zip(self._optimizers, self._whole_tensors, strict=True):
             for group in optimizer.param_groups:
-                found |= assign_group(group["params"], loads, whole_tensors=whole_tensors)
+                found |= assign_group(group["params"], loads, trained=trained, whole_tensors=whole_tensors)
         return {parameter: found[parameter] for parameter in self.parameters}
 
     def _send_weights(
@@ -262,7 +355,7 @@ class ShardedState:
         for interval in mine:
             own.setdefault(interval.parameter, []).append(interval)
 
-        def is_kept(parameter: Tensor, piece: Piece) -> bool:
+        def has_own(parameter: Tensor, piece: Piece) -> bool:
             intervals = own.get(numbers[parameter], ())
             return any(one.start <= piece.start and piece.stop <= one.stop for one in intervals)
 
@@ -270,7 +363,7 @@ class ShardedState:
             parameter: [piece for piece, _ in holders.pieces(Interval(number, 0, parameter.numel()))]
             for parameter, number in numbers.items()
         }
-        WeightExchange(group, sent, BUCKET_BYTES, kept=is_kept).run()
+        WeightExchange(group, sent, BUCKET_BYTES, has_own=has_own).run()
 
     def _set_parts(self, states: States) -> None:
         numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
@@ -302,14 +395,21 @@ class ShardedState:
 
     # -- the whole state -----------------------------------------------------------------------------------------------
 
-    def collect(self, group: dist.ProcessGroup, device: torch.device, *, to: int = 0) -> WholeState | None:
-        """Return the state of all workers on rank `to`, and None on the others; a collective call."""
+    def collect_alone(self) -> WholeState | None:
+        """Return the whole state if this worker has all parts, else None."""
+        return self.collect(None, torch.device("cpu")) if self._has_all else None
+
+    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> WholeState | None:
+        """Return the state of all workers on rank 0, and None on the others; a collective call.
+
+        group  None: this worker has all parts
+        """
         parameters = list(self._pieces)
-        wanted: list[list[Interval]] = [[] for _ in range(group.size())]
-        wanted[to] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
+        wanted: list[list[Interval]] = [[] for _ in range(1 if group is None else group.size())]
+        wanted[0] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
         cpu = [torch.device("cpu")] * len(parameters)
         states = StateHolders(group, self._held(), device=device).move(wanted, cpu, on_cpu=True)
-        if group.rank() != to:
+        if group is not None and group.rank() != 0:
             return None
         whole = {
             parameter
@@ -332,7 +432,10 @@ class ShardedState:
             for ours, theirs in zip(self.param_groups, groups, strict=True):
                 ours.update(_options(theirs))
             return
-        self._pieces = self._divide(self._size)  # groups may have been added
+        self._initial, self._copy, self._exchanges = None, None, {}
+        parameters = self.parameters  # groups may have been added
+        self._pieces = self._divide(self._size, set(), 0)
+        self._strides = [parameter.stride() for parameter in parameters]
         self._set_parts(States())
         keys = dict(zip(parameters, (key for group in groups for key in group["params"]), strict=True))
         for number, optimizer in enumerate(self._optimizers):
@@ -346,6 +449,26 @@ class ShardedState:
                 count += len(own)
             with self._on_parts(number) as on_parts:
                 load_optimizer(on_parts, {"state": states, "param_groups": inner})
+
+
+def _choose_known(facts: Sequence[_Facts]) -> tuple[int, list[int]]:
+    """Return how many parameters have a state that is divided, and the numbers of those that are trained.
+
+    0 if no step was taken yet: then every worker has the state with which the program began. Raises LostStateError or
+    ReplicaMismatchError: see `ShardedState.assign`.
+    """
+    have_trained = [one for one in facts if one.has_trained]
+    if have_trained:  # parameters that only some of them know were added since the last step
+        first = min(have_trained, key=lambda one: one.parameters)
+        return first.parameters, first.trained
+    if all(one.is_forgotten for one in facts):
+        raise LostStateError("no worker has the optimiser's state any more: those that kept it are lost")
+    if len({one.initial for one in facts if one.initial is not None}) > 1:
+        raise ReplicaMismatchError(
+            "the state of the optimiser is not the same on all workers when training begins: load it on all of them, "
+            "not on one"
+        )
+    return 0, []
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,26 +33,26 @@ class WeightExchange:
         pieces: Mapping[Tensor, list[Piece]],
         bucket_bytes: int,
         *,
-        kept: Callable[[Tensor, Piece], bool] = lambda _parameter, _piece: False,
+        has_own: Callable[[Tensor, Piece], bool] = lambda _parameter, _piece: False,
     ) -> None:
         """
         pieces        of each parameter, with the worker that sends it
         bucket_bytes  how much is gathered at once
-        kept          whether this worker has computed a piece itself, too, so that it is not overwritten: what an
+        has_own       whether this worker has computed a piece itself, too, so that it is not overwritten: what an
                       exchange that is aborted writes is garbage
         """
         self._group = group
         self._pointers = [parameter.data_ptr() for parameter in pieces]
         self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
         by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
-        scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker keeps
+        scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker has itself
         for parameter, owned in pieces.items():
             if (flat := flat_view(parameter)) is not None:  # None: it has no elements
                 by_rank = by_device.setdefault(parameter.device, [[] for _ in range(group.size())])
                 for piece in owned:
                     memory = flat[piece.start : piece.stop].view(torch.uint8)
                     for chunk in torch.split(memory, max(bucket_bytes, DIRECT_BYTES)):
-                        if piece.owner != group.rank() and kept(parameter, piece):
+                        if piece.owner != group.rank() and has_own(parameter, piece):
                             if len(scratch.get(chunk.device, ())) < len(chunk):
                                 scratch[chunk.device] = torch.empty_like(chunk)
                             chunk = scratch[chunk.device][: len(chunk)]

@@ -346,7 +346,7 @@ class HostAgent(HostProcesses):
         self._failures.append(WorkerFailure(worker.rank, at_s, newest, current, request.why))
         self._begin_restart(worker, at_s)
         self._events.record("goes back", why=request.why)
-        print_message(f"{request.why}. All workers start again from the last checkpoint")
+        print_message(f"{request.why}. All workers start again, from the last checkpoint if there is one")
         if (why := why_give_up(self._failures, self._job.workers)) is not None:
             self._give_up(self._failures[-1], why)
 

@@ -229,6 +229,10 @@ def _describe_sharding(generations: list[TraceGeneration]) -> str:
     worker = generations[-1].reference_member
     memory, size = worker.record.world.memory_bytes, generations[-1].size
     state, saved = memory.get("optimizer", 0.0), memory.get("saved", 0.0)
+    if "saved" in memory and not saved:
+        return (
+            "The optimiser's state is distributed, but each worker has all of it: its part, and that of the other one."
+        )
     if saved:
         return (
             f"The optimiser's state is distributed: {worker.worker} keeps {megabytes(state)} MiB of it, "

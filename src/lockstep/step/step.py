@@ -126,11 +126,16 @@ def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss
     seed_all(seed_of(t, batch, shard), t.sum.device)
     with t.audit.recording(shard), t.graphs.watching():
         one = run_loss(t, loss, shard.data)
-    is_first_step = batch.number == 0 or (t.part > 0 and not t.optimizer.state)
+    is_first_step = batch.number == 0 or (t.part > 0 and not has_stepped(t))
     if is_first_step and shard.count > 1 and not t.is_loss_checked:
         t.is_loss_checked = True
         refuse_mean_loss(t, loss, shard, one)
     return one
+
+
+def has_stepped(t: StepContext) -> bool:
+    """Whether the optimiser has a state already."""
+    return bool(t.optimizer.state) if t.sharded_state is None else t.sharded_state.has_stepped(t.part)
 
 
 @contextmanager

@@ -207,7 +207,8 @@ class TrainLoop:
         self._stage, here = LoopStage.ENDED, self.position(plan)
         session.observer.end_loop()
         self.progress.end(here.number)
-        if not session.checkpoints.is_saved(plan, here):
+        # What is distributed is saved below, as a collective call: whether it is saved, workers may not agree.
+        if plan.sharded_state is None and not session.checkpoints.is_saved(plan, here):
             self.save(plan)
         directory, prints = session.directory, self._should_stop and session.is_main
         if directory is None:
@@ -343,11 +344,10 @@ class TrainLoop:
             session.checkpoints.verified_steps = batch.number  # not what is saved now, before the next round
         if session.state_log is not None:
             self._loss = loss
-            state = sharded_training.collect_named_state(session, plan)
-            if is_first:
-                session.state_log.log_step(batch.number, result.loss, state, writes=session.is_main)
-            else:
-                session.state_log.log_evaluation(what, {"loss": [result.loss]}, state, writes=session.is_main)
+            log = partial(session.state_log.log_step, batch.number, result.loss)
+            if not is_first:
+                log = partial(session.state_log.log_evaluation, what, {"loss": [result.loss]})
+            sharded_training.log_state(session, plan, log)
         if result.metrics:
             session.trace_writer.log(batch.number + 1, result.metrics, writes=session.is_main)
         if is_first:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.data.batches import Batch
 from lockstep.ddp.replica import Leaf
+from lockstep.ddp.sharded_state import DistributedState
 from lockstep.errors import LockstepError
 from lockstep.step.buffer_snapshot import is_expanded
 
@@ -33,7 +34,7 @@ def check_train_arguments(steps: Any, interval: Any) -> None:
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """Raise TypeError for an optimiser that `run.train` cannot drive."""
+    """Raise TypeError or ValueError for an optimiser that `run.train` cannot drive."""
     if isinstance(optimizer, (list, tuple, dict)):
         raise TypeError(
             f"run.train takes an optimizer, not a {type(optimizer).__name__} of {len(optimizer)}. For several losses "
@@ -42,6 +43,11 @@ def refuse_optimizer(optimizer: Any) -> None:
         )
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
         raise TypeError(f"run.train takes an optimizer such as torch.optim.AdamW, not a {type(optimizer).__name__}")
+    if isinstance(getattr(optimizer, "state", None), DistributedState):
+        raise ValueError(
+            f"this {type(optimizer).__name__} was used by a Run with shard_optimizer=True, which distributed its state "
+            "over the workers; make another optimizer (the checkpoint has the state)"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             "run.train cannot use LBFGS, which evaluates the loss several times in one step with other weights each "

@@ -420,7 +420,10 @@ class Run:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Start writing a checkpoint, by one worker, in the background; this waits only for a copy of the tensors."""
+        """Start writing a checkpoint, by one worker, in the background; this waits only for a copy of the tensors.
+
+        With `shard_optimizer=True` a collective call.
+        """
         self._loop.save(plan_of(self._loop.plan, "run.save"))
 
     def save_best(self, metric: float, *, mode: str = "max") -> bool:

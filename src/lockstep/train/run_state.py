@@ -202,12 +202,13 @@ class Checkpoints:
                 raise TimeoutError(f"it was not written within {SAVE_ALONE_S:.0f} s")
 
         try:
-            if plan.sharded_state is not None:
+            optimizer = None if plan.sharded_state is None else plan.sharded_state.collect_alone()
+            if plan.sharded_state is not None and optimizer is None:
                 raise LockstepError(
                     "the optimiser's state is distributed over the workers, which may have left; "
                     "Run(save_every=...) sets how often to save"
                 )
-            self.save_last(plan, here, check_deadline)
+            self.save_last(plan, here, check_deadline, optimizer)
             then()
             print_message(f"saved at step {here.number}, where {why}")
         except Exception as problem:

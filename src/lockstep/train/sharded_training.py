@@ -5,14 +5,15 @@ Without it, these functions do what every worker can do alone. The parts themsel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
-
-from torch import Tensor
+from typing import Final
 
 from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Position
+from lockstep.ddp.optimizer_cells import flat_view
 from lockstep.ddp.replica import named_state
 from lockstep.ddp.sharded_optimizer import needs_whole_tensors
 from lockstep.ddp.sharded_state import ShardedState, WholeState
@@ -20,6 +21,8 @@ from lockstep.errors import LostStateError
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
 from lockstep.train.session import Session
+
+FINISH_WRITING_S: Final = 60.0
 
 
 def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
@@ -37,12 +40,25 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
                 "distributed; make the embedding with sparse=False, or leave shard_optimizer out"
             )
     for one in optimizers:
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if parameter.numel() and flat_view(parameter) is None:
+                raise ValueError(
+                    f"shard_optimizer=True: a parameter of shape {tuple(parameter.shape)} is a view with gaps "
+                    f"(strides {parameter.stride()}), which cannot be divided; make it from a copy, tensor.clone()"
+                )
         if one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks:
             raise ValueError(
                 f"shard_optimizer=True: this {type(one).__name__} has step hooks, which would see a part of its "
                 "parameters only; remove them, or do what they do in the loop, around run.step"
             )
-    redundancy = int(session.calls.is_elastic) if options.redundancy is None else options.redundancy
+    redundancy = options.redundancy
+    if redundancy is None:
+        redundancy = int(session.calls.is_elastic or bool(options.audit_every))
+    if options.audit_every and not redundancy:
+        raise ValueError(
+            "audit_every= with shard_optimizer=True needs redundancy=1: a part of the optimiser's state that only one "
+            "worker has cannot be compared with anything"
+        )
     whole_tensors = [needs_whole_tensors(type(one), None) for one in optimizers]
     plan.sharded_state = ShardedState(optimizers, whole_tensors=whole_tensors, redundancy=redundancy)
 
@@ -61,7 +77,18 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
     except LostStateError as error:
         if not session.calls.is_elastic:
             raise
-        session.calls.restart(str(error), lambda: None, is_wrong=False)
+        session.calls.restart(str(error), partial(_finish_writing, session), is_wrong=False)
+
+
+def _finish_writing(session: Session) -> None:
+    """Wait, for some time, until a checkpoint is written that this worker is writing."""
+    end_s = time.monotonic() + FINISH_WRITING_S
+
+    def check_deadline() -> None:
+        if time.monotonic() > end_s:
+            raise TimeoutError("the checkpoint that was being written is not complete")
+
+    session.checkpoints.drain(check_deadline)
 
 
 def assign_first(session: Session, plan: TrainingPlan) -> None:
@@ -90,10 +117,12 @@ def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
     Which ones leave is decided when they have. The copies are kept until the parts are assigned anew.
     """
     sharded = plan.sharded_state
-    if sharded is None or not session.calls.is_moving:
+    if sharded is None or not session.calls.is_elastic:
         return
 
     def copy() -> None:
+        if not session.calls.is_moving:  # asked here, since the generation may have changed in an earlier call
+            return
         rows = agreement.gather_rows(session.group, [int(session.calls.is_shrinking)], device=session.device)
         if any(shrinks for (shrinks,) in rows):
             sharded.copy_to_all(session.group, session.device)
@@ -106,27 +135,31 @@ def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None
     return None if plan.sharded_state is None else plan.sharded_state.collect(session.group, session.device)
 
 
-def collect_named_state(session: Session, plan: TrainingPlan) -> dict[str, Tensor] | None:
-    """Return weights, buffers and the state of the optimiser, by name; None on other ranks than 0 if it is distributed.
-
-    A collective call then.
-    """
+def log_state(session: Session, plan: TrainingPlan, write: Callable[..., None]) -> None:
+    """Log the state for `lockstep certify` by a method of `StateLog`. A collective call, if it is distributed."""
     if plan.sharded_state is None:
-        return named_state(plan.model, plan.optimizer)
-    whole = session.calls.make("the state of the run", partial(collect_optimizer, session, plan), encode=lambda _: None)
-    return None if whole is None else named_state(plan.model, whole)
+        write(named_state(plan.model, plan.optimizer), writes=session.is_main)
+        return
+
+    def log() -> None:
+        whole = collect_optimizer(session, plan)
+        write(None if whole is None else named_state(plan.model, whole), writes=session.is_main)
+
+    session.calls.make("the state log", log)
 
 
 def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[..., None]) -> None:
     """Save the state at this position by a method of `Checkpoints`. A collective call, if it is distributed."""
 
-    def save_now() -> None:
+    if plan.sharded_state is None or session.directory is None:
+        write(plan, here, writes=session.is_main)
+        return
+
+    def collect_and_save() -> None:
+        session.call_check.wait_for_all("run.save")
         write(plan, here, writes=session.is_main, optimizer=collect_optimizer(session, plan))
 
-    if plan.sharded_state is None:
-        save_now()
-    else:
-        session.calls.make("a checkpoint", save_now)
+    session.calls.make("run.save", collect_and_save)
 
 
 def is_save_due(session: Session, plan: TrainingPlan, batch: Batch) -> bool:

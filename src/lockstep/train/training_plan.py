@@ -300,14 +300,15 @@ def last_facts(plan: TrainingPlan, result: Result) -> dict[str, float | None]:
 def describe(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[str, Any]:
     """Buckets and memory of a step, for the trace. They are known after the first step.
 
-    `saved` is what this worker does not keep of the optimiser's state, because it is distributed.
+    `saved` is what this worker does not keep of the optimiser's state, if that is distributed.
     """
     gradients, memory, sharded = next(iter(contexts.values())).gradients, memory_of(plan, contexts), plan.sharded_state
-    saved = 0 if sharded is None else sharded.whole_state_bytes() - memory["optimizer"]
+    if sharded is not None:
+        memory["saved"] = max(0, sharded.whole_state_bytes() - memory["optimizer"])
     return {
         "buckets": list(gradients.bucket_bytes),
         "bucket_names": gradients.bucket_names,
-        "memory": memory | {"saved": max(saved, 0)},
+        "memory": memory,
     }
 
 
@@ -351,8 +352,8 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
     what = f"global batch {settings.global_batch_size}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     what = plan.large_batch.describe() if plan.large_batch is not None else what
     how = "exact" if config.exact else "fast: bits depend on the workers"
-    if plan.sharded_state is not None:
-        copies = ", and a copy of another one's" if plan.sharded_state.redundancy and size > 1 else ""
+    if plan.sharded_state is not None and size > 1:
+        copies = ", and a copy of another one's" if plan.sharded_state.redundancy else ""
         how += f", each worker keeps 1/{size} of the optimiser's state{copies}"
     if config.exact and world.device.type == "cpu":
         threads = config.options.threads
