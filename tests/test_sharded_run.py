@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,99 @@ def go_on_with_a_loaded_state(rank: int, size: int, options: dict[str, Any]) -> 
 def test_a_state_that_the_program_has_loaded_is_used() -> None:
     (whole,) = on_workers(go_on_with_a_loaded_state, 1, {})
     assert on_workers(go_on_with_a_loaded_state, 3, {"shard_optimizer": True}) == [whole] * 3
+
+
+@pytest.mark.parametrize(
+    "use_it", [lambda state, p: state[p], lambda state, p: state.clear(), lambda state, p: state.update({p: {}})]
+)
+def test_the_state_outside_of_a_step_cannot_be_used(use_it: Any) -> None:
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True) as run:
+        model = run.replicate(mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for batch in run.train(run.batches(data(8), global_batch_size=8), optimizer):
+            run.step(classify, batch)
+            with pytest.raises(lockstep.LockstepError, match="is empty, and cannot be written to"):
+                use_it(optimizer.state, next(model.parameters()))
+    with (
+        lockstep.Run(None, progress=False, device="cpu") as run,
+        pytest.raises(ValueError, match="make another optimizer"),
+    ):
+        next(iter(run.train(run.batches(data(8), global_batch_size=8), optimizer)))
+
+
+def load_on_one(rank: int, size: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if rank == 0:
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True) as run:
+        run.replicate(model)
+        next(iter(run.train(run.batches(data(8), global_batch_size=8), optimizer)))
+
+
+def test_a_state_that_only_one_worker_has_loaded_is_refused() -> None:
+    for outcome in try_on_workers(load_on_one, 2):
+        assert "ReplicaMismatchError" in outcome
+        assert "load it on all of them" in outcome
+
+
+def change(run: lockstep.Run, model: Any, optimizer: Any, what: str) -> None:
+    match what:
+        case "memory format":
+            model.to(memory_format=torch.channels_last)
+        case "removed":
+            del optimizer.param_groups[0]["params"][1]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("memory format", "the memory format of a parameter"), ("removed", "has removed parameters")]
+)
+def test_changes_that_would_mix_up_the_parts_are_refused(what: str, text: str) -> None:
+    with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True) as run:
+        model = run.replicate(Cnn())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with pytest.raises(ValueError, match=text):
+            for batch in run.train(run.batches(data(32), global_batch_size=8), optimizer):
+                if batch.number == 2:
+                    change(run, model, optimizer, what)
+                run.step(classify, batch)
+
+
+def test_an_exception_is_saved_if_one_worker_has_all_parts(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ArithmeticError),
+        lockstep.Run(tmp_path, progress=False, device="cpu", shard_optimizer=True) as run,
+    ):
+        model = run.replicate(mlp())
+        for batch in run.train(run.batches(data(64), global_batch_size=8), torch.optim.AdamW(model.parameters())):
+            run.step(classify, batch)
+            if batch.number == 4:
+                raise ArithmeticError
+    saved = CheckpointStore(tmp_path).newest()
+    assert saved is not None
+    assert saved.step == 5
+    assert set(saved.state["optimizer"]["state"]) == set(range(6))
+
+
+def test_audits_need_copies() -> None:
+    with pytest.raises(ValueError, match="needs redundancy=1"):
+        begin(torch.optim.AdamW, audit_every=2, redundancy=0)
+
+
+def save_by_time(rank: int, size: int, folder: str) -> list[int]:
+    with lockstep.Run(folder, progress=False, device="cpu", shard_optimizer=True, save_every="0.05s") as run:
+        model = run.replicate(mlp())
+        for batch in run.train(
+            run.batches(data(64), global_batch_size=8, shards=4), torch.optim.AdamW(model.parameters())
+        ):
+            run.step(classify, batch)
+            time.sleep(0.03)
+    return []
+
+
+def test_checkpoints_by_time_are_agreed_on(tmp_path: Path) -> None:
+    on_workers(save_by_time, 2, str(tmp_path))
+    saved = CheckpointStore(tmp_path).newest()
+    assert saved is not None
+    assert saved.step == 8
