@@ -339,11 +339,11 @@ class HostAgent(HostProcesses):
         """Handle the end of a worker that goes back to the last checkpoint, as all others do."""
         if request.is_wrong:
             self._exclude_slot(worker)
-        is_known = worker.rank in self._restarting  # all workers send the same request: it counts once
-        if is_known or self._is_ending or self._gave_up is not None:
+        # All workers send the same request: it counts once.
+        if worker.rank in self._restarting or self._is_ending or self._gave_up is not None:
             return
-        newest, current = self._host_workers.newest[0], self._host_workers.current[0]
-        self._failures.append(WorkerFailure(worker.rank, at_s, newest, current, request.why))
+        steps = self._host_workers.newest[0], self._host_workers.current[0]
+        self._failures.append(WorkerFailure(worker.rank, at_s, *steps, "" if request.is_wrong is None else request.why))
         self._begin_restart(worker, at_s)
         self._events.record("goes back", why=request.why)
         print_message(f"{request.why}. All workers start again, from the last checkpoint if there is one")

@@ -193,7 +193,7 @@ class HostWorkers:
             case "slow":
                 local.slowness = float(message["times"])
             case "restart":
-                local.restart = RestartRequest(str(message["why"]), is_wrong=bool(message["is_wrong"]))
+                local.restart = RestartRequest(str(message["why"]), is_wrong=message["is_wrong"])
             case "leaves":
                 local.left_run, local.position, local.is_calling = True, message["position"], bool(message["calling"])
             case "ready":

@@ -29,7 +29,7 @@ class RestartRequest:
     """Sent by every worker when the state cannot be used any more: all go back to the last checkpoint."""
 
     why: str
-    is_wrong: bool  # this worker is one of those that are wrong
+    is_wrong: bool | None  # this worker is one of those that are wrong; None: none is, but others were lost
 
 
 @dataclass

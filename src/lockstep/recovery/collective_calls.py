@@ -131,12 +131,12 @@ class CollectiveCalls:
     def report_slowness(self, times: float) -> None:
         """Announce that this worker takes so many times as long for a sample as the others, which is too long."""
 
-    def restart(self, why: str, prepare: Callable[[], None], *, is_wrong: bool) -> None:
+    def restart(self, why: str, prepare: Callable[[], None], *, is_wrong: bool | None) -> None:
         """Call `prepare`, and end this process, so that another starts in its place; all workers do that. Returns if
         there is no launcher that would start one.
 
         why       the error
-        is_wrong  this worker computed wrongly, so that none is started on its machine
+        is_wrong  this worker computed wrongly, so that none is started on its machine; None: no worker did
         """
         prepare()
 

@@ -319,7 +319,7 @@ class ElasticCalls(CollectiveCalls):
     def report_slowness(self, times: float) -> None:
         self._agent.send("slow", times=times)
 
-    def restart(self, why: str, prepare: Callable[[], None], *, is_wrong: bool) -> None:
+    def restart(self, why: str, prepare: Callable[[], None], *, is_wrong: bool | None) -> None:
         self._agent.send("restart", why=why, is_wrong=is_wrong)
         try:
             prepare()

@@ -77,7 +77,7 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
     except LostStateError as error:
         if not session.calls.is_elastic:
             raise
-        session.calls.restart(str(error), partial(_finish_writing, session), is_wrong=False)
+        session.calls.restart(str(error), partial(_finish_writing, session), is_wrong=None)
 
 
 def _finish_writing(session: Session) -> None:
