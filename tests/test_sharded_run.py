@@ -252,19 +252,38 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
         lockstep.Run(None, **options)
 
 
-def digest_on_one(rank: int, size: int) -> str:
+def digest_on_one(rank: int, size: int, where: str) -> str:
     os.environ["LOCKSTEP_TIMEOUT_S"] = "5"
     with lockstep.Run(None, progress=False, device="cpu", shard_optimizer=True) as run:
-        model = run.replicate(mlp())
-        for batch in run.train(run.batches(data(8), global_batch_size=8), torch.optim.SGD(model.parameters(), lr=0.1)):
+        model, found = run.replicate(mlp()), ""
+        batches = run.batches(data(16), global_batch_size=8, shards=2)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
             run.step(classify, batch)
-        return run.digest() if rank == 0 else ""
+            if where == "in the loop" and rank == 0:
+                run.digest()
+            if where == "in the loop, on_main":
+                run.on_main(run.digest)
+        run.evaluate(lambda m, b: ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1])), data(16))
+        if where == "after the loop, on_main":
+            found = run.on_main(run.digest)
+        elif rank == 0:
+            found = run.digest()
+        return found
 
 
-def test_a_digest_on_one_worker_is_an_error_that_says_so() -> None:
-    first, *_ = try_on_workers(digest_on_one, 2, timeout_s=60)
+def test_one_worker_alone_can_ask_for_the_digest_after_the_loop() -> None:
+    (whole,) = on_workers(digest_on_one, 1, "after the loop")
+    assert on_workers(digest_on_one, 2, "after the loop") == [whole, ""]
+    assert on_workers(digest_on_one, 2, "after the loop, on_main") == [whole] * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "text"), [("in the loop", "run.digest"), ("in the loop, on_main", "compute it together")]
+)
+def test_a_digest_on_one_worker_in_the_loop_is_an_error_that_says_so(where: str, text: str) -> None:
+    first, *_ = try_on_workers(digest_on_one, 2, where, timeout_s=60)
     assert isinstance(first, Failure)
-    assert "run.digest" in first
+    assert text in first
 
 
 def corrupt(rank: int, size: int) -> None:

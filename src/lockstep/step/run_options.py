@@ -93,7 +93,7 @@ class RunOptions:
                   wrongly is left out, and the others go back to the last verified state
     balance_shards  with more shards than workers, give slow workers fewer shards; the bits are the same
     shard_optimizer  every worker keeps 1/N of the optimiser's state (ZeRO, stage 1); the bits are the same. Then
-                  `Run.digest` is a collective call
+                  `Run.digest` in the loop, `save` and `save_best` are collective calls
     redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
                   worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
                   run, else 0

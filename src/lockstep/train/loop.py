@@ -128,6 +128,7 @@ class TrainLoop:
                 evaluate_for_state_log(session, session.state_log, plan.model, self._loss, plan.batches)
             raise SystemExit(0)  # the rest of the program is not needed
         self.end()
+        sharded_training.compute_digest(session, plan)
         if session.stops.agreed is Stop.SIGNAL and session.options.exit_on_interrupt:
             raise session.stops.exit()
 
@@ -207,9 +208,8 @@ class TrainLoop:
         self._stage, here = LoopStage.ENDED, self.position(plan)
         session.observer.end_loop()
         self.progress.end(here.number)
-        # What is distributed is saved below, as a collective call: whether it is saved, workers may not agree.
         if plan.sharded_state is None and not session.checkpoints.is_saved(plan, here):
-            self.save(plan)
+            self.save(plan)  # a distributed state is saved below: on whether it is saved, workers may not agree
         directory, prints = session.directory, self._should_stop and session.is_main
         if directory is None:
             if prints:

@@ -71,6 +71,7 @@ class WorkerState:
 
     def end_step(self, plan: TrainingPlan, part: int, *, ends_epoch: bool, skipped: bool) -> None:
         """Called after a step of this optimiser was applied."""
+        plan.known_digest = None
         if plan.schedule is not None and (ends_epoch if plan.interval == "epoch" else not skipped):
             plan.schedule.step(*([part] if isinstance(plan.schedule, SchedulerSet) else []))
         self.applied_steps, self.is_applying = self.applied_steps + 1, False

@@ -399,7 +399,7 @@ class Run:
         return self._session.observer.noise_scale
 
     def digest(self) -> str:
-        """SHA-256 of weights, buffers and optimiser state. A collective call only with `shard_optimizer=True`."""
+        """SHA-256 of weights, buffers and optimiser state. A collective call only in a loop with `shard_optimizer`."""
         return run_methods.digest(self._session, self._loop, run_methods.require_model(self._model, "run.digest"))
 
     def memory(self) -> dict[str, int]:

@@ -111,16 +111,9 @@ def memory_by_kind(session: Session, loop: TrainLoop) -> dict[str, int]:
 def digest(session: Session, loop: TrainLoop, model: nn.Module) -> str:
     """See `Run.digest`."""
     plan = loop.plan
-    if plan is None or plan.sharded_state is None:
-        return replica.sha256_of(replica.named_state(model, None if plan is None else plan.optimizer))
-
-    def compute() -> str:
-        session.call_check.wait_for_all("run.digest")
-        whole = sharded_training.collect_optimizer(session, plan)
-        mine = "" if whole is None else replica.sha256_of(replica.named_state(model, whole))
-        return str(agreement.gather_values(session.group, mine, device=session.device)[0])
-
-    return session.calls.make("run.digest", compute)
+    if plan is not None and plan.sharded_state is not None:
+        return sharded_training.find_digest(session, plan)
+    return replica.sha256_of(replica.named_state(model, None if plan is None else plan.optimizer))
 
 
 def require_model(model: nn.Module | None, who: str) -> nn.Module:

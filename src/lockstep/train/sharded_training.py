@@ -14,10 +14,10 @@ from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Position
 from lockstep.ddp.optimizer_cells import flat_view
-from lockstep.ddp.replica import named_state
+from lockstep.ddp.replica import cheap_digests, named_state, sha256_of
 from lockstep.ddp.sharded_optimizer import needs_whole_tensors
 from lockstep.ddp.sharded_state import ShardedState, WholeState
-from lockstep.errors import LostStateError
+from lockstep.errors import LockstepError, LostStateError
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
 from lockstep.train.session import Session
@@ -133,6 +133,39 @@ def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
 def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None:
     """Return the state of the optimiser on rank 0, if it is distributed, else None. A collective call then."""
     return None if plan.sharded_state is None else plan.sharded_state.collect(session.group, session.device)
+
+
+def compute_digest(session: Session, plan: TrainingPlan) -> None:
+    """Compute what `find_digest` returns, if the state is distributed; a collective call.
+
+    It is made at the end of the loop, so that afterwards one worker alone can ask for the digest.
+    """
+    if plan.sharded_state is None:
+        return
+
+    def compute() -> str:
+        session.call_check.wait_for_all("run.digest")
+        whole = collect_optimizer(session, plan)
+        mine = "" if whole is None else sha256_of(named_state(plan.model, whole))
+        return str(agreement.gather_values(session.group, mine, device=session.device)[0])
+
+    weights = cheap_digests(named_state(plan.model).values())
+    plan.known_digest = weights, session.calls.make("run.digest", compute)
+
+
+def find_digest(session: Session, plan: TrainingPlan) -> str:
+    """Return the digest of a run whose state is distributed. A collective call, unless it is known already."""
+    known = plan.known_digest
+    if known is None or known[0] != cheap_digests(named_state(plan.model).values()):
+        if session.calls.current_call:
+            raise LockstepError(
+                f"run.digest in {session.calls.current_call}: with shard_optimizer=True the workers compute it "
+                "together: call it on all of them, before that"
+            )
+        compute_digest(session, plan)
+        known = plan.known_digest
+    assert known is not None
+    return known[1]
 
 
 def log_state(session: Session, plan: TrainingPlan, write: Callable[..., None]) -> None:
