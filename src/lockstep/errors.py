@@ -35,7 +35,14 @@ class PeerLostError(LockstepError):
 
 
 class LostStateError(LockstepError):
-    """All workers that kept a part of the optimiser's state are lost; the last checkpoint has an earlier one."""
+    """All workers that kept a part of the optimiser's state are lost; the last checkpoint has an earlier one.
+
+    `parameter` is the number of the parameter to which it belongs, in the order of the optimiser's groups.
+    """
+
+    def __init__(self, message: str, *, parameter: int = 0) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class WorkerFailedError(LockstepError):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lockstep.comm import abortable_wait, agreement
 from lockstep.ddp.optimizer_cells import OwnedPart, Piece, flat_view
-from lockstep.errors import LostStateError
+from lockstep.errors import LockstepError, LostStateError
 
 CHUNK_BYTES: Final = 8 * 1024 * 1024  # that a worker sends at once
 SMALL_NUMEL: Final = 8  # tensors up to this size, such as the number of steps, are sent with the layout
@@ -87,7 +88,8 @@ class StateHolders:
             if not having:
                 raise LostStateError(
                     f"no worker has the optimiser's state of parameter {interval.parameter} (elements {start} to "
-                    f"{stop}) any more: those that kept it are lost"
+                    f"{stop}) any more: those that kept it are lost",
+                    parameter=interval.parameter,
                 )
             rank, entry = min(having, key=lambda one: (one[0] - near) % self._size)
             found.append((Piece(rank, start, stop), entry))
@@ -125,6 +127,21 @@ class StateHolders:
                                 targets.setdefault(one, []).append(target)
         self._send(list(sent), targets)
         return found
+
+    def collect(
+        self, parameters: Sequence[Tensor], whole: Container[Tensor], *, to: int = 0
+    ) -> dict[Tensor, State] | None:
+        """Return the state of each parameter on rank `to`, on the CPU, and None on other ranks; a collective call.
+
+        whole  parameters of which one worker has the whole state; that of others is in the order of memory
+        """
+        wanted: list[list[Interval]] = [[] for _ in range(self._size)]
+        wanted[to] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
+        states = self.move(wanted, [torch.device("cpu")] * len(parameters), on_cpu=True)
+        if self._rank != to:
+            return None
+        found = zip(parameters, states.values(), strict=True)
+        return {one: state if one in whole else _shape_like(one, state) for one, state in found}
 
     def _entry(self, piece: Piece, entry: int, interval: Interval) -> tuple[int, int]:
         """The first and last element of an entry."""
@@ -235,6 +252,37 @@ def _describe(value: Tensor, shape: list[int]) -> dict[str, Any]:
     return about | {"data": base64.b64encode(bytes(data.tolist())).decode()}
 
 
+@dataclass(frozen=True)
+class WholeState:
+    """The state of all workers, in the CPU memory of one. It has what `named_state` and checkpoints use."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in the format of torch: as one optimiser with all groups would."""
+        groups = self.param_groups
+        numbers = {parameter: n for n, parameter in enumerate(p for group in groups for p in group["params"])}
+        return {
+            "state": {numbers[parameter]: values for parameter, values in self.state.items() if values},
+            "param_groups": [
+                {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in groups
+            ],
+        }
+
+
+class DistributedState(dict[Tensor, Any]):
+    """What `optimizer.state` is outside of a step: empty. Raises LockstepError when the program wants to use it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise LockstepError(
+            "the state of this optimiser is distributed over the workers (shard_optimizer=True): optimizer.state is "
+            "empty, and cannot be written to"
+        )
+
+    __missing__ = __setitem__ = clear = update = setdefault = _refuse
+
+
 # -- whole parameters and parts of them --------------------------------------------------------------------------------
 
 
@@ -242,7 +290,7 @@ def _is_elementwise(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and list(value.shape) == list(shape)
 
 
-def shape_like(parameter: Tensor, state: State) -> State:
+def _shape_like(parameter: Tensor, state: State) -> State:
     """Return the state of a parameter whose tensors are in the order of memory, with tensors of its shape."""
     return {
         name: value.as_strided(parameter.shape, parameter.stride())
@@ -259,6 +307,11 @@ def cut_state(part: OwnedPart, saved: Mapping[str, Any]) -> State:
         is_cut = _is_elementwise(value, part.parameter.shape)
         found[name] = part.cut(value) if is_cut else value.clone() if isinstance(value, Tensor) else value
     return found
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of parameters, without the parameters and their names."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lockstep.comm import agreement
 from lockstep.comm.agreement import Broadcast
 from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, flat_view, is_whole
-from lockstep.ddp.optimizer_state import Interval, StateHolders, States, cut_state, shape_like
+from lockstep.ddp.optimizer_state import Interval, StateHolders, States, WholeState, cut_state, options_of
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import ReplicaMismatchError
 
@@ -92,7 +92,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._strides: dict[Tensor, tuple[int, ...]] = {}
         self._parts: list[list[OwnedPart]] = []  # of this worker, by group
         self._exchange: WeightExchange | None = None
-        self._consolidated: dict[int, dict[str, Any]] | None = None  # the state of all workers
+        self._consolidated: WholeState | None = None  # the state of all workers
         # What must be equal on all workers, beside the parameters.
         self._same = [optimizer_class.__qualname__, self._whole_tensors, self._bucket_bytes]
         Joinable.__init__(self)
@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._exchange = self._consolidated = None
 
     def _inner_group(self, number: int) -> dict[str, Any]:
-        return _options(self.param_groups[number]) | {"params": [part.tensor for part in self._parts[number]]}
+        return options_of(self.param_groups[number]) | {"params": [part.tensor for part in self._parts[number]]}
 
     def _is_whole(self, parameter: Tensor) -> bool:
         return is_whole(parameter, whole_tensors=self._whole_tensors)
@@ -249,7 +249,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             part.set_gradient()
         assert self._inner is not None
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_options(ours))  # a scheduler or the program may have changed them
+            inner.update(options_of(ours))  # a scheduler or the program may have changed them
         self._inner.step()
         for part in parts:
             part.drop_gradient()
@@ -297,22 +297,9 @@ class ShardedOptimizer(Optimizer, Joinable):
             for group in self._parts
             for part in group
         }
-        wanted: list[list[Interval]] = [[] for _ in range(self._size)]
-        wanted[to] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
-        holders = StateHolders(self._group, mine, device=self._control_device())
-        states = holders.move(wanted, [torch.device("cpu")] * len(parameters), on_cpu=True)
-        if self._rank == to:
-            self._consolidated = {
-                number: state if self._is_whole(parameter) else shape_like(parameter, state)
-                for (number, parameter), state in zip(enumerate(parameters), states.values(), strict=True)
-                if state
-            }
-
-    def _numbered_groups(self) -> list[dict[str, Any]]:
-        numbers, found = itertools.count(), list[dict[str, Any]]()
-        for group in self.param_groups:
-            found.append(_options(group) | {"params": [next(numbers) for _ in group["params"]]})
-        return found
+        whole = {parameter for parameter in parameters if self._is_whole(parameter)}
+        states = StateHolders(self._group, mine, device=self._control_device()).collect(parameters, whole, to=to)
+        self._consolidated = None if states is None else WholeState(self.param_groups, states)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all workers, in the format of the optimiser class itself.
@@ -324,7 +311,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                 f"rank {self._rank} has only its part of the optimiser's state: call consolidate_state_dict(to=RANK) "
                 "on all workers after the last step, then state_dict() on that rank"
             )
-        return {"state": self._consolidated, "param_groups": self._numbered_groups()}
+        return self._consolidated.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this worker's part of a state, of the optimiser class itself or of a ShardedOptimizer on any number of
@@ -347,7 +334,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                     shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
                     raise ValueError(f"the state does not fit the parameters: {name} has the shape {shapes}")
         numbers, states, inner_groups = itertools.count(), dict[int, dict[str, Any]](), list[dict[str, Any]]()
-        options = [copy.deepcopy(_options(group)) for group in groups]
+        options = [copy.deepcopy(options_of(group)) for group in groups]
         for parts, group in zip(self._parts, options, strict=True):
             chosen = [next(numbers) for _ in parts]
             inner_groups.append(group | {"params": chosen})
@@ -395,7 +382,3 @@ def needs_whole_tensors(optimizer_class: type[Optimizer], given: bool | None) ->
         "whole_tensors=False if it even updates each element on its own), or in a Run give the class the attribute "
         "is_layer_wise = True"
     )
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -27,46 +26,21 @@ from torch.optim import Optimizer
 
 from lockstep.comm import abortable_wait, agreement
 from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, choose_buddies, is_whole
-from lockstep.ddp.optimizer_state import Interval, StateHolders, States, cut_state, load_optimizer, shape_like
+from lockstep.ddp.optimizer_state import (
+    DistributedState,
+    Interval,
+    StateHolders,
+    States,
+    WholeState,
+    cut_state,
+    load_optimizer,
+    options_of,
+)
 from lockstep.ddp.replica import cheap_digests
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import DivergenceError, LockstepError, LostStateError, ReplicaMismatchError
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class WholeState:
-    """The state of all workers, in the CPU memory of one. It has what `named_state` and checkpoints use."""
-
-    param_groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it in the format of torch: as one optimiser with all groups would."""
-        return _number(self.param_groups, self.state)
-
-
-def _number(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> dict[str, Any]:
-    numbers = {parameter: n for n, parameter in enumerate(p for group in groups for p in group["params"])}
-    return {
-        "state": {numbers[parameter]: values for parameter, values in state.items() if values},
-        "param_groups": [
-            {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in groups
-        ],
-    }
-
-
-class DistributedState(dict[Tensor, Any]):
-    """What `optimizer.state` is outside of a step: empty. Raises LockstepError when the program wants to use it."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise LockstepError(
-            "the state of this optimiser is distributed over the workers (shard_optimizer=True): optimizer.state is "
-            "empty, and cannot be written to"
-        )
-
-    __missing__ = __setitem__ = clear = update = setdefault = _refuse
 
 
 class _Facts(NamedTuple):
@@ -191,7 +165,7 @@ class ShardedState:
         optimizer, parts = self._optimizers[number], self._parts[number]
         groups, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [
-            _options(group) | {"params": [part.tensor for part in own]}
+            options_of(group) | {"params": [part.tensor for part in own]}
             for group, own in zip(groups, parts, strict=True)
         ]
         optimizer.state = self._states[number]  # type: ignore[assignment]
@@ -202,7 +176,7 @@ class ShardedState:
             self._is_on_parts = False
             self._states[number] = optimizer.state
             for group, inner in zip(groups, optimizer.param_groups, strict=True):
-                group.update(_options(inner))  # an optimiser may write to its options
+                group.update(options_of(inner))  # an optimiser may write to its options
             optimizer.param_groups, optimizer.state = groups, state
 
     @property
@@ -296,7 +270,7 @@ class ShardedState:
         self._set_parts(states)
         if not known:
             initial_state = self._initial or {}
-            self.load_state_dict(_number(self.param_groups, initial_state))
+            self.load_state_dict(WholeState(self.param_groups, initial_state).state_dict())
             self._initial = initial_state  # until the first step: if this fails on another worker, it is done again
         else:
             self._initial = None
@@ -404,13 +378,6 @@ class ShardedState:
 
         group  None: this worker has all parts
         """
-        parameters = list(self._pieces)
-        wanted: list[list[Interval]] = [[] for _ in range(1 if group is None else group.size())]
-        wanted[0] = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(parameters)]
-        cpu = [torch.device("cpu")] * len(parameters)
-        states = StateHolders(group, self._held(), device=device).move(wanted, cpu, on_cpu=True)
-        if group is not None and group.rank() != 0:
-            return None
         whole = {
             parameter
             for optimizer, whole_tensors in zip(self._optimizers, self._whole_tensors, strict=True)
@@ -418,19 +385,20 @@ class ShardedState:
             for parameter in options["params"]
             if is_whole(parameter, whole_tensors=whole_tensors)
         }
-        found = zip(parameters, states.values(), strict=True)
-        return WholeState(self.param_groups, {p: s if p in whole else shape_like(p, s) for p, s in found})
+        holders = StateHolders(group, self._held(), device=device)
+        states = holders.collect(list(self._pieces), whole)
+        return None if states is None else WholeState(self.param_groups, states)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the options of all groups, in the format of torch, without the state of parameters."""
-        return _number(self.param_groups, {})
+        return WholeState(self.param_groups, {}).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this worker's part of a whole state, in the format of torch; with or without sharding it is the same."""
         groups, saved, parameters = list(state_dict["param_groups"]), state_dict["state"], self.parameters
         if not self._pieces:  # a new worker, which gets its part from other workers
             for ours, theirs in zip(self.param_groups, groups, strict=True):
-                ours.update(_options(theirs))
+                ours.update(options_of(theirs))
             return
         self._initial, self._copy, self._exchanges = None, None, {}
         parameters = self.parameters  # groups may have been added
@@ -442,7 +410,7 @@ class ShardedState:
             its_groups, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
             states, inner, count = dict[int, Any](), list[dict[str, Any]](), 0
             for group, own in zip(its_groups, self._parts[number], strict=True):
-                inner.append(_options(group) | {"params": list(range(count, count + len(own)))})
+                inner.append(options_of(group) | {"params": list(range(count, count + len(own)))})
                 for n, part in enumerate(own, count):
                     if keys[part.parameter] in saved:
                         states[n] = cut_state(part, saved[keys[part.parameter]])
@@ -469,10 +437,6 @@ def _choose_known(facts: Sequence[_Facts]) -> tuple[int, list[int]]:
             "not on one"
         )
     return 0, []
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _signed(total: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.batches import Batch
+from lockstep.ddp.optimizer_state import DistributedState
 from lockstep.ddp.replica import Leaf
-from lockstep.ddp.sharded_state import DistributedState
 from lockstep.errors import LockstepError
 from lockstep.step.buffer_snapshot import is_expanded
 

@@ -17,7 +17,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.ledger import Ledger
 from lockstep.data.sample_order import Position
-from lockstep.ddp.sharded_state import WholeState
+from lockstep.ddp.optimizer_state import WholeState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recovery.checkpointing import MODEL, BestMetric, CheckpointSaver, State, collect_state, restore_state
 from lockstep.recovery.collective_calls import print_message

@@ -14,13 +14,15 @@ from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Position
 from lockstep.ddp.optimizer_cells import flat_view
+from lockstep.ddp.optimizer_state import WholeState
 from lockstep.ddp.replica import cheap_digests, named_state, sha256_of
 from lockstep.ddp.sharded_optimizer import needs_whole_tensors
-from lockstep.ddp.sharded_state import ShardedState, WholeState
+from lockstep.ddp.sharded_state import ShardedState
 from lockstep.errors import LockstepError, LostStateError
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
 from lockstep.train.session import Session
+from lockstep.train.training_plan import group_names
 
 FINISH_WRITING_S: Final = 60.0
 
@@ -77,7 +79,9 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
     except LostStateError as error:
         if not session.calls.is_elastic:
             raise
-        session.calls.restart(str(error), partial(_finish_writing, session), is_wrong=None)
+        name = [name for names in group_names(plan) for name in names][error.parameter]
+        why = f"no worker has the optimiser's state of {name} any more: those that kept it are lost"
+        session.calls.restart(why, partial(_finish_writing, session), is_wrong=None)
 
 
 def _finish_writing(session: Session) -> None:
