@@ -278,3 +278,24 @@ def test_a_checkpoint_with_other_groups_is_refused_where_they_do_not_fit() -> No
     assert swapped[0] == "group 0 of the optimiser has a in the checkpoint where it has b in the program"
     old = state(["a"], ["b"]) | {"groups": None}
     assert "2 groups of parameters in the checkpoint and 1 in" in differences(old, state(["a"]))[0]
+
+
+def unfreeze_behind_the_step(directory: Path | None, *, stops_at: int | None) -> str:
+    with lockstep.Run(directory, seed=1, progress=False, device="cpu", save_every=1) as run:
+        model = run.replicate(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 10)))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for batch in run.train(run.batches(data(64), global_batch_size=8, shards=2), optimizer):
+            run.step(classify, batch)
+            if batch.number == 3:
+                model[0].requires_grad_(True)  # behind the step: the checkpoint of this step must have it
+            if batch.number == stops_at:
+                run.stop()
+        return run.digest()
+
+
+def test_what_is_unfrozen_behind_a_step_is_in_the_checkpoint_of_it(tmp_path: Path) -> None:
+    whole = unfreeze_behind_the_step(None, stops_at=None)
+    unfreeze_behind_the_step(tmp_path, stops_at=2)  # after the next step
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-000000004"
+    assert unfreeze_behind_the_step(tmp_path, stops_at=None) == whole

@@ -19,7 +19,7 @@ from lockstep.comm import abortable_wait, agreement
 from lockstep.ddp.optimizer_cells import OwnedPart, Piece, flat_view
 from lockstep.errors import LockstepError, LostStateError
 
-CHUNK_BYTES: Final = 8 * 1024 * 1024  # that a worker sends at once
+CHUNK_BYTES: Final = 32 * 1024 * 1024  # that all workers send at once
 SMALL_NUMEL: Final = 8  # tensors up to this size, such as the number of steps, are sent with the layout
 
 State = dict[str, Any]  # of one parameter, or of a part of it
@@ -196,9 +196,10 @@ class StateHolders:
         group = self._group
         streams = [[one for one in sent if one.source == source] for source in range(self._size)]
         lengths = [sum(one.stop - one.start for one in stream) for stream in streams]
-        for start in range(0, max(lengths), CHUNK_BYTES):
+        most = max(CHUNK_BYTES // self._size, 1)
+        for start in range(0, max(lengths), most):
             assert group is not None
-            width = min(CHUNK_BYTES, max(lengths) - start)
+            width = min(most, max(lengths) - start)
             row = torch.zeros(width, dtype=torch.uint8, device=self._device)
             rows = torch.empty(width * self._size, dtype=torch.uint8, device=self._device)
             for one, at, part in _overlaps(streams[self._rank], start, start + width):

@@ -244,13 +244,14 @@ class ShardedState:
         """
         self._refuse_other_parameters()
         mine, size = self._held(), group.size()
-        trained = [number for number, parameter in enumerate(self._pieces) if parameter.requires_grad]
+        trained = [number for number, parameter in enumerate(self.parameters) if parameter.requires_grad]
         initial = None if self._initial is None else self._digest_initial()
         own = _Facts(host, len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
         holders = StateHolders(group, mine, device=device, facts=own)
         facts = [_Facts(*one) for one in holders.facts]
         known, trained = _choose_known(facts)
-        pieces = self._divide(size, set(self.parameters[number] for number in trained), known)
+        all_known = known or len(self.parameters)  # if no step was taken, all divide by what one of them trains
+        pieces = self._divide(size, trained, all_known)
         buddies = choose_buddies([one.host for one in facts]) if size > 1 else [0]
         wanted: list[list[Interval]] = [[] for _ in range(size)]
         for number, parameter in enumerate(self.parameters[:known]):
@@ -271,7 +272,11 @@ class ShardedState:
         if not known:
             initial_state = self._initial or {}
             self.load_state_dict(WholeState(self.param_groups, initial_state).state_dict())
-            self._initial = initial_state  # until the first step: if this fails on another worker, it is done again
+            # Until the first step: if this fails on another worker, it is done again.
+            self._initial = {
+                parameter: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+                for parameter, state in initial_state.items()
+            }
         else:
             self._initial = None
 
@@ -308,13 +313,14 @@ class ShardedState:
         self._parts = [[] for _ in self._optimizers]
         self._states = [defaultdict(dict) for _ in self._optimizers]
 
-    def _divide(self, size: int, trained: set[Tensor], known: int) -> dict[Tensor, list[Piece]]:
+    def _divide(self, size: int, numbers: Sequence[int], known: int) -> dict[Tensor, list[Piece]]:
         """Return the pieces of all parameters, in the order of `parameters`, for so many workers.
 
-        trained  those of the first `known` parameters that are trained; of the others it is looked up
+        numbers  of those that are trained, among the first `known` parameters; of the others it is looked up
         """
         loads, found = [0] * size, dict[Tensor, list[Piece]]()
-        trained = trained | {parameter for parameter in self.parameters[known:] if parameter.requires_grad}
+        trained = {self.parameters[number] for number in numbers if number < known}
+        trained |= {parameter for parameter in self.parameters[known:] if parameter.requires_grad}
         for optimizer, whole_tensors in zip(self._optimizers, self._whole_tensors, strict=True):
             for group in optimizer.param_groups:
                 found |= assign_group(group["params"], loads, trained=trained, whole_tensors=whole_tensors)
@@ -401,9 +407,9 @@ class ShardedState:
                 ours.update(options_of(theirs))
             return
         self._initial, self._copy, self._exchanges = None, None, {}
-        parameters = self.parameters  # groups may have been added
-        self._pieces = self._divide(self._size, set(), 0)
-        self._strides = [parameter.stride() for parameter in parameters]
+        if len(self._pieces) != len(parameters):  # groups were added since
+            self._pieces = self._divide(self._size, [], 0)
+            self._strides = [parameter.stride() for parameter in parameters]
         self._set_parts(States())
         keys = dict(zip(parameters, (key for group in groups for key in group["params"]), strict=True))
         for number, optimizer in enumerate(self._optimizers):
@@ -436,7 +442,7 @@ def _choose_known(facts: Sequence[_Facts]) -> tuple[int, list[int]]:
             "the state of the optimiser is not the same on all workers when training begins: load it on all of them, "
             "not on one"
         )
-    return 0, []
+    return 0, facts[0].trained
 
 
 def _signed(total: int) -> int:

@@ -324,7 +324,7 @@ class ElasticCalls(CollectiveCalls):
         try:
             prepare()
         except Exception as error:
-            print_message(f"the checkpoints could not be set aside: {type(error).__name__}: {error}")
+            print_message(f"before it starts again, a worker could not prepare that: {type(error).__name__}: {error}")
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

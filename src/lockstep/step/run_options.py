@@ -96,7 +96,7 @@ class RunOptions:
                   `Run.digest` in the loop, `save` and `save_best` are collective calls
     redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
                   worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
-                  run, else 0
+                  run or with audits, else 0
     save_every    steps between two checkpoints, or a time such as "5m"; None: after every epoch and at the end
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`

@@ -128,9 +128,9 @@ class TrainLoop:
                 evaluate_for_state_log(session, session.state_log, plan.model, self._loss, plan.batches)
             raise SystemExit(0)  # the rest of the program is not needed
         self.end()
-        sharded_training.compute_digest(session, plan)
         if session.stops.agreed is Stop.SIGNAL and session.options.exit_on_interrupt:
             raise session.stops.exit()
+        sharded_training.compute_digest(session, plan)
 
     def _refuse_unsavable(self, plan: TrainingPlan) -> None:
         """Raise now, not at the first checkpoint or the first lost worker, if the state cannot be saved."""

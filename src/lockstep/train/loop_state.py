@@ -86,6 +86,7 @@ class WorkerState:
                 if part not in plan.finished:
                     plan.schedule.step(part)
         plan.finished = {}
+        plan.known_digest = None  # of new workers, too, none is known
 
     def start_receipt(self) -> None:
         """Start the barrier that shows, by the next backward pass, that all workers have applied this `Update`."""

@@ -18,6 +18,7 @@ from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.ledger import Ledger
 from lockstep.data.sample_order import Position
 from lockstep.ddp.optimizer_state import WholeState
+from lockstep.ddp.replica import trained_leaves
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.recovery.checkpointing import MODEL, BestMetric, CheckpointSaver, State, collect_state, restore_state
 from lockstep.recovery.collective_calls import print_message
@@ -80,7 +81,7 @@ class Checkpoints:
         """
         run = {"shards": plan.batches.settings.shards, "optimizer": class_names(plan.optimizer)}
         more = {
-            "trainable": [leaf.name for leaf in plan.leaves],
+            "trainable": [leaf.name for leaf in trained_leaves(plan.model, set())],  # the program may have changed it
             "in_eval_mode": modules_in_eval_mode(plan.model),
             "groups": group_names(plan),
             "settings": plan.settings,

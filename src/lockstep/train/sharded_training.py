@@ -81,7 +81,8 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
             raise
         name = [name for names in group_names(plan) for name in names][error.parameter]
         why = f"no worker has the optimiser's state of {name} any more: those that kept it are lost"
-        session.calls.restart(why, partial(_finish_writing, session), is_wrong=None)
+        # All workers are here. One may be writing a checkpoint, which counts only while none of the others has ended.
+        session.calls.restart(why, lambda: session.on_one.run(partial(_finish_writing, session)), is_wrong=None)
 
 
 def _finish_writing(session: Session) -> None:
@@ -135,8 +136,11 @@ def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
 
 
 def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None:
-    """Return the state of the optimiser on rank 0, if it is distributed, else None. A collective call then."""
-    return None if plan.sharded_state is None else plan.sharded_state.collect(session.group, session.device)
+    """Return the state of the optimiser on rank 0, if it is distributed, else None. Part of a collective call then."""
+    if plan.sharded_state is None:
+        return None
+    session.call_check.wait_for_all(session.calls.current_call)
+    return plan.sharded_state.collect(session.group, session.device)
 
 
 def compute_digest(session: Session, plan: TrainingPlan) -> None:
@@ -148,7 +152,6 @@ def compute_digest(session: Session, plan: TrainingPlan) -> None:
         return
 
     def compute() -> str:
-        session.call_check.wait_for_all("run.digest")
         whole = collect_optimizer(session, plan)
         mine = "" if whole is None else sha256_of(named_state(plan.model, whole))
         return str(agreement.gather_values(session.group, mine, device=session.device)[0])
@@ -161,10 +164,10 @@ def find_digest(session: Session, plan: TrainingPlan) -> str:
     """Return the digest of a run whose state is distributed. A collective call, unless it is known already."""
     known = plan.known_digest
     if known is None or known[0] != cheap_digests(named_state(plan.model).values()):
-        if session.calls.current_call:
+        if session.calls.current_call == "run.on_main":
             raise LockstepError(
-                f"run.digest in {session.calls.current_call}: with shard_optimizer=True the workers compute it "
-                "together: call it on all of them, before that"
+                "run.digest in run.on_main: with shard_optimizer=True the workers compute it together: call it on all "
+                "of them, before that"
             )
         compute_digest(session, plan)
         known = plan.known_digest
@@ -193,7 +196,6 @@ def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[.
         return
 
     def collect_and_save() -> None:
-        session.call_check.wait_for_all("run.save")
         write(plan, here, writes=session.is_main, optimizer=collect_optimizer(session, plan))
 
     session.calls.make("run.save", collect_and_save)
@@ -207,6 +209,7 @@ def is_save_due(session: Session, plan: TrainingPlan, batch: Batch) -> bool:
         return is_due()
 
     def ask() -> bool:
+        session.call_check.wait_for_all("whether to save")
         return bool(agreement.gather_rows(session.group, [int(is_due())], device=session.device)[0][0])
 
     return session.calls.make("whether to save", ask)
