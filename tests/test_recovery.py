@@ -464,7 +464,7 @@ PLAYS = {
         workers=1, options=("--max", "3"), meddle=scale_up_and_down, env={"PAUSES": "2 12", "SHARDED": "yes"}
     ),
     "sharded, and both copies are lost": Play(
-        workers=3, env={"SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "4"),
+        workers=4, env={"SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "4"),
         faults=(kill("reduced", 0, 10), kill("reduced", 1, 10)),
     ),
     "in the midst of a step": Play(env={"SCENE": "midst", "CHECK": "1000", "WHOLE": "1 2 3"}),
@@ -735,7 +735,7 @@ def test_a_part_of_which_both_copies_are_lost_is_read_from_the_checkpoint(show: 
     )
     assert "All workers start again, from the last checkpoint if there is one" in show.err, show.text
     assert [event["why"].count("those that kept it are lost") for event in show.events("goes back")] == [1], show.text
-    for worker in (3, 4):  # they had started when that was found, and have not been killed
+    for worker in (4, 5):  # they had started when that was found, and have not been killed
         assert [step for step, _ in show.steps_of(worker)] == list(range(8, 24)), show.text
 
 

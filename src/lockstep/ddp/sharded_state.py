@@ -191,14 +191,14 @@ class ShardedState:
         """
         if self._has_all:
             return
-        own = [parameter for options in self._optimizers[number].param_groups for parameter in options["params"]]
-        changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
-        exchange = self._exchanges.get(number)
-        if exchange is None or exchange.has_moved(changed):
-            exchange = WeightExchange(group, changed, BUCKET_BYTES, has_own=lambda _, piece: self._has(piece))
-            self._exchanges[number] = exchange
         # Not after a recovery that has completed the weights, nor after a step that was skipped: alike on all workers.
         if not self._is_complete:
+            own = [parameter for options in self._optimizers[number].param_groups for parameter in options["params"]]
+            changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
+            exchange = self._exchanges.get(number)
+            if exchange is None or exchange.has_moved(changed):
+                exchange = WeightExchange(group, changed, BUCKET_BYTES, has_own=lambda _, piece: self._has(piece))
+                self._exchanges[number] = exchange
             exchange.run()
             self._is_complete = True
         if confirms:

@@ -190,7 +190,6 @@ def log_state(session: Session, plan: TrainingPlan, write: Callable[..., None]) 
 
 def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[..., None]) -> None:
     """Save the state at this position by a method of `Checkpoints`. A collective call, if it is distributed."""
-
     if plan.sharded_state is None or session.directory is None:
         write(plan, here, writes=session.is_main)
         return
