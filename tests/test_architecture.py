@@ -62,7 +62,11 @@ MORE = {
     "launcher/run_job.py": {"elastic"},
     "failures/postmortem.py": {"launcher"},
 }
-OUTSIDE = {"demo/digits.py": {"sklearn"}, "report/live_view.py": {"rich"}}  # optional: they say what to install
+OUTSIDE = {  # optional: they say what to install, or something else is used
+    "demo/digits.py": {"sklearn"},
+    "report/live_view.py": {"rich"},
+    "comm/codec_triton.py": {"triton"},
+}
 NO_TORCH = ("control", "launcher", "elastic", "failures")  # the launcher must start at once, and cannot hang in torch
 STANDARD = set(sys.stdlib_module_names) | {"lockstep"}
 FILES = sorted(SOURCE.rglob("*.py"))

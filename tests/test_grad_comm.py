@@ -50,7 +50,7 @@ class Scaled(nn.Module):
 
 
 def with_comm(comm: str, build: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer]) -> Program:
-    return Program(build, optimizer, options={"grad_comm_dtype": comm} if comm else {})
+    return Program(build, optimizer, options={"grad_comm": comm} if comm else {})
 
 
 def plain_sgd(parameters: object) -> torch.optim.Optimizer:
@@ -68,9 +68,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optim
     "sparse bfloat16": (HalfBags, plain_sgd),
     "no dimension, unused": (Scaled, sgd),
 }
-CASES = {
-    f"{name}, {comm or 'as it is'}": with_comm(comm, *MODELS[name]) for name in MODELS for comm in ("", "bf16", "fp16")
-}
+COMMS = ("", "bf16", "fp16", "int8", "int4")
+CASES = {f"{name}, {comm or 'as it is'}": with_comm(comm, *MODELS[name]) for name in MODELS for comm in COMMS}
 
 
 def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:

@@ -68,6 +68,28 @@ def test_a_distributed_state_of_the_optimiser_gives_the_same_bits(size: int, red
             assert found == results(1, "shm")
 
 
+def train_compressed(rank: int, size: int, backend: str, store: str, names: tuple[str, ...]) -> dict[str, Any]:
+    use(backend, store, rank, size)
+    kinds = ("int8", "int4")
+    return {f"{n}, {c}": train(ON_GPU[n], device="cuda:0", grad_comm=c) for n in names for c in kinds}
+
+
+@functools.cache
+def compressed(size: int, backend: str) -> dict[str, Any]:
+    names = ("gpt with dropout and tied weights, AdamW", "unused branches", "cnn with batch norm", "clipped")
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = on_workers(train_compressed, size, backend, f"{folder}/store", names)
+    assert all(found == by_rank[0] for found in by_rank)
+    return by_rank[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "backend"), [(2, "shm"), (3, "shm"), (4, "shm"), (8, "shm"), (3, "gloo"), (1, "nccl")]
+)
+def test_compressed_gradients_give_the_same_bits(size: int, backend: str) -> None:
+    assert compressed(size, backend) == compressed(1, "shm")
+
+
 LIMIT_BYTES = 2_200_000_000
 
 

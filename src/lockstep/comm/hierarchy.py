@@ -39,7 +39,7 @@ from lockstep import _torch
 from lockstep.comm import host_groups
 from lockstep.comm.abortable_group import AbortableGroup, Gloo, Nccl
 from lockstep.comm.flatten_tensors import check_list, check_sizes, copy_back, first_tensor, flatten, single_tensor
-from lockstep.comm.host_groups import ConnectionBroken, MemberInfo, NativeSubgroup, Subgroup, TreeSubgroup
+from lockstep.comm.host_groups import ConnectionBroken, MemberInfo, NativeSubgroup, SingleWorker, Subgroup, TreeSubgroup
 from lockstep.comm.pipelined_collectives import PipelinedCollectives, StagedCollectives
 from lockstep.comm.shm import ShmGroup
 from lockstep.comm.shm.executor import CollectiveExecutor, ShmWork
@@ -232,6 +232,27 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter(self, output: Tensor, whole: Tensor, reduction: Reduction) -> None:
         self._write(output, lambda collectives, flat: collectives.reduce_scatter(flat, whole, reduction))
+
+    # ---- jobs of several collectives --------------------------------------------------------------------------------
+
+    def subgroups(self, device: torch.device) -> tuple[Subgroup, TreeSubgroup | SingleWorker, torch.device] | None:
+        """Return the subgroup of this host, that of this worker's column, and the device on which they exchange tensors
+        of `device`; None if the hosts have different numbers of workers."""
+        collectives = self._collectives(device)
+        if isinstance(collectives, StagedCollectives):
+            collectives, device = self._on_host, torch.device("cpu")
+        across = collectives.across
+        if not self.layout.is_even or not isinstance(across, (TreeSubgroup, SingleWorker)):
+            return None
+        return collectives.local, across, device
+
+    def run_in_order(self, name: str, tensors: Sequence[Tensor], job: Callable[[], None]) -> None:
+        """Run a job that uses the subgroups after everything that was called before, and wait for it."""
+        opts = _torch.AllreduceOptions()
+        opts.asyncOp = False
+        work = self._submit(name, tensors, opts, job)
+        if work is not None:
+            work.wait()
 
     # ---- broadcast and all-gather -----------------------------------------------------------------------------------
 

@@ -175,6 +175,9 @@ class SingleWorker:
 
     all_reduce = all_reduce_small = reduce_scatter = all_gather = reduce = broadcast = _start
 
+    def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]:
+        return rows, no_op
+
     def abort(self) -> None:
         pass
 
@@ -253,6 +256,11 @@ class TreeSubgroup:
             self._scratch.release(rows)
 
         return finish
+
+    def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]:
+        """Send row i to worker i. Returns the rows that this worker gets, by rank, once they have arrived."""
+        inbox = torch.empty_like(rows)
+        return inbox, self._start("alltoall_base", _bytes(inbox), _bytes(rows), [], [])
 
     def reduce_scatter(self, rows: Tensor, op: OpType) -> Finish:
         inbox = self._scratch.acquire(rows.numel(), rows).view(rows.shape)

@@ -4,31 +4,23 @@ Note [Canonical all-reduce]
 Every worker contributes the subtrees that it can add up locally (comm/tree_order.py, Note [Subtrees]), one row each.
 A row is divided into as many sections as there are workers. Each section is sent to its owner (all-to-all), the owner
 adds in the order of the tree, and sends the result to all workers (all-gather). With one row per worker this moves as
-many bytes as a ring all-reduce. Over Gloo both steps are point-to-point messages: its own all-to-all and all-gather
-copy everything once more (docs/log.md). Where the backend's own all-reduce adds along the same tree (`shm`), or there
+many bytes as a ring all-reduce. Where the backend's own all-reduce adds along the same tree (`shm`), or there
 are only two summands, whose order does not matter, a single all-reduce is used.
 
 Note [Half-precision rows]
 Gradients may be sent in half precision. Then the gradient of every *shard* is rounded, sums are computed in float32,
 and the result is rounded once, so that the distribution of shards does not matter here either. A row that is a sum of
 several shards stays float32.
-
-Note [Collective thread]
-Every worker must make the same calls in the same order. A job of two collectives with a sum between them can neither be
-started as a whole nor be waited for in the middle of a backward pass. So it runs in a thread of its own, on a process
-group that no other thread uses.
 """
 
 from __future__ import annotations
 
-import functools
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,6 +29,11 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm import abortable_wait, tree_order
+from lockstep.comm.collective_thread import CollectiveThread, Job, PendingResult
+from lockstep.comm.compressed_sum import CompressedSum, Route
+from lockstep.comm.flat_subgroup import FlatSubgroup
+from lockstep.comm.host_groups import NativeSubgroup, SingleWorker
+from lockstep.comm.integer_codec import IntegerCodec
 from lockstep.comm.peer_watch import PeerWatch
 from lockstep.comm.register_backends import backend_name
 from lockstep.comm.tree_order import Subtree
@@ -46,7 +43,6 @@ ALIGN = 64  # in elements: sections begin at cache lines
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
-Job = Callable[[], Tensor]
 
 
 class ReduceMethod(Enum):
@@ -55,89 +51,6 @@ class ReduceMethod(Enum):
     SINGLE_WORKER = auto()  # no communication
     ALL_REDUCE = auto()  # one all-reduce of the backend
     TREE = auto()  # Note [Canonical all-reduce]
-
-
-class PendingResult:
-    """The future result of a job."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._result: Tensor | None = None
-        self._error: BaseException | None = None
-        self.ended_s: float | None = None
-        self._event: Any = None  # CUDA event: the result is valid on streams that wait for it
-
-    def run(self, job: Job, stream: Any = None) -> None:
-        """Run the job and keep its result, or the exception that it raises."""
-        try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._result = job()
-                self._event = None if stream is None else stream.record_event()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.ended_s = time.monotonic()
-            self._done.set()
-
-    def done_within(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
-
-    def wait(self) -> Tensor:
-        """Return the result, on a GPU ordered after the job on the current stream, or raise the job's exception."""
-        # No deadline here: every collective inside the job has one.
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        assert self._result is not None
-        return self._result
-
-
-class CollectiveThread:
-    """Runs jobs in a thread while the caller continues; on a GPU, on a stream of its own. See Note [Collective thread].
-
-    NCCL needs no thread (`threaded=False`): its collectives and the sums between them are queued on the stream, and the
-    host does not wait.
-    """
-
-    def __init__(self, device: torch.device, *, threaded: bool) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        if threaded:
-            self._jobs = queue.SimpleQueue()
-            # The thread holds the queue and not this object, which can so be garbage collected; it is a daemon, so that
-            # a pending wait does not keep the process alive.
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name="lockstep-collectives", daemon=True).start()
-
-    def submit(self, job: Job) -> PendingResult:
-        pending, stream = PendingResult(), self._stream
-        ready: Any = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
-
-        def run() -> None:
-            if stream is not None:
-                stream.wait_event(ready)
-            pending.run(job, stream)
-
-        if self._jobs is None:
-            run()
-        else:
-            self._jobs.put(run)
-        return pending
-
-    def close(self) -> None:
-        """End the thread after the jobs that were submitted."""
-        if self._jobs is not None:
-            self._jobs.put(None)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # else its tensors would stay allocated until the next job
 
 
 @dataclass
@@ -189,8 +102,15 @@ class ShardSum:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, shares: Sequence[range], *, device: torch.device, exact: bool = True
+        self,
+        group: dist.ProcessGroup,
+        shares: Sequence[range],
+        *,
+        device: torch.device,
+        exact: bool = True,
+        compresses: bool = False,
     ) -> None:
+        """`compresses`: `submit` will be called, so that every collective has to run in the collective thread."""
         self.group, self.device, self.shares = group, device, list(shares)
         self.shards = sum(map(len, shares))
         self._rank, self.size = group.rank(), group.size()
@@ -206,8 +126,10 @@ class ShardSum:
         self._backend = backend = backend_name(group, device)
         self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
         self._watch = PeerWatch(group, polls=device.type == "cpu")
+        self._all = FlatSubgroup(group, self._watch, backend)
         by_tree = self._method is ReduceMethod.TREE
-        self._thread = CollectiveThread(device, threaded=backend != "nccl") if by_tree else None
+        needs_thread = by_tree or (compresses and self.size > 1)
+        self._thread = CollectiveThread(device, threaded=backend != "nccl") if needs_thread else None
         self._via_host = backend == "gloo" and device.type == "cuda"  # Gloo cannot exchange CUDA tensors
         # On the CPU the shm backend allocates the buffers, and scales the sum itself.
         self._shm = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
@@ -254,7 +176,8 @@ class ShardSum:
         if self._method is ReduceMethod.SINGLE_WORKER:
             buffers.sent = None
         elif self._thread is not None:
-            buffers.sent = self._thread.submit(lambda: self._reduce_by_tree(buffers))
+            by_tree = self._method is ReduceMethod.TREE
+            buffers.sent = self.submit(lambda: self._reduce_by_tree(buffers) if by_tree else self._all_reduce(buffers))
         elif self._shm is not None:
             group: Any = self.group
             buffers.sent = group.all_reduce_scaled(buffers.rows[0], scale)
@@ -262,6 +185,36 @@ class ShardSum:
             buffers.sent = self.group.allreduce([buffers.rows[0]], dist.AllreduceOptions())
             if self.is_timed and self.device.type == "cpu":
                 buffers.sent.get_future().add_done_callback(buffers.set_finished)
+
+    def submit(self, job: Job) -> PendingResult:
+        """Run a job of several collectives after all sums before it, while the caller continues. See `wait`."""
+        if self._thread is not None:
+            return self._thread.submit(job)
+        pending = PendingResult()
+        pending.run(job)
+        return pending
+
+    def compressed(self, codec: IntegerCodec) -> CompressedSum:
+        """Return how sums over the same shards are computed from compressed gradients, by jobs of `submit`."""
+        own = len(self.shares[self._rank]) if self._exact else 1
+        return CompressedSum(codec, self._route, shards=self._summands, own=own, device=self.device)
+
+    @cached_property
+    def _route(self) -> Route:
+        """The way that compressed sums take between these workers."""
+        shards = [len(share) if self._exact else 1 for share in self.shares]
+        if self.size == 1:
+            return Route.of_single_worker(shards[0], self.device)
+        if self._backend == "shm":
+            return Route(NativeSubgroup(self.group, self._rank, self.size), SingleWorker(), sum(shards), self.device)
+        group: Any = self.group
+        found = group.subgroups(self.device) if self._backend == "hierarchy" else None
+        if found is not None:
+            local, across, where = found
+            run = partial(group.run_in_order, "a compressed sum", [])
+            return Route.over_hosts(local, across, group.layout, shards, where, run)
+        where = torch.device("cpu") if self._via_host else self.device
+        return Route(SingleWorker(), self._all, max(shards), where)
 
     def finished_s(self, buffers: SumBuffers) -> float:
         """Return the time at which a sum completed. Call it after `result`. Exact only while `is_timed`."""
@@ -347,7 +300,7 @@ class ShardSum:
             if done_within is not None:
                 self._watch.wait_for(done_within, where)
 
-    @functools.cached_property
+    @cached_property
     def _side_stream(self) -> Any:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -374,10 +327,15 @@ class ShardSum:
         if self._thread is not None:
             self._thread.close()
 
-    # -- by tree -----------------------------------------------------------------------------------------------------
+    # -- in the collective thread ------------------------------------------------------------------------------------
+
+    def _all_reduce(self, buffers: SumBuffers) -> Tensor:
+        total = buffers.rows[0]
+        self._watch.wait(self.group.allreduce([total], dist.AllreduceOptions()), "the all_reduce of gradients")
+        return total.mul_(buffers.scale()).to(buffers.dtype)
 
     def _reduce_by_tree(self, buffers: SumBuffers) -> Tensor:
-        """Run in the collective thread. See Note [Canonical all-reduce]."""
+        """See Note [Canonical all-reduce]."""
         mine, rows, per = len(self.subtrees), buffers.rows, buffers.rows.shape[1] // self.size
         # [worker][row][element]: data for one worker is contiguous. With one row it is already.
         packed = rows.view(mine, self.size, per).transpose(0, 1).contiguous().view(-1)
@@ -389,32 +347,13 @@ class ShardSum:
             buffers.whole = torch.empty(per * self.size, dtype=buffers.dtype, device=where)
         received, whole = buffers.received, buffers.whole
         receive_sizes, send_sizes = [n * per for n in counts], [mine * per] * self.size
-        if self._backend == "gloo":
-            self._exchange(list(torch.split(received, receive_sizes)), list(torch.split(packed, send_sizes)))
-        else:
-            work = self.group.alltoall_base(received, packed, receive_sizes, send_sizes)
-            self._watch.wait(work, "the all_to_all of gradients")
+        self._all.exchange(received, packed, receive_sizes, send_sizes)()
         faults.at("exchange")
         total = self._add(list(received.to(self.device).view(-1, per)))
         section = whole[self._rank * per : (self._rank + 1) * per]
         section.copy_(total.mul_(buffers.scale()))
-        if self._backend == "gloo":
-            self._exchange(list(torch.split(whole, per)), [section] * self.size)
-        else:
-            self._watch.wait(self.group._allgather_base(whole, section), "the all_gather of gradients")
+        self._all.all_gather(whole.view(self.size, per))()
         return whole.to(self.device)
-
-    def _exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """Send `inputs[rank]` to every worker, and receive `outputs[rank]` from it."""
-        group, me = self.group, self._rank
-        if outputs[me].data_ptr() != inputs[me].data_ptr():
-            outputs[me].copy_(inputs[me])
-        others = [(me + n) % self.size for n in range(1, self.size)]
-        works = [group.recv([outputs[rank]], rank, 0) for rank in reversed(others) if outputs[rank].numel()]
-        works += [group.send([inputs[rank]], rank, 0) for rank in others if inputs[rank].numel()]
-        with self._watch.explain_errors("the exchange of gradients"):
-            for work in works:
-                work.wait()  # no time limit: if one expires, Gloo closes all connections
 
     def _add(self, rows: list[Tensor]) -> Tensor:
         if rows[0].dtype in HALF_DTYPES:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypedDict, TypeVar
 
 import torch
 
+from lockstep.comm.integer_codec import IntegerCodec
 from lockstep.errors import refuse_unknown_options
 from lockstep.step.compiled_model import CompileOptions, check_compile_option
 from lockstep.step.precision import Precision
@@ -26,7 +27,9 @@ RENAMED: Final = {
     "clip_norm": "max_grad_norm",
     "clip": "max_grad_norm",
     "gradient_clip_val": "max_grad_norm",
-    "wire": "grad_comm_dtype",
+    "wire": "grad_comm",
+    "compression": "grad_comm",
+    "gradient_compression": "grad_comm",
     "mixed_precision": "precision",
     "fp16": 'write precision="fp16"',
     "bf16": 'write precision="bf16"',
@@ -55,10 +58,31 @@ class OnNonFinite(Enum):
     IGNORE = "ignore"  # do not check
 
 
+class GradComm(Enum):
+    """How gradients are sent."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype to which gradients are rounded; None: to none."""
+        return {GradComm.BF16: torch.bfloat16, GradComm.FP16: torch.float16}.get(self)
+
+    @property
+    def codec(self) -> IntegerCodec | None:
+        bits = {GradComm.INT8: 8, GradComm.INT4: 4}.get(self)
+        return None if bits is None else IntegerCodec(bits)
+
+
 class OptionNames(TypedDict, total=False):
     """The keyword arguments of `Run`, for type checkers."""
 
     precision: str
+    grad_comm: str | None
     grad_comm_dtype: str | None
     max_grad_norm: float | None
     on_nonfinite: str
@@ -83,8 +107,10 @@ class OptionNames(TypedDict, total=False):
 class RunOptions:
     """
     precision     dtype of forward passes (autocast): "fp32", "bf16" or "fp16"
-    grad_comm_dtype  "bf16" or "fp16": gradients are sent in half precision, and still summed in float32. Complex and
-                  sparse gradients are sent unchanged
+    grad_comm     how gradients are sent: "fp32": as they are; "bf16" or "fp16": in half precision, and still summed in
+                  float32; "int8" or "int4": as integers of so many bits, rounded at random without bias
+                  (docs/compression.md). The bits are other ones, and the same on any number of workers. Complex and
+                  sparse gradients are sent unchanged. `grad_comm_dtype` is another name of this option
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
@@ -113,7 +139,7 @@ class RunOptions:
     """
 
     precision: Precision = Precision.FP32
-    grad_comm_dtype: torch.dtype | None = None
+    grad_comm: GradComm = GradComm.FP32
     max_grad_norm: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     check_every: int | None = None
@@ -135,14 +161,14 @@ class RunOptions:
     @staticmethod
     def from_keywords(named: OptionNames) -> RunOptions:
         """Check the keyword arguments of `Run`. Raises TypeError or ValueError."""
-        known = [*RUN_ARGUMENTS, *(f.name for f in fields(RunOptions))]
+        known = [*RUN_ARGUMENTS, *(f.name for f in fields(RunOptions)), "grad_comm_dtype"]
         refuse_unknown_options("Run", named, known, RENAMED)
         values: dict[str, Any] = dict(named)
         values["precision"] = one_of(Precision, "precision", values.get("precision", "fp32"))
         values["on_nonfinite"] = one_of(OnNonFinite, "on_nonfinite", values.get("on_nonfinite", "stop"))
         values["compile"] = check_compile_option(values.get("compile", False))
         values["capture"] = one_of(Capture, "capture", values.get("capture", "auto"))
-        values["grad_comm_dtype"] = _comm_dtype(values.get("grad_comm_dtype"))
+        values["grad_comm"] = _grad_comm(values)
         clip = values.get("max_grad_norm")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
             raise ValueError(f"max_grad_norm={clip!r} must be a positive number, or None")
@@ -195,8 +221,12 @@ def one_of(kind: type[Choice], name: str, value: object) -> Choice:
         raise ValueError(f"{name}={value!r} is not known; choose one of {known}") from None
 
 
-def _comm_dtype(name: object) -> torch.dtype | None:
-    kinds: dict[object, torch.dtype | None] = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if name not in kinds:
-        raise ValueError(f"grad_comm_dtype={name!r} is not known; choose one of 'fp32', 'bf16', 'fp16'")
-    return kinds[name]
+def _grad_comm(values: dict[str, Any]) -> GradComm:
+    """Return the value of `grad_comm`, or of its other name `grad_comm_dtype`, which is removed."""
+    dtype, comm = values.pop("grad_comm_dtype", None), values.get("grad_comm")
+    if dtype is not None and dtype not in ("fp32", "bf16", "fp16"):
+        hint = f"; write grad_comm={dtype!r}" if dtype in [kind.value for kind in GradComm] else ""
+        raise ValueError(f"grad_comm_dtype={dtype!r} is not known; choose one of 'fp32', 'bf16', 'fp16'{hint}")
+    if dtype is not None and comm is not None and dtype != comm:
+        raise ValueError(f"grad_comm={comm!r} and grad_comm_dtype={dtype!r} are two names of one option; give one")
+    return one_of(GradComm, "grad_comm", comm or dtype or "fp32")

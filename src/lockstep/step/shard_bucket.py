@@ -7,14 +7,17 @@ depends on its address. In a bucket every gradient begins at a multiple of 64 by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.shard_sum import HALF_DTYPES, ShardSum
+from lockstep import _torch
+from lockstep.comm.integer_codec import BLOCK, IntegerCodec
+from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum
 from lockstep.ddp.bucket import piece_of
 from lockstep.ddp.replica import Leaf
 
@@ -34,17 +37,21 @@ def round_gradient(leaf: Leaf, gradient: Tensor | None, comm_dtype: torch.dtype 
     """Round a gradient to the dtype in which it would be sent; and widen it, because sums are formed in float32."""
     if gradient is None:
         return None
-    if gradient.is_sparse != leaf.sparse:
-        raise RuntimeError(
-            f"the gradient of {leaf.name} is {'sparse' if gradient.is_sparse else 'dense'}, but its embedding has "
-            f"sparse={leaf.sparse}; a parameter must be used in one way only"
-        )
+    check_layout(leaf, gradient)
     if leaf.sparse:
         return gradient.coalesce()
     narrow = comm_dtype_of(gradient.dtype, comm_dtype)
     if narrow is not None:
         return gradient.to(narrow).to(torch.float32)
     return gradient.float() if gradient.dtype in HALF_DTYPES else gradient
+
+
+def check_layout(leaf: Leaf, gradient: Tensor) -> None:
+    if gradient.is_sparse != leaf.sparse:
+        raise RuntimeError(
+            f"the gradient of {leaf.name} is {'sparse' if gradient.is_sparse else 'dense'}, but its embedding has "
+            f"sparse={leaf.sparse}; a parameter must be used in one way only"
+        )
 
 
 def copy_rounded(view: Tensor, gradient: Tensor | None, comm_dtype: torch.dtype | None) -> None:
@@ -65,31 +72,147 @@ class GradientMark:
     size_bytes: int = 0
 
 
-class ShardBucket:
-    """Parameters whose gradients are sent together, followed by the marks of those that were used."""
+class GradientBucket:
+    """Parameters whose gradients are sent together, one after the other in each row of a piece of memory."""
 
-    def __init__(
-        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
-    ) -> None:
+    rows: list[Tensor]
+    views: list[list[Tensor]]  # the gradients of the parameters, by row
+
+    def __init__(self, indices: Sequence[int], leaves: Sequence[Leaf], align: int) -> None:
+        """`align`: every gradient begins at a multiple of so many elements."""
         self.indices = list(indices)
-        self.parameters = [leaves[i].parameter for i in indices]
+        self.leaves = [leaves[i] for i in indices]
+        self.parameters = [leaf.parameter for leaf in self.leaves]
         self.offsets, self.numel = [], 0
-        step = ALIGN_BYTES // self.parameters[0].element_size()
         for parameter in self.parameters:
             self.offsets.append(self.numel)
-            self.numel += -(-parameter.numel() // step) * step
-        own = self.parameters[0].dtype
-        self.buffers = sum_.allocate(self.numel + len(self.indices), comm_dtype_of(own, comm_dtype) or own)
-        self.rows = list(self.buffers.rows)
-        self.views = [self.cut(row) for row in self.rows]
-        self.marks = [row[self.numel : self.numel + len(self.indices)] for row in self.rows]
-        self.all_used = torch.full_like(self.marks[0], USED)
+            self.numel += -(-parameter.numel() // align) * align
         self.pending = len(self.indices)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         pieces = (piece_of(flat, p, at) for p, at in zip(self.parameters, self.offsets, strict=True))
         return [piece.data for piece in pieces]
 
+
+class ShardBucket(GradientBucket):
+    """Gradients that are sent as they are, followed by the marks of those that were used."""
+
+    def __init__(
+        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
+    ) -> None:
+        own = leaves[indices[0]].parameter.dtype
+        super().__init__(indices, leaves, ALIGN_BYTES // own.itemsize)
+        self.buffers = sum_.allocate(self.numel + len(self.indices), comm_dtype_of(own, comm_dtype) or own)
+        self._sum = sum_
+        self.rows = list(self.buffers.rows)
+        self.views = [self.cut(row) for row in self.rows]
+        self.marks = [row[self.numel : self.numel + len(self.indices)] for row in self.rows]
+        self.all_used = torch.full_like(self.marks[0], USED)
+
     def marks_for(self, used: Sequence[bool]) -> Tensor:
         """Return the marks of a row: nonzero for each parameter that was used."""
         return self.all_used if all(used) else self.all_used * torch.tensor(used, device=self.all_used.device)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.buffers.rows.nbytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory on this device, without the part in which the gradients of parameters are."""
+        same = self.buffers.dtype == self.parameters[0].dtype
+        return self._sum.buffer_bytes(self.buffers, without_result=same)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """When the bucket was sent, and when its sum arrived."""
+        return self.buffers.started_s, self._sum.finished_s(self.buffers)
+
+    def result(self, where: str) -> tuple[list[Tensor], Tensor]:
+        """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero)."""
+        flat = self._sum.result(self.buffers, where)
+        in_place = flat.data_ptr() == self.rows[0].data_ptr() and flat.dtype == self.rows[0].dtype
+        pieces = self.views[0] if in_place else self.cut(flat)
+        return pieces, flat[self.numel : self.numel + len(self.indices)]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are compressed. `key` returns the key of random numbers for words such as step and shard."""
+
+    codec: IntegerCodec
+    key: Callable[..., int]
+
+
+class CompressedBucket(GradientBucket):
+    """Gradients that are sent as small integers (comm/compressed_sum.py).
+
+    Their scales are known only after the last shard, so every shard has a row. The sum replaces the last row, which is
+    overwritten only after all workers have applied the step before.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, compression: Compression, first: list[int]
+    ) -> None:
+        """`first`: the number of the first block of each parameter of the model."""
+        super().__init__(indices, leaves, BLOCK)
+        self._sum, self._compression = sum_, compression
+        self._compressed = sum_.compressed(compression.codec)
+        counts = [-(-p.numel() // BLOCK) for p in self.parameters]
+        numbers = [torch.arange(first[i], first[i] + n) for i, n in zip(self.indices, counts, strict=True)]
+        self.buffers = self._compressed.allocate(torch.cat(numbers), len(self.indices))
+        self.rows = list(self.buffers.rows)
+        self.views = [self.cut(row) for row in self.rows]
+        ends = [
+            (at + p.numel(), at + n * BLOCK) for at, p, n in zip(self.offsets, self.parameters, counts, strict=True)
+        ]
+        self._padding = torch.cat([torch.arange(*span) for span in ends]).to(self.rows[0].device)
+        self.used = [False] * len(self.indices)
+
+    def write(self, row: int, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients of all parameters of this bucket into a row."""
+        if any(gradient is None for gradient in gradients) or self.rows[0].device.type == "cpu":
+            for slot, gradient in enumerate(gradients):
+                self.write_one(row, slot, gradient)
+            return
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            check_layout(leaf, gradient)  # type: ignore[arg-type]
+        _torch.foreach_copy_(self.views[row], gradients)  # type: ignore[arg-type]
+        self.used = [True] * len(self.used)
+
+    def write_one(self, row: int, slot: int, gradient: Tensor | None) -> None:
+        view = self.views[row][slot]
+        if gradient is None:
+            view.zero_()
+            return
+        check_layout(self.leaves[slot], gradient)
+        view.copy_(gradient)
+        self.used[slot] = True
+
+    def start(self, step: int, shards: Sequence[int], scale: Scale) -> None:
+        """Send the bucket. `shards`: their numbers, one for each row."""
+        buffers, key = self.buffers, self._compression.key
+        self.rows[-1].index_fill_(0, self._padding, 0.0)  # a sum that is not finite was written there, too
+        buffers.flags.copy_(torch.tensor(self.used, dtype=torch.uint8))
+        buffers.shard_keys, buffers.sum_key = [key(step, shard) for shard in shards], key(step, "sum")
+        buffers.scale, buffers.started_s = scale, time.monotonic()
+        buffers.sent = self._sum.submit(lambda: self._compressed.run(buffers))
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._compressed.wire_bytes(self.buffers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory on this device, without the part in which the gradients of parameters are."""
+        is_result = self.parameters[0].dtype == torch.float32
+        return self.buffers.rows.nbytes - (self.rows[-1].nbytes if is_result else 0)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        return self.buffers.started_s, self.buffers.sent.ended_s or time.monotonic()
+
+    def result(self, where: str) -> tuple[list[Tensor], Tensor]:
+        """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero)."""
+        self._sum.wait(self.buffers.sent, where)
+        return self.views[-1], self.buffers.flags

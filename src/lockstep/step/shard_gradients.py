@@ -21,7 +21,7 @@ checkpoints) is complete only at the end, so it is always read there. None of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,40 +29,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch, faults
-from lockstep.comm.shard_sum import Scale, ShardSum, add_coalesced, coalesced
+from lockstep.comm.integer_codec import BLOCK
+from lockstep.comm.shard_sum import Scale, ShardSum, coalesced
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
-from lockstep.step.shard_bucket import GradientMark, ShardBucket, comm_dtype_of, copy_rounded, round_gradient
-
-
-@dataclass
-class SubtreeGradients:
-    """The summed gradients of one subtree of shards, None where there is none.
-
-    `is_owned`: nothing else refers to these tensors, so they may be written to.
-    """
-
-    values: list[Tensor | None]
-    is_owned: bool = False
-
-    def add(self, right: SubtreeGradients, dense: Sequence[int], sparse: Sequence[int]) -> SubtreeGradients:
-        """Return the sum. Gradients may share memory with each other, so only owned sums are written to."""
-        total = list(self.values)
-        both = [i for i in dense if self.values[i] is not None and right.values[i] is not None]
-        a, b = [self.values[i] for i in both], [right.values[i] for i in both]
-        if self.is_owned and both:
-            _torch.foreach_add_(a, b)  # type: ignore[arg-type]
-        elif both:
-            for i, value in zip(both, _torch.foreach_add(a, b), strict=True):  # type: ignore[arg-type]
-                total[i] = value
-        for i in set(dense) - set(both):
-            one = right.values[i] if self.values[i] is None else self.values[i]
-            total[i] = None if one is None else one + 0.0  # Note [Zeros]
-        for i in sparse:
-            total[i] = _add_sparse(self.values[i], right.values[i])
-        return SubtreeGradients(total, is_owned=True)
+from lockstep.step.shard_bucket import (
+    CompressedBucket,
+    Compression,
+    GradientMark,
+    ShardBucket,
+    comm_dtype_of,
+    copy_rounded,
+    round_gradient,
+)
+from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, copies_of
 
 
 class ShardGradients:
@@ -72,9 +54,19 @@ class ShardGradients:
     the last backward pass; `send_rest` after it; `finish`.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], sum_: ShardSum, *, comm_dtype: torch.dtype | None = None) -> None:
-        """`comm_dtype`: the dtype in which gradients are sent, if not their own."""
-        self._leaves, self._sum, self._comm_dtype = list(leaves), sum_, comm_dtype
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        sum_: ShardSum,
+        *,
+        comm_dtype: torch.dtype | None = None,
+        compression: Compression | None = None,
+    ) -> None:
+        """
+        comm_dtype   the dtype in which gradients are sent, if not their own
+        compression  how real, dense gradients are compressed; None: not
+        """
+        self._leaves, self._sum, self._comm_dtype, self._compression = list(leaves), sum_, comm_dtype, compression
         self._parameters = [leaf.parameter for leaf in leaves]
         self._device = self._parameters[0].device
         self._on_cpu = self._device.type == "cpu"
@@ -87,8 +79,11 @@ class ShardGradients:
         self._arrivals: list[int] = []
         self._late: set[int] = set()
         self._send_stream: Any = None  # for buckets that are sent while a captured backward pass runs
-        self._buckets: list[ShardBucket] = []
-        if sum_.size > 1:
+        self._buckets: list[ShardBucket | CompressedBucket] = []
+        # One worker needs no buckets, unless gradients are compressed there as they would be with more workers.
+        self._is_single = sum_.size == 1 and compression is None
+        self._step = 0
+        if not self._is_single:
             self._pack(order=None)
             self._grad_hooks.register(self._dense, self._on_gradient)
         self._reset()
@@ -98,21 +93,25 @@ class ShardGradients:
         plan = pack(self._parameters, (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), sparse=sparse, order=order)
         self._buckets = []  # frees their memory before the new ones are allocated
         dense = [p.indices for p in plan if not sparse[p.indices[0]]]
-        self._buckets = [ShardBucket(indices, self._leaves, self._sum, self._comm_dtype) for indices in dense]
+        self._buckets = [self._make_bucket(indices) for indices in dense]
         self._bucket_of = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
+
+    def _make_bucket(self, indices: Sequence[int]) -> ShardBucket | CompressedBucket:
+        if self._compression is None or not self._parameters[indices[0]].is_floating_point():
+            return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype)
+        blocks = [-(-parameter.numel() // BLOCK) for parameter in self._parameters]
+        first = list(accumulate(blocks, initial=0))
+        return CompressedBucket(indices, self._leaves, self._sum, self._compression, first)
 
     @property
     def bucket_bytes(self) -> tuple[int, ...]:
         """Bytes that each bucket sends, in the order of sending; empty with one worker."""
-        return tuple(bucket.buffers.rows.nbytes for bucket in self._buckets)
+        return tuple(bucket.sent_bytes for bucket in self._buckets)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of the buckets on this device, without the part in which the gradients of parameters are."""
-        return sum(
-            self._sum.buffer_bytes(one.buffers, without_result=one.buffers.dtype == one.parameters[0].dtype)
-            for one in self._buckets
-        )
+        return sum(bucket.buffer_bytes for bucket in self._buckets)
 
     @property
     def bucket_names(self) -> list[tuple[str, str, int]]:
@@ -122,12 +121,17 @@ class ShardGradients:
 
     def bucket_times(self) -> list[tuple[float, float]]:
         """For each bucket of the last finished step: when it was sent, and when its sum arrived, in seconds."""
-        return [(bucket.buffers.started_s, self._sum.finished_s(bucket.buffers)) for bucket in self._buckets]
+        return [bucket.times for bucket in self._buckets]
 
     # -- the shards before the last ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Begin a step: drop the gradients of the previous one."""
+        self._step = step
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
         self._reset()
@@ -145,6 +149,10 @@ class ShardGradients:
         )
         self._chain: list[SubtreeGradients] = []
         self._rows: list[SubtreeGradients] = []
+        self._shards: list[int] = []  # the numbers of those that were run in this step
+        for bucket in self._buckets:
+            if isinstance(bucket, CompressedBucket):
+                bucket.used = [False] * len(bucket.used)
 
     def add_shard(self, shard: int, replayed: Sequence[Tensor | None] | None = None) -> None:
         """Keep the gradients of this shard, added to those before it as far as the tree allows.
@@ -152,20 +160,35 @@ class ShardGradients:
         `replayed`: those of a captured pass, which its next replay overwrites; None: those of the parameters.
         """
         node = Subtree(shard, 1)
-        kept = self._collect() if replayed is None else self._round(replayed)
-        if replayed is not None and self._sums.count_merges(node) == 0:
-            kept = SubtreeGradients(_copies_of(kept.values), is_owned=True)
-        self._sums.push(node, kept)
-
-    def _collect(self) -> SubtreeGradients:
-        kept = self._round([parameter.grad for parameter in self._parameters])
-        for parameter in self._parameters:
-            parameter.grad = None
-        return kept
-
-    def _round(self, gradients: Sequence[Tensor | None]) -> SubtreeGradients:
+        gradients = self._take_gradients() if replayed is None else replayed
         if self.on_gradients is not None:
             self.on_gradients(gradients)
+        kept = self._round(self._write_compressed(gradients))
+        self._shards.append(shard)
+        if replayed is not None and self._sums.count_merges(node) == 0:
+            kept = SubtreeGradients(copies_of(kept.values), is_owned=True)
+        self._sums.push(node, kept)
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return gradients
+
+    def _write_compressed(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Write the gradients that will be compressed into their buckets. Returns the others, None for these."""
+        if self._compression is None:
+            return gradients
+        others = list(gradients)
+        for bucket in self._buckets:
+            if isinstance(bucket, CompressedBucket):
+                with torch.no_grad():
+                    bucket.write(len(self._shards), [gradients[i] for i in bucket.indices])
+                for i in bucket.indices:
+                    others[i] = None
+        return others
+
+    def _round(self, gradients: Sequence[Tensor | None]) -> SubtreeGradients:
         pairs = zip(self._leaves, gradients, strict=True)
         return SubtreeGradients([round_gradient(leaf, gradient, self._comm_dtype) for leaf, gradient in pairs])
 
@@ -235,13 +258,16 @@ class ShardGradients:
             self._send(self._buckets[self._next])
             self._next += 1
 
-    def _write_gradient(self, bucket: ShardBucket, slot: int) -> None:
+    def _write_gradient(self, bucket: ShardBucket | CompressedBucket, slot: int) -> None:
         """Write one gradient, added to its partial sums, into the last row of its bucket."""
         index, view = bucket.indices[slot], bucket.views[-1][slot]
         gradient = self._parameters[index].grad
         self._parameters[index].grad = None
         if self.on_gradients is not None:
             self.on_gradients([gradient])
+        if isinstance(bucket, CompressedBucket):
+            bucket.write_one(-1, slot, gradient)
+            return
         if gradient is not None:
             self._is_used[index] = True
         if not self._chain:
@@ -257,9 +283,16 @@ class ShardGradients:
             more = kept.values[index]
             view.add_(0.0 if more is None else more)
 
-    def _write_bucket(self, bucket: ShardBucket) -> None:
+    def _write_bucket(self, bucket: ShardBucket | CompressedBucket) -> None:
         """Write all gradients of a bucket: with few large kernels instead of many small ones, if none is missing."""
         gradients = [parameter.grad for parameter in bucket.parameters]
+        if isinstance(bucket, CompressedBucket):
+            if self.on_gradients is not None:
+                self.on_gradients(gradients)
+            bucket.write(-1, gradients)
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            return
         chain = [[kept.values[i] for i in bucket.indices] for kept in self._chain]
         if self._comm_dtype is not None or any(value is None for values in (gradients, *chain) for value in values):
             for slot in range(len(bucket.indices)):
@@ -275,9 +308,13 @@ class ShardGradients:
         for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
             self._is_used[index], parameter.grad = True, None
 
-    def _send(self, bucket: ShardBucket) -> None:
+    def _send(self, bucket: ShardBucket | CompressedBucket) -> None:
         if not self._on_cpu:
             self._write_bucket(bucket)
+        if isinstance(bucket, CompressedBucket):
+            faults.at("backward")
+            bucket.start(self._step, [*self._shards, self._last.start], self._scale)
+            return
         for kept, views, marks in zip(self._rows, bucket.views, bucket.marks, strict=False):
             values = [kept.values[i] for i in bucket.indices]
             for view, value in zip(views, values, strict=True):
@@ -299,29 +336,34 @@ class ShardGradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait until every parameter has the sum over all shards, scaled, as its gradient."""
-        if self._sum.size == 1:
+        if self._is_single:
             self._finish_single()
         for n, bucket in enumerate(self._buckets):
-            where = f"bucket {n + 1} of {len(self._buckets)}"
-            self._assign(bucket, self._sum.result(bucket.buffers, where))
+            self._assign(bucket, f"bucket {n + 1} of {len(self._buckets)}")
         for index in self._sparse:
             self._parameters[index].grad = self._sum_sparse(index)
         if self._buckets and not self._has_order:
             self._repack()
         self._reset()
 
-    def _assign(self, bucket: ShardBucket, flat: Tensor) -> None:
-        used = [True] * len(bucket.indices)
-        if not all(self._is_used[i] or any(k.values[i] is not None for k in self._rows) for i in bucket.indices):
-            used = (flat[bucket.numel : bucket.numel + len(used)] != 0).tolist()
-        in_place = flat.data_ptr() == bucket.rows[0].data_ptr()
-        pieces = bucket.views[0] if in_place and flat.dtype == bucket.rows[0].dtype else bucket.cut(flat)
+    def _assign(self, bucket: ShardBucket | CompressedBucket, where: str) -> None:
+        """Wait for the sum of a bucket, and make it the gradients of its parameters."""
+        pieces, marks = bucket.result(where)
+        if isinstance(bucket, CompressedBucket):
+            is_known = all(bucket.used)
+        else:
+            rows = self._rows
+            is_known = all(self._is_used[i] or any(k.values[i] is not None for k in rows) for i in bucket.indices)
+        used = [True] * len(pieces) if is_known else (marks != 0).tolist()
         for parameter, piece, is_used in zip(bucket.parameters, pieces, used, strict=True):
             parameter.grad = piece.to(parameter.dtype) if is_used else None
 
     def _finish_single(self) -> None:
         """Finish with one worker, which has run all shards: the tree has one sum."""
-        self._sums.push(self._last, self._collect())
+        gradients = self._take_gradients()
+        if self.on_gradients is not None:
+            self.on_gradients(gradients)
+        self._sums.push(self._last, self._round(gradients))
         ((_, kept),) = self._sums.pending
         there = [i for i in self._dense if kept.values[i] is not None]
         values, scale = [kept.values[i] for i in there], self._scale()
@@ -338,19 +380,21 @@ class ShardGradients:
 
     def _sum_sparse(self, index: int) -> Tensor | None:
         parameter = self._parameters[index]
-        if self._sum.size == 1:
+        if self._is_single:
             ((_, kept),) = self._sums.pending
             parts = [kept.values[index]]
         else:
             last, parameter.grad = round_gradient(self._leaves[index], parameter.grad, self._comm_dtype), None
             for kept in self._chain:
-                last = _add_sparse(kept.values[index], last)
+                last = add_sparse(kept.values[index], last)
             parts = [*(kept.values[index] for kept in self._rows), last]
         total = self._sum.add_sparse([_no_rows(parameter) if p is None else p for p in parts], self._scale)
         return total if total._nnz() else None
 
     def _repack(self) -> None:
         """Pack the buckets again in the order of arrival. See Note [First step]."""
+        if self._sum.size == 1:
+            return  # nothing is sent, so the order does not matter
         count = len(self._leaves)
         times = torch.zeros(count, dtype=torch.int64, device=self._device)
         for index in self._arrivals:
@@ -369,24 +413,9 @@ class ShardGradients:
         self._pack(order=order.tolist())
 
 
-def _copies_of(values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    there = [value for value in values if value is not None]
-    copies = [torch.empty_like(value) for value in there]
-    if there:
-        _torch.foreach_copy_(copies, there)
-    made = iter(copies)
-    return [None if value is None else next(made) for value in values]
-
-
 def _own_their_memory(gradients: Sequence[Tensor | None]) -> bool:
     """Whether no two gradients share memory: autograd may return two views of one tensor."""
     return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
-
-
-def _add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return add_coalesced(left, right)
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

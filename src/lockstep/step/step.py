@@ -36,7 +36,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     observer.lap("between")
     t.is_exchanging = False
     table = StepTable(t.sum, buffers=len(t.buffers), loss_scale=t.loss_scale.value, part=t.part)
-    t.gradients.begin()
+    t.gradients.begin(batch.number)
     t.graphs.begin_step()
     is_first = t.part == 0  # the noise of the gradient is that of the first optimiser
     t.gradients.on_gradients = observer.begin_step(batch.number) if is_first else None

@@ -185,7 +185,7 @@ class WorkerState:
             self.context.buffers.abort()
             for one in self.contexts.values():
                 if clears_gradients:
-                    one.gradients.begin()
+                    one.gradients.clear()
                 one.audit.stop_recording()
                 one.gradients.stop()  # a traceback may still refer to it
             self.context.sum.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.data.batches import Batch, Batches, Position, Shard
 from lockstep.ddp import replica
 from lockstep.ddp.replica import Leaf
 from lockstep.recovery.run_directory import STOPPED
+from lockstep.seed import derive_seed
 from lockstep.step import determinism
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
@@ -22,6 +24,7 @@ from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
 from lockstep.step.run_options import RunOptions
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
+from lockstep.step.shard_bucket import Compression
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
@@ -97,7 +100,6 @@ def settings_of(
     Call it before anything is restored.
     """
     options, batches, scheduler = config.options, plan.batches, plan.schedule
-    comm_dtype = options.grad_comm_dtype
     return {
         "options": {
             **{name: value for name, value in batches.facts().items() if name not in _ORDER_OPTIONS},
@@ -105,7 +107,7 @@ def settings_of(
             "epochs": batches.settings.epochs,
             "steps": steps,
             "precision": options.precision.value,
-            "grad_comm_dtype": None if comm_dtype is None else str(comm_dtype).removeprefix("torch."),
+            "grad_comm": options.grad_comm.value,
             "max_grad_norm": options.max_grad_norm,
             "on_nonfinite": options.on_nonfinite.value,
             "threads": options.threads,
@@ -231,7 +233,8 @@ def assign_shards(
     shards = batches.settings.shards
     determinism.check_sync_batch_norm(plan.model, shares, exact=config.exact, is_main=world.rank == 0)
     batches.set_rank(world.rank, world.size, shares[world.rank])
-    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact)
+    codec, key = options.grad_comm.codec, (config.seed, "codec")
+    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=codec is not None)
 
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
@@ -248,7 +251,12 @@ def assign_shards(
                 leaves=leaves,
                 optimizer=optimizer,
                 sum=sum_,
-                gradients=ShardGradients(leaves, sum_, comm_dtype=options.grad_comm_dtype),
+                gradients=ShardGradients(
+                    leaves,
+                    sum_,
+                    comm_dtype=options.grad_comm.dtype,
+                    compression=None if codec is None else Compression(codec, partial(derive_seed, *key, part)),
+                ),
                 buffers=buffers,
                 loss_scale=plan.loss_scale,
                 audit=ShardAudit(modules, leaves, schedule=plan.audits, fetch=fetch),

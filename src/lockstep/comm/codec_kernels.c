@@ -1,0 +1,149 @@
+/* The operations of integer_codec.py on a CPU, each in one pass. They return the same bits as the functions there: see
+   Note [Exactness]. Blocks have BLOCK elements; codec_kernels.py compiles this file and calls it. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 128
+#define NON_FINITE 255
+#define SMALLEST_CODE 8
+#define BIAS 128
+
+/* The row of the dither table for a block: `dither_rows`. */
+static const float *dither_row(const float *table, int64_t number, uint32_t key, int64_t rows) {
+    uint32_t mixed = (uint32_t)number * 0x9E3779B1u + key;
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
+    mixed = (mixed ^ (mixed >> 16)) * 0xC2B2AE35u;
+    return table + ((mixed ^ (mixed >> 13)) & (uint32_t)(rows - 1)) * BLOCK;
+}
+
+static float power_of_two(int32_t biased) {
+    int32_t bits = biased << 23;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The code of each block. The bits of a float without its sign have the order of the values, NaN last. With `more`, the
+   maximum with what is in `codes`. */
+void block_codes(const int32_t *gradient, uint8_t *codes, int64_t blocks, int bits, int more) {
+    int32_t largest = (1 << (bits - 1)) - 1, carry = (1 << 23) - 1 - ((largest << (25 - bits)) - (1 << 23));
+    for (int64_t b = 0; b < blocks; b++) {
+        int32_t found = 0;
+        for (int j = 0; j < BLOCK; j++) {
+            int32_t value = gradient[b * BLOCK + j] & 0x7fffffff;
+            found = value > found ? value : found;
+        }
+        int32_t code = ((found + carry) >> 23) - (126 + bits - 1) + BIAS;
+        code = code < SMALLEST_CODE ? SMALLEST_CODE : code >= NON_FINITE ? NON_FINITE - 1 : code;
+        code = found == 0 ? 0 : found >= 0x7f800000 ? NON_FINITE : code;
+        codes[b] = (uint8_t)(more && codes[b] > code ? codes[b] : code);
+    }
+}
+
+/* Rounds a gradient. With `more`, adds to `sums`. */
+void encode(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key, const float *table,
+            int64_t rows, int16_t *sums, int64_t blocks, int more) {
+    for (int64_t b = 0; b < blocks; b++) {
+        const float *x = gradient + b * BLOCK, *dither = dither_row(table, numbers[b], key, rows);
+        float scale = codes[b] == 0 ? 0.0f : power_of_two(127 + BIAS - codes[b]);
+        int16_t *out = sums + b * BLOCK;
+        if (codes[b] == NON_FINITE)
+            memset(out, 0, BLOCK * sizeof *out);
+        else if (more)
+            for (int j = 0; j < BLOCK; j++) out[j] += (int16_t)(int32_t)(dither[j] + x[j] * scale);
+        else
+            for (int j = 0; j < BLOCK; j++) out[j] = (int16_t)(int32_t)(dither[j] + x[j] * scale);
+    }
+}
+
+/* Packs values of `bits` bits, as `pack` does: first the low bytes, then the other bits, several to a byte. */
+void pack(const int16_t *values, uint8_t *packed, int64_t numel, int bits) {
+    int shift = 0;
+    if (bits >= 8) {
+        for (int64_t i = 0; i < numel; i++) packed[i] = (uint8_t)values[i];
+        packed += numel;
+        shift = 8;
+    }
+    for (int width = 4; width; width /= 2) {
+        if (!((bits - bits / 8 * 8) & width)) continue;
+        int64_t size = numel * width / 8;
+        for (int slot = 0; slot < 8 / width; slot++) {
+            const int16_t *from = values + slot * size;
+            uint8_t mask = (uint8_t)((1 << width) - 1);
+            int up = slot * width;
+            if (slot)
+                for (int64_t i = 0; i < size; i++) packed[i] |= (uint8_t)((((uint16_t)from[i] >> shift) & mask) << up);
+            else
+                for (int64_t i = 0; i < size; i++) packed[i] = (uint8_t)(((uint16_t)from[i] >> shift) & mask);
+        }
+        packed += size;
+        shift += width;
+    }
+}
+
+/* The inverse of `pack`; with `more`, adds to `values`. */
+void unpack(const uint8_t *packed, int32_t *values, int64_t numel, int bits, int more) {
+    int shift = 0;
+    if (bits >= 8) {
+        if (more)
+            for (int64_t i = 0; i < numel; i++) values[i] += packed[i];
+        else
+            for (int64_t i = 0; i < numel; i++) values[i] = packed[i];
+        packed += numel;
+        shift = 8;
+    } else if (!more) {
+        memset(values, 0, numel * sizeof *values);
+    }
+    for (int width = 4; width; width /= 2) {
+        if (!((bits - bits / 8 * 8) & width)) continue;
+        int64_t size = numel * width / 8;
+        for (int slot = 0; slot < 8 / width; slot++) {
+            int32_t *to = values + slot * size;
+            int mask = (1 << width) - 1, down = slot * width;
+            for (int64_t i = 0; i < size; i++) to[i] += ((packed[i] >> down) & mask) << shift;
+        }
+        packed += size;
+        shift += width;
+    }
+}
+
+/* Rounds sums of integers with the offset `offset` to `bits` bits, each block shifted by as many bits as it needs. */
+void round_sums(const int32_t *sums, int32_t offset, const int64_t *numbers, uint32_t key, const float *table,
+                int64_t rows, int16_t *values, uint8_t *shifts, int64_t blocks, int bits) {
+    int32_t limit = (1 << (bits - 1)) - 1;
+    for (int64_t b = 0; b < blocks; b++) {
+        const int32_t *x = sums + b * BLOCK;
+        const float *dither = dither_row(table, numbers[b], key, rows);
+        int32_t found = 0, shift = 0;
+        for (int j = 0; j < BLOCK; j++) {
+            int32_t size = x[j] - offset < 0 ? offset - x[j] : x[j] - offset;
+            found = size > found ? size : found;
+        }
+        while (((int64_t)limit << shift) < found) shift++;
+        float scale = power_of_two(127 - shift);
+        for (int j = 0; j < BLOCK; j++)
+            values[b * BLOCK + j] = (int16_t)(int32_t)(dither[j] + (float)(x[j] - offset) * scale);
+        shifts[b] = (uint8_t)shift;
+    }
+}
+
+/* Converts packed values of 8 or 4 bits, which have the offset of these bits, back to gradients. */
+void decode(const uint8_t *packed, const uint8_t *codes, const uint8_t *shifts, float scale, float *gradient,
+            int64_t blocks, int bits) {
+    const int largest = (1 << (bits - 1)) - 1, half = BLOCK / 2;
+    for (int64_t h = 0; h < 2 * blocks; h++) { /* half a block: with 4 bits its values are all low or all high bits */
+        int code = codes[h / 2], power = code + shifts[h / 2] + 127 - BIAS;
+        float factor = code == 0 ? 0.0f : code == NON_FINITE ? NAN : power_of_two(power > 255 ? 255 : power);
+        float *out = gradient + h * half;
+        const uint8_t *from = packed + (bits == 8 || h < blocks ? h : h - blocks) * half;
+        factor *= scale;
+        if (bits == 8)
+            for (int j = 0; j < half; j++) out[j] = (float)((int32_t)from[j] - largest) * factor;
+        else if (h < blocks)
+            for (int j = 0; j < half; j++) out[j] = (float)((int32_t)(from[j] & 15) - largest) * factor;
+        else
+            for (int j = 0; j < half; j++) out[j] = (float)((int32_t)(from[j] >> 4) - largest) * factor;
+    }
+}

@@ -1,0 +1,199 @@
+"""Fused kernels for the operations of comm/integer_codec.py: in C on a CPU, in Triton on a GPU.
+
+They are used where a C compiler or Triton is found, and where they return the same bits as the operations of torch in
+a short trial; else these are used. The C file takes a second to compile, and is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Kernels, TorchKernels, dither_table
+
+logger = logging.getLogger(__name__)
+
+SOURCE: Final = Path(__file__).with_suffix(".c")
+FLAGS: Final = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+COMPILE_S: Final = 60.0
+
+
+@cache
+def kernels_for(codec: IntegerCodec, device: torch.device) -> Kernels:
+    """Return the fastest kernels that work on this device."""
+    fused: Kernels | None = None
+    if device.type == "cpu":
+        library = _load_library()
+        fused = CpuKernels(library, codec) if library is not None else None
+    elif device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from lockstep.comm.codec_triton import TritonKernels
+
+        fused = TritonKernels(codec)
+    if fused is None or not _agree(fused, codec, device):
+        return TorchKernels(codec)
+    return fused
+
+
+def _agree(fused: Kernels, codec: IntegerCodec, device: torch.device) -> bool:
+    """Whether the kernels return the same bits as those of torch in a trial."""
+    try:
+        same = all(map(torch.equal, trial(fused, codec, device), trial(TorchKernels(codec), codec, device)))
+    except Exception as error:
+        logger.warning("compression: the fused kernels for %s failed, those of torch are used: %s", device, error)
+        return False
+    if not same:
+        logger.warning("compression: the fused kernels for %s compute other bits; those of torch are used", device)
+    return same
+
+
+def trial(
+    kernels: Kernels, codec: IntegerCodec, device: torch.device, *, blocks: int = 6, sections: int = 2
+) -> list[Tensor]:
+    """Return what each of the kernels makes of the same gradients of two shards, some of them 0 or not finite."""
+    generator = torch.Generator().manual_seed(blocks)
+    sizes = 10.0 ** torch.randint(-20, 20, (blocks, 1), generator=generator)
+    shards = torch.randn(2, blocks, BLOCK, generator=generator) * sizes
+    shards[0, -1], shards[1, blocks // 2, 5], shards[:, blocks // 3] = 0.0, float("inf"), 0.0
+    shards, numbers = shards.to(device), torch.arange(7, 7 + blocks, device=device)
+    codes = kernels.block_codes(shards)
+    sums = torch.empty(blocks, BLOCK, dtype=torch.int16, device=device)
+    kernels.encode(shards, codes, numbers, [2**62 + 5, 12], sums)
+    width = codec.sum_bits(2)
+    packed = kernels.pack(sums.view(sections, -1), width)
+    total = kernels.unpack_sum(packed, width)
+    parts = [kernels.round_sums(sums.int(), 2 * codec.largest, numbers, 2**33 + 1)]
+    parts.append(kernels.round_sums(total.view(-1, BLOCK), 2 * codec.largest, numbers[: blocks // sections], 3))
+    values, shifts = parts[0]
+    final = kernels.pack(values.view(sections, -1), codec.bits)
+    outs = [torch.empty(blocks, BLOCK, device=device) for _ in range(2)]
+    kernels.decode(final, codes, shifts, 0.3, outs[0])
+    kernels.decode(final, codes, shifts, torch.tensor(0.3, device=device), outs[1])
+    found = [codes, sums, packed, total, final, *(tensor for pair in parts for tensor in pair)]
+    return [*found, *(out.view(torch.int32) for out in outs)]
+
+
+# -- CPU ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _load_library() -> Any:
+    """Return the compiled C file; None if there is no compiler, or if it fails."""
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
+    if not compiler[0]:
+        return None
+    try:
+        path = _cached_library(compiler)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("compression: %s could not be compiled, the kernels of torch are used: %s", SOURCE.name, error)
+        return None
+
+
+def _cached_library(compiler: Sequence[str]) -> Path:
+    """Compile, if that was not done before with the same source, compiler and kind of CPU, and return the library."""
+    words = (SOURCE.read_text(), *compiler, *FLAGS, platform.machine(), _cpu_features())
+    name = f"codec-{hashlib.blake2b(repr(words).encode(), digest_size=10).hexdigest()}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise OSError(f"{folder} belongs to another user")
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    library = folder / name
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / name
+            command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            made.replace(library)
+    return library
+
+
+def _cpu_features() -> str:
+    """Return what this kind of CPU can do: a home directory may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+class CpuKernels:
+    """See `Kernels`. Integers of more than 15 bits are left to torch."""
+
+    def __init__(self, library: Any, codec: IntegerCodec) -> None:
+        self._library, self.codec, self._torch = library, codec, TorchKernels(codec)
+        table = dither_table(torch.device("cpu"), codec.largest)
+        self._table = (_at(table), ctypes.c_int64(len(table)))
+
+    def block_codes(self, shards: Tensor) -> Tensor:
+        codes = torch.empty(shards.shape[1], dtype=torch.uint8)
+        for n, one in enumerate(shards):
+            self._library.block_codes(_at(one), _at(codes), _count(one), self.codec.bits, int(n > 0))
+        return codes
+
+    def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
+        if out.dtype != torch.int16:
+            self._torch.encode(shards, codes, numbers, keys, out)
+            return
+        for n, (one, key) in enumerate(zip(shards, keys, strict=True)):
+            at = [_at(tensor) for tensor in (one, codes, numbers)]
+            self._library.encode(*at, _key(key), *self._table, _at(out), _count(one), int(n > 0))
+
+    def pack(self, values: Tensor, bits: int) -> Tensor:
+        if values.dtype != torch.int16:
+            return self._torch.pack(values, bits)
+        packed = torch.empty(len(values), values.shape[1] * bits // 8, dtype=torch.uint8)
+        for row, out in zip(values, packed, strict=True):
+            self._library.pack(_at(row), _at(out), ctypes.c_int64(row.numel()), bits)
+        return packed
+
+    def unpack_sum(self, packed: Tensor, bits: int) -> Tensor:
+        if bits >= 16:
+            return self._torch.unpack_sum(packed, bits)
+        total = torch.empty(packed.shape[1] * 8 // bits, dtype=torch.int32)
+        for n, row in enumerate(packed):
+            self._library.unpack(_at(row), _at(total), ctypes.c_int64(total.numel()), bits, int(n > 0))
+        return total
+
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        values = torch.empty(1, sums.numel(), dtype=torch.int16)
+        shifts = torch.empty(len(sums), dtype=torch.uint8)
+        at, to = [_at(sums), offset, _at(numbers), _key(key)], [_at(values), _at(shifts)]
+        self._library.round_sums(*at, *self._table, *to, _count(sums), self.codec.bits)
+        return values, shifts
+
+    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        blocks, factor = len(out) // len(packed), ctypes.c_float(float(scale))
+        for n, section in enumerate(packed):
+            at = slice(n * blocks, (n + 1) * blocks)
+            given = [_at(tensor) for tensor in (section, codes[at], shifts[at])]
+            self._library.decode(*given, factor, _at(out[at]), ctypes.c_int64(blocks), self.codec.bits)
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _count(blocks: Tensor) -> ctypes.c_int64:
+    return ctypes.c_int64(len(blocks))
+
+
+def _key(key: int) -> ctypes.c_uint32:
+    return ctypes.c_uint32(key & 0xFFFFFFFF)

@@ -1,0 +1,226 @@
+"""The operations of comm/integer_codec.py on a GPU, in one kernel each. They need Triton, which comes with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.comm.integer_codec import BLOCK, ROWS, TorchKernels, dither_table, planes_of
+
+PER_PROGRAM = 16  # blocks
+ELEMENTS = 2048  # of a program that packs or unpacks
+
+
+@triton.jit
+def _dither_row(number, key, ROWS: tl.constexpr):
+    mixed = number.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 16)) * 0xC2B2AE35
+    return ((mixed ^ (mixed >> 13)) & (ROWS - 1)).to(tl.int32)
+
+
+@triton.jit
+def _block_codes(
+    gradients, codes, blocks, shards, stride, carry, BITS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr
+):
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
+    inside = block < blocks
+    at = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    found = tl.zeros([PER], dtype=tl.int32)
+    for shard in range(shards):
+        bits = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0) & 0x7FFFFFFF
+        found = tl.maximum(found, tl.max(bits, axis=1))  # the order of these bits is that of the values, NaN last
+    code = ((found + carry) >> 23) - (126 + BITS - 1) + 128
+    code = tl.minimum(tl.maximum(code, 8), 254)
+    code = tl.where(found == 0, 0, tl.where(found >= 0x7F800000, 255, code))
+    tl.store(codes + block, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _encode(
+    gradients, codes, numbers, key, keys, table, out, blocks, shards, stride,
+    AT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """The key is a number, or with AT there is one for each shard in `keys`."""
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
+    inside = block < blocks
+    lane = tl.arange(0, BLOCK)[None, :]
+    at = block.to(tl.int64)[:, None] * BLOCK + lane
+    code = tl.load(codes + block, mask=inside, other=0).to(tl.int32)
+    number = tl.load(numbers + block, mask=inside, other=0)
+    good = (code != 255)[:, None]
+    power = tl.where((code == 0) | (code == 255), 0, 255 - code)
+    scale = (power << 23).to(tl.float32, bitcast=True)[:, None]
+    total = tl.zeros([PER, BLOCK], dtype=tl.int32)
+    for shard in range(shards):
+        value = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0.0)
+        if AT:
+            key = tl.load(keys + shard)
+        row = _dither_row(number, key, ROWS)
+        dither = tl.load(table + row[:, None] * BLOCK + lane)
+        total += (dither + tl.where(good, value, 0.0) * scale).to(tl.int32)
+    total = tl.where(good, total, 0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["offset", "key"])
+def _round_sums(
+    sums, offset, numbers, key, table, values, shifts, blocks, carry,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
+    inside = block < blocks
+    lane = tl.arange(0, BLOCK)[None, :]
+    at = block.to(tl.int64)[:, None] * BLOCK + lane
+    total = tl.load(sums + at, mask=inside[:, None], other=0) - offset
+    largest = tl.max(tl.abs(total), axis=1).to(tl.float32).to(tl.int32, bitcast=True)
+    shift = tl.maximum(((largest + carry) >> 23) - (126 + BITS - 1), 0)
+    scale = ((127 - shift) << 23).to(tl.float32, bitcast=True)[:, None]
+    row = _dither_row(tl.load(numbers + block, mask=inside, other=0), key, ROWS)
+    dither = tl.load(table + row[:, None] * BLOCK + lane)
+    rounded = (dither + total.to(tl.float32) * scale).to(tl.int32)
+    tl.store(values + at, rounded.to(tl.int16), mask=inside[:, None])
+    tl.store(shifts + block, shift.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _decode(
+    packed, codes, shifts, factor, factor_at, out, per_section, stride,
+    BITS: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Program (section, part): some blocks of one section. The factor is a number, or with AT where it is stored."""
+    half: tl.constexpr = BLOCK // 2
+    section = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * PER + tl.arange(0, PER)
+    inside = block < per_section
+    first = section * per_section
+    code = tl.load(codes + first + block, mask=inside, other=0).to(tl.int32)
+    shift = tl.load(shifts + first + block, mask=inside, other=0).to(tl.int32)
+    scale = (tl.minimum(code + shift - 1, 255) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(code == 0, 0.0, tl.where(code == 255, float("nan"), scale))
+    if AT:
+        factor = tl.load(factor_at)
+    scale = (scale * factor)[:, None]
+    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if BITS == 8:
+        value = tl.load(packed + section * stride + index, mask=inside[:, None], other=0).to(tl.int32)
+    else:
+        low = index < per_section * half
+        place = tl.where(low, index, index - per_section * half)
+        value = tl.load(packed + section * stride + place, mask=inside[:, None], other=0).to(tl.int32)
+        value = tl.where(low, value & 15, value >> 4)
+    value = (value - ((1 << (BITS - 1)) - 1)).to(tl.float32) * scale
+    tl.store(out + first * BLOCK + index, value, mask=inside[:, None])
+
+
+@triton.jit
+def _pack(values, packed, numel, stride, size, shift, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr):
+    """One plane of one row: bits `shift` to `shift` + WIDTH of 8 / WIDTH values make a byte."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < size
+    byte = tl.zeros([ELEMENTS], dtype=tl.int32)
+    for slot in tl.static_range(8 // WIDTH):
+        value = tl.load(values + row * numel + slot * size + at, mask=inside, other=0).to(tl.int32)
+        byte |= ((value >> shift) & ((1 << WIDTH) - 1)) << (slot * WIDTH)
+    tl.store(packed + row * stride + at, byte.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _unpack_sum(
+    packed, total, rows, stride, size, shift, FIRST: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    """One plane: added to `total`, or with FIRST written there."""
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < size
+    for slot in tl.static_range(8 // WIDTH):
+        found = tl.zeros([ELEMENTS], dtype=tl.int32)
+        for row in range(rows):
+            byte = tl.load(packed + row * stride + at, mask=inside, other=0).to(tl.int32)
+            found += (byte >> (slot * WIDTH)) & ((1 << WIDTH) - 1)
+        found = found << shift
+        to = total + slot * size + at
+        if not FIRST:
+            found += tl.load(to, mask=inside, other=0)
+        tl.store(to, found, mask=inside)
+
+
+class TritonKernels(TorchKernels):
+    """See `Kernels`."""
+
+    @property
+    def _carry(self) -> int:
+        """What turns a mantissa that needs the next scale into an overflow: see `exponents`."""
+        bits, largest = self.codec.bits, self.codec.largest
+        return 2**23 - 1 - ((largest << (25 - bits)) - 2**23)
+
+    def block_codes(self, shards: Tensor) -> Tensor:
+        blocks, sizes = shards.shape[1], (self.codec.bits, BLOCK, PER_PROGRAM)
+        codes = torch.empty(blocks, dtype=torch.uint8, device=shards.device)
+        with torch.cuda.device(shards.device):
+            _block_codes[(triton.cdiv(blocks, PER_PROGRAM),)](
+                shards.view(torch.int32), codes, blocks, len(shards), shards.stride(0), self._carry, *sizes
+            )
+        return codes
+
+    def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
+        if not len(shards):
+            return
+        blocks, table = shards.shape[1], dither_table(shards.device, self.codec.largest)
+        key, several = keys[0] & 0xFFFFFFFF | 2**32, len(keys) > 1
+        sizes = (several, ROWS, BLOCK, PER_PROGRAM)
+        low = torch.tensor(keys).to(shards.device, non_blocking=True) if several else codes
+        with torch.cuda.device(shards.device):
+            _encode[(triton.cdiv(blocks, PER_PROGRAM),)](
+                shards, codes, numbers, key, low, table, out, blocks, len(shards), shards.stride(0), *sizes
+            )
+
+    def pack(self, values: Tensor, bits: int) -> Tensor:
+        rows, numel = values.shape
+        packed = torch.empty(rows, numel * bits // 8, dtype=torch.uint8, device=values.device)
+        at, shift = 0, 0
+        with torch.cuda.device(values.device):
+            for width in planes_of(bits):
+                size = numel * width // 8
+                _pack[(triton.cdiv(size, ELEMENTS), rows)](
+                    values, packed[:, at:], numel, packed.stride(0), size, shift, width, ELEMENTS
+                )
+                at, shift = at + size, shift + width
+        return packed
+
+    def unpack_sum(self, packed: Tensor, bits: int) -> Tensor:
+        numel = packed.shape[1] * 8 // bits
+        total = torch.empty(numel, dtype=torch.int32, device=packed.device)
+        at, shift = 0, 0
+        with torch.cuda.device(packed.device):
+            for width in planes_of(bits):
+                size = numel * width // 8
+                _unpack_sum[(triton.cdiv(size, ELEMENTS),)](
+                    packed[:, at:], total, len(packed), packed.stride(0), size, shift, at == 0, width, ELEMENTS
+                )
+                at, shift = at + size, shift + width
+        return total
+
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        blocks, table = len(sums), dither_table(sums.device, self.codec.largest)
+        values = torch.empty(1, sums.numel(), dtype=torch.int16, device=sums.device)
+        shifts = torch.empty(blocks, dtype=torch.uint8, device=sums.device)
+        sizes = (self.codec.bits, ROWS, BLOCK, PER_PROGRAM)
+        with torch.cuda.device(sums.device):
+            _round_sums[(triton.cdiv(blocks, PER_PROGRAM),)](
+                sums, offset, numbers, (key & 0xFFFFFFFF) | 2**32, table, values, shifts, blocks, self._carry, *sizes
+            )
+        return values, shifts
+
+    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        sections, blocks = len(packed), len(out) // len(packed)
+        is_tensor, sizes = isinstance(scale, Tensor), (BLOCK, PER_PROGRAM)
+        number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
+        with torch.cuda.device(out.device):
+            _decode[(sections, triton.cdiv(blocks, PER_PROGRAM))](
+                packed, codes, shifts, number, where, out, blocks, packed.stride(0), self.codec.bits, is_tensor, *sizes
+            )

@@ -1,0 +1,57 @@
+"""The gradients of some shards, added as far as the tree over shards allows (comm/tree_order.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep import _torch
+from lockstep.comm.shard_sum import add_coalesced
+
+
+@dataclass
+class SubtreeGradients:
+    """The summed gradients of one subtree of shards, None where there is none.
+
+    `is_owned`: nothing else refers to these tensors, so they may be written to.
+    """
+
+    values: list[Tensor | None]
+    is_owned: bool = False
+
+    def add(self, right: SubtreeGradients, dense: Sequence[int], sparse: Sequence[int]) -> SubtreeGradients:
+        """Return the sum. Gradients may share memory with each other, so only owned sums are written to."""
+        total = list(self.values)
+        both = [i for i in dense if self.values[i] is not None and right.values[i] is not None]
+        a, b = [self.values[i] for i in both], [right.values[i] for i in both]
+        if self.is_owned and both:
+            _torch.foreach_add_(a, b)  # type: ignore[arg-type]
+        elif both:
+            for i, value in zip(both, _torch.foreach_add(a, b), strict=True):  # type: ignore[arg-type]
+                total[i] = value
+        for i in set(dense) - set(both):
+            one = right.values[i] if self.values[i] is None else self.values[i]
+            total[i] = None if one is None else one + 0.0  # Note [Zeros] in shard_gradients.py
+        for i in sparse:
+            total[i] = add_sparse(self.values[i], right.values[i])
+        return SubtreeGradients(total, is_owned=True)
+
+
+def copies_of(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copy all tensors with one kernel."""
+    there = [value for value in values if value is not None]
+    copies = [torch.empty_like(value) for value in there]
+    if there:
+        _torch.foreach_copy_(copies, there)
+    made = iter(copies)
+    return [None if value is None else next(made) for value in values]
+
+
+def add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the sum of two sparse gradients, None if there is none."""
+    if left is None or right is None:
+        return right if left is None else left
+    return add_coalesced(left, right)

@@ -1,0 +1,126 @@
+"""Rounding of gradients to small integers: without bias, the same bits from all kernels, and packed without loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.comm import codec_kernels
+from lockstep.comm.codec_kernels import CpuKernels, kernels_for, trial
+from lockstep.comm.compressed_sum import CompressedSum, Route
+from lockstep.comm.integer_codec import BLOCK, ROWS, IntegerCodec, TorchKernels, dither_rows, dither_table
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+CPU = torch.device("cpu")
+
+
+def sum_of(shards: Tensor, bits: int, step: int, scale: float = 1.0) -> Tensor:
+    """The sum of shards [shards, numel] on one worker."""
+    route = Route.of_single_worker(len(shards), shards.device)
+    one = CompressedSum(IntegerCodec(bits), route, shards=len(shards), own=len(shards), device=shards.device)
+    buffers = one.allocate(torch.arange(shards.shape[1] // BLOCK), 1)
+    buffers.rows.copy_(shards)
+    buffers.shard_keys, buffers.sum_key = [1000 * step + n for n in range(len(shards))], 1000 * step + 999
+    buffers.scale = lambda: scale
+    return one.run(buffers)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_mean_of_many_rounded_sums_is_the_sum(bits: int) -> None:
+    shards = torch.randn(3, 8 * BLOCK, generator=torch.Generator().manual_seed(1))
+    shards *= torch.logspace(-30, 30, 8).repeat_interleave(BLOCK)
+    want, steps = shards.double().sum(dim=0), 2000
+    found = [sum_of(shards, bits, step).double() for step in range(steps)]
+    size = want.view(8, BLOCK).pow(2).mean(dim=1).sqrt().repeat_interleave(BLOCK)
+    noise = torch.stack([((one - want) / size).pow(2).mean() for one in found]).mean().sqrt().item()
+    bias = ((torch.stack(found).mean(dim=0) - want) / size).abs()
+    assert noise < {4: 0.4, 8: 0.025}[bits]
+    assert bias.max().item() < 6 * noise / steps**0.5  # six standard deviations of the mean
+    assert bias.pow(2).mean().sqrt().item() < 1.3 * noise / steps**0.5
+
+
+def test_integers_that_fit_are_not_changed() -> None:
+    whole = torch.randint(-127, 128, (1, 4 * BLOCK), generator=torch.Generator().manual_seed(1)).float() * 2.0**-9
+    assert torch.equal(sum_of(whole, 8, 1), whole[0])
+    assert torch.equal(sum_of(whole, 8, 1, scale=0.5), whole[0] / 2)
+    assert torch.equal(sum_of(torch.zeros(2, BLOCK), 8, 1), torch.zeros(BLOCK))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extreme_gradients(bits: int) -> None:
+    big, small, denormal = 1e38, 1e-37, 1e-44
+    shards = torch.tensor([big, small, denormal]).repeat_interleave(BLOCK).view(1, -1)
+    found = sum_of(shards, bits, 1).view(3, BLOCK)
+    assert found[0].isfinite().all()
+    assert found[0].double().mean().item() == pytest.approx(big, rel=0.2)
+    assert found[1].mean().item() == pytest.approx(small, rel=0.5)
+    assert found[2].abs().max().item() < small
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_makes_its_block_nan_and_no_other(value: float) -> None:
+    shards = torch.ones(2, 3 * BLOCK)
+    shards[1, BLOCK + 5] = value
+    for bits in (4, 8):
+        found = sum_of(shards, bits, 1).view(3, BLOCK)
+        assert found[1].isnan().all()
+        assert found[[0, 2]].isfinite().all()
+
+
+def test_every_column_of_the_table_has_every_number_once() -> None:
+    table = dither_table(CPU, 7) - 7
+    assert torch.equal(table.sort(dim=0).values, ((torch.arange(ROWS) + 0.5) / ROWS).unsqueeze(1).expand(ROWS, BLOCK))
+    rows = torch.cat([dither_rows(torch.arange(10_000), key) for key in range(20)])
+    counts = rows.bincount(minlength=ROWS).float()
+    assert counts.min() > 0.6 * counts.mean()
+    assert counts.max() < 1.5 * counts.mean()
+
+
+@pytest.mark.parametrize("width", range(1, 21))
+def test_packing_loses_nothing(width: int) -> None:
+    values = torch.randint(0, 2**width, (3, 5 * BLOCK), generator=torch.Generator().manual_seed(width)).int()
+    narrow = values.to(torch.int16) if width < 16 else values
+    for kernels in (TorchKernels(IntegerCodec(8)), kernels_for(IntegerCodec(8), CPU)):
+        packed = kernels.pack(narrow, width)
+        assert packed.shape == (3, 5 * BLOCK * width // 8)
+        assert torch.equal(kernels.unpack_sum(packed, width), values.sum(dim=0, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("blocks", "sections"), [(3, 1), (12, 4), (2050, 2), (15, 3)])
+def test_fused_kernels_return_the_bits_of_torch(device: str, bits: int, blocks: int, sections: int) -> None:
+    where, codec = torch.device(device), IntegerCodec(bits)
+    fused = kernels_for(codec, where)
+    assert type(fused) is not TorchKernels, "no compiler was found, or its kernels failed"
+    mine, want = (trial(one, codec, where, blocks=blocks, sections=sections) for one in (fused, TorchKernels(codec)))
+    assert [torch.equal(a, b) for a, b in zip(mine, want, strict=True)] == [True] * len(want)
+
+
+def test_a_kernel_that_computes_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def shifted(self: CpuKernels, *arguments: Any) -> None:
+        TorchKernels(self.codec).encode(*arguments)
+        arguments[-1].add_(1)
+
+    monkeypatch.setattr(CpuKernels, "encode", shifted)
+    kernels_for.cache_clear()
+    try:
+        assert type(kernels_for(IntegerCodec(8), CPU)) is TorchKernels
+        assert "compute other bits" in caplog.text
+    finally:
+        kernels_for.cache_clear()
+
+
+def test_without_a_compiler_the_kernels_of_torch_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiler in ("/no/such/compiler", "false"):
+        monkeypatch.setenv("CC", compiler)
+        kernels_for.cache_clear()
+        codec_kernels._load_library.cache_clear()
+        try:
+            assert type(kernels_for(IntegerCodec(8), CPU)) is TorchKernels
+        finally:
+            kernels_for.cache_clear()
+            codec_kernels._load_library.cache_clear()
