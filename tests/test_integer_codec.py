@@ -84,9 +84,11 @@ def test_packing_loses_nothing(width: int) -> None:
     values = torch.randint(0, 2**width, (3, 5 * BLOCK), generator=torch.Generator().manual_seed(width)).int()
     narrow = values.to(torch.int16) if width < 16 else values
     for kernels in (TorchKernels(IntegerCodec(8)), kernels_for(IntegerCodec(8), CPU)):
-        packed = kernels.pack(narrow, width)
-        assert packed.shape == (3, 5 * BLOCK * width // 8)
-        assert torch.equal(kernels.unpack_sum(packed, width), values.sum(dim=0, dtype=torch.int32))
+        packed = torch.empty(3, 5 * BLOCK * width // 8, dtype=torch.uint8)
+        kernels.pack(narrow, width, packed)
+        total = torch.empty(5 * BLOCK, dtype=torch.int32)
+        kernels.unpack_sum(packed, width, total)
+        assert torch.equal(total, values.sum(dim=0, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("device", DEVICES)

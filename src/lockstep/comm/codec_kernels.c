@@ -42,79 +42,124 @@ void block_codes(const int32_t *gradient, uint8_t *codes, int64_t blocks, int bi
     }
 }
 
-/* Rounds a gradient. With `more`, adds to `sums`. */
-void encode(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key, const float *table,
-            int64_t rows, int16_t *sums, int64_t blocks, int more) {
-    for (int64_t b = 0; b < blocks; b++) {
-        const float *x = gradient + b * BLOCK, *dither = dither_row(table, numbers[b], key, rows);
-        float scale = codes[b] == 0 ? 0.0f : power_of_two(127 + BIAS - codes[b]);
-        int16_t *out = sums + b * BLOCK;
-        if (codes[b] == NON_FINITE)
-            memset(out, 0, BLOCK * sizeof *out);
-        else if (more)
-            for (int j = 0; j < BLOCK; j++) out[j] += (int16_t)(int32_t)(dither[j] + x[j] * scale);
-        else
-            for (int j = 0; j < BLOCK; j++) out[j] = (int16_t)(int32_t)(dither[j] + x[j] * scale);
+/* Rounds a gradient. With `more`, adds to `sums`, whose type is INTEGER. */
+#define ENCODE(NAME, INTEGER)                                                                                        \
+    void NAME(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key, const float *table, \
+              int64_t rows, INTEGER *sums, int64_t blocks, int more) {                                               \
+        for (int64_t b = 0; b < blocks; b++) {                                                                       \
+            const float *x = gradient + b * BLOCK, *dither = dither_row(table, numbers[b], key, rows);               \
+            float scale = codes[b] == 0 ? 0.0f : power_of_two(127 + BIAS - codes[b]);                                \
+            INTEGER *out = sums + b * BLOCK;                                                                         \
+            if (codes[b] == NON_FINITE)                                                                              \
+                memset(out, 0, BLOCK * sizeof *out);                                                                 \
+            else if (more)                                                                                           \
+                for (int j = 0; j < BLOCK; j++) out[j] += (INTEGER)(int32_t)(dither[j] + x[j] * scale);              \
+            else                                                                                                     \
+                for (int j = 0; j < BLOCK; j++) out[j] = (INTEGER)(int32_t)(dither[j] + x[j] * scale);               \
+        }                                                                                                            \
     }
+
+ENCODE(encode_uint8, uint8_t)
+ENCODE(encode_int16, int16_t)
+
+/* Packed values consist of planes: the low bytes, if there are more than 8 bits, and then 4, 2 and 1 bits of each value,
+   8 / width values to a byte, which are far apart. The loops below go over the values in slices in which the place of
+   every plane is fixed, a few at a time, so that they stay in the nearest cache. Bytes are shifted eight at a time:
+   nothing is shifted out of a byte that its mask would keep. */
+#define FEW 1024
+
+static int narrowest(int bits) { return bits % 8 == 0 ? 8 : bits & 1 ? 1 : bits & 2 ? 2 : 4; }
+
+static uint64_t in_each_byte(int width) { return (uint64_t)((1 << width) - 1) * 0x0101010101010101u; }
+
+/* out |= bytes << up, or out = bytes << up. */
+static void put_bits(const uint64_t *bytes, uint8_t *out, int64_t count, int up, int more) {
+    uint64_t *words = (uint64_t *)out;
+    if (more)
+        for (int64_t i = 0; i < count / 8; i++) words[i] |= bytes[i] << up;
+    else
+        for (int64_t i = 0; i < count / 8; i++) words[i] = bytes[i] << up;
 }
 
-/* Packs values of `bits` bits, as `pack` does: first the low bytes, then the other bits, several to a byte. */
-void pack(const int16_t *values, uint8_t *packed, int64_t numel, int bits) {
-    int shift = 0;
-    if (bits >= 8) {
-        for (int64_t i = 0; i < numel; i++) packed[i] = (uint8_t)values[i];
-        packed += numel;
-        shift = 8;
+#define PACK(NAME, INTEGER)                                                                                     \
+    void NAME(const INTEGER *values, uint8_t *packed, int64_t numel, int bits) {                                \
+        int slices = 8 / narrowest(bits);                                                                       \
+        int64_t length = numel / slices;                                                                        \
+        uint64_t cut[FEW / 8];                                                                                  \
+        for (int64_t from = 0; from < length; from += FEW) {                                                    \
+            int64_t few = length - from < FEW ? length - from : FEW;                                            \
+            for (int slice = 0; slice < slices; slice++) {                                                      \
+                const INTEGER *x = values + slice * length + from;                                              \
+                uint8_t *plane = packed, *bytes = (uint8_t *)cut;                                               \
+                int shift = 0;                                                                                  \
+                if (bits >= 8) {                                                                                \
+                    uint8_t *out = plane + slice * length + from;                                               \
+                    for (int64_t i = 0; i < few; i++) out[i] = (uint8_t)x[i];                                   \
+                    plane += numel, shift = 8;                                                                  \
+                }                                                                                               \
+                for (int width = 4; width; width /= 2) {                                                        \
+                    if (!(bits % 8 & width)) continue;                                                          \
+                    int together = slices / (8 / width), slot = slice / together;                               \
+                    uint64_t mask = in_each_byte(width);                                                        \
+                    if (sizeof *x == 1) {                                                                       \
+                        for (int64_t i = 0; i < few / 8; i++) cut[i] = (((uint64_t *)x)[i] >> shift) & mask;    \
+                    } else {                                                                                    \
+                        for (int64_t i = 0; i < few; i++) bytes[i] = (uint8_t)((uint16_t)x[i] >> shift);        \
+                        for (int64_t i = 0; i < few / 8; i++) cut[i] &= mask;                                   \
+                    }                                                                                           \
+                    put_bits(cut, plane + (slice % together) * length + from, few, slot * width, slot > 0);     \
+                    plane += numel * width / 8, shift += width;                                                 \
+                }                                                                                               \
+            }                                                                                                   \
+        }                                                                                                       \
     }
-    for (int width = 4; width; width /= 2) {
-        if (!((bits - bits / 8 * 8) & width)) continue;
-        int64_t size = numel * width / 8;
-        for (int slot = 0; slot < 8 / width; slot++) {
-            const int16_t *from = values + slot * size;
-            uint8_t mask = (uint8_t)((1 << width) - 1);
-            int up = slot * width;
-            if (slot)
-                for (int64_t i = 0; i < size; i++) packed[i] |= (uint8_t)((((uint16_t)from[i] >> shift) & mask) << up);
-            else
-                for (int64_t i = 0; i < size; i++) packed[i] = (uint8_t)(((uint16_t)from[i] >> shift) & mask);
-        }
-        packed += size;
-        shift += width;
-    }
-}
+
+PACK(pack_uint8, uint8_t)
+PACK(pack_int16, int16_t)
 
 /* The inverse of `pack`; with `more`, adds to `values`. */
-void unpack(const uint8_t *packed, int32_t *values, int64_t numel, int bits, int more) {
-    int shift = 0;
-    if (bits >= 8) {
-        if (more)
-            for (int64_t i = 0; i < numel; i++) values[i] += packed[i];
-        else
-            for (int64_t i = 0; i < numel; i++) values[i] = packed[i];
-        packed += numel;
-        shift = 8;
-    } else if (!more) {
-        memset(values, 0, numel * sizeof *values);
-    }
-    for (int width = 4; width; width /= 2) {
-        if (!((bits - bits / 8 * 8) & width)) continue;
-        int64_t size = numel * width / 8;
-        for (int slot = 0; slot < 8 / width; slot++) {
-            int32_t *to = values + slot * size;
-            int mask = (1 << width) - 1, down = slot * width;
-            for (int64_t i = 0; i < size; i++) to[i] += ((packed[i] >> down) & mask) << shift;
+void unpack(const uint8_t *packed, int16_t *values, int64_t numel, int bits, int more) {
+    int slices = 8 / narrowest(bits);
+    int64_t length = numel / slices;
+    uint64_t cut[FEW / 8];
+    const uint8_t *bytes = (const uint8_t *)cut;
+    for (int64_t from = 0; from < length; from += FEW) {
+        int64_t few = length - from < FEW ? length - from : FEW;
+        for (int slice = 0; slice < slices; slice++) {
+            int16_t *to = values + slice * length + from;
+            const uint8_t *plane = packed;
+            int shift = 0, add = more;
+            if (bits >= 8) {
+                const uint8_t *x = plane + slice * length + from;
+                if (add)
+                    for (int64_t i = 0; i < few; i++) to[i] += x[i];
+                else
+                    for (int64_t i = 0; i < few; i++) to[i] = x[i];
+                plane += numel, shift = 8, add = 1;
+            }
+            for (int width = 4; width; width /= 2) {
+                if (!(bits % 8 & width)) continue;
+                int together = slices / (8 / width), down = slice / together * width;
+                const uint64_t *x = (const uint64_t *)(plane + (slice % together) * length + from);
+                uint64_t mask = in_each_byte(width);
+                int16_t factor = (int16_t)(1 << shift);
+                for (int64_t i = 0; i < few / 8; i++) cut[i] = (x[i] >> down) & mask;
+                if (add)
+                    for (int64_t i = 0; i < few; i++) to[i] = (int16_t)(to[i] + bytes[i] * factor);
+                else
+                    for (int64_t i = 0; i < few; i++) to[i] = (int16_t)(bytes[i] * factor);
+                plane += numel * width / 8, shift += width, add = 1;
+            }
         }
-        packed += size;
-        shift += width;
     }
 }
 
 /* Rounds sums of integers with the offset `offset` to `bits` bits, each block shifted by as many bits as it needs. */
-void round_sums(const int32_t *sums, int32_t offset, const int64_t *numbers, uint32_t key, const float *table,
-                int64_t rows, int16_t *values, uint8_t *shifts, int64_t blocks, int bits) {
+void round_sums(const int16_t *sums, int32_t offset, const int64_t *numbers, uint32_t key, const float *table,
+                int64_t rows, uint8_t *values, uint8_t *shifts, int64_t blocks, int bits) {
     int32_t limit = (1 << (bits - 1)) - 1;
     for (int64_t b = 0; b < blocks; b++) {
-        const int32_t *x = sums + b * BLOCK;
+        const int16_t *x = sums + b * BLOCK;
         const float *dither = dither_row(table, numbers[b], key, rows);
         int32_t found = 0, shift = 0;
         for (int j = 0; j < BLOCK; j++) {
@@ -124,7 +169,7 @@ void round_sums(const int32_t *sums, int32_t offset, const int64_t *numbers, uin
         while (((int64_t)limit << shift) < found) shift++;
         float scale = power_of_two(127 - shift);
         for (int j = 0; j < BLOCK; j++)
-            values[b * BLOCK + j] = (int16_t)(int32_t)(dither[j] + (float)(x[j] - offset) * scale);
+            values[b * BLOCK + j] = (uint8_t)(int32_t)(dither[j] + (float)(x[j] - offset) * scale);
         shifts[b] = (uint8_t)shift;
     }
 }

@@ -29,8 +29,9 @@ from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Kernels, TorchKerne
 logger = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_suffix(".c")
-FLAGS: Final = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS: Final = ("-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC")
 COMPILE_S: Final = 60.0
+_NARROW: Final = (torch.uint8, torch.int16)
 
 
 @cache
@@ -71,20 +72,21 @@ def trial(
     shards[0, -1], shards[1, blocks // 2, 5], shards[:, blocks // 3] = 0.0, float("inf"), 0.0
     shards, numbers = shards.to(device), torch.arange(7, 7 + blocks, device=device)
     codes = kernels.block_codes(shards)
-    sums = torch.empty(blocks, BLOCK, dtype=torch.int16, device=device)
+    sums = torch.empty(blocks, BLOCK, dtype=codec.sum_dtype(2), device=device)
     kernels.encode(shards, codes, numbers, [2**62 + 5, 12], sums)
-    width = codec.sum_bits(2)
-    packed = kernels.pack(sums.view(sections, -1), width)
-    total = kernels.unpack_sum(packed, width)
-    parts = [kernels.round_sums(sums.int(), 2 * codec.largest, numbers, 2**33 + 1)]
-    parts.append(kernels.round_sums(total.view(-1, BLOCK), 2 * codec.largest, numbers[: blocks // sections], 3))
-    values, shifts = parts[0]
-    final = kernels.pack(values.view(sections, -1), codec.bits)
+    width, numel = codec.sum_bits(2), blocks * BLOCK
+    packed = torch.empty(sections, numel // sections * width // 8, dtype=torch.uint8, device=device)
+    kernels.pack(sums.view(sections, -1), width, packed)
+    total = torch.empty(numel // sections, dtype=torch.int16, device=device)
+    kernels.unpack_sum(packed, width, total)
+    values, shifts = torch.empty_like(sums, dtype=torch.uint8), torch.empty_like(codes)
+    kernels.round_sums(sums.short(), 2 * codec.largest, numbers, 2**33 + 1, values, shifts)
+    final = torch.empty(sections, numel // sections * codec.bits // 8, dtype=torch.uint8, device=device)
+    kernels.pack(values.view(sections, -1), codec.bits, final)
     outs = [torch.empty(blocks, BLOCK, device=device) for _ in range(2)]
     kernels.decode(final, codes, shifts, 0.3, outs[0])
     kernels.decode(final, codes, shifts, torch.tensor(0.3, device=device), outs[1])
-    found = [codes, sums, packed, total, final, *(tensor for pair in parts for tensor in pair)]
-    return [*found, *(out.view(torch.int32) for out in outs)]
+    return [codes, sums, packed, total, values, shifts, final, *(out.view(torch.int32) for out in outs)]
 
 
 # -- CPU ---------------------------------------------------------------------------------------------------------------
@@ -149,35 +151,35 @@ class CpuKernels:
         return codes
 
     def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
-        if out.dtype != torch.int16:
+        if out.dtype not in _NARROW:
             self._torch.encode(shards, codes, numbers, keys, out)
             return
+        encode = self._library.encode_uint8 if out.dtype == torch.uint8 else self._library.encode_int16
         for n, (one, key) in enumerate(zip(shards, keys, strict=True)):
             at = [_at(tensor) for tensor in (one, codes, numbers)]
-            self._library.encode(*at, _key(key), *self._table, _at(out), _count(one), int(n > 0))
+            encode(*at, _key(key), *self._table, _at(out), _count(one), int(n > 0))
 
-    def pack(self, values: Tensor, bits: int) -> Tensor:
-        if values.dtype != torch.int16:
-            return self._torch.pack(values, bits)
-        packed = torch.empty(len(values), values.shape[1] * bits // 8, dtype=torch.uint8)
-        for row, out in zip(values, packed, strict=True):
-            self._library.pack(_at(row), _at(out), ctypes.c_int64(row.numel()), bits)
-        return packed
+    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
+        if values.dtype not in _NARROW:
+            self._torch.pack(values, bits, out)
+            return
+        pack = self._library.pack_uint8 if values.dtype == torch.uint8 else self._library.pack_int16
+        for row, packed in zip(values, out, strict=True):
+            pack(_at(row), _at(packed), ctypes.c_int64(row.numel()), bits)
 
-    def unpack_sum(self, packed: Tensor, bits: int) -> Tensor:
-        if bits >= 16:
-            return self._torch.unpack_sum(packed, bits)
-        total = torch.empty(packed.shape[1] * 8 // bits, dtype=torch.int32)
+    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
+        if out.dtype != torch.int16:
+            self._torch.unpack_sum(packed, bits, out)
+            return
         for n, row in enumerate(packed):
-            self._library.unpack(_at(row), _at(total), ctypes.c_int64(total.numel()), bits, int(n > 0))
-        return total
+            self._library.unpack(_at(row), _at(out), ctypes.c_int64(out.numel()), bits, int(n > 0))
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        values = torch.empty(1, sums.numel(), dtype=torch.int16)
-        shifts = torch.empty(len(sums), dtype=torch.uint8)
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
+        if sums.dtype != torch.int16:
+            self._torch.round_sums(sums, offset, numbers, key, values, shifts)
+            return
         at, to = [_at(sums), offset, _at(numbers), _key(key)], [_at(values), _at(shifts)]
         self._library.round_sums(*at, *self._table, *to, _count(sums), self.codec.bits)
-        return values, shifts
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         blocks, factor = len(out) // len(packed), ctypes.c_float(float(scale))

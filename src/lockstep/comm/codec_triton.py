@@ -76,14 +76,14 @@ def _round_sums(
     inside = block < blocks
     lane = tl.arange(0, BLOCK)[None, :]
     at = block.to(tl.int64)[:, None] * BLOCK + lane
-    total = tl.load(sums + at, mask=inside[:, None], other=0) - offset
+    total = tl.load(sums + at, mask=inside[:, None], other=0).to(tl.int32) - offset
     largest = tl.max(tl.abs(total), axis=1).to(tl.float32).to(tl.int32, bitcast=True)
     shift = tl.maximum(((largest + carry) >> 23) - (126 + BITS - 1), 0)
     scale = ((127 - shift) << 23).to(tl.float32, bitcast=True)[:, None]
     row = _dither_row(tl.load(numbers + block, mask=inside, other=0), key, ROWS)
     dither = tl.load(table + row[:, None] * BLOCK + lane)
     rounded = (dither + total.to(tl.float32) * scale).to(tl.int32)
-    tl.store(values + at, rounded.to(tl.int16), mask=inside[:, None])
+    tl.store(values + at, rounded.to(tl.uint8), mask=inside[:, None])
     tl.store(shifts + block, shift.to(tl.uint8), mask=inside)
 
 
@@ -145,8 +145,8 @@ def _unpack_sum(
         found = found << shift
         to = total + slot * size + at
         if not FIRST:
-            found += tl.load(to, mask=inside, other=0)
-        tl.store(to, found, mask=inside)
+            found += tl.load(to, mask=inside, other=0).to(tl.int32)
+        tl.store(to, found.to(total.dtype.element_ty), mask=inside)
 
 
 class TritonKernels(TorchKernels):
@@ -179,42 +179,34 @@ class TritonKernels(TorchKernels):
                 shards, codes, numbers, key, low, table, out, blocks, len(shards), shards.stride(0), *sizes
             )
 
-    def pack(self, values: Tensor, bits: int) -> Tensor:
+    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
         rows, numel = values.shape
-        packed = torch.empty(rows, numel * bits // 8, dtype=torch.uint8, device=values.device)
         at, shift = 0, 0
         with torch.cuda.device(values.device):
             for width in planes_of(bits):
                 size = numel * width // 8
                 _pack[(triton.cdiv(size, ELEMENTS), rows)](
-                    values, packed[:, at:], numel, packed.stride(0), size, shift, width, ELEMENTS
+                    values, out[:, at:], numel, out.stride(0), size, shift, width, ELEMENTS
                 )
                 at, shift = at + size, shift + width
-        return packed
 
-    def unpack_sum(self, packed: Tensor, bits: int) -> Tensor:
-        numel = packed.shape[1] * 8 // bits
-        total = torch.empty(numel, dtype=torch.int32, device=packed.device)
+    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
         at, shift = 0, 0
         with torch.cuda.device(packed.device):
             for width in planes_of(bits):
-                size = numel * width // 8
+                size = len(out) * width // 8
                 _unpack_sum[(triton.cdiv(size, ELEMENTS),)](
-                    packed[:, at:], total, len(packed), packed.stride(0), size, shift, at == 0, width, ELEMENTS
+                    packed[:, at:], out, len(packed), packed.stride(0), size, shift, at == 0, width, ELEMENTS
                 )
                 at, shift = at + size, shift + width
-        return total
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
         blocks, table = len(sums), dither_table(sums.device, self.codec.largest)
-        values = torch.empty(1, sums.numel(), dtype=torch.int16, device=sums.device)
-        shifts = torch.empty(blocks, dtype=torch.uint8, device=sums.device)
-        sizes = (self.codec.bits, ROWS, BLOCK, PER_PROGRAM)
+        key, sizes = (key & 0xFFFFFFFF) | 2**32, (self.codec.bits, ROWS, BLOCK, PER_PROGRAM)
         with torch.cuda.device(sums.device):
             _round_sums[(triton.cdiv(blocks, PER_PROGRAM),)](
-                sums, offset, numbers, (key & 0xFFFFFFFF) | 2**32, table, values, shifts, blocks, self._carry, *sizes
+                sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes
             )
-        return values, shifts
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         sections, blocks = len(packed), len(out) // len(packed)

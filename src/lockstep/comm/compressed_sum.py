@@ -13,20 +13,21 @@ pipelined_collectives.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.codec_kernels import kernels_for
-from lockstep.comm.host_groups import Finish, HostLayout, OpType, SingleWorker, Subgroup, split_range
+from lockstep.comm.host_groups import Finish, HostLayout, OpType, ScratchBuffers, SingleWorker, split_range
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.pipelined_collectives import run_interleaved
 
-CHUNKS: Final = 3  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
+CHUNKS: Final = 4  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
 MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
 
 Scale = Callable[[], float | Tensor]
@@ -53,22 +54,29 @@ class Route:
     run     runs a job on the thread that owns the subgroups, and waits for it
     """
 
-    local: Subgroup
+    local: RowSubgroup
     across: RowSubgroup
-    shards: int  # the most of a host, whose sum is packed
+    own_shards: int  # the most of a worker
+    shards: int  # the most of a host
     device: torch.device
     run: Callable[[Callable[[], None]], None] = lambda job: job()
 
     @staticmethod
     def of_single_worker(shards: int, device: torch.device) -> Route:
-        return Route(SingleWorker(), SingleWorker(), shards, device)
+        return Route(SingleWorker(), SingleWorker(), shards, shards, device)
 
     @staticmethod
     def over_hosts(
-        local: Subgroup, across: RowSubgroup, layout: HostLayout, shares: Sequence[int], device: torch.device, run: Any
+        local: RowSubgroup,
+        across: RowSubgroup,
+        layout: HostLayout,
+        shares: Sequence[int],
+        device: torch.device,
+        run: Any,
     ) -> Route:
         """`shares`: the number of shards of each worker, by rank."""
-        return Route(local, across, max(sum(shares[rank] for rank in host) for host in layout.hosts), device, run)
+        most = max(sum(shares[rank] for rank in host) for host in layout.hosts)
+        return Route(local, across, max(shares), most, device, run)
 
 
 @dataclass
@@ -98,6 +106,8 @@ class CompressedSum:
     def __init__(self, codec: IntegerCodec, route: Route, *, shards: int, own: int, device: torch.device) -> None:
         self.codec, self._route, self._shards, self._own, self._device = codec, route, shards, own, device
         self._sections = route.local.size * route.across.size
+        self._scratch = ScratchBuffers()
+        self._total_dtype = torch.int16 if codec.sum_bits(shards) < 16 else torch.int32
         self._kernels, self._there = kernels_for(codec, device), kernels_for(codec, route.device)
 
     def allocate(self, numbers: Tensor, flags: int) -> CompressedBuffers:
@@ -128,51 +138,92 @@ class CompressedSum:
         return -(-most // self._sections) * self._sections
 
     def _reduce_chunk(self, buffers: CompressedBuffers, at: slice) -> Iterator[None]:
-        codec, route, local, across = self.codec, self._route, self._route.local, self._route.across
+        """Sum some of the blocks. Yields while data is on the network."""
+        codec, route = self.codec, self._route
         shards = buffers.rows.view(len(buffers.rows), -1, BLOCK)[: self._own, at]
-        count, is_first = at.stop - at.start, at.start == 0
+        codes = yield from self._agree_on_codes(buffers, shards, at)
+        with ScratchScope(self._scratch, route.device) as scratch:
+            sums = scratch.empty(codec.sum_dtype(route.own_shards), shards.shape[1:], device=self._device)
+            if not self._own:
+                sums.zero_()
+            self._kernels.encode(shards, codes, buffers.numbers[at], buffers.shard_keys, sums)
+            mine = sums.to(route.device).view(-1)
+            mine = yield from self._exchange(route.local, mine, codec.sum_bits(route.own_shards), scratch)
+            mine = yield from self._exchange(route.across, mine, codec.sum_bits(route.shards), scratch)
+            faults.at("exchange")
+            total = mine.to(self._total_dtype).view(-1, BLOCK)
+            packed, shifts = yield from self._round_and_gather(buffers, total, at, scratch)
+            out = buffers.rows[-1].view(-1, BLOCK)[at]
+            self._kernels.decode(packed, codes, shifts, buffers.scale(), out)
+
+    def _agree_on_codes(self, buffers: CompressedBuffers, shards: Tensor, at: slice) -> Generator[None, None, Tensor]:
+        """Return the codes of blocks that fit the shards of all workers; in the first chunk agree on the flags, too."""
+        count, is_first = shards.shape[1], at.start == 0
         codes = torch.zeros(count, dtype=torch.uint8, device=self._device)
         if self._own:
             codes = self._kernels.block_codes(shards)
-        agreed = (torch.cat([codes, buffers.flags]) if is_first else codes).to(route.device)
-        local.all_reduce_small(agreed, OpType.MAX)()
-        finish = across.all_reduce_small(agreed, OpType.MAX)
+        agreed = (torch.cat([codes, buffers.flags]) if is_first else codes).to(self._route.device)
+        self._route.local.all_reduce_small(agreed, OpType.MAX)()
+        finish = self._route.across.all_reduce_small(agreed, OpType.MAX)
         yield
         finish()
-        codes = agreed[:count].to(self._device)
         if is_first:
             buffers.flags.copy_(agreed[count:])
+        return agreed[:count].to(self._device)
 
-        sums = torch.empty(count, BLOCK, dtype=codec.sum_dtype(route.shards), device=self._device)
-        if not self._own:
-            sums.zero_()
-        self._kernels.encode(shards, codes, buffers.numbers[at], buffers.shard_keys, sums)
-        slices = sums.to(route.device).view(local.size, -1)
-        local.reduce_scatter(slices, OpType.SUM)()
-        mine = slices[local.rank]
-        if across.size > 1:
-            width = codec.sum_bits(route.shards)
-            inbox, finish = across.exchange_rows(self._there.pack(mine.view(across.size, -1), width))
-            yield
-            yield
-            finish()
-            mine = self._there.unpack_sum(inbox, width)
-        faults.at("exchange")
+    def _exchange(
+        self, subgroup: RowSubgroup, sums: Tensor, width: int, scratch: ScratchScope
+    ) -> Generator[None, None, Tensor]:
+        """Send each worker of the subgroup its part of the sums, of `width` bits. Returns the sum of what arrives."""
+        if subgroup.size == 1:
+            return sums
+        parts = sums.view(subgroup.size, -1)
+        numel, packed = parts.shape[1], parts
+        if parts.dtype != torch.uint8 or width != 8:
+            packed = scratch.empty(torch.uint8, (subgroup.size, numel * width // 8))
+            self._there.pack(parts, width, packed)
+        inbox, finish = subgroup.exchange_rows(packed)
+        yield
+        yield  # twice, so that the network has another chunk to send while this worker waits for this one
+        finish()
+        total = scratch.empty(self._total_dtype, (numel,))
+        self._there.unpack_sum(inbox, width, total)
+        return total
 
-        numbers = buffers.numbers[at].view(local.size, across.size, -1)[local.rank, across.rank].to(route.device)
-        offset, total = codec.largest * self._shards, mine.int().view(-1, BLOCK)
-        values, shifts = self._there.round_sums(total, offset, numbers, buffers.sum_key)
-        section = torch.cat([self._there.pack(values, codec.bits)[0], shifts])
-        gathered = section.new_empty(local.size, across.size, len(section))
-        gathered[local.rank, across.rank] = section
-        if across.size > 1:
-            finish = across.all_gather(gathered[local.rank])
-            yield
-            yield
-            finish()
+    def _round_and_gather(
+        self, buffers: CompressedBuffers, total: Tensor, at: slice, scratch: ScratchScope
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Round the sums of this worker's section. Returns those of all sections, packed, and their shifts."""
+        codec, local, across, where = self.codec, self._route.local, self._route.across, self._route.device
+        numbers = buffers.numbers[at].view(local.size, across.size, -1)[local.rank, across.rank].to(where)
+        offset, size = codec.largest * self._shards, total.numel() * codec.bits // 8
+        gathered = scratch.empty(torch.uint8, (local.size, across.size, size + len(total)))
+        section, values = gathered[local.rank, across.rank], scratch.empty(torch.uint8, (1, total.numel()))
+        self._there.round_sums(total, offset, numbers, buffers.sum_key, values, section[size:])
+        self._there.pack(values, codec.bits, section[:size].unsqueeze(0))
+        finish = across.all_gather(gathered[local.rank])
+        yield
+        yield
+        finish()
         local.all_gather(gathered.flatten(1))()
+        arrived = gathered.flatten(0, 1).to(self._device)
+        return arrived[:, :size], arrived[:, size:].reshape(-1)
 
-        gathered = gathered.flatten(0, 1).to(self._device)
-        packed, shifts = gathered[:, : -len(shifts)], gathered[:, -len(shifts) :]
-        out = buffers.rows[-1].view(-1, BLOCK)[at]
-        self._kernels.decode(packed, codes, shifts.reshape(count), buffers.scale(), out)
+
+class ScratchScope:
+    """Lends buffers, and takes them back at the end of the block."""
+
+    def __init__(self, buffers: ScratchBuffers, device: torch.device) -> None:
+        self._buffers, self._device, self._lent = buffers, device, list[Tensor]()
+
+    def empty(self, dtype: torch.dtype, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
+        like = torch.empty(0, dtype=dtype, device=device or self._device)
+        self._lent.append(self._buffers.acquire(math.prod(shape), like))
+        return self._lent[-1].view(shape)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for buffer in self._lent:
+            self._buffers.release(buffer)

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch
@@ -150,6 +151,9 @@ class Subgroup(Protocol):
     def all_gather(self, rows: Tensor) -> Finish:
         """Fill every other row with the values that its owner has there."""
 
+    def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]:
+        """Send row i to worker i. Returns the rows that this worker gets, by rank, once they have arrived."""
+
     def reduce(self, tensor: Tensor, op: OpType, root: int) -> Finish:
         """Reduce into the tensor of the root. The tensors of other workers are undefined afterwards."""
 
@@ -216,6 +220,10 @@ class NativeSubgroup:
     def all_gather(self, rows: Tensor) -> Finish:
         return self._start("_allgather_base", rows.view(-1), rows[self.rank], _torch.AllgatherOptions())
 
+    def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]:
+        inbox = torch.empty_like(rows)
+        return inbox, self._start("alltoall_base", inbox.view(-1), rows.view(-1), [], [], dist.AllToAllOptions())
+
     def reduce(self, tensor: Tensor, op: OpType, root: int) -> Finish:
         return self._start("reduce", [tensor], _set_options(_torch.ReduceOptions(), op=op, root=root))
 
@@ -258,7 +266,6 @@ class TreeSubgroup:
         return finish
 
     def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]:
-        """Send row i to worker i. Returns the rows that this worker gets, by rank, once they have arrived."""
         inbox = torch.empty_like(rows)
         return inbox, self._start("alltoall_base", _bytes(inbox), _bytes(rows), [], [])
 

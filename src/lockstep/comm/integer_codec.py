@@ -55,16 +55,16 @@ class Kernels(Protocol):
         In blocks whose code is NON_FINITE it is 0.
         """
 
-    def pack(self, values: Tensor, bits: int) -> Tensor:
+    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
         """Pack rows of non-negative integers [rows, numel] of so many bits into uint8 [rows, numel * bits / 8]."""
 
-    def unpack_sum(self, packed: Tensor, bits: int) -> Tensor:
-        """Return the sum over the rows of what was packed, as int32."""
+    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
+        """Write the sum over the rows of what was packed to `out`, int16 or int32 [numel]."""
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Subtract `offset` from the sums [blocks, BLOCK], int32, and round them to the bits of the codec.
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
+        """Subtract `offset` from the sums [blocks, BLOCK], int16 or int32, and round them to the bits of the codec.
 
-        Returns the values [1, numel] as int16, and by how many bits each block was shifted, as uint8.
+        values, shifts  the result, and by how many bits each block was shifted, both uint8
         """
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
@@ -91,7 +91,9 @@ class IntegerCodec:
         return (2 * self.largest * shards).bit_length()
 
     def sum_dtype(self, shards: int) -> torch.dtype:
-        return torch.int16 if self.sum_bits(shards) < 16 else torch.int32
+        """Return the narrowest dtype of such a sum."""
+        bits = self.sum_bits(shards)
+        return torch.uint8 if bits <= 8 else torch.int16 if bits < 16 else torch.int32
 
     def codes(self, largest: Tensor) -> Tensor:
         """Return the codes of blocks whose largest absolute values are given."""
@@ -169,7 +171,7 @@ class TorchKernels:
             out.copy_(rounded) if n == 0 else out.add_(rounded.to(out.dtype))
         out.masked_fill_(bad, 0)
 
-    def pack(self, values: Tensor, bits: int) -> Tensor:
+    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
         planes, shift = list[Tensor](), 0
         for width in planes_of(bits):
             plane = (values >> shift).bitwise_and_(2**width - 1).to(torch.uint8)
@@ -179,27 +181,25 @@ class TorchKernels:
                 packed |= slots[:, n] << (n * width)
             planes.append(packed)
             shift += width
-        return torch.cat(planes, dim=1)
+        torch.cat(planes, dim=1, out=out)
 
-    def unpack_sum(self, packed: Tensor, bits: int) -> Tensor:
-        numel = packed.shape[1] * 8 // bits
-        total = torch.zeros(numel, dtype=torch.int32, device=packed.device)
+    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
         at, shift = 0, 0
+        out.zero_()
         for width in planes_of(bits):
-            size = numel * width // 8
+            size = len(out) * width // 8
             plane = packed[:, at : at + size]
-            for n, slot in enumerate(total.view(8 // width, size)):
+            for n, slot in enumerate(out.view(8 // width, size)):
                 part = (plane >> (n * width)).bitwise_and_(2**width - 1)
-                slot.add_(part.sum(dim=0, dtype=torch.int32) << shift)
+                slot.add_(part.sum(dim=0, dtype=out.dtype) << shift)
             at, shift = at + size, shift + width
-        return total
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        total, table = sums - offset, dither_table(sums.device, self.codec.largest)
-        shifts = exponents(total.abs().amax(dim=1), self.codec.bits).clamp_(min=0)
-        inverse = ((127 - shifts) << 23).view(torch.float32).unsqueeze(1)
-        rounded = table[dither_rows(numbers, key)].addcmul_(total.float(), inverse)
-        return rounded.to(torch.int16).view(1, -1), shifts.to(torch.uint8)
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
+        total, table = sums.int() - offset, dither_table(sums.device, self.codec.largest)
+        needed = exponents(total.abs().amax(dim=1), self.codec.bits).clamp_(min=0)
+        inverse = ((127 - needed) << 23).view(torch.float32).unsqueeze(1)
+        values.copy_(table[dither_rows(numbers, key)].addcmul_(total.float(), inverse).view(values.shape))
+        shifts.copy_(needed)
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         if self.codec.bits == 4:

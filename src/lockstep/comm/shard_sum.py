@@ -206,7 +206,8 @@ class ShardSum:
         if self.size == 1:
             return Route.of_single_worker(shards[0], self.device)
         if self._backend == "shm":
-            return Route(NativeSubgroup(self.group, self._rank, self.size), SingleWorker(), sum(shards), self.device)
+            local = NativeSubgroup(self.group, self._rank, self.size)
+            return Route(local, SingleWorker(), max(shards), sum(shards), self.device)
         group: Any = self.group
         found = group.subgroups(self.device) if self._backend == "hierarchy" else None
         if found is not None:
@@ -214,7 +215,7 @@ class ShardSum:
             run = partial(group.run_in_order, "a compressed sum", [])
             return Route.over_hosts(local, across, group.layout, shards, where, run)
         where = torch.device("cpu") if self._via_host else self.device
-        return Route(SingleWorker(), self._all, max(shards), where)
+        return Route(SingleWorker(), self._all, max(shards), max(shards), where)
 
     def finished_s(self, buffers: SumBuffers) -> float:
         """Return the time at which a sum completed. Call it after `result`. Exact only while `is_timed`."""
