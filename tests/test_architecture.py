@@ -51,6 +51,7 @@ ALLOWED = {
     "demo": {"errors", "launcher", "report"},
     "cli": {"errors", "checkpoint", "control", "data", "failures", "launcher", "report"},
     "__main__": {"cli"},
+    "hooks": {"comm", "seed"},
 }
 # The package hands names on; a worker that was asked for the drop-in puts it in place.
 HAND_ON = {"__init__.py", "launcher/worker_main.py"}

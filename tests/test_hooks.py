@@ -214,3 +214,37 @@ def test_an_optimizer_fused_into_the_backward_pass(optimizer: type) -> None:
     ours = on_workers(fused, 2, OurDDP, optimizer)
     assert ours == on_workers(fused, 2, TorchDDP, optimizer)
     assert ours[0] == ours[1]
+
+
+def train_with_integers(rank: int, size: int, ours: bool, hook: str) -> tuple[float, float, str]:
+    import lockstep
+
+    ddp = build(OurDDP if ours else TorchDDP)
+    plain = build(OurDDP if ours else TorchDDP)
+    if hook:
+        ddp.register_comm_hook(None, getattr(lockstep.hooks, hook)(seed=3))
+    errors = []
+    for step in range(4):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
+        for one in (ddp, plain):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(ddp.parameters(), plain.parameters(), strict=True)]
+        size_of = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
+        errors.append(sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5 / size_of)
+    return min(errors), max(errors), digest({n: p.grad.cpu() for n, p in ddp.named_parameters()})
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
+@pytest.mark.parametrize(("hook", "least", "most"), [("int8", 1e-4, 0.03), ("int4", 1e-2, 0.5)])
+def test_hooks_that_send_integers(ours: bool, hook: str, least: float, most: float) -> None:
+    found = on_workers(train_with_integers, 3, ours, hook)
+    assert {one[2] for one in found} == {found[0][2]}, "the workers differ"
+    assert least < found[0][0] <= found[0][1] < most
+
+
+def test_a_hook_needs_a_process_group() -> None:
+    import lockstep
+
+    with pytest.raises(ValueError, match=r"init_process_group or lockstep\.init first"):
+        lockstep.hooks.int8()

@@ -13,6 +13,7 @@ from lockstep import terminal_log
 from lockstep.comm.register_backends import register_backends
 
 if TYPE_CHECKING:
+    from lockstep import hooks as hooks
     from lockstep.data.reader import DataError
     from lockstep.data.sample_order import ByLength, Sequential, Shuffled
     from lockstep.ddp.batchnorm import SyncBatchNorm
@@ -71,6 +72,8 @@ register_backends()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hooks":
+        return import_module("lockstep.hooks")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)
@@ -79,4 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "hooks"])

@@ -13,19 +13,19 @@ pipelined_collectives.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.codec_kernels import kernels_for
-from lockstep.comm.host_groups import Finish, HostLayout, OpType, ScratchBuffers, SingleWorker, split_range
+from lockstep.comm.host_groups import Finish, HostLayout, OpType, SingleWorker, split_range
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.pipelined_collectives import run_interleaved
+from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
 
 CHUNKS: Final = 4  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
 MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
@@ -208,22 +208,3 @@ class CompressedSum:
         local.all_gather(gathered.flatten(1))()
         arrived = gathered.flatten(0, 1).to(self._device)
         return arrived[:, :size], arrived[:, size:].reshape(-1)
-
-
-class ScratchScope:
-    """Lends buffers, and takes them back at the end of the block."""
-
-    def __init__(self, buffers: ScratchBuffers, device: torch.device) -> None:
-        self._buffers, self._device, self._lent = buffers, device, list[Tensor]()
-
-    def empty(self, dtype: torch.dtype, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
-        like = torch.empty(0, dtype=dtype, device=device or self._device)
-        self._lent.append(self._buffers.acquire(math.prod(shape), like))
-        return self._lent[-1].view(shape)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for buffer in self._lent:
-            self._buffers.release(buffer)

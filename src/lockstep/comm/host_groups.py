@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from lockstep import _torch
 from lockstep.comm.abortable_group import AbortableGroup, Gloo, Nccl
+from lockstep.comm.scratch_buffers import ScratchBuffers
 from lockstep.comm.shm.reduce_ops import Reduction
 from lockstep.errors import WorldError
 from lockstep.process_identity import identify_host
@@ -328,39 +328,6 @@ def ring_can_reduce(dtype: torch.dtype, op: OpType) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-class ScratchBuffers:
-    """Buffers for pending collectives, kept for reuse: page faults are expensive."""
-
-    KEEP = 8  # buffers of each size
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def acquire(self, numel: int, like: Tensor) -> Tensor:
-        if like.device.type != "cpu":
-            return torch.empty(numel, dtype=like.dtype, device=like.device)  # torch caches this memory itself
-        capacity = _capacity_bytes(numel * like.itemsize)
-        with self._lock:
-            free = self._free.setdefault(capacity, [])
-            buffer = free.pop() if free else torch.empty(capacity, dtype=torch.uint8)
-        return buffer[: numel * like.itemsize].view(like.dtype)
-
-    def release(self, tensor: Tensor) -> None:
-        """Return a buffer that is no longer used."""
-        if tensor.device.type != "cpu":
-            return
-        capacity = _capacity_bytes(tensor.nbytes)
-        with self._lock:
-            if len(self._free[capacity]) < self.KEEP:
-                self._free[capacity].append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
-
-
-def _capacity_bytes(size_bytes: int) -> int:
-    """Round up to a power of two, so that few sizes occur."""
-    return 1 << max(12, (size_bytes - 1).bit_length())
 
 
 @dataclass(frozen=True)

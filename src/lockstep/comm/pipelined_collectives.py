@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep.comm import host_groups
 from lockstep.comm.host_groups import HostLayout, NativeSubgroup, OpType, Subgroup, chunk_bytes, no_op, split_range
+from lockstep.comm.scratch_buffers import ScratchBuffers
 from lockstep.comm.shm.reduce_ops import Reduction
 
 # If the workers of a host together send no more than this, an additional hop takes longer than the bytes that it saves
@@ -41,7 +42,7 @@ class PipelinedCollectives:
     def __init__(self, layout: HostLayout, *, local: Subgroup, across: Subgroup, flat: Subgroup, exact: bool) -> None:
         self.layout, self.local, self.across, self.flat = layout, local, across, flat
         self.exact, self._hosts = exact, len(layout.hosts)
-        self._scratch = host_groups.ScratchBuffers()
+        self._scratch = ScratchBuffers()
 
     def _is_small(self, tensor: Tensor) -> bool:
         return tensor.nbytes * self.layout.num_columns <= SMALL_BYTES
