@@ -44,7 +44,10 @@ ALLOWED = {
         *{"launcher", "elastic", "trace", "step", "recovery"},
     },
     "report": {"errors"},
-    "bench": {"errors", "process_identity", "world", "comm", "data", "ddp", "trace", "step", "train", "report"},
+    "bench": {
+        *{"errors", "process_identity", "seed", "world", "comm", "data", "ddp", "trace", "step", "train", "report"},
+        "hooks",
+    },
     "doctor": {"errors", "launcher", "world"},
     "submit": {"control", "launcher"},
     "notebook": {"errors", "world", "launcher", "train"},

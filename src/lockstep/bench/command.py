@@ -6,6 +6,7 @@ lockstep bench trace      what the trace of a run costs, and `lockstep watch` on
 lockstep bench wrapper    what the wrapper costs on one device, in time and memory
 lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
 lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
+lockstep bench codecs     compressed gradients over slow links, beside torch's communication hooks (root)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.bench import comm, exact, hosts, step, trace, wrapper
+from lockstep.bench import codecs, comm, exact, hosts, step, trace, wrapper
 from lockstep.bench.collectives import Op, parse_size
 from lockstep.bench.models import DEFAULT_MODELS, WORKLOADS
 from lockstep.bench.rounds import RoundPlan
@@ -108,11 +109,23 @@ def run_hosts(arguments: argparse.Namespace) -> int:
     return hosts.run(settings, arguments.json)
 
 
+def run_codecs(arguments: argparse.Namespace) -> int:
+    settings = codecs.CodecSettings(
+        hosts=arguments.hosts,
+        workers=arguments.workers,
+        mbit=arguments.mbit,
+        models=arguments.models,
+        rounds=arguments.rounds or (3 if arguments.quick else 9),
+        steps=arguments.steps or 1,
+    )
+    return codecs.run(settings, arguments.device or "cpu", arguments.json)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="step | exact | trace | wrapper | comm | hosts")
+    commands = parser.add_subparsers(required=True, metavar="step | exact | trace | wrapper | comm | hosts | codecs")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., object]:
         """Add a command. Returns its `add_argument`."""
@@ -128,6 +141,8 @@ def make_parser() -> argparse.ArgumentParser:
     of_wrapper = command("wrapper", run_wrapper, "time and memory the wrapper costs on one device, world size 1")
     of_comm = command("comm", run_comm, "time of collectives over their size: shm, Gloo, NCCL, a plain copy")
     of_hosts = command("hosts", run_hosts, "collectives over several hosts: hierarchy, Gloo; needs root")
+    about = "compressed gradients over slow links, beside torch's hooks; needs root. --device cuda: the kernels only"
+    of_codecs = command("codecs", run_codecs, about)
     backends = partial(distinct, allowed=["shm", "gloo", "nccl"])
     about = "with commas (default shm,gloo); nccl needs --device cuda"
     of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help=about)
@@ -151,20 +166,23 @@ def make_parser() -> argparse.ArgumentParser:
         some = ",".join(arms)
         about = f"with commas (default {some}); a class with its dotted name, class@backend for a backend"
         add("--arms", type=arm_names, default=some, metavar="NAMES", help=about)
-    for add in (of_step, of_exact, of_trace, of_wrapper):
+    for add in (of_step, of_exact, of_trace, of_wrapper, of_codecs):
         add("--steps", type=positive, metavar="N", help="steps of each arm in a round")
     for add in (of_step, of_exact, of_trace, of_comm):
         add("--timeout-s", type=positive, default=180, metavar="S", help="longest wait for a worker (default 180)")
-    of_hosts("--hosts", type=positive, default=2, metavar="N", help="network namespaces (default 2)")
-    of_hosts("--workers", type=positive, default=2, metavar="N", help="on each host (default 2)")
-    of_hosts("--mbit", type=positive, default=1000, metavar="N", help="speed of a link (default 1000 Mbit/s)")
+    for add, workers, mbit in ((of_hosts, 2, 1000), (of_codecs, 1, 100)):
+        add("--hosts", type=positive, default=2, metavar="N", help="network namespaces (default 2)")
+        add("--workers", type=positive, default=workers, metavar="N", help=f"on each host (default {workers})")
+        add("--mbit", type=positive, default=mbit, metavar="N", help=f"speed of a link (default {mbit} Mbit/s)")
+    known = f"of {', '.join(WORKLOADS)}, with commas (default mlp,gpt)"
+    of_codecs("--models", type=partial(distinct, allowed=WORKLOADS), default="mlp,gpt", metavar="NAMES", help=known)
     of_hosts("--ops", type=op_names, default=(), metavar="NAMES", help=f"of {ops} (default: all)")
     of_hosts("--sizes", type=byte_sizes, default=(), metavar="SIZES", help="such as 4KiB,25MiB")
-    of_all = (of_step, of_exact, of_trace, of_wrapper, of_comm, of_hosts)
+    of_all = (of_step, of_exact, of_trace, of_wrapper, of_comm, of_hosts, of_codecs)
     for add in of_all:
         if add is not of_hosts:
             add("--device", choices=("cpu", "cuda"))
-        rounds = {of_trace: "what takes 90 s, or 20 s", of_hosts: "11, or 5"}.get(add, "21, or 7")
+        rounds = {of_trace: "what takes 90 s, or 20 s", of_hosts: "11, or 5", of_codecs: "9, or 3"}.get(add, "21, or 7")
         quick = "an all-reduce of 25 MiB only, and fewer rounds" if add is of_hosts else "fewer rounds"
         add("--rounds", type=positive, metavar="N", help=f"default {rounds} with --quick")
         add("--quick", action="store_true", help=quick)

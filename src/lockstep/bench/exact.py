@@ -25,9 +25,12 @@ from lockstep.bench.run_step import (
     EXACT_8_AUDITED,
     EXACT_8_COMPILED,
     EXACT_8_EAGER,
+    EXACT_8_INT8,
     EXACT_8_SHARDED,
     EXACT_AUDITED,
     EXACT_COMPILED,
+    EXACT_INT4,
+    EXACT_INT8,
     EXACT_SHARDED,
     FAST,
 )
@@ -64,6 +67,9 @@ NAMES = {
     OURS_SHARDED: "lockstep DDP, ShardedOptimizer",
     EXACT_SHARDED: "Run, a shard per worker, shard_optimizer=True",
     EXACT_8_SHARDED: "Run, 8 shards, shard_optimizer=True",
+    EXACT_INT8: 'Run, a shard per worker, grad_comm="int8"',
+    EXACT_INT4: 'Run, a shard per worker, grad_comm="int4"',
+    EXACT_8_INT8: 'Run, 8 shards, grad_comm="int8"',
 }
 BY_DEFAULT = (NONE, NONE_8, TORCH, OURS, FAST, EXACT, EXACT_8)
 ONLY_ON_GPU = (EXACT_8_EAGER,)  # by default

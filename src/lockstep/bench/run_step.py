@@ -19,13 +19,15 @@ from lockstep.data.batches import Batch as GlobalBatch, Shard
 from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp.replica import Leaf, trained_leaves
 from lockstep.ddp.sharded_state import ShardedState
+from lockstep.seed import derive_seed
 from lockstep.step import determinism
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.captured_shard import StepStream
 from lockstep.step.compiled_model import compile_model
 from lockstep.step.precision import LossScale
-from lockstep.step.run_options import RunOptions
+from lockstep.step.run_options import GradComm, RunOptions
+from lockstep.step.shard_bucket import Compression
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import Capture, ShardGraphs
 from lockstep.step.step import take_step
@@ -37,9 +39,10 @@ EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
 EXACT_COMPILED, EXACT_8_COMPILED = "exact-compiled", "exact8-compiled"
 EXACT_AUDITED, EXACT_8_AUDITED = "exact-audited", "exact8-audited"
 EXACT_SHARDED, EXACT_8_SHARDED = "exact-sharded", "exact8-sharded"
+EXACT_INT8, EXACT_INT4, EXACT_8_INT8 = "exact-int8", "exact-int4", "exact8-int8"
 KINDS = (
     *(EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_AUDITED, EXACT_8_AUDITED),
-    *(EXACT_SHARDED, EXACT_8_SHARDED),
+    *(EXACT_SHARDED, EXACT_8_SHARDED, EXACT_INT8, EXACT_INT4, EXACT_8_INT8),
 )
 SEED = 7
 
@@ -70,7 +73,12 @@ class RunArm:
         self._settings.__enter__()
         compile_model(self.model, kind.endswith("-compiled"), device)
         self._stream = StepStream(device)
-        leaves, sum_ = trained_leaves(self.model, set()), ShardSum(group, shares, device=device, exact=exact)
+        comm = next((comm for comm in GradComm if kind.endswith(f"-{comm.value}")), GradComm.FP32)
+        key = partial(derive_seed, SEED, "codec", 0)
+        self._compression = None if comm.codec is None else Compression(comm.codec, key)
+        compresses = self._compression is not None
+        leaves = trained_leaves(self.model, set())
+        sum_ = ShardSum(group, shares, device=device, exact=exact, compresses=compresses)
         capture = Capture.OFF if kind == EXACT_8_EAGER else Capture.AUTO
         optimizer = OPTIMIZERS[workload.optimizer](self.model)
         self._sharded: ShardedState | None = None
@@ -102,7 +110,7 @@ class RunArm:
 
     def _make_gradients(self, leaves: list[Leaf], sum_: ShardSum) -> ShardGradients:
         with self._stream.active():
-            return ShardGradients(leaves, sum_)
+            return ShardGradients(leaves, sum_, compression=self._compression)
 
     def set_observer(self, observer: StepObserver) -> None:
         """Use `observer` from the next step on. Each observer has its own step count."""

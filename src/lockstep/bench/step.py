@@ -127,14 +127,22 @@ class WrapperArm:
     """A wrapped model and its optimizer. All arms initialise their models from the same seed."""
 
     def __init__(
-        self, name: str, workload: Workload, device: torch.device, *, autocast: bool = False, group: Any = None
+        self,
+        name: str,
+        workload: Workload,
+        device: torch.device,
+        *,
+        autocast: bool = False,
+        group: Any = None,
+        **options: Any,
     ) -> None:
+        """`options`: further arguments of the wrapper."""
         torch.manual_seed(SEED)
         model = workload.build().to(device)
         self._micro_batches = max(1, workload.shards(group.size()) // group.size()) if name == NONE_8 else 1
         if name not in (NONE, NONE_8):
             ids = None if device.type == "cpu" else [device.index]
-            model = load_wrapper(name)(model, device_ids=ids, process_group=group)
+            model = load_wrapper(name)(model, device_ids=ids, process_group=group, **options)
         self.name, self.model = name, model
         self.optimizer = OPTIMIZERS[workload.optimizer](model)
         if name.partition("@")[0] in (TORCH_SHARDED, OURS_SHARDED):
