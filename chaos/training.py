@@ -15,6 +15,7 @@ itself; over NCCL after 1 s and 3 s.
     python chaos/training.py --seed 7 --only-case 3         one case again; with --times 20, twenty times
     python chaos/training.py --device cuda --backend nccl --kills 300 --seeds 6
     python chaos/training.py --sharded --kills 1000         the optimiser's state is distributed, with redundancy 1
+    python chaos/training.py --compressed --kills 500       gradients are sent as integers
 
 The seed decides what is done to whom and when; the moment at which a signal lands is the machine's.
 Exit status: 0 when all of it held; 1 when not; 2 for wrong arguments.
@@ -35,7 +36,7 @@ from pathlib import Path
 import training_check
 from training_check import Result
 from training_job import References, carry_out, folder_for, strike_all
-from training_plan import STRIKES, Case, plan, shard
+from training_plan import STRIKES, Case, compress, plan, shard
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def campaign(
     device: str = "cpu",
     backend: str | None = None,
     sharded: bool = False,
+    compressed: bool = False,
 ) -> bool:
     """Carry the cases out. `results` grows meanwhile: how many cases there are may depend on it. False: interrupted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
@@ -104,6 +106,7 @@ def campaign(
     try:
         on = {"device": device} | ({} if backend is None else {"backend": backend})
         chosen = (shard(replace(case, **on)) if sharded else replace(case, **on) for case in cases)
+        chosen = map(compress, chosen) if compressed else chosen
         _campaign(chosen, results, progress, again=again, end_s=end_s, device=device)
     except KeyboardInterrupt:
         return False
@@ -173,6 +176,7 @@ def read_arguments(kind: Kind, argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sharded", action="store_true", help="the optimiser's state is distributed, with redundancy 1"
     )
+    parser.add_argument("--compressed", action="store_true", help="gradients are sent as integers of 8 or 4 bits")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
     given = parser.parse_args(argv)
     given.wanted = given.wanted or (kind.quick_wanted if given.quick else kind.wanted)
@@ -201,8 +205,8 @@ def main(kind: Kind, argv: list[str]) -> int:
         again += f" --device {given.device}"
     if given.backend is not None:
         again += f" --backend {given.backend}"
-    again += " --sharded" * given.sharded
-    on = {"device": given.device, "backend": given.backend, "sharded": given.sharded}
+    again += " --sharded" * given.sharded + " --compressed" * given.compressed
+    on = {"device": given.device, "backend": given.backend, "sharded": given.sharded, "compressed": given.compressed}
     whole = campaign(cases, results, progress, again=again, end_s=end_s, **on)
     if given.json:
         write_json(given.json, results)

@@ -63,6 +63,7 @@ class Job:
             str(case.num_workers),
         ]
         command += ["--epochs", str(case.epochs), "--device", case.device, *(["--sharded"] if case.sharded else [])]
+        command += ["--grad-comm", case.grad_comm]
         self._events_read, self.events = 0, list[dict[str, Any]]()
         self._looked_s, self._grew_s, self._size = 0.0, time.monotonic(), -1
         self._is_slow = False

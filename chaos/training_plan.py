@@ -81,10 +81,11 @@ class Case:
     epochs: int = EPOCHS
     device: str = "cpu"
     sharded: bool = False  # the optimiser's state is distributed over the workers
+    grad_comm: str = "fp32"
 
     @property
     def program(self) -> str:
-        return f"{self.variant}:{self.run_seed}"
+        return f"{self.variant}:{self.run_seed}:{self.grad_comm}"
 
     @property
     def most_hits(self) -> int:
@@ -92,7 +93,8 @@ class Case:
 
     def __str__(self) -> str:
         what = f"{self.variant}, {self.workers} workers on {self.backend}, a checkpoint every {self.save_every} steps"
-        return f"case {self.seed}/{self.number}: {what}{', sharded' if self.sharded else ''}"
+        comm = "" if self.grad_comm == "fp32" else f", gradients as {self.grad_comm}"
+        return f"case {self.seed}/{self.number}: {what}{', sharded' if self.sharded else ''}{comm}"
 
 
 STRIKES = 16  # of a case
@@ -106,6 +108,11 @@ def shard(case: Case) -> Case:
         for n, strike in enumerate(case.strikes)
     )
     return replace(case, sharded=True, strikes=strikes)
+
+
+def compress(case: Case) -> Case:
+    """The same case with gradients that are sent as integers."""
+    return replace(case, grad_comm=("int8", "int4")[(case.seed + case.number // 2) % 2])
 
 
 def plan(seed: int, number: int) -> Case:

@@ -4,7 +4,7 @@ In its folder it finds `control`, what the driver wants now, and leaves: `lives/
 which worker it is; `traces/PID`, a line for every place it came by; `claims/N`, that it is the one to be hit by order
 N; `ends/PID`, what it has computed.
 
-    python chaos/training_program.py --reference mlp:0 gpt:1       what an undisturbed world of one computes
+    python chaos/training_program.py --reference mlp:0:fp32 gpt:1:int8       what an undisturbed world of one computes
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
     if seed % 2:  # shards are assigned anew all the time, by the noise of the times
         shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
+    options["grad_comm"] = chosen.grad_comm
     if chosen.sharded:
         options |= {"shard_optimizer": True, "redundancy": 1}
     if chosen.device == "cuda":  # the other programs cannot be captured
@@ -438,15 +439,17 @@ def main() -> int:
     parser.add_argument("--backend")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--grad-comm", default="fp32")
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--reference", nargs="*", metavar="VARIANT:SEED")
+    parser.add_argument("--reference", nargs="*", metavar="VARIANT:SEED:GRAD_COMM")
     chosen = parser.parse_args()
     if chosen.reference is not None:
-        for name, _, seed in (one.partition(":") for one in chosen.reference):
-            print(json.dumps([f"{name}:{seed}", train(chosen, name, int(seed), None)]), flush=True)
+        for one in chosen.reference:
+            name, seed, chosen.grad_comm = one.split(":")
+            print(json.dumps([one, train(chosen, name, int(seed), None)]), flush=True)
         return 0
     with (chosen.folder / "stacks" / str(os.getpid())).open("w") as stacks:
         faulthandler.register(STACKS, file=stacks, all_threads=True)

@@ -1,5 +1,5 @@
-"""Gradients that travel in half precision (`grad_comm_dtype`): parameters of every dtype have the same bits on any
-number of workers, and complex ones lose nothing."""
+"""Gradients that are sent in half precision or as integers (`grad_comm`): parameters of every dtype have the same bits
+on any number of workers, and complex ones lose nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import lockstep
+from lockstep.step.run_options import GradComm
+from lockstep.train import grad_comm_tuner
 from on_workers import on_workers
 from runs import Bags, Program, adamw, mlp, sgd, train, use
 
@@ -103,3 +107,58 @@ def test_complex_gradients_are_not_narrowed(alone: dict[str, tuple[str, float]])
         assert alone[f"{name}, bf16"] == alone[f"{name}, fp16"] == alone[f"{name}, as it is"]
     assert alone["complex and real, bf16"] != alone["complex and real, as it is"]  # the real ones are
     assert alone["float64, bf16"] != alone["float64, as it is"]
+
+
+# -- grad_comm="auto" --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_steps_are_not_compressed_and_the_kinds_take_turns() -> None:
+    kinds = [grad_comm_tuner.trial_kind(step) for step in range(grad_comm_tuner.DECISION)]
+    assert set(kinds[: grad_comm_tuner.WARM_UP]) == {GradComm.FP32}
+    tried = kinds[grad_comm_tuner.WARM_UP :]
+    assert {kind: tried.count(kind) for kind in set(tried)} == {kind: 12 for kind in grad_comm_tuner.KINDS}
+    assert tried[:12] == tried[12:24] == tried[24:]
+
+
+@pytest.mark.parametrize(
+    ("fp32", "int8", "int4", "want"),
+    [
+        (100, 101, 103, "fp32"),
+        (100, 98, 99, "fp32"),  # it must gain 3 %
+        (100, 60, 58, "int8"),  # int4 must gain 5 % more
+        (100, 60, 40, "int4"),
+        (100, 99, 90, "int4"),
+    ],
+)
+def test_what_is_chosen(fp32: float, int8: float, int4: float, want: str) -> None:
+    times = {GradComm.FP32: fp32, GradComm.INT8: int8, GradComm.INT4: int4}
+    assert grad_comm_tuner.choose(times) is GradComm(want)
+
+
+def train_auto(rank: int, size: int, backend: str, folder: str, steps: int | None, choice: str) -> tuple[str, str]:
+    """Train for 60 steps with a choice that does not depend on the times."""
+    use(backend, f"{folder}/store-{backend}-{size}", rank, size)
+    grad_comm_tuner.choose = lambda times: GradComm(choice)
+    x = torch.randn(480, 16, generator=torch.Generator().manual_seed(1))
+    data, chosen = TensorDataset(x, x[:, :10].argmax(1)), ""
+    with lockstep.Run(f"{folder}/run", seed=1, progress=False, grad_comm="auto", save_every=7) as run:
+        model = run.replicate(mlp())
+        batches = run.batches(data, global_batch_size=32, shards=6, epochs=4)
+        for batch in run.train(batches, sgd(model.parameters()), steps=steps):
+            run.step(lambda m, b: (nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"), len(b[1])), batch)
+            chosen = run._loop.plan.tuner.current.value
+        return run.digest(), chosen
+
+
+@pytest.mark.parametrize("choice", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_a_choice_is_kept_when_a_run_is_resumed_on_another_number_of_workers(tmp_path: Path, choice: str) -> None:
+    """The other choice of the later starts would be made again if the first one were lost."""
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    for folder in (whole, parts):
+        Path(folder).mkdir()
+    want = on_workers(train_auto, 1, "gloo", whole, None, choice)[0]
+    for size, backend, steps, later in [(2, "shm", 20, choice), (3, "gloo", 50, choice), (1, "gloo", None, "fp32")]:
+        found = on_workers(train_auto, size, backend, parts, steps, later)
+        assert len(set(found)) == 1
+    assert found[0] == want
+    assert want[1] == choice

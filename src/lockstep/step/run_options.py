@@ -66,6 +66,7 @@ class GradComm(Enum):
     FP16 = "fp16"
     INT8 = "int8"
     INT4 = "int4"
+    AUTO = "auto"  # which of them is decided by trial (train/grad_comm_tuner.py)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -109,8 +110,9 @@ class RunOptions:
     precision     dtype of forward passes (autocast): "fp32", "bf16" or "fp16"
     grad_comm     how gradients are sent: "fp32": as they are; "bf16" or "fp16": in half precision, and still summed in
                   float32; "int8" or "int4": as integers of so many bits, rounded at random without bias
-                  (docs/compression.md). The bits are other ones, and the same on any number of workers. Complex and
-                  sparse gradients are sent unchanged. `grad_comm_dtype` is another name of this option
+                  (docs/compression.md); "auto": the fastest of "fp32", "int8" and "int4", by a trial in some of the
+                  first steps. The bits are other ones, and the same on any number of workers. Complex and sparse
+                  gradients are sent unchanged. `grad_comm_dtype` is another name of this option
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %

@@ -210,7 +210,7 @@ class CompressedBucket(GradientBucket):
 
     @property
     def times(self) -> tuple[float, float]:
-        return self.buffers.started_s, self.buffers.sent.ended_s or time.monotonic()
+        return self.buffers.started_s, getattr(self.buffers.sent, "ended_s", None) or time.monotonic()
 
     def result(self, where: str) -> tuple[list[Tensor], Tensor]:
         """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero)."""

@@ -156,6 +156,7 @@ class TrainingPlan:
     audits: AuditSchedule = field(default_factory=lambda: AuditSchedule(0))
     sharded_state: ShardedState | None = None  # of the optimisers; None: every worker has the whole state
     known_digest: tuple[list[int], str] | None = None  # of a distributed state: see `Run.digest`
+    tuner: Any = None  # a `GradCommTuner`: how gradients are sent
     finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
 
 

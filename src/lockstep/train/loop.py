@@ -176,7 +176,7 @@ class TrainLoop:
         with closing(iter(batches)) as self._batches:  # or its loaders would run until it is garbage-collected
             while not self._should_stop and (steps is None or batches.position.number < steps):
                 session.calls.begin_step(batches.position.number)
-                self.state.balance_shards(plan)
+                self.state.prepare_step(plan)
                 self._assignment, self._here = self.state.assignments, batches.position
                 session.observer.begin_iteration(batches.position.number)
                 batch = next(self._batches, None)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import faults
+from lockstep.comm.agreement import gather_values
 from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError
 from lockstep.recovery.replica_check import ReplicaCheck
@@ -161,19 +162,35 @@ class WorkerState:
     def _config(self) -> RunConfig:
         return RunConfig(self._session.options, self._session.seed, self._session.exact)
 
-    def balance_shards(self, plan: TrainingPlan) -> None:
-        """Assign the shards anew if some workers are slower than others; called by all workers between two batches."""
-        context = self.context
+    def prepare_step(self, plan: TrainingPlan) -> None:
+        """Assign the shards anew if some workers are slower than others, and set how gradients are sent.
+
+        Called by all workers between two batches.
+        """
+        context, session = self.context, self._session
         assert context is not None
-        change = context.balance.reassign()
-        limit, slowness = self._session.settings.drop_slower_than, context.balance.slowness(self._session.world.rank)
+        change, sent_before = context.balance.reassign(), plan.tuner.current
+        limit, slowness = session.settings.drop_slower_than, context.balance.slowness(session.world.rank)
         if limit is not None and slowness >= limit:
-            self._session.calls.report_slowness(slowness)
-        if change is not None:
+            session.calls.report_slowness(slowness)
+        choice = plan.tuner.prepare(plan.batches.position.number, self._agree_on_times)
+        for kind, text in (("shards", change), ("grad_comm", choice)):
+            if text is not None:
+                session.trace_writer.event(kind, text=text)
+                session.announce(text)
+        if change is not None or plan.tuner.current is not sent_before:
             self.drop_context(clears_gradients=False)
             self._make_contexts(plan, context.balance, context.last)
-            self._session.trace_writer.event("shards", text=change)
-            self._session.announce(change)
+
+    def _agree_on_times(self, mine: list[float]) -> list[float]:
+        """Return the longest of all workers of each of these times; the same on all of them, also on newcomers."""
+        session = self._session
+
+        def call() -> list[float]:
+            rows = gather_values(session.group, mine, device=session.device)
+            return [max(times) for times in zip(*rows, strict=True)]
+
+        return session.calls.make("the choice of grad_comm", call)
 
     def drop_context(self, *, clears_gradients: bool) -> None:
         """Release what depends on the workers and on the trained parameters; `assign_shards` builds it again.

@@ -89,6 +89,8 @@ class Checkpoints:
         }
         if plan.audits.every:
             more["verified_steps"] = self.verified_steps
+        if plan.tuner.is_auto:
+            more["grad_comm"] = plan.tuner.state()
         if not is_batch_done(plan):
             more["finished"] = {str(part): result.to_json() for part, result in plan.finished.items()}
         things = self._things(plan) | ({} if optimizer is None else {"optimizer": optimizer})
@@ -102,6 +104,7 @@ class Checkpoints:
         restore_trainable(plan, state)
         restore_eval_mode(plan.model, state.get("in_eval_mode"))
         self._best.restore(state.get("best"))
+        plan.tuner.restore(state.get("grad_comm"))
         # What was computed without audits cannot be checked any more, and counts as right.
         self.verified_steps = state.get("verified_steps", plan.batches.position.number)
         finished = state.get("finished") or {}

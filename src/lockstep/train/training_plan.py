@@ -28,6 +28,7 @@ from lockstep.step.shard_bucket import Compression
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
+from lockstep.train.grad_comm_tuner import GradCommTuner
 from lockstep.train.optimizer_set import NO_NEW_GROUPS, OptimizerSet, class_names, parts_of
 from lockstep.world.world import World
 
@@ -78,6 +79,7 @@ def make_plan(
         synced=synced,
         large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
         audits=AuditSchedule(audit_every),
+        tuner=GradCommTuner(config.options.grad_comm),
     )
 
 
@@ -233,7 +235,8 @@ def assign_shards(
     shards = batches.settings.shards
     determinism.check_sync_batch_norm(plan.model, shares, exact=config.exact, is_main=world.rank == 0)
     batches.set_rank(world.rank, world.size, shares[world.rank])
-    codec, key = options.grad_comm.codec, (config.seed, "codec")
+    comm, key = plan.tuner.current, (config.seed, "codec")
+    codec = comm.codec
     sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=codec is not None)
 
     def fetch(batch: Batch, number: int) -> Shard:
@@ -254,7 +257,7 @@ def assign_shards(
                 gradients=ShardGradients(
                     leaves,
                     sum_,
-                    comm_dtype=options.grad_comm.dtype,
+                    comm_dtype=comm.dtype,
                     compression=None if codec is None else Compression(codec, partial(derive_seed, *key, part)),
                 ),
                 buffers=buffers,

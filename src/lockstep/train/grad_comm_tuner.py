@@ -1,0 +1,103 @@
+"""`Run(grad_comm="auto")`: tries how gradients can be sent in some of the first steps, and continues with the fastest.
+
+The first steps are never compressed. Then each kind is used for a few steps at a time, in turns. Which step uses which
+kind follows from its number, and the choice is part of the state of the run: a run that is resumed, or a worker that
+joins, continues with it, and the bits are those of any other run with the same choice.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, final
+
+from lockstep.step.run_options import GradComm
+
+WARM_UP: Final = 8  # steps
+KINDS: Final = (GradComm.FP32, GradComm.INT8, GradComm.INT4)
+TURN: Final = 4  # steps; the first of them is not timed
+ROUNDS: Final = 3
+DECISION: Final = WARM_UP + len(KINDS) * TURN * ROUNDS  # the first step after the trial
+REVIEW: Final = DECISION + 24  # then what was expected is compared with what is measured
+# A kind that loses more must be so much faster than the one before it.
+LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
+
+
+def trial_kind(step: int) -> GradComm:
+    """Return how step `step` sends its gradients before the decision."""
+    turn = (step - WARM_UP) // TURN
+    return GradComm.FP32 if step < WARM_UP else KINDS[turn % len(KINDS)]
+
+
+def choose(step_s: Mapping[GradComm, float]) -> GradComm:
+    """Return the kind to continue with, from the time of a step with each."""
+    best = KINDS[0]
+    for kind, least_gain in LEAST_GAIN.items():
+        if step_s[kind] < least_gain * step_s[best]:
+            best = kind
+    return best
+
+
+@final
+class GradCommTuner:
+    """What is sent in which step: one fixed kind, or with "auto" what the trial shows."""
+
+    def __init__(self, asked: GradComm) -> None:
+        self.is_auto = asked is GradComm.AUTO
+        self.chosen: GradComm | None = None if self.is_auto else asked
+        self.current = GradComm.FP32 if self.is_auto else asked  # of the step that is prepared or taken
+        self._expected_s = 0.0
+        self._times: dict[GradComm, list[float]] = {kind: [] for kind in KINDS}
+        self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
+
+    def state(self) -> str | None:
+        """What was chosen, for a checkpoint."""
+        return None if self.chosen is None else self.chosen.value
+
+    def restore(self, state: str | None) -> None:
+        """Continue with what was chosen. A kind that the program has asked for is not changed by it."""
+        if self.is_auto and state is not None:
+            self.chosen = self.current = GradComm(state)
+
+    def prepare(self, step: int, agree: Callable[[list[float]], list[float]]) -> str | None:
+        """Set `current` for this step. Called by all workers. Returns what is to be told, if there is something.
+
+        agree  a collective call that returns the largest of each number over all workers
+        """
+        if not self.is_auto:
+            return None
+        told = None
+        self._record(step)
+        if self.chosen is None and step >= DECISION:
+            told = self._decide(step, agree)
+        elif step == REVIEW and self._expected_s and self.chosen is not None:
+            told = self._review(self.chosen)
+        self.current = trial_kind(step) if self.chosen is None else self.chosen
+        return told
+
+    def _record(self, step: int) -> None:
+        """Note how long the previous step took, with all that the program did in it."""
+        now_s = time.perf_counter()
+        if self._last is not None and self._last[0] == step - 1 and step - 1 >= WARM_UP:
+            is_first_of_turn = step - 1 < DECISION and (step - 1 - WARM_UP) % TURN == 0
+            if not is_first_of_turn:
+                self._times[self.current].append(now_s - self._last[1])
+        self._last = step, now_s
+
+    def _decide(self, step: int, agree: Callable[[list[float]], list[float]]) -> str:
+        mine = [statistics.median(self._times[kind]) if self._times[kind] else 0.0 for kind in KINDS]
+        step_s = dict(zip(KINDS, agree(mine), strict=True))
+        is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
+        self.chosen = choose(step_s) if is_known else GradComm.FP32
+        self._expected_s = step_s[self.chosen]
+        self._times = {kind: [] for kind in KINDS}
+        if not is_known:
+            return f'grad_comm="auto": the trial was interrupted; "fp32" from step {step} on'
+        tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
+        return f'grad_comm="auto": "{self.chosen.value}" from step {step} on (ms of a step: {tried})'
+
+    def _review(self, chosen: GradComm) -> str:
+        times = self._times[chosen]
+        got = f"{1e3 * statistics.median(times):.3g}" if times else "an unknown number of"
+        return f'grad_comm="auto": "{chosen.value}" takes {got} ms a step, {1e3 * self._expected_s:.3g} were expected'
