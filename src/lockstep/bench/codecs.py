@@ -113,8 +113,7 @@ def kernel_calls(
     shifts = torch.zeros_like(codes)
 
     def encode() -> None:
-        codes.copy_(kernels.block_codes(gradient))
-        kernels.encode(gradient, codes, numbers, [3], sums)
+        kernels.encode(gradient, kernels.block_codes(gradient), numbers, [3], sums)
         kernels.pack(sums.view(1, -1), codec.bits, packed)
 
     return encode, lambda: kernels.decode(packed, codes, shifts, 0.5, out)

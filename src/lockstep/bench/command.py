@@ -7,6 +7,7 @@ lockstep bench wrapper    what the wrapper costs on one device, in time and memo
 lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
 lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
 lockstep bench codecs     compressed gradients over slow links, beside torch's communication hooks (root)
+lockstep bench tuner      Run(grad_comm="auto") beside each fixed choice, over links of several speeds (root)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.bench import codecs, comm, exact, hosts, step, trace, wrapper
+from lockstep.bench import codecs, comm, exact, hosts, step, trace, tuner, wrapper
 from lockstep.bench.collectives import Op, parse_size
 from lockstep.bench.models import DEFAULT_MODELS, WORKLOADS
 from lockstep.bench.rounds import RoundPlan
@@ -121,11 +122,17 @@ def run_codecs(arguments: argparse.Namespace) -> int:
     return codecs.run(settings, arguments.device or "cpu", arguments.json)
 
 
+def run_tuner(arguments: argparse.Namespace) -> int:
+    return tuner.run(tuner.TunerSettings(arguments.models, arguments.links), arguments.json)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="step | exact | trace | wrapper | comm | hosts | codecs")
+    commands = parser.add_subparsers(
+        required=True, metavar="step | exact | trace | wrapper | comm | hosts | codecs | tuner"
+    )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., object]:
         """Add a command. Returns its `add_argument`."""
@@ -143,6 +150,12 @@ def make_parser() -> argparse.ArgumentParser:
     of_hosts = command("hosts", run_hosts, "collectives over several hosts: hierarchy, Gloo; needs root")
     about = "compressed gradients over slow links, beside torch's hooks; needs root. --device cuda: the kernels only"
     of_codecs = command("codecs", run_codecs, about)
+    of_tuner = command(
+        "tuner", run_tuner, 'Run(grad_comm="auto") beside each fixed choice, over several links; needs root'
+    )
+    links = "Mbit/s of a link between two hosts, or shm, with commas (default 10000,1000,100,shm)"
+    of_tuner("--links", type=link_speeds, default="10000,1000,100,shm", metavar="LINKS", help=links)
+    of_tuner("--json", type=Path, metavar="FILE", help="write all figures to this file too")
     backends = partial(distinct, allowed=["shm", "gloo", "nccl"])
     about = "with commas (default shm,gloo); nccl needs --device cuda"
     of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help=about)
@@ -174,8 +187,9 @@ def make_parser() -> argparse.ArgumentParser:
         add("--hosts", type=positive, default=2, metavar="N", help="network namespaces (default 2)")
         add("--workers", type=positive, default=workers, metavar="N", help=f"on each host (default {workers})")
         add("--mbit", type=positive, default=mbit, metavar="N", help=f"speed of a link (default {mbit} Mbit/s)")
-    known = f"of {', '.join(WORKLOADS)}, with commas (default mlp,gpt)"
-    of_codecs("--models", type=partial(distinct, allowed=WORKLOADS), default="mlp,gpt", metavar="NAMES", help=known)
+    for add, some in ((of_codecs, "mlp,gpt"), (of_tuner, "small,cnn,gpt")):
+        known = f"of {', '.join(WORKLOADS)}, with commas (default {some})"
+        add("--models", type=partial(distinct, allowed=WORKLOADS), default=some, metavar="NAMES", help=known)
     of_hosts("--ops", type=op_names, default=(), metavar="NAMES", help=f"of {ops} (default: all)")
     of_hosts("--sizes", type=byte_sizes, default=(), metavar="SIZES", help="such as 4KiB,25MiB")
     of_all = (of_step, of_exact, of_trace, of_wrapper, of_comm, of_hosts, of_codecs)
@@ -215,6 +229,14 @@ def byte_sizes(text: str) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} names a size twice")
     return found
+
+
+def link_speeds(text: str) -> tuple[str, ...]:
+    links = distinct(text)
+    for link in links:
+        if link != tuner.SHM:
+            positive(link)
+    return links
 
 
 def arm_names(text: str) -> tuple[str, ...]:

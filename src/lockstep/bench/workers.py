@@ -62,10 +62,10 @@ class BenchWorker:
         """Send to the parent: a text is progress (an empty one only shows life), anything else is a result."""
         self.pipe.send(message)
 
-    def join(self) -> None:
-        """Create the default process group, on Gloo, in whose barrier a worker sleeps."""
+    def join(self, backend: str = "gloo") -> None:
+        """Create the default process group. A worker sleeps in the barrier of Gloo."""
         store = TCPStore(LOOPBACK, self.port, is_master=False, timeout=self.timeout)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
     def leave(self) -> None:
         dist.barrier()  # no worker leaves while a peer still communicates with it
