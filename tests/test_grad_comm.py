@@ -104,9 +104,63 @@ def test_the_same_bits_on_any_number_of_workers(
 
 def test_complex_gradients_are_not_narrowed(alone: dict[str, tuple[str, float]]) -> None:
     for name in ("complex64", "complex128"):
-        assert alone[f"{name}, bf16"] == alone[f"{name}, fp16"] == alone[f"{name}, as it is"]
+        assert len({alone[f"{name}, {comm or 'as it is'}"] for comm in COMMS}) == 1
     assert alone["complex and real, bf16"] != alone["complex and real, as it is"]  # the real ones are
     assert alone["float64, bf16"] != alone["float64, as it is"]
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Two buckets, one of them of 4.7 MB: several chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 1100), nn.Linear(1100, 1070)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())[:, :10]
+
+
+FURTHER = {
+    "several chunks": (Program(Wide, plain_sgd), {}),
+    "sharded optimizer": (Program(mlp, adamw), {"shard_optimizer": True}),
+    "audits": (Program(mlp, sgd), {"audit_every": 2}),
+    "fp16, clipped": (Program(mlp, sgd), {"precision": "fp16", "max_grad_norm": 0.5, "on_nonfinite": "skip"}),
+}
+
+
+def train_further(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:
+    use(backend, store, rank, size)
+    return {
+        f"{name}, {comm}": train(program, steps=3, grad_comm=comm, **options)
+        for name, (program, options) in FURTHER.items()
+        for comm in ("int8", "int4")
+    }
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        *((n, "hierarchy") for n in (3, 4)),  # hosts of two and one, and of two and two
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, "shm"), (3, "gloo"), (5, "hierarchy")]),
+    ],
+)
+def test_integers_in_other_runs_and_over_hosts(tmp_path: Path, size: int, backend: str) -> None:
+    (tmp_path / "one").mkdir()
+    want = on_workers(train_further, 1, "gloo", str(tmp_path / "one" / "store"))[0]
+    for found in on_workers(train_further, size, backend, str(tmp_path / "store")):
+        assert {name: found[name] for name in want if found[name] != want[name]} == {}
+
+
+def train_not_exact(rank: int, size: int) -> tuple[str, float]:
+    return train(Program(mlp, sgd), grad_comm="int8", exact=False)
+
+
+def test_integers_without_exactness() -> None:
+    assert len(set(on_workers(train_not_exact, 3))) == 1
 
 
 # -- grad_comm="auto" --------------------------------------------------------------------------------------------------

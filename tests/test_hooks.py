@@ -3,6 +3,8 @@
 (No postponed annotations here: torch's class, which runs beside ours, does not understand them.)
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -243,8 +245,31 @@ def test_hooks_that_send_integers(ours: bool, hook: str, least: float, most: flo
     assert least < found[0][0] <= found[0][1] < most
 
 
-def test_a_hook_needs_a_process_group() -> None:
+def share_a_hook(rank: int, size: int, ours: bool) -> float:
+    """Two models of the same shape, whose buckets have the same numbers, in one backward pass."""
     import lockstep
 
-    with pytest.raises(ValueError, match=r"init_process_group or lockstep\.init first"):
-        lockstep.hooks.int8()
+    hook = lockstep.hooks.int8()
+    torch.manual_seed(1)
+    wrapper = OurDDP if ours else TorchDDP
+    models = [wrapper(nn.Linear(300, 300)) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(None, hook)
+    x = torch.randn(8, 300, generator=torch.Generator().manual_seed(rank))
+    (models[0](x).square().mean() + 1000 * models[1](x).square().mean()).backward()
+    plain = wrapper(nn.Linear(300, 300))
+    plain.module.load_state_dict(models[0].module.state_dict())
+    plain(x).square().mean().backward()
+    mine, want = models[0].module.weight.grad, plain.module.weight.grad
+    return float((mine - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
+def test_a_hook_may_be_registered_with_two_models(ours: bool) -> None:
+    assert max(on_workers(share_a_hook, 2, ours)) < 0.03
+
+
+def test_a_hook_needs_a_process_group() -> None:
+    code = "import lockstep; lockstep.hooks.int8()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "call torch.distributed.init_process_group or lockstep.init first" in done.stderr

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +79,10 @@ def test_a_number_that_is_not_finite_makes_its_block_nan_and_no_other(value: flo
 def test_every_column_of_the_table_has_every_number_once() -> None:
     table = dither_table(CPU, 7) - 7
     assert torch.equal(table.sort(dim=0).values, ((torch.arange(ROWS) + 0.5) / ROWS).unsqueeze(1).expand(ROWS, BLOCK))
+    found = hashlib.sha256(table.numpy().tobytes()).hexdigest()
+    assert found == "ba41be3e842a435f07df622404d35b74d8d7e857817c8153ee54b65d50101891", (
+        "the bits of all compressed runs would change"
+    )
     rows = torch.cat([dither_rows(torch.arange(10_000), key) for key in range(20)])
     counts = rows.bincount(minlength=ROWS).float()
     assert counts.min() > 0.6 * counts.mean()
@@ -82,13 +92,15 @@ def test_every_column_of_the_table_has_every_number_once() -> None:
 @pytest.mark.parametrize("width", range(1, 21))
 def test_packing_loses_nothing(width: int) -> None:
     values = torch.randint(0, 2**width, (3, 5 * BLOCK), generator=torch.Generator().manual_seed(width)).int()
-    narrow = values.to(torch.int16) if width < 16 else values
+    narrow = [torch.uint8] * (width <= 8) + [torch.int16] * (width < 16) + [torch.int32]
+    total_dtypes = [torch.int16] * (3 * 2**width < 2**15) + [torch.int32]
     for kernels in (TorchKernels(IntegerCodec(8)), kernels_for(IntegerCodec(8), CPU)):
-        packed = torch.empty(3, 5 * BLOCK * width // 8, dtype=torch.uint8)
-        kernels.pack(narrow, width, packed)
-        total = torch.empty(5 * BLOCK, dtype=torch.int32)
-        kernels.unpack_sum(packed, width, total)
-        assert torch.equal(total, values.sum(dim=0, dtype=torch.int32))
+        for dtype, total_dtype in itertools.product(narrow, total_dtypes):
+            packed = torch.empty(3, 5 * BLOCK * width // 8 + 1, dtype=torch.uint8)[:, :-1]  # rows at odd addresses
+            kernels.pack(values.to(dtype), width, packed)
+            total = torch.empty(5 * BLOCK, dtype=total_dtype)
+            kernels.unpack_sum(packed, width, total)
+            assert torch.equal(total.int(), values.sum(dim=0, dtype=torch.int32)), (type(kernels), dtype, total_dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,7 +129,7 @@ def test_a_kernel_that_computes_other_bits_is_not_used(monkeypatch: pytest.Monke
 
 
 def test_without_a_compiler_the_kernels_of_torch_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for compiler in ("/no/such/compiler", "false"):
+    for compiler in ("/no/such/compiler", "false", 'gcc "'):
         monkeypatch.setenv("CC", compiler)
         kernels_for.cache_clear()
         codec_kernels._load_library.cache_clear()
@@ -126,3 +138,40 @@ def test_without_a_compiler_the_kernels_of_torch_are_used(monkeypatch: pytest.Mo
         finally:
             kernels_for.cache_clear()
             codec_kernels._load_library.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_program_does_not_matter(dtype: torch.dtype) -> None:
+    shards = torch.randn(2, 4 * BLOCK, generator=torch.Generator().manual_seed(1))
+    want = sum_of(shards, 8, 1)
+    caches = (kernels_for, codec_kernels._load_library, dither_table)
+    for is_new in (False, True):
+        for cache in caches if is_new else ():
+            cache.cache_clear()
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(sum_of(shards, 8, 1), want)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+LOAD = "from lockstep.comm import codec_kernels as k; assert k._load_library() is not None; print(k._cache_folder())"
+
+
+def load_in(cache: Path) -> str:
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_library_is_compiled_once_and_never_taken_from_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
+    cache = tmp_path / "lockstep"
+    assert load_in(tmp_path) == str(cache)
+    (made,) = cache.iterdir()
+    changed = made.stat().st_mtime_ns
+    assert load_in(tmp_path) == str(cache)
+    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [changed]
+    cache.chmod(0o777)
+    made.write_bytes(b"planted")
+    assert load_in(tmp_path) == "None"

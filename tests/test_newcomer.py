@@ -502,7 +502,8 @@ def test_what_cannot_be_driven_is_refused_before_a_step(optimizer: Any, schedule
 def test_options_of_run_name_the_right_one() -> None:
     for name, words in {
         "num_workers": r"run.batches\(dataset",
-        "wire": "grad_comm_dtype= here",
+        "wire": "grad_comm= here",
+        "compression": "grad_comm= here",
         "precison": "did you mean precision=?",
         "clip_norm": "max_grad_norm= here",
         "zzz": "it has directory, seed, exact, resume, precision",

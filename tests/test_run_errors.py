@@ -473,6 +473,9 @@ CASES: dict[str, tuple[Callable[[Here], Any], str]] = {
         for name, value in (
             ("precision", "fp8"),
             ("grad_comm_dtype", "int8"),
+            ("grad_comm", "INT8"),
+            ("grad_comm", 8),
+            ("grad_comm", False),
             ("on_nonfinite", "cry"),
             ("max_grad_norm", 0.0),
             ("max_grad_norm", "1"),

@@ -3,8 +3,7 @@
     model.register_comm_hook(None, lockstep.hooks.int8())
 
 They round gradients to integers at random, without bias (comm/integer_codec.py), and return their mean over the
-workers. Nothing is remembered from step to step, so there is nothing to save. Torch's own hooks work with both classes
-as well.
+workers. No residual is kept from step to step. Torch's own hooks work with both classes as well.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ class IntegerHook:
             raise ValueError(f"hooks.int{bits}(): call torch.distributed.init_process_group or lockstep.init first")
         whole: Any = process_group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(whole)
+        if dist.get_rank() not in ranks:
+            raise ValueError(f"hooks.int{bits}(): rank {dist.get_rank()} is not in the process group of ranks {ranks}")
         # A group of its own: the collectives run in a thread, and must not mix with other collectives of the program.
         self._group = dist.new_group(ranks, backend=dist.get_backend(whole), use_local_synchronization=True)
         self._rank, self._size = ranks.index(dist.get_rank()), len(ranks)
@@ -60,21 +61,21 @@ class IntegerHook:
 
     def __call__(self, state: object, bucket: Any) -> Future[Tensor]:
         flat: Tensor = bucket.buffer()
-        if not flat.is_floating_point():
-            raise ValueError(f"hooks.{self.__name__}: gradients of {flat.dtype} cannot be compressed; use no hook")
+        if flat.is_sparse or not flat.is_floating_point():
+            kind = "sparse tensors" if flat.is_sparse else str(flat.dtype)
+            raise ValueError(f"hooks.{self.__name__}: gradients that are {kind} cannot be compressed; use no hook")
         number, device = bucket.index(), flat.device
         sum_, compressed = self._sum_for(device)
         buffers = self._buffers_for(compressed, number, flat.numel())
         step = self._calls[number] = self._calls.get(number, -1) + 1
-        row = buffers.rows[-1]
-        row[: flat.numel()].copy_(flat)
-        row[flat.numel() :].zero_()
-        buffers.shard_keys = [derive_seed(self._seed, "hook", step, self._rank)]
-        buffers.sum_key = derive_seed(self._seed, "hook", step, "sum")
+        keys = [derive_seed(self._seed, "hook", step, word) for word in (self._rank, "sum")]
         future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
         def job() -> Tensor:
             try:
+                buffers.shard_keys, buffers.sum_key, row = keys[:1], keys[1], buffers.rows[-1]
+                row[: flat.numel()].copy_(flat)
+                row[flat.numel() :].zero_()
                 flat.copy_(compressed.run(buffers)[: flat.numel()])
                 future.set_result(flat)
             except Exception as error:

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+typedef uint64_t word __attribute__((aligned(1), may_alias)); /* eight bytes at any address */
+
 #define BLOCK 128
 #define NON_FINITE 255
 #define SMALLEST_CODE 8
@@ -28,14 +30,14 @@ static float power_of_two(int32_t biased) {
 /* The code of each block. The bits of a float without its sign have the order of the values, NaN last. With `more`, the
    maximum with what is in `codes`. */
 void block_codes(const int32_t *gradient, uint8_t *codes, int64_t blocks, int bits, int more) {
-    int32_t largest = (1 << (bits - 1)) - 1, carry = (1 << 23) - 1 - ((largest << (25 - bits)) - (1 << 23));
+    uint32_t largest = (1u << (bits - 1)) - 1, carry = (1u << 23) - 1 - ((largest << (25 - bits)) - (1u << 23));
     for (int64_t b = 0; b < blocks; b++) {
         int32_t found = 0;
         for (int j = 0; j < BLOCK; j++) {
             int32_t value = gradient[b * BLOCK + j] & 0x7fffffff;
             found = value > found ? value : found;
         }
-        int32_t code = ((found + carry) >> 23) - (126 + bits - 1) + BIAS;
+        int32_t code = (int32_t)(((uint32_t)found + carry) >> 23) - (126 + bits - 1) + BIAS;
         code = code < SMALLEST_CODE ? SMALLEST_CODE : code >= NON_FINITE ? NON_FINITE - 1 : code;
         code = found == 0 ? 0 : found >= 0x7f800000 ? NON_FINITE : code;
         codes[b] = (uint8_t)(more && codes[b] > code ? codes[b] : code);
@@ -74,7 +76,7 @@ static uint64_t in_each_byte(int width) { return (uint64_t)((1 << width) - 1) * 
 
 /* out |= bytes << up, or out = bytes << up. */
 static void put_bits(const uint64_t *bytes, uint8_t *out, int64_t count, int up, int more) {
-    uint64_t *words = (uint64_t *)out;
+    word *words = (word *)out;
     if (more)
         for (int64_t i = 0; i < count / 8; i++) words[i] |= bytes[i] << up;
     else
@@ -102,7 +104,7 @@ static void put_bits(const uint64_t *bytes, uint8_t *out, int64_t count, int up,
                     int together = slices / (8 / width), slot = slice / together;                               \
                     uint64_t mask = in_each_byte(width);                                                        \
                     if (sizeof *x == 1) {                                                                       \
-                        for (int64_t i = 0; i < few / 8; i++) cut[i] = (((uint64_t *)x)[i] >> shift) & mask;    \
+                        for (int64_t i = 0; i < few / 8; i++) cut[i] = (((const word *)x)[i] >> shift) & mask;    \
                     } else {                                                                                    \
                         for (int64_t i = 0; i < few; i++) bytes[i] = (uint8_t)((uint16_t)x[i] >> shift);        \
                         for (int64_t i = 0; i < few / 8; i++) cut[i] &= mask;                                   \
@@ -140,7 +142,7 @@ void unpack(const uint8_t *packed, int16_t *values, int64_t numel, int bits, int
             for (int width = 4; width; width /= 2) {
                 if (!(bits % 8 & width)) continue;
                 int together = slices / (8 / width), down = slice / together * width;
-                const uint64_t *x = (const uint64_t *)(plane + (slice % together) * length + from);
+                const word *x = (const word *)(plane + (slice % together) * length + from);
                 uint64_t mask = in_each_byte(width);
                 int16_t factor = (int16_t)(1 << shift);
                 for (int64_t i = 0; i < few / 8; i++) cut[i] = (x[i] >> down) & mask;

@@ -66,9 +66,9 @@ def trial(
     kernels: Kernels, codec: IntegerCodec, device: torch.device, *, blocks: int = 6, sections: int = 2
 ) -> list[Tensor]:
     """Return what each of the kernels makes of the same gradients of two shards, some of them 0 or not finite."""
-    generator = torch.Generator().manual_seed(blocks)
-    sizes = 10.0 ** torch.randint(-20, 20, (blocks, 1), generator=generator)
-    shards = torch.randn(2, blocks, BLOCK, generator=generator) * sizes
+    generator, dtype = torch.Generator("cpu").manual_seed(blocks), torch.float32
+    sizes = 10.0 ** torch.randint(-20, 20, (blocks, 1), generator=generator, dtype=dtype, device="cpu")
+    shards = torch.randn(2, blocks, BLOCK, generator=generator, dtype=dtype, device="cpu") * sizes
     shards[0, -1], shards[1, blocks // 2, 5], shards[:, blocks // 3] = 0.0, float("inf"), 0.0
     shards, numbers = shards.to(device), torch.arange(7, 7 + blocks, device=device)
     codes = kernels.block_codes(shards)
@@ -83,9 +83,9 @@ def trial(
     kernels.round_sums(sums.short(), 2 * codec.largest, numbers, 2**33 + 1, values, shifts)
     final = torch.empty(sections, numel // sections * codec.bits // 8, dtype=torch.uint8, device=device)
     kernels.pack(values.view(sections, -1), codec.bits, final)
-    outs = [torch.empty(blocks, BLOCK, device=device) for _ in range(2)]
+    outs = [torch.empty_like(shards[0]) for _ in range(2)]
     kernels.decode(final, codes, shifts, 0.3, outs[0])
-    kernels.decode(final, codes, shifts, torch.tensor(0.3, device=device), outs[1])
+    kernels.decode(final, codes, shifts, torch.tensor(0.3, dtype=torch.float32, device=device), outs[1])
     return [codes, sums, packed, total, values, shifts, final, *(out.view(torch.int32) for out in outs)]
 
 
@@ -95,32 +95,39 @@ def trial(
 @cache
 def _load_library() -> Any:
     """Return the compiled C file; None if there is no compiler, or if it fails."""
-    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
-    if not compiler[0]:
-        return None
     try:
-        path = _cached_library(compiler)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+        compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
+        if not compiler[0]:
+            return None
+        cache = _cache_folder()
+        if cache is not None:
+            return ctypes.CDLL(str(_compile(compiler, cache)))
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            return ctypes.CDLL(str(_compile(compiler, Path(folder))))
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info("compression: %s could not be compiled, the kernels of torch are used: %s", SOURCE.name, error)
         return None
 
 
-def _cached_library(compiler: Sequence[str]) -> Path:
-    """Compile, if that was not done before with the same source, compiler and kind of CPU, and return the library."""
-    words = (SOURCE.read_text(), *compiler, *FLAGS, platform.machine(), _cpu_features())
-    name = f"codec-{hashlib.blake2b(repr(words).encode(), digest_size=10).hexdigest()}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+def _cache_folder() -> Path | None:
+    """Return the folder in which compiled files are kept; None if other users can write to it, or this one cannot."""
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise OSError(f"{folder} belongs to another user")
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-    library = folder / name
-    if not library.exists():
+        found = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    is_own = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if is_own and os.access(folder, os.W_OK) else None
+
+
+def _compile(compiler: Sequence[str], folder: Path) -> Path:
+    """Compile into this folder, if it is not there yet for the same source, compiler and kind of CPU."""
+    words = (SOURCE.read_text(), *compiler, *FLAGS, platform.machine(), _cpu_features())
+    library = folder / f"codec-{hashlib.blake2b(repr(words).encode(), digest_size=10).hexdigest()}.so"
+    if not library.exists() or library.stat().st_uid != os.getuid():
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = Path(work) / name
+            made = Path(work) / library.name
             command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
             made.replace(library)
@@ -145,7 +152,7 @@ class CpuKernels:
         self._table = (_at(table), ctypes.c_int64(len(table)))
 
     def block_codes(self, shards: Tensor) -> Tensor:
-        codes = torch.empty(shards.shape[1], dtype=torch.uint8)
+        codes = torch.empty(shards.shape[1], dtype=torch.uint8, device="cpu")
         for n, one in enumerate(shards):
             self._library.block_codes(_at(one), _at(codes), _count(one), self.codec.bits, int(n > 0))
         return codes

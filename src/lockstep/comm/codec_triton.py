@@ -31,6 +31,7 @@ def _block_codes(
     inside = block < blocks
     at = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     found = tl.zeros([PER], dtype=tl.int32)
+    stride = stride.to(tl.int64)
     for shard in range(shards):
         bits = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0) & 0x7FFFFFFF
         found = tl.maximum(found, tl.max(bits, axis=1))  # the order of these bits is that of the values, NaN last
@@ -56,6 +57,7 @@ def _encode(
     power = tl.where((code == 0) | (code == 255), 0, 255 - code)
     scale = (power << 23).to(tl.float32, bitcast=True)[:, None]
     total = tl.zeros([PER, BLOCK], dtype=tl.int32)
+    stride = stride.to(tl.int64)
     for shard in range(shards):
         value = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0.0)
         if AT:
@@ -92,10 +94,10 @@ def _decode(
     packed, codes, shifts, factor, factor_at, out, per_section, stride,
     BITS: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Program (section, part): some blocks of one section. The factor is a number, or with AT where it is stored."""
+    """Program (part, section): some blocks of one section. The factor is a number, or with AT where it is stored."""
     half: tl.constexpr = BLOCK // 2
-    section = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * PER + tl.arange(0, PER)
+    section = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
     inside = block < per_section
     first = section * per_section
     code = tl.load(codes + first + block, mask=inside, other=0).to(tl.int32)
@@ -105,7 +107,7 @@ def _decode(
     if AT:
         factor = tl.load(factor_at)
     scale = (scale * factor)[:, None]
-    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    index = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if BITS == 8:
         value = tl.load(packed + section * stride + index, mask=inside[:, None], other=0).to(tl.int32)
     else:
@@ -173,10 +175,10 @@ class TritonKernels(TorchKernels):
         blocks, table = shards.shape[1], dither_table(shards.device, self.codec.largest)
         key, several = keys[0] & 0xFFFFFFFF | 2**32, len(keys) > 1
         sizes = (several, ROWS, BLOCK, PER_PROGRAM)
-        low = torch.tensor(keys).to(shards.device, non_blocking=True) if several else codes
+        all_keys = torch.tensor(keys, device="cpu").to(shards.device, non_blocking=True) if several else codes
         with torch.cuda.device(shards.device):
             _encode[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards, codes, numbers, key, low, table, out, blocks, len(shards), shards.stride(0), *sizes
+                shards, codes, numbers, key, all_keys, table, out, blocks, len(shards), shards.stride(0), *sizes
             )
 
     def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
@@ -213,6 +215,6 @@ class TritonKernels(TorchKernels):
         is_tensor, sizes = isinstance(scale, Tensor), (BLOCK, PER_PROGRAM)
         number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
         with torch.cuda.device(out.device):
-            _decode[(sections, triton.cdiv(blocks, PER_PROGRAM))](
+            _decode[(triton.cdiv(blocks, PER_PROGRAM), sections)](
                 packed, codes, shifts, number, where, out, blocks, packed.stride(0), self.codec.bits, is_tensor, *sizes
             )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.codec_kernels import kernels_for
-from lockstep.comm.host_groups import Finish, HostLayout, OpType, SingleWorker, split_range
+from lockstep.comm.host_groups import Finish, OpType, SingleWorker, split_range
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
@@ -51,7 +51,7 @@ class Route:
     """The way that sums take: inside the host, then between hosts.
 
     device  on which the subgroups exchange tensors
-    run     runs a job on the thread that owns the subgroups, and waits for it
+    run     runs a job that uses these tensors on the thread that owns the subgroups, and waits for it
     """
 
     local: RowSubgroup
@@ -59,24 +59,11 @@ class Route:
     own_shards: int  # the most of a worker
     shards: int  # the most of a host
     device: torch.device
-    run: Callable[[Callable[[], None]], None] = lambda job: job()
+    run: Callable[[Sequence[Tensor], Callable[[], None]], None] = lambda tensors, job: job()
 
     @staticmethod
     def of_single_worker(shards: int, device: torch.device) -> Route:
         return Route(SingleWorker(), SingleWorker(), shards, shards, device)
-
-    @staticmethod
-    def over_hosts(
-        local: RowSubgroup,
-        across: RowSubgroup,
-        layout: HostLayout,
-        shares: Sequence[int],
-        device: torch.device,
-        run: Any,
-    ) -> Route:
-        """`shares`: the number of shards of each worker, by rank."""
-        most = max(sum(shares[rank] for rank in host) for host in layout.hosts)
-        return Route(local, across, max(shares), most, device, run)
 
 
 @dataclass
@@ -85,6 +72,9 @@ class CompressedBuffers:
 
     numbers  of the blocks in the model: equal on all workers, whatever the buckets are
     flags    bytes that are combined over all workers by their maximum, along with the sum
+    sent, started_s        the pending sum, and when it was started
+    shard_keys, sum_key    of the random numbers, for each shard and for the sum
+    scale    returns by what the sum is multiplied
     """
 
     rows: Tensor  # [shards, numel]
@@ -115,7 +105,7 @@ class CompressedSum:
         count = -(-len(numbers) // self._sections) * self._sections
         padded = torch.zeros(count, dtype=torch.int64, device=self._device)
         padded[: len(numbers)] = numbers
-        rows = torch.zeros(max(self._own, 1), count * BLOCK, device=self._device)
+        rows = torch.zeros(max(self._own, 1), count * BLOCK, dtype=torch.float32, device=self._device)
         return CompressedBuffers(rows, padded, torch.zeros(flags, dtype=torch.uint8, device=self._device))
 
     def wire_bytes(self, buffers: CompressedBuffers) -> int:
@@ -127,7 +117,7 @@ class CompressedSum:
         """Compute the sum; all workers call it together. Returns it, in the last row."""
         count = len(buffers.numbers)
         spans = list(split_range(count, self._chunk_blocks(count)))
-        self._route.run(lambda: run_interleaved(self._reduce_chunk(buffers, at) for at in spans))
+        self._route.run([buffers.rows], lambda: run_interleaved(self._reduce_chunk(buffers, at) for at in spans))
         return buffers.rows[-1]
 
     def _chunk_blocks(self, count: int) -> int:

@@ -235,19 +235,21 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- jobs of several collectives --------------------------------------------------------------------------------
 
-    def subgroups(self, device: torch.device) -> tuple[Subgroup, TreeSubgroup | SingleWorker, torch.device] | None:
-        """Return the subgroup of this host, that of this worker's column, and the device on which they exchange tensors
-        of `device`; None if the hosts have different numbers of workers."""
+    def subgroups(self, device: torch.device) -> tuple[Subgroup, Subgroup, torch.device, Sequence[Sequence[int]]]:
+        """Return how sums of tensors of `device` can be exchanged, for jobs of `run_in_order`.
+
+        Returns the subgroup inside the host, the one between hosts, the device on which they exchange tensors, and the
+        ranks on each host. If hosts have different numbers of workers, each worker counts as a host of its own.
+        """
         collectives = self._collectives(device)
+        if not self.layout.is_even:
+            return SingleWorker(), self._flat, torch.device("cpu"), [[rank] for rank in range(self._size)]
         if isinstance(collectives, StagedCollectives):
             collectives, device = self._on_host, torch.device("cpu")
-        across = collectives.across
-        if not self.layout.is_even or not isinstance(across, (TreeSubgroup, SingleWorker)):
-            return None
-        return collectives.local, across, device
+        return collectives.local, collectives.across, device, self.layout.hosts
 
     def run_in_order(self, name: str, tensors: Sequence[Tensor], job: Callable[[], None]) -> None:
-        """Run a job that uses the subgroups after everything that was called before, and wait for it."""
+        """Run a job that uses these tensors and the subgroups after everything that was called before; wait for it."""
         opts = _torch.AllreduceOptions()
         opts.asyncOp = False
         work = self._submit(name, tensors, opts, job)

@@ -132,9 +132,9 @@ def dither_table(device: torch.device, offset: int) -> Tensor:
     """Return the table of Note [Dither], with `offset` added: see Note [Offset]."""
     if device.type != "cpu":
         return dither_table(torch.device("cpu"), offset).to(device)
-    generator = torch.Generator().manual_seed(0)
-    order = torch.rand(ROWS, BLOCK, generator=generator).argsort(dim=0)
-    return (order + 0.5) / ROWS + offset
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.rand(ROWS, BLOCK, generator=generator, dtype=torch.float32, device=device)
+    return (drawn.argsort(dim=0, stable=True).to(torch.float32) + 0.5) / ROWS + offset
 
 
 def dither_rows(blocks: Tensor, key: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ScratchBuffers:
-    """Buffers for pending collectives, kept for reuse: page faults are expensive."""
+    """Lends buffers for pending collectives, and keeps them for reuse."""
 
     KEEP = 8  # buffers of each size
 
@@ -26,7 +26,7 @@ class ScratchBuffers:
         capacity = _capacity_bytes(numel * like.itemsize)
         with self._lock:
             free = self._free.setdefault(capacity, [])
-            buffer = free.pop() if free else torch.empty(capacity, dtype=torch.uint8)
+            buffer = free.pop() if free else torch.empty(capacity, dtype=torch.uint8, device="cpu")
         return buffer[: numel * like.itemsize].view(like.dtype)
 
     def release(self, tensor: Tensor) -> None:
@@ -36,7 +36,9 @@ class ScratchBuffers:
         capacity = _capacity_bytes(tensor.nbytes)
         with self._lock:
             if len(self._free[capacity]) < self.KEEP:
-                self._free[capacity].append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+                self._free[capacity].append(
+                    torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+                )
 
 
 def _capacity_bytes(size_bytes: int) -> int:

@@ -208,12 +208,11 @@ class ShardSum:
         if self._backend == "shm":
             local = NativeSubgroup(self.group, self._rank, self.size)
             return Route(local, SingleWorker(), max(shards), sum(shards), self.device)
-        group: Any = self.group
-        found = group.subgroups(self.device) if self._backend == "hierarchy" else None
-        if found is not None:
-            local, across, where = found
-            run = partial(group.run_in_order, "a compressed sum", [])
-            return Route.over_hosts(local, across, group.layout, shards, where, run)
+        if self._backend == "hierarchy":
+            group: Any = self.group
+            local, across, where, hosts = group.subgroups(self.device)
+            of_host = max(sum(shards[rank] for rank in host) for host in hosts)
+            return Route(local, across, max(shards), of_host, where, partial(group.run_in_order, "a compressed sum"))
         where = torch.device("cpu") if self._via_host else self.device
         return Route(SingleWorker(), self._all, max(shards), max(shards), where)
 

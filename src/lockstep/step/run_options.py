@@ -111,8 +111,8 @@ class RunOptions:
     grad_comm     how gradients are sent: "fp32": as they are; "bf16" or "fp16": in half precision, and still summed in
                   float32; "int8" or "int4": as integers of so many bits, rounded at random without bias
                   (docs/compression.md); "auto": the fastest of "fp32", "int8" and "int4", by a trial in some of the
-                  first steps. The bits are other ones, and the same on any number of workers. Complex and sparse
-                  gradients are sent unchanged. `grad_comm_dtype` is another name of this option
+                  first steps. Each has bits of its own, the same on any number of workers. Complex and sparse gradients
+                  are sent unchanged. `grad_comm_dtype` is another name of this option
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
@@ -231,4 +231,5 @@ def _grad_comm(values: dict[str, Any]) -> GradComm:
         raise ValueError(f"grad_comm_dtype={dtype!r} is not known; choose one of 'fp32', 'bf16', 'fp16'{hint}")
     if dtype is not None and comm is not None and dtype != comm:
         raise ValueError(f"grad_comm={comm!r} and grad_comm_dtype={dtype!r} are two names of one option; give one")
-    return one_of(GradComm, "grad_comm", comm or dtype or "fp32")
+    given = dtype if comm is None else comm
+    return one_of(GradComm, "grad_comm", "fp32" if given is None else given)

@@ -193,7 +193,10 @@ class CompressedBucket(GradientBucket):
         """Send the bucket. `shards`: their numbers, one for each row."""
         buffers, key = self.buffers, self._compression.key
         self.rows[-1].index_fill_(0, self._padding, 0.0)  # a sum that is not finite was written there, too
-        buffers.flags.copy_(torch.tensor(self.used, dtype=torch.uint8))
+        if all(self.used):
+            buffers.flags.fill_(1)  # without a copy from the host, which would wait for the GPU
+        else:
+            buffers.flags.copy_(torch.tensor(self.used, dtype=torch.uint8))
         buffers.shard_keys, buffers.sum_key = [key(step, shard) for shard in shards], key(step, "sum")
         buffers.scale, buffers.started_s = scale, time.monotonic()
         buffers.sent = self._sum.submit(lambda: self._compressed.run(buffers))

@@ -105,7 +105,7 @@ class ShardGradients:
 
     @property
     def bucket_bytes(self) -> tuple[int, ...]:
-        """Bytes that each bucket sends, in the order of sending; empty with one worker."""
+        """Bytes that each bucket sends, in the order of sending; empty if there are no buckets."""
         return tuple(bucket.sent_bytes for bucket in self._buckets)
 
     @property

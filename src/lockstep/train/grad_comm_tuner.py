@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, final
+from typing import Any, Final, final
 
 from lockstep.step.run_options import GradComm
 
@@ -25,7 +25,7 @@ LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
 
 
 def trial_kind(step: int) -> GradComm:
-    """Return how step `step` sends its gradients before the decision."""
+    """Return how the `step`-th step of the trial sends its gradients."""
     turn = (step - WARM_UP) // TURN
     return GradComm.FP32 if step < WARM_UP else KINDS[turn % len(KINDS)]
 
@@ -47,30 +47,38 @@ class GradCommTuner:
         self.is_auto = asked is GradComm.AUTO
         self.chosen: GradComm | None = None if self.is_auto else asked
         self.current = GradComm.FP32 if self.is_auto else asked  # of the step that is prepared or taken
+        self._began: int | None = None  # the first step of the trial
         self._expected_s = 0.0
         self._times: dict[GradComm, list[float]] = {kind: [] for kind in KINDS}
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
-    def state(self) -> str | None:
-        """What was chosen, for a checkpoint."""
-        return None if self.chosen is None else self.chosen.value
+    def state(self) -> dict[str, Any]:
+        """When the trial began, and what was chosen, for a checkpoint."""
+        return {"began": self._began, "chosen": None if self.chosen is None else self.chosen.value}
 
-    def restore(self, state: str | None) -> None:
-        """Continue with what was chosen. A kind that the program has asked for is not changed by it."""
-        if self.is_auto and state is not None:
-            self.chosen = self.current = GradComm(state)
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue a trial, or with what was chosen. A kind that the program has asked for is not changed by it.
 
-    def prepare(self, step: int, agree: Callable[[list[float]], list[float]]) -> str | None:
-        """Set `current` for this step. Called by all workers. Returns what is to be told, if there is something.
+        state  None: that of a run without "auto", so that a trial begins with its next step
+        """
+        if self.is_auto:
+            self._began = None if state is None else state["began"]
+            if state is not None and state["chosen"] is not None:
+                self.chosen = self.current = GradComm(state["chosen"])
+
+    def prepare(self, number: int, agree: Callable[[list[float]], list[float]]) -> str | None:
+        """Set `current` for step `number` of the run. Called by all workers. Returns what is to be told, if anything.
 
         agree  a collective call that returns the largest of each number over all workers
         """
         if not self.is_auto:
             return None
-        told = None
+        if self._began is None:
+            self._began = number
+        step, told = number - self._began, None
         self._record(step)
         if self.chosen is None and step >= DECISION:
-            told = self._decide(step, agree)
+            told = self._decide(number, agree)
         elif step == REVIEW and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
         self.current = trial_kind(step) if self.chosen is None else self.chosen
@@ -78,14 +86,14 @@ class GradCommTuner:
 
     def _record(self, step: int) -> None:
         """Note how long the previous step took, with all that the program did in it."""
-        now_s = time.perf_counter()
-        if self._last is not None and self._last[0] == step - 1 and step - 1 >= WARM_UP:
-            is_first_of_turn = step - 1 < DECISION and (step - 1 - WARM_UP) % TURN == 0
+        now_s, before = time.perf_counter(), step - 1
+        if self._last is not None and self._last[0] == before and WARM_UP <= before < REVIEW:
+            is_first_of_turn = before < DECISION and (before - WARM_UP) % TURN == 0
             if not is_first_of_turn:
                 self._times[self.current].append(now_s - self._last[1])
         self._last = step, now_s
 
-    def _decide(self, step: int, agree: Callable[[list[float]], list[float]]) -> str:
+    def _decide(self, number: int, agree: Callable[[list[float]], list[float]]) -> str:
         mine = [statistics.median(self._times[kind]) if self._times[kind] else 0.0 for kind in KINDS]
         step_s = dict(zip(KINDS, agree(mine), strict=True))
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
@@ -93,9 +101,9 @@ class GradCommTuner:
         self._expected_s = step_s[self.chosen]
         self._times = {kind: [] for kind in KINDS}
         if not is_known:
-            return f'grad_comm="auto": the trial was interrupted; "fp32" from step {step} on'
+            return f'grad_comm="auto": the trial was interrupted; "fp32" from step {number} on'
         tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
-        return f'grad_comm="auto": "{self.chosen.value}" from step {step} on (ms of a step: {tried})'
+        return f'grad_comm="auto": "{self.chosen.value}" from step {number} on (ms of a step: {tried})'
 
     def _review(self, chosen: GradComm) -> str:
         times = self._times[chosen]
