@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -151,6 +153,11 @@ def _unpack_sum(
         tl.store(to, found.to(total.dtype.element_ty), mask=inside)
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the device the current one, which takes a third as long as launching a kernel, only if it is not."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
 class TritonKernels(TorchKernels):
     """See `Kernels`."""
 
@@ -163,7 +170,7 @@ class TritonKernels(TorchKernels):
     def block_codes(self, shards: Tensor) -> Tensor:
         blocks, sizes = shards.shape[1], (self.codec.bits, BLOCK, PER_PROGRAM)
         codes = torch.empty(blocks, dtype=torch.uint8, device=shards.device)
-        with torch.cuda.device(shards.device):
+        with _on(shards.device):
             _block_codes[(triton.cdiv(blocks, PER_PROGRAM),)](
                 shards.view(torch.int32), codes, blocks, len(shards), shards.stride(0), self._carry, *sizes
             )
@@ -176,7 +183,7 @@ class TritonKernels(TorchKernels):
         key, several = keys[0] & 0xFFFFFFFF | 2**32, len(keys) > 1
         sizes = (several, ROWS, BLOCK, PER_PROGRAM)
         all_keys = torch.tensor(keys, device="cpu").to(shards.device, non_blocking=True) if several else codes
-        with torch.cuda.device(shards.device):
+        with _on(shards.device):
             _encode[(triton.cdiv(blocks, PER_PROGRAM),)](
                 shards, codes, numbers, key, all_keys, table, out, blocks, len(shards), shards.stride(0), *sizes
             )
@@ -184,7 +191,7 @@ class TritonKernels(TorchKernels):
     def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
         rows, numel = values.shape
         at, shift = 0, 0
-        with torch.cuda.device(values.device):
+        with _on(values.device):
             for width in planes_of(bits):
                 size = numel * width // 8
                 _pack[(triton.cdiv(size, ELEMENTS), rows)](
@@ -194,7 +201,7 @@ class TritonKernels(TorchKernels):
 
     def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
         at, shift = 0, 0
-        with torch.cuda.device(packed.device):
+        with _on(packed.device):
             for width in planes_of(bits):
                 size = len(out) * width // 8
                 _unpack_sum[(triton.cdiv(size, ELEMENTS),)](
@@ -205,7 +212,7 @@ class TritonKernels(TorchKernels):
     def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
         blocks, table = len(sums), dither_table(sums.device, self.codec.largest)
         key, sizes = (key & 0xFFFFFFFF) | 2**32, (self.codec.bits, ROWS, BLOCK, PER_PROGRAM)
-        with torch.cuda.device(sums.device):
+        with _on(sums.device):
             _round_sums[(triton.cdiv(blocks, PER_PROGRAM),)](
                 sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes
             )
@@ -214,7 +221,7 @@ class TritonKernels(TorchKernels):
         sections, blocks = len(packed), len(out) // len(packed)
         is_tensor, sizes = isinstance(scale, Tensor), (BLOCK, PER_PROGRAM)
         number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
-        with torch.cuda.device(out.device):
+        with _on(out.device):
             _decode[(triton.cdiv(blocks, PER_PROGRAM), sections)](
                 packed, codes, shifts, number, where, out, blocks, packed.stride(0), self.codec.bits, is_tensor, *sizes
             )
