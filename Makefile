@@ -20,7 +20,7 @@ help:
 	@echo "make chaos-hosts  100 cuts through the network of three hosts made of network namespaces (needs root)"
 	@echo "make checkpoints  damages and kills in every call of a save (QUICK=1: fewer)"
 	@echo "make simulate     1,000,000 schedules of the membership protocol (QUICK=1: fewer)"
-	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good (QUICK=1: fewer)"
+	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good; compressed gradients (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
 	@echo "make docs         the documentation as a site with search, in build/docs (works without a network)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
@@ -105,6 +105,7 @@ simulate: $(READY)
 
 convergence: $(READY)
 	$(BIN)/python campaigns/convergence.py $(if $(QUICK),--quick)
+	$(BIN)/python campaigns/compression.py $(if $(QUICK),--quick)
 
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
@@ -113,6 +114,8 @@ bench: $(READY)
 
 bench-hosts: $(READY)
 	$(BIN)/lockstep bench hosts $(if $(QUICK),--quick)
+	$(BIN)/lockstep bench codecs $(if $(QUICK),--quick --models gpt)
+	$(if $(QUICK),,$(BIN)/lockstep bench tuner)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
