@@ -35,8 +35,8 @@ def can_make_hosts() -> bool:
 needs_root = pytest.mark.skipif(not can_make_hosts(), reason="needs root, ip and tc")
 
 
-def bench(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lockstep.bench.command", "hosts", *arguments]
+def bench(*arguments: str, what: str = "hosts") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lockstep.bench.command", what, *arguments]
     # A shell starts what is in the background with SIGINT ignored, and so would these be.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
@@ -127,6 +127,39 @@ def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
         assert all_reduce["arms"][arm]["link_bytes"] == plan
         assert plan <= all_reduce["arms"][arm]["sent_bytes"] < 1.05 * plan
     assert 4 * MIB <= broadcast["arms"]["hierarchy"]["sent_bytes"] < 1.05 * 4 * MIB
+    wait_until_only(before)
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.timeout(900)
+def test_bench_codecs_counts_the_bytes_of_compressed_gradients(tmp_path):
+    before, found = holders(), tmp_path / "found.json"
+    process = bench("--mbit", "2000", "--models", "tiny", "--rounds", "2", "--json", str(found), what="codecs")
+    table, progress = process.communicate(timeout=300)
+    assert process.returncode == 0, progress
+    assert "PowerSGD hook" in table
+    record = json.loads(found.read_text())
+    arms, plain = record["all-reduce"], record["all-reduce"]["Gloo"]["sent_bytes"]
+    for arm, share, error in (("int8", 0.25, 0.03), ("int4", 0.125, 0.4)):
+        assert share < arms[arm]["sent_bytes"] / plain < 1.05 * share
+        assert 0.001 < arms[arm]["error"] < error
+    assert set(record["tiny"]) >= {"torch DDP", "Run", "Run, int8", "Run, int4"}
+    wait_until_only(before)
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.timeout(900)
+def test_bench_tuner_names_what_was_chosen(tmp_path):
+    before, found = holders(), tmp_path / "found.json"
+    process = bench("--models", "tiny", "--links", "100,shm", "--json", str(found), what="tuner")
+    table, progress = process.communicate(timeout=300)
+    assert process.returncode == 0, progress
+    assert "chosen" in table
+    choices = [one["choice"] for one in json.loads(found.read_text())["results"] if one["arm"] == "auto"]
+    assert len(choices) == 2
+    assert set(choices) <= {"fp32", "int8", "int4"}
     wait_until_only(before)
 
 

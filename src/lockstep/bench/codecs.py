@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,10 @@ from lockstep.bench.step import TORCH, WrapperArm
 from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
 from lockstep.comm.codec_kernels import kernels_for
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Kernels, TorchKernels
+from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.bucket_reduce import GradBucket
 from lockstep.report.table import columns, render
+from lockstep.seed import derive_seed
 
 SIDE = 2560  # of the matrix whose gradient is reduced: 25 MiB
 RANK = 4  # of PowerSGD's matrices
@@ -156,37 +158,36 @@ def measure_all_reduce(worker: BenchWorker, settings: CodecSettings, over_hosts:
     exact, mine = torch.stack(gradients).mean(dim=0), gradients[worker.rank]
     parameter = torch.empty(SIDE, SIDE)
     power = powerSGD_hook.PowerSGDState(whole, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
-    integers = {name: getattr(hooks, name)(over_hosts, seed=SEED) for name in (INT8, INT4)}
+    integers = {INT8: IntegerSum(over_hosts, 8), INT4: IntegerSum(over_hosts, 4)}
 
-    def reduce(arm: str, flat: Tensor) -> Any:
+    def prepare(arm: str) -> Callable[[], Any]:
+        """Return the reduction of this worker's gradient, which is copied to where the arm needs it."""
+        if arm in integers:
+            return integers[arm].prepare(mine)
+        flat = mine.clone()
         bucket: Any = GradBucket(0, flat, [parameter], is_last=True)
-        found: Any
         if arm == HIERARCHY:
-            dist.all_reduce(flat, group=over_hosts)
-            return flat.div_(worker.size)
-        if arm == POWER_SGD:
-            found = powerSGD_hook.powerSGD_hook(power, bucket).wait()
-        elif arm == FP16:
-            found = default_hooks.fp16_compress_hook(whole, bucket).wait()
-        elif arm == PLAIN:
-            found = default_hooks.allreduce_hook(whole, bucket).wait()
-        else:
-            found = integers[arm](None, bucket).wait()
-        return found[0] if isinstance(found, list) else found
+            return lambda: dist.all_reduce(flat, group=over_hosts) or flat.div_(worker.size)
+        hook: Any
+        hook, state = {
+            PLAIN: (default_hooks.allreduce_hook, whole),
+            FP16: (default_hooks.fp16_compress_hook, whole),
+            POWER_SGD: (powerSGD_hook.powerSGD_hook, power),
+        }[arm]
+        return lambda: hook(state, bucket).wait()
 
     errors = dict[str, float]()
     for arm in REDUCTIONS:
         for _ in range(3 if arm == POWER_SGD else 1):  # it begins to compress in the third step
-            found = reduce(arm, mine.clone())
-        errors[arm] = float((found - exact).norm() / exact.norm())
-
-    flat = mine.clone()
+            found = prepare(arm)()
+        result = found[0] if isinstance(found, list) else found
+        errors[arm] = float((result - exact).norm() / exact.norm())
 
     def call(arm: str) -> tuple[float, float]:
-        flat.copy_(mine)
+        reduce = prepare(arm)
         dist.barrier()
         before = sent_bytes()
-        took_ms = time_calls(partial(reduce, arm, flat), 1)
+        took_ms = time_calls(reduce, 1)
         dist.barrier()  # all workers of this host have sent their data
         return took_ms, float(sent_bytes() - before)
 
@@ -194,6 +195,26 @@ def measure_all_reduce(worker: BenchWorker, settings: CodecSettings, over_hosts:
     values = interleave(REDUCTIONS, {arm: partial(call, arm) for arm in REDUCTIONS}, 2 * settings.rounds, sync)
     times, sent = ({arm: [one[i] for one in rounds] for arm, rounds in values.items()} for i in (0, 1))
     return ArmRounds("all-reduce", times, sent, errors, {})
+
+
+@final
+class IntegerSum:
+    """The mean of one gradient of each worker, as `Run` computes it with grad_comm="int8" or "int4"."""
+
+    def __init__(self, group: Any, bits: int) -> None:
+        self._sum = ShardSum(
+            group, [range(r, r + 1) for r in range(group.size())], device=torch.device("cpu"), compresses=True
+        )
+        self._compressed, self._rank, self._calls = self._sum.compressed(IntegerCodec(bits)), group.rank(), 0
+        self._buffers = self._compressed.allocate(torch.arange(SIDE * SIDE // BLOCK), 0)
+        self._buffers.scale = lambda: 1.0 / group.size()
+
+    def prepare(self, gradient: Tensor) -> Callable[[], Tensor]:
+        buffers, self._calls = self._buffers, self._calls + 1
+        buffers.rows[0][: gradient.numel()].copy_(gradient)
+        buffers.shard_keys = [derive_seed(SEED, self._calls, self._rank)]
+        buffers.sum_key = derive_seed(SEED, self._calls, "sum")
+        return lambda: self._sum.submit(lambda: self._compressed.run(buffers)).wait()[: gradient.numel()]
 
 
 def gradient_of(rank: int) -> Tensor:

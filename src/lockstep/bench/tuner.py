@@ -51,7 +51,9 @@ class TunerJob:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class TunerTimes:
+    """What one Run took for a step."""
+
     model: str
     arm: str
     step_s: float  # the median
@@ -76,7 +78,7 @@ def work(worker: BenchWorker, job: TunerJob) -> None:
     worker.leave()
 
 
-def measure(model: str, arm: str) -> StepTimes:
+def measure(model: str, arm: str) -> TunerTimes:
     """Train with a new Run, and return the median time of its last steps."""
     workload = WORKLOADS[model]
     batches = [workload.batch(torch.Generator().manual_seed(rank)) for rank in range(WORKERS)]
@@ -93,7 +95,7 @@ def measure(model: str, arm: str) -> StepTimes:
                 times.append(time.perf_counter() - began_s)
             assert run._loop.plan is not None
             choice = run._loop.plan.tuner.current.value
-    return StepTimes(model, arm, statistics.median(times), choice)
+    return TunerTimes(model, arm, statistics.median(times), choice)
 
 
 # -------------------------------------------------------------------------------------------------- outside of workers
@@ -102,7 +104,7 @@ def measure(model: str, arm: str) -> StepTimes:
 COLUMNS = columns("model", "link", *(f">{kind.value} ms" for kind in KINDS), ">auto ms", "chosen", ">auto / best")
 
 
-def row_of(model: str, link: str, results: Sequence[StepTimes]) -> tuple[str, ...]:
+def row_of(model: str, link: str, results: Sequence[TunerTimes]) -> tuple[str, ...]:
     """Each fixed kind was measured twice; what counts is the mean of both."""
     step_s = {arm: statistics.mean(r.step_s for r in results if r.arm == arm) for arm in {r.arm for r in results}}
     best = min(step_s[kind.value] for kind in KINDS)
