@@ -27,7 +27,7 @@ from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
 
-CHUNKS: Final = 4  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
+CHUNKS: Final = 3  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
 MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
 
 Scale = Callable[[], float | Tensor]
