@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.step import grad_comm_tuner
 from lockstep.step.run_options import GradComm
-from lockstep.train import grad_comm_tuner
 from on_workers import on_workers
 from runs import Bags, Program, adamw, mlp, sgd, train, use
 

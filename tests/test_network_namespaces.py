@@ -13,6 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,16 @@ def bench(*arguments: str, what: str = "hosts") -> subprocess.Popen[str]:
     # A shell starts what is in the background with SIGINT ignored, and so would these be.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+
+
+def record_of(what: str, folder: Path, *arguments: str) -> tuple[str, Any]:
+    """The table that a benchmark prints, and what it writes to its JSON file; it must leave nothing behind."""
+    before, found = holders(), folder / "found.json"
+    process = bench(*arguments, "--json", str(found), what=what)
+    table, progress = process.communicate(timeout=300)
+    assert process.returncode == 0, progress
+    wait_until_only(before)
+    return table, json.loads(found.read_text())
 
 
 def holders() -> set[int]:
@@ -117,50 +128,38 @@ def test_hosts_reach_each_other_over_links_that_count():
 @needs_root
 @pytest.mark.timeout(900)
 def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
-    before, found = holders(), tmp_path / "found.json"
-    process = bench("--sizes", "4MiB", "--ops", "all-reduce,broadcast", "--rounds", "2", "--json", str(found))
-    table, progress = process.communicate(timeout=300)
-    assert process.returncode == 0, progress
+    asked = ("--sizes", "4MiB", "--ops", "all-reduce,broadcast", "--rounds", "2")
+    table, record = record_of("hosts", tmp_path, *asked)
     assert "by plan" in table
-    all_reduce, broadcast = json.loads(found.read_text())["cases"]
+    all_reduce, broadcast = record["cases"]
     for arm, plan in (("gloo", 6 * MIB), ("hierarchy", 4 * MIB)):
         assert all_reduce["arms"][arm]["link_bytes"] == plan
         assert plan <= all_reduce["arms"][arm]["sent_bytes"] < 1.05 * plan
     assert 4 * MIB <= broadcast["arms"]["hierarchy"]["sent_bytes"] < 1.05 * 4 * MIB
-    wait_until_only(before)
 
 
 @pytest.mark.slow
 @needs_root
 @pytest.mark.timeout(900)
 def test_bench_codecs_counts_the_bytes_of_compressed_gradients(tmp_path):
-    before, found = holders(), tmp_path / "found.json"
-    process = bench("--mbit", "2000", "--models", "tiny", "--rounds", "2", "--json", str(found), what="codecs")
-    table, progress = process.communicate(timeout=300)
-    assert process.returncode == 0, progress
+    table, record = record_of("codecs", tmp_path, "--mbit", "2000", "--models", "tiny", "--rounds", "2")
     assert "PowerSGD hook" in table
-    record = json.loads(found.read_text())
     arms, plain = record["all-reduce"], record["all-reduce"]["Gloo"]["sent_bytes"]
     for arm, share, error in (("int8", 0.25, 0.03), ("int4", 0.125, 0.4)):
         assert share < arms[arm]["sent_bytes"] / plain < 1.05 * share
         assert 0.001 < arms[arm]["error"] < error
     assert set(record["tiny"]) >= {"torch DDP", "Run", "Run, int8", "Run, int4"}
-    wait_until_only(before)
 
 
 @pytest.mark.slow
 @needs_root
 @pytest.mark.timeout(900)
 def test_bench_tuner_names_what_was_chosen(tmp_path):
-    before, found = holders(), tmp_path / "found.json"
-    process = bench("--models", "tiny", "--links", "100,shm", "--json", str(found), what="tuner")
-    table, progress = process.communicate(timeout=300)
-    assert process.returncode == 0, progress
+    table, record = record_of("tuner", tmp_path, "--models", "tiny", "--links", "100,shm")
     assert "chosen" in table
-    choices = [one["choice"] for one in json.loads(found.read_text())["results"] if one["arm"] == "auto"]
+    choices = [one["choice"] for one in record["results"] if one["arm"] == "auto"]
     assert len(choices) == 2
     assert set(choices) <= {"fp32", "int8", "int4"}
-    wait_until_only(before)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from lockstep.bench.rounds import show
 from lockstep.bench.run_step import loss
 from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.report.table import columns, render
-from lockstep.train.grad_comm_tuner import DECISION, KINDS
+from lockstep.step.grad_comm_tuner import DECISION, KINDS
 
 AUTO = "auto"
 SHM = "shm"

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.codec_kernels import kernels_for
-from lockstep.comm.host_groups import Finish, OpType, SingleWorker, split_range
+from lockstep.comm.host_groups import OpType, RowSubgroup, SingleWorker, split_range
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
@@ -30,20 +30,7 @@ from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
 CHUNKS: Final = 3  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
 MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
 
-Scale = Callable[[], float | Tensor]
-
-
-class RowSubgroup(Protocol):
-    """What the sum needs of the workers between which rows are packed: see comm/host_groups.py."""
-
-    rank: int
-    size: int
-
-    def all_reduce_small(self, tensor: Tensor, op: OpType) -> Finish: ...
-
-    def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]: ...
-
-    def all_gather(self, rows: Tensor) -> Finish: ...
+Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
 
 
 @dataclass(frozen=True)

@@ -135,24 +135,30 @@ class ConnectionBroken(RuntimeError):
         self.subgroup = subgroup
 
 
-class Subgroup(Protocol):
+class RowSubgroup(Protocol):
+    """Workers that exchange rows of bytes."""
+
     rank: int
     size: int
 
-    def all_reduce(self, tensor: Tensor, op: OpType) -> Finish:
-        """Reduce in the order that is fastest."""
-
     def all_reduce_small(self, tensor: Tensor, op: OpType) -> Finish:
         """Reduce with the fewest hops."""
-
-    def reduce_scatter(self, rows: Tensor, op: OpType) -> Finish:
-        """Reduce row `rank` over all workers into it. The other rows are undefined afterwards."""
 
     def all_gather(self, rows: Tensor) -> Finish:
         """Fill every other row with the values that its owner has there."""
 
     def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Finish]:
         """Send row i to worker i. Returns the rows that this worker gets, by rank, once they have arrived."""
+
+
+class Subgroup(RowSubgroup, Protocol):
+    """The workers of one host, or one worker of each."""
+
+    def all_reduce(self, tensor: Tensor, op: OpType) -> Finish:
+        """Reduce in the order that is fastest."""
+
+    def reduce_scatter(self, rows: Tensor, op: OpType) -> Finish:
+        """Reduce row `rank` over all workers into it. The other rows are undefined afterwards."""
 
     def reduce(self, tensor: Tensor, op: OpType, root: int) -> Finish:
         """Reduce into the tensor of the root. The tensors of other workers are undefined afterwards."""

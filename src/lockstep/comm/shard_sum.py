@@ -16,7 +16,7 @@ several shards stays float32.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -30,7 +30,7 @@ from torch import Tensor
 from lockstep import faults
 from lockstep.comm import abortable_wait, tree_order
 from lockstep.comm.collective_thread import CollectiveThread, Job, PendingResult
-from lockstep.comm.compressed_sum import CompressedSum, Route
+from lockstep.comm.compressed_sum import CompressedSum, Route, Scale as Scale
 from lockstep.comm.flat_subgroup import FlatSubgroup
 from lockstep.comm.host_groups import NativeSubgroup, SingleWorker
 from lockstep.comm.integer_codec import IntegerCodec
@@ -41,8 +41,6 @@ from lockstep.errors import PeerLostError
 
 ALIGN = 64  # in elements: sections begin at cache lines
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
 
 
 class ReduceMethod(Enum):

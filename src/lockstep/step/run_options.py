@@ -66,7 +66,7 @@ class GradComm(Enum):
     FP16 = "fp16"
     INT8 = "int8"
     INT4 = "int4"
-    AUTO = "auto"  # which of them is decided by trial (train/grad_comm_tuner.py)
+    AUTO = "auto"  # which of them is decided by trial (step/grad_comm_tuner.py)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -16,9 +16,10 @@ from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
+from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.precision import LossScale
-from lockstep.step.run_options import RunOptions
+from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import ShardGraphs
@@ -156,7 +157,7 @@ class TrainingPlan:
     audits: AuditSchedule = field(default_factory=lambda: AuditSchedule(0))
     sharded_state: ShardedState | None = None  # of the optimisers; None: every worker has the whole state
     known_digest: tuple[list[int], str] | None = None  # of a distributed state: see `Run.digest`
-    tuner: Any = None  # a `GradCommTuner`: how gradients are sent
+    tuner: GradCommTuner = field(default_factory=lambda: GradCommTuner(GradComm.FP32))  # how gradients are sent
     finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
 
 

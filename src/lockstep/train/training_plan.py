@@ -20,6 +20,7 @@ from lockstep.seed import derive_seed
 from lockstep.step import determinism
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
+from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
 from lockstep.step.run_options import RunOptions
@@ -28,7 +29,6 @@ from lockstep.step.shard_bucket import Compression
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
-from lockstep.train.grad_comm_tuner import GradCommTuner
 from lockstep.train.optimizer_set import NO_NEW_GROUPS, OptimizerSet, class_names, parts_of
 from lockstep.world.world import World
 
