@@ -120,7 +120,7 @@ class Wide(nn.Module):
         self.first, self.last = nn.Linear(16, 1100), nn.Linear(1100, 1070)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())[:, :10]
+        return self.last(self.first(x).relu()).view(-1, 107, 10).sum(dim=1)  # every weight has a gradient
 
 
 FURTHER = {
@@ -153,6 +153,24 @@ def test_integers_in_other_runs_and_over_hosts(tmp_path: Path, size: int, backen
     want = on_workers(train_further, 1, "gloo", str(tmp_path / "one" / "store"))[0]
     for found in on_workers(train_further, size, backend, str(tmp_path / "store")):
         assert {name: found[name] for name in want if found[name] != want[name]} == {}
+
+
+def skip_a_step(rank: int, size: int) -> list[bool]:
+    """The gradient of the second step is not finite. What the others leave behind a parameter must not be, either."""
+    x, skipped = torch.randn(64, 5, generator=torch.Generator().manual_seed(1)), []
+    with lockstep.Run(seed=1, progress=False, grad_comm="int8", on_nonfinite="skip") as run:
+        model = run.replicate(nn.Linear(5, 3))  # blocks that are mostly padding
+        batches = run.batches(TensorDataset(x), global_batch_size=16, shards=4)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.1)):
+            factor = float("inf") if batch.number == 1 else 1.0
+            result = run.step(lambda m, b, f=factor: ((m(b[0]) * f).square().sum(), len(b[0])), batch)
+            skipped.append(result.skipped)
+    return skipped
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_that_is_not_finite_costs_one_step(size: int) -> None:
+    assert on_workers(skip_a_step, size) == [[False, True, False, False]] * size
 
 
 def train_not_exact(rank: int, size: int) -> tuple[str, float]:
