@@ -1,9 +1,10 @@
-"""Makes docs/pictures/demo.gif and the report-*.png beside it, from a real run of `lockstep demo`.
+"""Makes docs/pictures/demo.gif and the report-*.png beside it, from a real run of `lockstep demo`; and plan-*.png.
 
     pip install pyte                                 a terminal without a window; nothing else here needs it
     python docs/make_pictures.py                     runs the demo in a new folder /tmp/show, and draws: two minutes
     python docs/make_pictures.py --again             only draws, from what the last run has left there
     python docs/make_pictures.py --again --frames D  and puts each frame of the recording into D, to be looked at
+    python docs/make_pictures.py --plan [PAGE]       only plan-*.png: of this page, or of the sample of the tests
 
 Needs the extra `dev` (Pillow and a font come with matplotlib) and Chromium. The efficiency in the pictures is that of
 this machine at this moment: run it while nothing else runs, and look at the pictures before you keep them.
@@ -48,6 +49,7 @@ SPEED, HURRY = 2.0, 5.0  # times as fast as it was: what is new, and what was se
 HURRY_FROM, HURRY_TO = "2. The same", "What came out"
 FRAME_S, FIRST_S, LAST_S, LONGEST_S = 0.25, 1.0, 8.0, 1.5  # as shown
 MOST_BYTES = {"demo.gif": 1_500_000} | {f"report-{name}.png": 250_000 for name in ("light", "dark", "phone")}
+MOST_BYTES |= {f"plan-{name}.png": 250_000 for name in ("light", "dark")}
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -262,6 +264,21 @@ def photograph(folder: Path, pictures: Path) -> None:
         _shoot(page, pictures / "report-phone.png", width=390, below="time", scale=2)
 
 
+def photograph_plan(plan_page: Path | None, pictures: Path) -> None:
+    """Draws the upper part of a page of `lockstep plan`; without one, of the sample of tests/test_plan_page.py."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, browse(Path(folder) / "profile") as page:
+        if plan_page is None:
+            from lockstep.plan.page import render_plan
+            from test_plan_page import sample_plan
+
+            plan_page = Path(folder) / "plan.html"
+            plan_page.write_text(render_plan(sample_plan(), ""), encoding="utf-8")
+        for name, dark in (("light", False), ("dark", True)):
+            page.resize(1000, 900, dark=dark)
+            page.open(plan_page.resolve())
+            _shoot(page, pictures / f"plan-{name}.png", width=1000, below="money")
+
+
 # What the page shows first may be the steps of one worker alone, in which there is no communication to be seen.
 TWO_WORKERS = """(() => {
   const scene = document.getElementById("scene");
@@ -285,13 +302,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help=f"only draw, from what is in {SHOW}")
     parser.add_argument("--frames", type=Path, metavar="DIR", help="for each frame of the recording, as a picture")
+    parser.add_argument("--plan", nargs="?", const="", metavar="PAGE", help="only the pictures of a plan")
     chosen = parser.parse_args()
-    if not chosen.again:
+    if not chosen.again and chosen.plan is None:
         shutil.rmtree(SHOW, ignore_errors=True)
         SHOW.mkdir()
         record(SHOW)
-    write_recording(SHOW, PICTURES / "demo.gif", frames_to=chosen.frames)
-    photograph(SHOW, PICTURES)
+    if chosen.plan is None:
+        write_recording(SHOW, PICTURES / "demo.gif", frames_to=chosen.frames)
+        photograph(SHOW, PICTURES)
+    photograph_plan(Path(chosen.plan) if chosen.plan else None, PICTURES)
     for name, most_bytes in MOST_BYTES.items():
         size_bytes = (PICTURES / name).stat().st_size
         print(f"{name}: {size_bytes / 1000:.0f} kB" + ("" if size_bytes <= most_bytes else ", which is too much"))

@@ -134,6 +134,9 @@ class Settings:
     )
     state_log_part: bool = _variable(False, _FLAG, "1: another start will resume this run")
 
+    # Of `lockstep plan`, for the program that it measures.
+    probe: str | None = _variable(None, _TEXT, "settings of a short run, as JSON (`train/probe.py`)", "no probe")
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Settings:
         """Raises ValueError if a value is not allowed."""

@@ -22,6 +22,7 @@ commands:
   doctor  look at this machine, start two workers as a trial, and say what to change
   watch   show how a run is doing, from anywhere, while it runs
   demo    train on two to four workers, kill one, and show that the result is that of one worker (about a minute)
+  plan    predict speed, memory and cost on more workers and hosts, from short runs of a program
   report  say where the time of a run went, as a page and in the terminal
   scale   change the number of workers of a run in progress
   drain   let a worker leave a run in progress after its step, and be replaced
@@ -43,6 +44,7 @@ _ELSEWHERE = {
     "report": "lockstep.report.command",
     "submit": "lockstep.submit.command",
     "doctor": "lockstep.doctor.command",
+    "plan": "lockstep.plan.command",
     "certify": "lockstep.cli.certify",
     "checkpoint": "lockstep.cli.checkpoint",
     "bench": "lockstep.bench.command",

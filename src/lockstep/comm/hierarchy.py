@@ -233,6 +233,20 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter(self, output: Tensor, whole: Tensor, reduction: Reduction) -> None:
         self._write(output, lambda collectives, flat: collectives.reduce_scatter(flat, whole, reduction))
 
+    def add_by_tree(self) -> bool:
+        """Add along the tree over all workers from the next call on. All workers call it.
+
+        Returns False, and changes nothing, where the layout does not allow it: see Note [Order of sums].
+        """
+        counts = {len(ranks) for ranks in self.layout.hosts}
+        in_order = [rank for ranks in self.layout.hosts for rank in ranks] == list(range(self._size))
+        if len(counts) > 1 or not in_order or (count := counts.pop()) & (count - 1):
+            return False
+        self._exact = self._on_host.exact = True
+        if isinstance(self._on_gpu, PipelinedCollectives):
+            self._on_gpu.exact = True
+        return True
+
     # ---- jobs of several collectives --------------------------------------------------------------------------------
 
     def subgroups(self, device: torch.device) -> tuple[Subgroup, Subgroup, torch.device, Sequence[Sequence[int]]]:

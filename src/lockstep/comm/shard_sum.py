@@ -4,8 +4,9 @@ Note [Canonical all-reduce]
 Every worker contributes the subtrees that it can add up locally (comm/tree_order.py, Note [Subtrees]), one row each.
 A row is divided into as many sections as there are workers. Each section is sent to its owner (all-to-all), the owner
 adds in the order of the tree, and sends the result to all workers (all-gather). With one row per worker this moves as
-many bytes as a ring all-reduce. Where the backend's own all-reduce adds along the same tree (`shm`), or there
-are only two summands, whose order does not matter, a single all-reduce is used.
+many bytes as a ring all-reduce. Where the backend's own all-reduce adds along the same tree, or there are only two
+summands, whose order does not matter, a single all-reduce is used. `shm` does, and so does `hierarchy` where hosts have
+equal powers of two of workers: then only the sum of a host leaves it.
 
 Note [Half-precision rows]
 Gradients may be sent in half precision. Then the gradient of every *shard* is rounded, sums are computed in float32,
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -122,7 +123,8 @@ class ShardSum:
         self._row_per_shard = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
         self._exact, self.is_timed = exact, False
         self._backend = backend = backend_name(group, device)
-        self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=backend == "shm")
+        adds_by_tree = backend == "shm" or (exact and backend == "hierarchy" and cast(Any, group).add_by_tree())
+        self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=adds_by_tree)
         self._watch = PeerWatch(group, polls=device.type == "cpu")
         self._all = FlatSubgroup(group, self._watch, backend)
         by_tree = self._method is ReduceMethod.TREE

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from lockstep.doctor import links
 from lockstep.doctor.facts import inspect_machine
 from lockstep.doctor.judge import Finding, Level, judge
+from lockstep.errors import LockstepError
 
 WORKERS: Final = 2
 WITHIN_S: Final = 90.0
@@ -31,6 +33,7 @@ examples:
   lockstep doctor
   lockstep doctor --dir /data/runs        where checkpoints will be written
   srun -n 4 lockstep doctor --no-trial    what each task finds
+  lockstep doctor --links links.json      how long sums of gradients take between workers, for `lockstep plan`
 """
 _ENDS = "Exit status: 0 when training should work; 1 when something will make it fail; 2 for wrong arguments."
 _MARKS = {Level.GOOD: "+", Level.NOTE: "i", Level.WARN: "!", Level.BAD: "X"}
@@ -46,7 +49,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dir", type=Path, default=Path.cwd(), metavar="DIR", help="of the run (default: this one)")
     parser.add_argument("--no-trial", action="store_true", help="start no workers")
     parser.add_argument("--json", action="store_true", help="one object per finding, a line each")
+    about = "measure only sums of gradients between workers, into FILE, for `lockstep plan --links FILE`"
+    parser.add_argument("--links", type=Path, metavar="FILE", help=about)
+    about = "with --links: numbers of workers, on each host (default: 2,4)"
+    parser.add_argument("-n", dest="workers", default="2,4", metavar="N,..", help=about)
+    about = "with --links: on several hosts, as in `lockstep run`; start it on each of them"
+    parser.add_argument("--hosts", metavar="N", help=about)
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="with --hosts: an address of one of them")
     chosen = parser.parse_args(argv)
+    if chosen.links is not None:
+        return _measure_links(parser, chosen)
     _show_progress("looking at the machine, and at torch ...")
     findings = judge(inspect_machine(dict(os.environ), chosen.dir))
     if not chosen.no_trial and not any(finding.level is Level.BAD and finding.topic == "torch" for finding in findings):
@@ -60,6 +72,24 @@ def main(argv: Sequence[str]) -> int:
     if not chosen.json:
         print(f"\n{_count(bad, 'problem')}, {_count(warnings, 'warning')}")
     return 1 if bad else 0
+
+
+def _measure_links(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+    try:
+        counts = [int(text) for text in chosen.workers.split(",")]
+        if min(counts) < (1 if chosen.hosts else 2):
+            raise ValueError
+    except ValueError:
+        parser.error(f"-n {chosen.workers!r} is not a list of numbers of workers such as 2,4")
+    if not chosen.links.absolute().parent.is_dir():
+        parser.error(f"--links {chosen.links}: there is no folder {chosen.links.absolute().parent}")
+    launch = ["--hosts", chosen.hosts, "--rendezvous", chosen.rendezvous or ""] if chosen.hosts else []
+    try:
+        return links.write_links(chosen.links, counts, launch=launch, say=_show_progress)
+    except LockstepError as error:
+        _show_progress("")
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
 
 
 def _show_progress(text: str) -> None:

@@ -71,7 +71,7 @@ def render_page(trace: Trace, summary: RunSummary, text: str, *, written_s: floa
         "written": _format_time(written_s),
         "version": __version__,
     }
-    script = _read_part("report.js")
+    script = read_part("report.js")
     worst = summary.causes[0]
     values = {
         "TITLE": html.escape(f"{summary.name}: Lockstep report"),
@@ -81,13 +81,13 @@ def render_page(trace: Trace, summary: RunSummary, text: str, *, written_s: floa
         "HEADLINE": mark_code(_UNIT.sub("\u00a0", worst.sentence)),
         "ADVICE": mark_code(worst.advice),
         "TEXT": html.escape(text),
-        "CSS": _read_part("report.css"),
+        "CSS": read_part("report.css"),
         "JS": script,
         "HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "DATA": embed(data),
         "TRACE": base64.b64encode(packed).decode() if len(packed) <= MOST_TRACE_BYTES else "",
     }
-    return _fill(_read_part("report.html"), values)
+    return fill_template(read_part("report.html"), values)
 
 
 def mark_code(text: str) -> str:
@@ -189,14 +189,15 @@ def _select_events(summary: RunSummary) -> list[Any]:
     return sorted(order[:MOST_EVENTS], key=lambda one: one.at_s)
 
 
-def _fill(template: str, values: Mapping[str, str]) -> str:
+def fill_template(template: str, values: Mapping[str, str]) -> str:
     """Replaces each @@NAME@@ in one pass, so placeholders inside a value are not replaced."""
     pieces = template.split("@@")
     return "".join(values[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def _read_part(name: str) -> str:
-    return (files("lockstep.report") / "page" / name).read_text(encoding="utf-8")
+def read_part(name: str, *, package: str = "lockstep.report") -> str:
+    """Returns a file of the folder `page` of a package: a template, a style sheet or a script."""
+    return (files(package) / "page" / name).read_text(encoding="utf-8")
 
 
 def _format_time(seconds: float) -> str:

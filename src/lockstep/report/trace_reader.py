@@ -139,6 +139,7 @@ class GenerationRecord:
     windows: list[TraceWindow] = field(default_factory=list)
     detailed_steps: list[DetailedStep] = field(default_factory=list)
     noises: list[GradientNoise] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # by step; only of a run for `lockstep plan`
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Tra
             is_read = _add(logged, _logged(line))
         elif kind == "end":
             ended = True
-        elif kind in ("steps", "spans", "noise"):
+        elif kind in ("steps", "spans", "noise", "loss"):
             if not records:  # the `world` line is missing
                 digits = head.worker[len(head.worker.rstrip("0123456789")) :]
                 records.append(GenerationRecord(TraceWorld(head.begin_s, 0, integer(digits) or 0, 1)))
@@ -269,6 +270,10 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Tra
                 is_read = _add(record.windows, _window(line, offset))
             elif kind == "spans":
                 is_read = _add(record.detailed_steps, _detailed_step(line, offset))
+            elif kind == "loss":
+                step, loss = integer(line.get("step")), number(line.get("loss"))
+                if is_read := step is not None and loss is not None:
+                    record.losses[step + 1] = loss
             else:
                 is_read = _add(record.noises, _noise(line))
             at_s = at_s or (record.windows[-1].end_s if record.windows else record.world.begin_s)

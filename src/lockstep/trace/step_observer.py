@@ -36,8 +36,10 @@ class ObserverConfig:
 class StepObserver:
     """Times the steps of this worker, estimates the gradient noise, and writes both to the trace."""
 
-    def __init__(self, trace_writer: TraceWriter, device: torch.device) -> None:
-        self.trace_writer, self._timer = trace_writer, StepTimer(device)
+    def __init__(self, trace_writer: TraceWriter, device: torch.device, *, details_all: bool = False) -> None:
+        """`details_all`: the trace has the spans and the loss of every step."""
+        self.trace_writer, self._timer = trace_writer, StepTimer(device, details_all=details_all)
+        self._details_all = details_all
         self._describe: Callable[[], dict[str, Any]] = dict
         self._shards = ShardNormSampler(enabled=True)
         self._noise = NoiseScale()
@@ -100,6 +102,8 @@ class StepObserver:
         self, number: int, loss: float, *, samples: int, epoch: int, facts: Callable[[], dict[str, Any]]
     ) -> None:
         """Step `number` was applied. `facts()` returns its learning rate and the norm of its gradient."""
+        if self._details_all:
+            self.trace_writer.add_loss(number, loss)
         if self.trace_writer.count_step(number, loss, samples, self._timer.end_step()):
             self.trace_writer.end_window_if_due(self._timer.totals(), epoch=epoch, facts=facts())
 

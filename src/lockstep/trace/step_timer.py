@@ -112,8 +112,9 @@ class StepTimer:
     These are called in every step, so they do next to nothing in a step that is not timed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, *, details_all: bool = False) -> None:
+        """`details_all`: all steps are timed with their spans, which costs more time."""
+        self._on_gpu, self._details_all = device.type == "cuda", details_all
         self._marks: list[_Mark] = []
         self._buckets: list[tuple[int, float, float]] = []
         self._number = -1
@@ -137,7 +138,7 @@ class StepTimer:
         """Begin a step. Returns the times of an earlier step, if they have become complete."""
         at_s = self._end_outside()
         if number > self._next_detailed:
-            self._next_detailed = next_detailed_step(number)
+            self._next_detailed = number if self._details_all else next_detailed_step(number)
         is_detailed = number == self._next_detailed
         is_timed = is_detailed or _hash(number) < self._bound
         if not (is_timed or self.is_timed or self._pending):

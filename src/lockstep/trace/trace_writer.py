@@ -6,6 +6,7 @@ Only `count_step` runs in every step; everything else is done in `end_window_if_
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -150,9 +151,10 @@ class TraceWriter:
             "python": platform.python_version(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "threads": torch.get_num_threads(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         }
         if self._device.type == "cuda":
-            environment["GPU"] = torch.cuda.get_device_name(self._device)
+            environment |= {"GPU": torch.cuda.get_device_name(self._device), "GPUs": torch.cuda.device_count()}
         return {
             "version": VERSION,
             "worker": self._worker,
@@ -244,6 +246,10 @@ class TraceWriter:
         if times.spans and self._file is not None:
             rows = [_row(span) for span in times.spans]
             self._write("spans", step=times.number, t=round(times.began_s, 6), spans=rows)
+
+    def add_loss(self, number: int, loss: float) -> None:
+        """Write the loss of one step; only where every step is of interest."""
+        self._write("loss", step=number, loss=loss if math.isfinite(loss) else None)
 
     def count_step(self, number: int, loss: float, samples: int, at_s: float) -> bool:
         """Count a step that was taken. Returns whether `end_window_if_due` is to be called."""

@@ -121,13 +121,12 @@ class TrainLoop:
             self._stage = LoopStage.ENDED
             return
         yield from self._yield_batches(plan, check)
-        if session.state_log is not None:
-            if session.directory is not None:
-                self.end()
-            if self._loss is not None and not session.state_log.is_part:
-                evaluate_for_state_log(session, session.state_log, plan.model, self._loss, plan.batches)
+        if session.state_log is None or session.directory is not None:
+            self.end()
+        if session.state_log is not None and self._loss is not None and not session.state_log.is_part:
+            evaluate_for_state_log(session, session.state_log, plan.model, self._loss, plan.batches)
+        if session.is_trial:
             raise SystemExit(0)  # the rest of the program is not needed
-        self.end()
         if session.stops.agreed is Stop.SIGNAL and session.options.exit_on_interrupt:
             raise session.stops.exit()
         sharded_training.compute_digest(session, plan)

@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 
 from lockstep import faults
 from lockstep.data.batches import Batch, Batches, BatchSettings, check_options
-from lockstep.data.sample_order import Order, is_int
+from lockstep.data.sample_order import Order
 from lockstep.errors import LockstepError
 from lockstep.recovery.module_state import GeneratorState
 from lockstep.recovery.run_directory import pending_stops
@@ -217,8 +217,8 @@ class Run:
                    `lockstep.data.batches.BatchSettings`
         """
         check_options(loading)
-        if shards is None:
-            shards = self._session.choose_shards(global_batch_size) if is_int(global_batch_size) else 1
+        global_batch_size, shards = self._session.choose_batch(global_batch_size, shards)
+        epochs = epochs if self._session.probe is None else None
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
         self._session.agree(
@@ -273,12 +273,11 @@ class Run:
             raise TypeError(f"run.train takes run.batches(dataset, ...) first, not a {type(batches).__name__}")
         if self._loop.plan is not None:
             raise LockstepError("a Run has one loop: run.train goes over all epochs, see run.batches(epochs=...)")
-        if (state_log := self._session.state_log) is not None:
-            steps, state_log.shards = min(steps or state_log.steps, state_log.steps), batches.settings.shards
         model = run_methods.require_model(self._model, "run.train")
         config = RunConfig(self.options, self.seed, self.exact)
         plan = make_plan(model, join_optimizers(optimizers, model), batches, config, scaling=scaling)
         plan.schedule, plan.interval = schedule, interval
+        steps = self._session.prepare(plan, steps)
         plan.settings = settings_of(plan, config, scaling=scaling, steps=steps)
         yield from self._loop.run(plan, steps)
 

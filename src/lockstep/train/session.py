@@ -17,6 +17,7 @@ from lockstep import faults, run_files
 from lockstep._torch import get_default_store
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.comm import abortable_wait
+from lockstep.data.sample_order import is_int
 from lockstep.elastic import agent_client
 from lockstep.recovery.call_check import CallCheck
 from lockstep.recovery.certify_log import StateLog
@@ -30,9 +31,11 @@ from lockstep.settings import Settings
 from lockstep.step import determinism
 from lockstep.step.captured_shard import StepStream
 from lockstep.step.run_options import RunOptions
+from lockstep.step.step_types import TrainingPlan
 from lockstep.trace.metrics import MetricsFile, TensorBoardWriter
 from lockstep.trace.step_observer import NullObserver, StepObserver
 from lockstep.trace.trace_writer import TraceWriter
+from lockstep.train.probe import Probe
 from lockstep.train.run_state import BEST, Checkpoints
 from lockstep.train.signals import StopRequests
 from lockstep.world.world import World, choose_device, init, wanted_backend
@@ -65,9 +68,11 @@ class Session:
     ) -> None:
         self.settings = settings = Settings.from_env(os.environ)
         starts_over = (starts_over or settings.fresh) and not is_restart(os.environ)
-        self.state_log = StateLog.from_settings(settings)
+        self.state_log, self.probe = StateLog.from_settings(settings), Probe.from_settings(settings)
         if self.state_log is not None:
             directory, starts_over = self.state_log.directory, False
+        if self.probe is not None:
+            directory, starts_over, options = None, False, self.probe.change_options(options)
         # Absolute, because the program may change its working directory.
         self.directory = Path(directory).absolute() if directory is not None else None
         self.options, self.seed, self.exact = options, seed, exact
@@ -140,7 +145,8 @@ class Session:
             self.metrics = MetricsFile(self.directory)
         if options.trace:
             name = str(faults.context["worker"]) if self.calls.is_elastic else f"rank{self.world.rank}"
-            self.observer = StepObserver(TraceWriter(self.trace_folder, name, self.device), self.device)
+            trace_writer = TraceWriter(self.trace_folder, name, self.device)
+            self.observer = StepObserver(trace_writer, self.device, details_all=self.probe is not None)
         tensorboard = self.tensorboard = TensorBoardWriter(
             self.directory, enabled=options.tensorboard and self.state_log is None
         )
@@ -196,6 +202,29 @@ class Session:
                 text = f"{type(error).__name__}: {error}"[:2000]
                 last_first.callback(self.trace_writer.event, "error", text=text)
             last_first.callback(self._stack.close)
+
+    def choose_batch(self, global_batch_size: int, shards: int | None) -> tuple[int, int]:
+        """Return the global batch size and the number of shards of a program that has set these, or not (None)."""
+        if self.probe is not None:
+            global_batch_size = self.probe.global_batch_size or global_batch_size
+            shards = self.probe.shards or shards
+        if shards is None:
+            shards = self.choose_shards(global_batch_size) if is_int(global_batch_size) else 1
+        return global_batch_size, shards
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the program is only tried, by another command: it makes some steps, and saves nothing."""
+        return self.state_log is not None or self.probe is not None
+
+    def prepare(self, plan: TrainingPlan, steps: int | None) -> int | None:
+        """Return after how many steps the program ends: `steps`, or fewer if it is only tried."""
+        if self.state_log is not None:
+            self.state_log.shards = plan.batches.settings.shards
+        if self.probe is not None:
+            self.probe.prepare(plan)
+        limits = [one.steps for one in (self.state_log, self.probe) if one is not None]
+        return min([*limits, *([steps] if steps else [])], default=None)
 
     def choose_shards(self, global_batch_size: int) -> int:
         """Return the number of shards for a program that does not set it: that of the run which is resumed here, or as

@@ -1,0 +1,1 @@
+"""`lockstep plan`: predicts step time, memory, cost and goodput of a training program on other machines."""

@@ -1,0 +1,121 @@
+"""`lockstep plan --check`: measures configurations on this machine, and compares them with what was predicted.
+
+The speed of a machine changes from minute to minute. So before and after each configuration one worker is measured
+again, and the prediction is multiplied by what that takes now over what it took when the program was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
+
+from lockstep.plan.forecast import Plan
+from lockstep.plan.measure import Say, probe
+from lockstep.plan.profile import ProbeResult
+from lockstep.plan.program_runs import ProgramRun
+from lockstep.plan.step_time import Configuration, StepForecast, StepModel
+from lockstep.report.table import columns, render
+
+MOST: Final = 6  # configurations that are measured
+STEPS: Final = 30
+REFERENCE_STEPS: Final = 14
+
+
+@dataclass(frozen=True)
+class CheckedForecast:
+    """A prediction beside its measurement. `speed`: how much slower one worker was than when it was profiled."""
+
+    name: str
+    predicted: StepForecast
+    measured_s: float
+    speed: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted.mid_s * self.speed / self.measured_s - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.predicted.low_s * self.speed <= self.measured_s <= self.predicted.high_s * self.speed
+
+    def to_json(self) -> dict[str, Any]:
+        step = self.predicted
+        bounds = {"low": step.low_s, "mid": step.mid_s, "high": step.high_s}
+        return {
+            "name": self.name,
+            "predicted_ms": {name: 1e3 * self.speed * value for name, value in bounds.items()},
+            "measured_ms": 1e3 * self.measured_s,
+            "speed": self.speed,
+            "error": self.error,
+            "inside": self.inside,
+        }
+
+
+def check_plan(
+    plan: Plan, program: Sequence[str], folder: Path, *, timeout_s: float, say: Say
+) -> list[CheckedForecast]:
+    """Measure configurations that this machine can run: on one host, with at most twice as many workers as cores."""
+    base = plan.profile.base
+    most = 2 * base.slots if base.device == "cpu" else 4
+    able = [one for one in plan.forecasts if one.config.hosts == 1 and one.config.workers <= most]
+    chosen = sorted(able, key=lambda one: not one.is_best)[:MOST]
+    model = StepModel(plan.profile)
+    found = []
+    for number, one in enumerate(chosen):
+        say(f"checking {one.config.name()}")
+        how = program_run(one.config, STEPS)
+        measured, speed = measure_beside(how, program, base, folder / str(number), timeout_s)
+        found.append(CheckedForecast(one.config.name(), model.predict(one.config), measured.step_s, speed))
+    return found
+
+
+def measure_beside(
+    how: ProgramRun, program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float
+) -> tuple[ProbeResult, float]:
+    """Measure a configuration, and before and after it one worker. Returns the run, and how much slower that one is."""
+    reference = ProgramRun(REFERENCE_STEPS, global_batch_size=base.global_batch_size, shards=base.shards)
+    before = probe(reference, program, folder / "before", timeout_s)
+    measured = probe(how, program, folder / "run", timeout_s)
+    after = probe(reference, program, folder / "after", timeout_s)
+    return measured, mean([before.step_s, after.step_s]) / base.step_s
+
+
+def program_run(config: Configuration, steps: int, mbit: int = 0) -> ProgramRun:
+    """How to start the program as in a configuration."""
+    options: dict[str, Any] = {} if config.grad_comm == "fp32" else {"grad_comm": config.grad_comm}
+    if config.shard_optimizer:
+        options |= {"shard_optimizer": True, "redundancy": config.redundancy}
+    return ProgramRun(
+        steps,
+        workers=config.workers_per_host,
+        hosts=config.hosts,
+        mbit=mbit,
+        backend=config.backend if config.workers > 1 else "",
+        global_batch_size=config.global_batch_size,
+        shards=config.shards,
+        options=options,
+    )
+
+
+def holds(checked: Sequence[CheckedForecast]) -> bool:
+    """Whether most measurements are inside their intervals."""
+    return sum(one.inside for one in checked) * 2 >= len(checked)
+
+
+def as_table(checked: Sequence[Mapping[str, Any]]) -> str:
+    titles = columns("checked", ">predicted ms", "90 %", ">measured ms", ">error", "inside")
+    rows = [
+        (
+            one["name"],
+            f"{one['predicted_ms']['mid']:.1f}",
+            f"{one['predicted_ms']['low']:.1f} to {one['predicted_ms']['high']:.1f}",
+            f"{one['measured_ms']:.1f}",
+            f"{one['error']:+.1%}",
+            "yes" if one["inside"] else "no",
+        )
+        for one in checked
+    ]
+    return render(titles, rows)

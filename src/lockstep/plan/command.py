@@ -1,0 +1,393 @@
+"""`lockstep plan`: predicts speed, memory, money and failures of a program on other machines, from short runs of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from lockstep.errors import LockstepError
+from lockstep.plan import check, measure
+from lockstep.plan.forecast import ConfigurationForecast, Plan, Question, make_plan
+from lockstep.plan.links import parse_link
+from lockstep.plan.page import render_plan
+from lockstep.plan.profile import ProgramProfile, read_links, read_probe
+from lockstep.report.page import to_json_value
+from lockstep.report.table import columns, render
+
+T = TypeVar("T")
+MOST_ROWS: Final = 40
+_ABOUT: Final = """\
+Predict what a training program will do on more workers, hosts and other links: time of a step with a 90 % interval,
+efficiency, memory, time and money to a target, and what failures cost. The predictions are computed from short runs of
+the program on one and two workers of this machine, or from the trace of a run.
+"""
+_MORE: Final = """\
+examples:
+  lockstep plan train.py --lr 0.1                   makes the short runs itself (about a minute)
+  lockstep plan runs/digits --workers 2,64 --json   from the trace of a run
+  lockstep plan --hosts 1,2,4,8 --per-host 8 --link 25GbE,100Gbit/s --inside nvlink4 --price 3 train.py
+  lockstep plan --ask "64 gpus, 8 per host, 100 Gbit/s, 3 $/h, 80 GiB" train.py
+  lockstep plan --save digits.json train.py; lockstep plan digits.json --workers 128
+  lockstep plan --check train.py                    predicted beside measured, on this machine
+  lockstep plan --branch --target-loss 2.1 train.py steps to a loss, measured in short branches at several batch sizes
+
+Options of lockstep come before the program; everything after it belongs to the program. `lockstep doctor --links FILE`
+measures sums between workers and hosts, and --links FILE reads it. Exit status: 0 when a plan was made, with --check if
+most predictions held; 1 when something failed or was refused; 2 for wrong arguments.
+"""
+_BYTES: Final = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_CURRENCY: Final = {"$": "$", "usd": "$", "€": "€", "eur": "€", "£": "£", "gbp": "£"}
+
+
+def list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """The type of an argument with several values, such as 1,2,4."""
+
+    def read(text: str) -> tuple[T, ...]:
+        try:
+            return tuple(parse(part.strip()) for part in text.split(","))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def amount(units: dict[str, float], what: str, example: str) -> Callable[[str], float]:
+    """The type of an argument that is a number with a unit. Raises ValueError if the unit is missing or unknown."""
+
+    def read(text: str) -> float:
+        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+        known = {name.lower(): factor for name, factor in units.items()}
+        if match is None or match[2].lower() not in known:
+            which = "which unit? " if match is not None and not match[2] else ""
+            raise ValueError(f"{text!r} is not {what}: {which}write one of {', '.join(units)}, such as {example}")
+        value = float(match[1]) * known[match[2].lower()]
+        if not 0 < value < math.inf:
+            raise ValueError(f"{text!r}: {what} must be positive")
+        return value
+
+    return read
+
+
+memory = amount(_BYTES, "an amount of memory", "80GiB")
+duration = amount(_SECONDS, "a time", "1000h")
+
+
+def price(text: str) -> tuple[float, str]:
+    """Parse what a worker costs per hour: "3", "3 $/h", "2.5 EUR/h"."""
+    match = re.fullmatch(r"\s*([$€£]?)\s*([0-9.]+)\s*([$€£]|[A-Za-z]{3})?\s*(/\s*h(our)?)?\s*", text)
+    sign = (match[1] or match[3] or "$").lower() if match else ""
+    if match is None or sign not in _CURRENCY or float(match[2]) < 0:
+        raise ValueError(f"{text!r} is not a price per worker and hour: write 3 $/h")
+    return float(match[2]), _CURRENCY[sign]
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def read_question_text(text: str) -> dict[str, Any]:
+    """Parse --ask: parts with commas between them. Returns options by the names of the arguments. Raises ValueError."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        number = re.fullmatch(r"(\d+)\s*(\S.*)", part)
+        word = number[2].lower().strip() if number else ""
+        if re.fullmatch(r"(gpus?|workers?|cores?|cpus?)", word):
+            found.setdefault("workers", []).append(count(number[1]))  # type: ignore[index]
+        elif re.fullmatch(r"(gpus? |workers? |cores? )?(per|each|a) ?host", word):
+            found["per_host"] = [count(number[1])]  # type: ignore[index]
+        elif re.fullmatch(r"hosts?|nodes?|machines?", word):
+            found.setdefault("hosts", []).append(count(number[1]))  # type: ignore[index]
+        elif part.lower() in ("int8", "int4", "bf16", "fp16", "fp32"):
+            found.setdefault("grad_comm", []).append(part.lower())
+        elif (batch := re.fullmatch(r"batch(?: size)? (\d+)", part.lower())) is not None:
+            found.setdefault("batch", []).append(count(batch[1]))
+        elif (steps := re.fullmatch(r"(\d+) steps?", part.lower())) is not None:
+            found["steps"] = count(steps[1])
+        elif re.search(r"[$€£]|/ ?h|usd|eur|gbp", part.lower()):
+            found["price"] = price(part)
+        elif any(part.lower().endswith(unit.lower()) for unit in _BYTES) and "/" not in part:
+            found["memory"] = memory(part)
+        else:
+            found.setdefault("link", []).append(parse_link(part))  # raises ValueError for what is nothing of all this
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep plan",
+        usage="lockstep plan [options] (RUN | PROFILE.json | script.py | -m module) [args ...]",
+        description=_ABOUT,
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    grid = parser.add_argument_group("the grid; lists of values, such as 1,2,4")
+    add = grid.add_argument
+    add(
+        "--workers",
+        type=list_of(count),
+        metavar="N,..",
+        help="numbers of workers, on as few hosts as --per-host allows",
+    )
+    add("--hosts", type=list_of(count), metavar="N,..", help="numbers of hosts, each with --per-host workers")
+    add(
+        "--per-host",
+        type=list_of(count),
+        metavar="N,..",
+        help="workers on a host (default: one per core or GPU, at most 8)",
+    )
+    add("--batch", type=list_of(count), metavar="N,..", help="global batch sizes (default: that of the program)")
+    add("--shards", type=list_of(count), metavar="N,..", help="of a batch (default: one for each worker)")
+    add("--link", type=list_of(parse_link), metavar="L,..", help="between hosts: a speed, 100Gbit/s, or a name, 25GbE")
+    add("--inside", type=argument(parse_link), metavar="L", help="between the GPUs of a host: nvlink4, pcie4, ..")
+    add("--backend", type=list_of(str), metavar="B,..", help="shm, gloo, hierarchy, nccl, ring, tree (default: chosen)")
+    add("--grad-comm", type=list_of(str), metavar="C,..", help="fp32, bf16, int8, int4 (default: fp32)")
+    about = "also predict with a sharded optimiser; 1: with a copy of each part"
+    add("--shard-optimizer", nargs="?", const=0, type=int, choices=(0, 1), metavar="REDUNDANCY", help=about)
+    add("--bucket-mib", type=list_of(float), metavar="M,..", help="sizes of buckets (default: 25)")
+    world = parser.add_argument_group("the machines")
+    add = world.add_argument
+    add("--ask", metavar="TEXT", help='the same in one text: "64 gpus, 8 per host, 100 Gbit/s, 3 $/h, 80 GiB"')
+    add(
+        "--memory",
+        type=argument(memory),
+        metavar="80GiB",
+        help="of a worker; says what does not fit, and by which part",
+    )
+    add("--price", type=argument(price), metavar="P", help="of a worker and hour, such as 3 or '2.5 EUR/h'")
+    add("--mtbf", type=argument(duration), metavar="T", help="mean time between failures of one worker, such as 5000h")
+    add("--cores-per-host", type=argument(count), metavar="N", help="on a CPU (default: as on this machine)")
+    add("--steps", type=argument(count), metavar="N", help="of the whole training with the program's batch size")
+    add("--links", type=Path, action="append", default=[], metavar="FILE", help="written by `lockstep doctor --links`")
+    how = parser.add_argument_group("how it is measured")
+    add = how.add_argument
+    add("--probe-steps", type=argument(count), default=24, metavar="N", help="steps of each short run (default: 24)")
+    add("--no-links", action="store_true", help="do not measure sums between workers of this machine")
+    add("--timeout-s", type=float, default=600.0, metavar="S", help="for each short run (default: 600)")
+    add("--check", action="store_true", help="measure some configurations on this machine beside their predictions")
+    add("--branch", action="store_true", help="measure how many steps other batch sizes need, from a checkpoint")
+    add("--from", dest="start", type=Path, metavar="RUN", help="with --branch: the run whose checkpoint is the start")
+    add("--target-loss", type=float, metavar="X", help="with --branch: the loss to reach")
+    add("--branch-steps", type=argument(count), default=120, metavar="N", help="of the branch with the program's batch")
+    about = "how --branch changes the learning rate with the batch: linear, sqrt, none (default: linear)"
+    add("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=about)
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print everything for programs; files only if asked for")
+    out.add_argument("--out", type=Path, metavar="FILE", help="for the page (default: lockstep-plan.html)")
+    out.add_argument("--save", type=Path, metavar="FILE", help="for what was measured, to plan again without measuring")
+    parser.add_argument("-m", dest="module", action="store_true", help="plan for a module, like `python -m`")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    chosen = parser.parse_args(_options_first(parser, list(argv)))
+    if not chosen.program:
+        parser.error("plan for what? Give a script, a module with -m, the directory of a run, or a file of --save")
+    try:
+        if chosen.ask is not None:
+            for name, value in read_question_text(chosen.ask).items():
+                setattr(chosen, name, value)
+    except ValueError as error:
+        parser.error(f"--ask: {error}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+            return _plan(chosen, Path(folder))
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+
+
+def _options_first(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    """After a run or a profile, which take no arguments, options may follow: `lockstep plan RUN --workers 2,64`."""
+    if arguments and not arguments[0].startswith("-"):
+        place = Path(arguments[0])
+        if place.is_dir() or place.suffix == ".json":
+            return [*arguments[1:], arguments[0]]
+    return arguments
+
+
+def _plan(chosen: argparse.Namespace, folder: Path) -> int:
+    profile, program = _measure(chosen, folder)
+    if chosen.save is not None:
+        chosen.save.write_text(json.dumps(profile.to_json()) + "\n")
+    question = _question(chosen, profile)
+    batch, steps_at = None, None
+    if chosen.branch:
+        batch, steps_at = measure.branch(chosen, profile, program, question, folder / "branches", _say)
+    plan = make_plan(profile, question, batch=batch, steps_at=steps_at)
+    status = 0
+    if chosen.check:
+        checked = check.check_plan(plan, program, folder / "check", timeout_s=chosen.timeout_s, say=_say)
+        plan = replace(plan, checked=[one.to_json() for one in checked])
+        status = 0 if check.holds(checked) else 1
+    found = to_json_value(plan.to_json())
+    text = as_text(plan)
+    print(json.dumps(found, allow_nan=False) if chosen.json else text)
+    page = chosen.out or (None if chosen.json else Path("lockstep-plan.html"))
+    if page is not None:
+        try:
+            page.write_text(render_plan(found, text), encoding="utf-8")
+        except OSError as error:
+            raise LockstepError(f"{page} cannot be written: {error.strerror}; choose another file with --out") from None
+        if not chosen.json:
+            print(f"{page}  ({page.stat().st_size / 1e3:,.0f} kB)")
+    return status
+
+
+def _say(text: str) -> None:
+    """Tell what is being measured, on standard error."""
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+def _measure(chosen: argparse.Namespace, folder: Path) -> tuple[ProgramProfile, list[str]]:
+    """What is known of the program, and the program itself; empty if there is only its trace."""
+    links = [one for path in chosen.links for one in read_links(path)]
+    first = Path(chosen.program[0])
+    if not chosen.module and (first.is_dir() or first.suffix == ".json"):
+        if len(chosen.program) > 1:
+            raise LockstepError(f"{' '.join(chosen.program[1:])}: options come before {first}")
+        if chosen.check or chosen.branch:
+            raise LockstepError("--check and --branch run the program: give the program, not a run")
+        if first.is_dir():
+            return measure.with_checkpoints(ProgramProfile(first.name, (read_probe(first),), tuple(links)), first), []
+        try:
+            found = ProgramProfile.from_json(json.loads(first.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LockstepError(f"{first} cannot be read as a profile: {error}; --save FILE writes one") from None
+        return replace(found, sums=(*links, *found.sums)), []
+    program = [*(["-m"] if chosen.module else []), *chosen.program]
+    if not chosen.module and not first.exists():
+        raise LockstepError(f"there is no script, run or profile {str(first)!r}, seen from {os.getcwd()}")
+    wanted = measure.Wanted(
+        steps=chosen.probe_steps,
+        timeout_s=chosen.timeout_s,
+        sums=not chosen.no_links and not links,
+        sharded=chosen.shard_optimizer is not None,
+    )
+    return measure.measure_program(program, wanted, folder / "probes", links, _say), program
+
+
+def _question(chosen: argparse.Namespace, profile: ProgramProfile) -> Question:
+    on_gpu = profile.device != "cpu"
+    cores = chosen.cores_per_host or (None if on_gpu else profile.base.slots)
+    most = max(chosen.per_host or (), default=0) or min(8, cores or 8)
+    if chosen.workers:
+        layouts = tuple(_split(number, most) for number in chosen.workers)
+    elif chosen.hosts:
+        layouts = tuple(product(chosen.hosts, chosen.per_host or (most,)))
+    else:
+        layouts = tuple((1, number) for number in chosen.per_host or (n for n in (1, 2, 4, 8) if n <= most))
+    redundancy = chosen.shard_optimizer
+    return Question(
+        layouts=layouts,
+        slots=cores,
+        links=chosen.link or (parse_link("25gbe"),),
+        inside=chosen.inside,
+        backends=tuple(chosen.backend or ()),
+        global_batch_sizes=tuple(chosen.batch or ()),
+        shards=tuple(chosen.shards or (0,)),
+        grad_comms=_known_comms(chosen.grad_comm),
+        shard_optimizer=(False,) if redundancy is None else (False, True),
+        redundancy=redundancy or 0,
+        bucket_mib=tuple(chosen.bucket_mib or (None,)),
+        memory_bytes=chosen.memory,
+        price_per_hour=None if chosen.price is None else chosen.price[0],
+        currency="$" if chosen.price is None else chosen.price[1],
+        target_steps=chosen.steps,
+        mtbf_s=chosen.mtbf,
+        text=chosen.ask or "",
+    )
+
+
+def _known_comms(given: Sequence[str] | None) -> tuple[str, ...]:
+    known = ("fp32", "bf16", "fp16", "int8", "int4")
+    for one in given or ():
+        if one not in known:
+            raise LockstepError(f"--grad-comm {one}: choose from {', '.join(known)}")
+    return tuple(given or ("fp32",))
+
+
+def _split(workers: int, most: int) -> tuple[int, int]:
+    """Distribute workers over as few hosts as possible: (hosts, workers on each)."""
+    hosts = -(-workers // most)
+    while workers % hosts:
+        hosts += 1
+    return hosts, workers // hosts
+
+
+COLUMNS: Final = columns(
+    *(">workers", ">hosts", "link", ">batch", ">shards", "sends", "optimiser", ">step ms", "90 %", ">samples/s"),
+    *(">efficiency", ">exposed", ">memory MiB", "fits", ">hours", ">cost"),
+)
+
+
+def as_text(plan: Plan) -> str:
+    """The plan for a terminal."""
+    shown = [one for one in plan.forecasts if one.is_best or one.is_pareto]
+    shown += [one for one in plan.forecasts if one not in shown][: MOST_ROWS - len(shown)]
+    rows = [_row(one, plan) for one in plan.forecasts if one in shown]
+    lines = [plan.to_json()["headline"], "", render(COLUMNS, rows)]
+    if len(plan.forecasts) > len(rows):
+        lines.append(f"({len(plan.forecasts) - len(rows)} more; --json and the page have all)")
+    lines.append("* recommended; + fastest for its cost (Pareto front)")
+    failures = plan.to_json()["failures"]
+    if failures is not None and plan.best.goodput is not None:
+        every, goodput = plan.best.checkpoint_every_s, plan.best.goodput
+        saved = "never" if every is None or math.isinf(every) else f"every {every / 60:,.1f} minutes"
+        lines.append(
+            f"failures    {goodput['recovery_in_place']:.2%} of the time is progress with recovery in place, "
+            f"{goodput['restart']:.2%} with restarts from checkpoints, then best saved {saved}; {failures['notes'][0]}"
+        )
+    if plan.batch is not None:
+        lines.append(f"batch       {plan.batch['advice']}")
+    if plan.checked:
+        lines += ["", check.as_table(plan.checked)]
+    return "\n".join([*lines, *(f"note        {note}" for note in plan.notes)])
+
+
+def _row(one: ConfigurationForecast, plan: Plan) -> tuple[str, ...]:
+    config, step = one.config, one.step
+    mark = "*" if one.is_best else "+" if one.is_pareto else ""
+    return (
+        f"{mark}{config.workers}",
+        f"{config.hosts}",
+        config.link.name if config.link is not None else "",
+        f"{config.global_batch_size}",
+        f"{config.shards}",
+        config.grad_comm,
+        "sharded" if config.shard_optimizer else "",
+        f"{1e3 * step.mid_s:.1f}",
+        f"{1e3 * step.low_s:.1f} to {1e3 * step.high_s:.1f}",
+        f"{one.samples_per_s:,.0f}",
+        f"{one.efficiency:.0%}",
+        f"{step.parts_s['exposed communication'] / step.mid_s:.0%}",
+        f"{one.memory.total_bytes / 2**20:,.0f}",
+        {None: "", True: "yes", False: f"no: {one.memory.largest_kind}"}[one.fits],
+        "" if one.hours is None else f"{one.hours:,.3g}",
+        "" if one.cost is None else f"{one.cost:,.0f} {plan.question.currency}",
+    )

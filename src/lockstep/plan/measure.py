@@ -1,0 +1,94 @@
+"""Makes the short runs of a program, and measures sums between workers of this machine, for `lockstep plan`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.doctor.links import measure_sums
+from lockstep.errors import LockstepError
+from lockstep.plan.forecast import Question
+from lockstep.plan.profile import MeasuredSums, ProbeResult, ProgramProfile, parse_links, read_probe
+from lockstep.plan.program_runs import ProgramRun, run_program
+from lockstep.report.trace_reader import read_trace
+
+Say = Callable[[str], None]
+SMALLER: Final = 4  # the batch of the second run is so many times smaller
+GPU_STEPS: Final = 40  # at least, on a GPU: shards are captured in the fifth
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is measured: runs of so many steps; sums between workers; a run with a sharded optimiser."""
+
+    steps: int
+    timeout_s: float
+    sums: bool = True
+    sharded: bool = False
+
+
+def probe(how: ProgramRun, program: Sequence[str], folder: Path, timeout_s: float) -> ProbeResult:
+    """Run the program as `how` says, and read its steps."""
+    options = how.options
+    run_program(how, program, folder, timeout_s)
+    found = read_probe(
+        folder, grad_comm=options.get("grad_comm", "fp32"), shard_optimizer=options.get("shard_optimizer", False)
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    return replace(found, hosts=how.hosts)
+
+
+def measure_program(
+    program: Sequence[str], wanted: Wanted, folder: Path, links: Sequence[MeasuredSums], say: Say
+) -> ProgramProfile:
+    """Run the program on one worker with two batch sizes and with several shards, and on two workers."""
+    name = Path(program[-1] if program[0] == "-m" else program[0]).name
+    say(f"{name} on 1 worker")
+    first = probe(ProgramRun(wanted.steps, shards=1), program, folder / "first", wanted.timeout_s)
+    steps = max(wanted.steps, GPU_STEPS) if first.device == "cuda" else wanted.steps
+    batch = first.global_batch_size
+    runs = [
+        *([ProgramRun(steps, shards=1)] if steps > wanted.steps else []),
+        *([ProgramRun(steps, global_batch_size=batch // SMALLER, shards=1)] if batch >= SMALLER else []),
+        *([ProgramRun(steps, shards=SMALLER)] if batch >= SMALLER else []),
+    ]
+    if batch >= 2 and (first.slots >= 2 or first.device == "cuda"):
+        runs.append(ProgramRun(steps, workers=2, shards=2))
+        if wanted.sharded:
+            runs.append(ProgramRun(steps, workers=2, shards=2, options={"shard_optimizer": True, "redundancy": 0}))
+    found = [first] if steps == wanted.steps else []
+    for number, how in enumerate(runs):
+        say(f"{name} on {how}")
+        found.append(probe(how, program, folder / f"run{number}", wanted.timeout_s))
+    sums = list(links)
+    if wanted.sums and len({one.workers for one in found}) > 1:
+        say("sums between the workers of this machine")
+        sums += parse_links(measure_sums([2, 4], timeout_s=wanted.timeout_s))
+    return ProgramProfile(name, tuple(found), tuple(sums))
+
+
+def with_checkpoints(profile: ProgramProfile, run: Path) -> ProgramProfile:
+    """Add how long checkpoints took in a run, and how large they are."""
+    events = [event for process in read_trace(run, now_s=time.time()).processes for event in process.events]
+    saved = [event for event in events if event.what == "checkpoint" and event.took_s is not None]
+    if not saved:
+        return profile
+    last = saved[-1]
+    return replace(profile, checkpoint_s=last.took_s, checkpoint_bytes=last.bytes)
+
+
+def branch(
+    chosen: argparse.Namespace,
+    profile: ProgramProfile,
+    program: Sequence[str],
+    question: Question,
+    folder: Path,
+    say: Say,
+) -> tuple[dict[str, Any], dict[int, float]]:
+    """Train branches with half, once and twice the batch. Returns what the page shows, and steps by batch size."""
+    raise LockstepError("--branch is not there yet")

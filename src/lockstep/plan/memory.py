@@ -1,0 +1,102 @@
+"""Predicts the peak memory of a worker by kind, from the peaks of short runs. Pure functions.
+
+The peak beyond weights, gradients, buckets and optimiser state is a constant (libraries, and what the program itself
+keeps) and activations, which grow with the samples of a shard: a line through the peaks of two sizes. A worker with
+several shards adds their gradients along a tree, and keeps one more sum for every doubling of its shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lockstep.plan.profile import ProbeResult
+from lockstep.plan.step_time import FP32, INT4, INT8, Configuration, rows_per_worker
+
+KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "rest")
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    by_kind: dict[str, float]  # bytes; KINDS
+    computed: tuple[str, ...]  # what was computed and not measured
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.by_kind.values())
+
+    @property
+    def largest_kind(self) -> str:
+        return max(self.by_kind, key=lambda kind: self.by_kind[kind])
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes of one worker. `by_sample` is the slope of activations, 0 if only one size was measured."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    rest: float
+    by_sample: float
+    by_doubling: float  # of the shards of a worker
+    measured_samples: tuple[float, ...]
+
+    def predict(self, config: Configuration) -> MemoryForecast:
+        parts, size = {"weights": self.weights, "gradients": self.gradients}, config.workers
+        parts["buckets"] = self._buckets(config)
+        share = min(1.0, (1 + config.redundancy) / size) if config.shard_optimizer else 1.0
+        parts["optimizer"] = self.optimizer * share
+        parts["activations"] = self.by_sample * config.samples_per_shard
+        parts["rest"] = self.rest + self.by_doubling * math.log2(config.shards_per_worker)
+        known = self.measured_samples
+        computed = [] if len(known) > 1 else ["activations of another batch"]
+        if not known[0] / 4 <= config.samples_per_shard <= 4 * known[-1]:
+            computed.append("activations far from the measured sizes")
+        return MemoryForecast(parts, tuple(dict.fromkeys(computed)))
+
+    def _buckets(self, config: Configuration) -> float:
+        """Memory of the buckets without the part in which the gradients of parameters are (comm/shard_sum.py)."""
+        if config.grad_comm in (INT8, INT4):
+            return (config.shards_per_worker - 1) * self.gradients
+        if config.workers == 1:
+            return 0.0
+        rows = rows_per_worker(config.shards, config.workers)
+        by_backend = config.workers == 2 or config.backend in ("shm", "hierarchy")
+        return 0.0 if by_backend and rows == 1 else 2 * rows * self.gradients
+
+
+def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
+    """Fit the model from runs of one program; those with the fewest workers and a shard each say most."""
+    least = min(one.workers for one in probes)
+    plain = [one for one in probes if one.workers == least and one.grad_comm == FP32 and not one.shard_optimizer]
+    single = [one for one in plain if one.shards == one.workers] or plain
+    peaks: dict[float, list[float]] = {}
+    for one in single:
+        kinds = sum(one.memory_bytes[kind] for kind in ("weights", "gradients", "buckets", "optimizer"))
+        peaks.setdefault(one.samples_per_shard, []).append(max(0.0, one.memory_bytes["peak"] - kinds))
+    sizes = sorted((size, median(values)) for size, values in peaks.items())
+    by_sample = 0.0
+    if len(sizes) > 1:
+        (x0, y0), (x1, y1) = sizes[0], sizes[-1]
+        by_sample = max(0.0, (y1 - y0) / (x1 - x0))
+    base = single[0].memory_bytes
+    rest = median([max(0.0, value - by_sample * size) for size, value in sizes])
+    more = []
+    for one in plain:
+        count = one.shards // one.workers
+        if count > 1 and len(sizes) > 1:
+            kinds = sum(one.memory_bytes[kind] for kind in ("weights", "gradients", "buckets", "optimizer"))
+            extra = one.memory_bytes["peak"] - kinds - rest - by_sample * one.samples_per_shard
+            more.append(max(0.0, extra) / math.log2(count))
+    return MemoryModel(
+        weights=base["weights"],
+        gradients=base["gradients"],
+        optimizer=max(one.memory_bytes["optimizer"] for one in plain),
+        rest=rest,
+        by_sample=by_sample,
+        by_doubling=median(more) if more else 0.0,
+        measured_samples=tuple(size for size, _ in sizes),
+    )

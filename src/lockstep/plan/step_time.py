@@ -1,0 +1,540 @@
+"""Predicts how long a step takes, from what was measured of a program. Pure functions; all times are in seconds.
+
+Note [Model of a step]
+A worker computes its shards one after the other. Buckets of gradients become ready during the backward pass of its last
+shard and are summed one after the other. What is left of the sums when the backward pass ends is exposed. Then the
+optimiser updates the weights.
+
+A host has so many slots (cores or GPUs), which its workers share if they are more. A sum takes CPU time, too: for how
+much of its time a worker's CPU is busy with it is measured, and where a core is shared with a backward pass, both are
+slowed down (`overlap`). All workers compute at once, which slows each of them down even on a core of its own, since
+they share the memory: this factor is the one that explains the measured step of two workers.
+
+A step ends when the slowest worker is done. How the shards of a worker differ from each other was measured; the median
+of the largest of N such values is a quantile of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from statistics import NormalDist, median
+from typing import Final
+
+from lockstep.comm.tree_order import subtrees
+from lockstep.plan import collective_cost
+from lockstep.plan.links import Link
+from lockstep.plan.profile import MIB, BucketTiming, MeasuredSums, ProbeResult, ProgramProfile, SumPoint
+
+Curve = tuple[tuple[float, float], ...]  # (argument, value), ascending
+FP32, HALF, INT8, INT4 = "fp32", ("bf16", "fp16"), "int8", "int4"
+WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
+NORM: Final = (
+    1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: hidden behind each other
+)
+FIRST_BUCKET_BYTES: Final = MIB
+NOISE: Final = 0.04  # of a step between two runs, at least; relative standard deviation
+UNKNOWN: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
+SHARED_GPU: Final = 0.6  # exponent with which work that does not fill a GPU grows with the workers that share it
+DRIFT_FREE: Final = 16  # workers up to which the measured distribution of steps says how slow the slowest is
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A way to train the program.
+
+    slots        how many workers of a host compute at full speed at the same time: its cores or GPUs
+    links        between hosts, and between the workers of a host; None: shared memory as it was measured
+    bucket_mib   None: as `Run` does
+    """
+
+    hosts: int
+    workers_per_host: int
+    slots: int
+    global_batch_size: int
+    shards: int
+    backend: str = "shm"
+    link: Link | None = None
+    inside: Link | None = None
+    grad_comm: str = FP32
+    shard_optimizer: bool = False
+    redundancy: int = 0
+    bucket_mib: float | None = None
+    capture: bool = True
+
+    @property
+    def workers(self) -> int:
+        return self.hosts * self.workers_per_host
+
+    @property
+    def samples_per_shard(self) -> float:
+        return self.global_batch_size / self.shards
+
+    @property
+    def shards_per_worker(self) -> int:
+        """The most of a worker."""
+        return -(-self.shards // self.workers)
+
+    @property
+    def sharing(self) -> float:
+        """How many workers share a slot; 1 if each has its own."""
+        return max(1.0, self.workers_per_host / self.slots)
+
+    def name(self) -> str:
+        count = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        parts = [count if self.hosts == 1 else f"{self.hosts} hosts x {self.workers_per_host}", self.backend]
+        parts += [self.link.name] if self.link is not None and self.hosts > 1 else []
+        parts += [f"batch {self.global_batch_size}", f"{self.shards} shard{'s' * (self.shards > 1)}"]
+        parts += [self.grad_comm] if self.grad_comm != FP32 else []
+        parts += ["sharded optimiser"] if self.shard_optimizer else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """A predicted step. `parts_s` add up to `mid_s`; `low_s` to `high_s` is the 90 % interval."""
+
+    mid_s: float
+    low_s: float
+    high_s: float
+    parts_s: dict[str, float]
+    computed: tuple[str, ...]  # what was computed from a formula, and not measured
+
+
+# ---- overlap of sums and the backward pass ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    backward_s: float  # how long the backward pass takes
+    exposed_s: float  # how much longer the sums take
+
+
+def overlap(backward_s: float, buckets: Sequence[tuple[float, SumPoint]], *, cores: float) -> Overlap:
+    """Simulate a backward pass with sums behind it.
+
+    backward_s  how long it takes without sums
+    buckets     for each bucket the share of the backward pass after which it is ready, and its sum
+    cores       how many cores a worker has for both: 1 or less if every core has a worker; infinite: no limit
+    """
+    at = progress = 0.0
+    waiting = sorted(buckets, key=lambda one: one[0])
+    queue: list[SumPoint] = []
+    left_s = 0.0  # of the sum that is running
+    while progress < 1.0:
+        while waiting and waiting[0][0] <= progress + 1e-12:
+            queue.append(waiting.pop(0)[1])
+        if left_s <= 0 and queue:
+            running = queue.pop(0)
+            left_s, busy = running.seconds, running.cpu_s / running.seconds if running.seconds > 0 else 0.0
+        to_ready = ((waiting[0][0] if waiting else 1.0) - progress) * backward_s
+        if left_s <= 0:
+            progress, at = (waiting[0][0] if waiting else 1.0), at + to_ready
+            continue
+        # The scheduler gives a thread that needs less than its fair share all it needs.
+        share = min(busy, max(cores / 2, cores - 1))
+        compute_rate, sum_rate = min(1.0, cores - share), share / busy if busy > 0 else 1.0
+        alone_rate = min(1.0, cores)
+        step_s = min(to_ready / (compute_rate / alone_rate), left_s / sum_rate)
+        at, left_s = at + step_s, left_s - step_s * sum_rate
+        progress = min(1.0, progress + step_s * compute_rate / alone_rate / backward_s) if backward_s > 0 else 1.0
+        left_s = 0.0 if left_s < 1e-12 else left_s
+    rest_s = left_s + sum(one.seconds for one in queue) + sum(one.seconds for _, one in waiting)
+    return Overlap(at, rest_s)
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def wire_bytes(size_bytes: float, grad_comm: str, *, hosts: int, shards_per_host: int) -> float:
+    """The bytes that leave each host for the sum of a gradient of `size_bytes`, without headers."""
+    share = (hosts - 1) / hosts
+    if grad_comm in (INT8, INT4):
+        bits = 8 if grad_comm == INT8 else 4
+        sum_bits = (((1 << bits) - 2) * shards_per_host).bit_length()
+        numel = size_bytes / 4
+        return share * numel * (sum_bits + bits) / 8 + 2 * numel / 128
+    return 2 * share * size_bytes * (0.5 if grad_comm in HALF else 1.0)
+
+
+@dataclass(frozen=True)
+class SumCosts:
+    """How long sums of gradients take in a configuration, and how that is known."""
+
+    at: Callable[[float], SumPoint]
+    is_measured: bool
+
+
+def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
+    """Find measured sums for the configuration, or compute them from the link and what was measured elsewhere."""
+    if config.workers == 1:
+        return SumCosts(lambda size: SumPoint(size, 0.0, 0.0), True)
+    exact = _find(profile.sums, config)
+    rows = rows_per_worker(config.shards, config.workers)
+    factor = (rows + 1) / 2 if config.grad_comm not in (INT8, INT4) else 1.0
+    if exact is not None:
+        return SumCosts(lambda size: _scale(exact.at(size), factor), True)
+    cpu = _cpu_costs(profile, config)
+
+    def at(size_bytes: float) -> SumPoint:
+        local = cpu(size_bytes) if cpu is not None else SumPoint(size_bytes, 0.0, 0.0)
+        busy_s = local.cpu_s * config.sharing * factor
+        if config.hosts == 1 and config.inside is None:
+            return SumPoint(size_bytes, max(local.seconds, busy_s), local.cpu_s * factor)
+        inside_s = 0.0
+        if config.inside is not None and config.workers_per_host > 1:
+            inside_s = collective_cost.ring_all_reduce(size_bytes, config.workers_per_host, config.inside) * factor
+        wire_s = _between_hosts_s(size_bytes * factor, config)
+        seconds = float(((wire_s + inside_s) ** NORM + busy_s**NORM) ** (1 / NORM))
+        return SumPoint(size_bytes, seconds, min(local.cpu_s * factor, seconds))
+
+    return SumCosts(at, False)
+
+
+def _between_hosts_s(size_bytes: float, config: Configuration) -> float:
+    if config.hosts == 1 or config.link is None:
+        return 0.0
+    if config.backend == "tree":
+        return collective_cost.tree_all_reduce(size_bytes, config.hosts, config.link)
+    sent = wire_bytes(
+        size_bytes, config.grad_comm, hosts=config.hosts, shards_per_host=-(-config.shards // config.hosts)
+    )
+    # A flat ring passes through each host once; every worker adds a step. Otherwise only hosts exchange data.
+    steps = 2 * ((config.workers if config.backend in ("ring", "gloo", "nccl") else config.hosts) - 1)
+    if config.backend in ("ring", "gloo", "nccl"):
+        sent *= ((config.workers - 1) / config.workers) / ((config.hosts - 1) / config.hosts)
+    steps = min(steps, 2 * math.ceil(math.log2(config.hosts)) + 62)  # libraries change to trees for many hosts
+    return WIRE_OVERHEAD * sent / config.link.bytes_per_s + steps * config.link.latency_s
+
+
+def rows_per_worker(shards: int, workers: int) -> float:
+    """How many subtrees a worker has to send, on average (comm/tree_order.py, Note [Subtrees])."""
+    if workers >= shards or (shards % workers == 0 and (shards // workers).bit_count() == 1):
+        return 1.0
+    base, more = divmod(shards, workers)
+    starts = [0]
+    for rank in range(workers):
+        starts.append(starts[-1] + base + (rank < more))
+    return sum(len(subtrees(a, b, shards)) for a, b in pairwise(starts)) / workers
+
+
+def _find(sums: Sequence[MeasuredSums], config: Configuration) -> MeasuredSums | None:
+    mbit = 0 if config.hosts == 1 or config.link is None else config.link.bytes_per_s * 8 / 1e6
+    for one in sums:
+        same_link = config.hosts == 1 or (one.mbit and abs(one.mbit - mbit) < 0.02 * mbit)
+        same = (one.backend, one.hosts, one.workers_per_host) == (config.backend, config.hosts, config.workers_per_host)
+        if same and same_link and one.grad_comm == config.grad_comm:
+            return one
+    return None
+
+
+def _cpu_costs(profile: ProgramProfile, config: Configuration) -> Callable[[float], SumPoint] | None:
+    """What a sum of this kind costs a worker's CPU, from the measurement that is most like it."""
+    network = config.hosts > 1
+    kinds = [one for one in profile.sums if one.grad_comm == config.grad_comm and one.device == "cpu"]
+    if profile.device != "cpu" or not kinds:
+        return None
+    wanted = ("hierarchy", "gloo") if network else (config.backend,)
+    near = [one for one in kinds if one.backend in wanted] or kinds
+    best = min(
+        near,
+        key=lambda one: (
+            abs(one.workers_per_host - config.workers_per_host),
+            -one.mbit if network else one.hosts,
+            abs(one.hosts - config.hosts),
+        ),
+    )
+    more = config.workers_per_host / best.workers_per_host  # rows of other workers that each adds
+    return lambda size: replace(best.at(size), cpu_s=best.at(size).cpu_s * max(1.0, 0.5 + 0.5 * more))
+
+
+def _scale(point: SumPoint, factor: float) -> SumPoint:
+    return SumPoint(point.size_bytes, point.seconds * factor, point.cpu_s * factor)
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ComputeModel:
+    """How long a step of one worker alone takes.
+
+    local       samples of the worker, and seconds of a step with one shard, without the update; ascending
+    more_s      what each further shard costs
+    backward    samples of a shard, and seconds of its backward pass; ascending
+    """
+
+    local: Curve
+    more_s: float
+    update_s: float
+    backward: Curve
+    spread: tuple[float, ...]  # shards over their median, ascending
+
+    def step_s(self, samples: float, shards: int) -> float:
+        """A step without the update, of a worker that has so many samples in so many shards."""
+        return interpolate(self.local, samples) + (shards - 1) * self.more_s
+
+    def covers(self, samples: float) -> bool:
+        return self.local[0][0] / 2 <= samples <= 2 * self.local[-1][0]
+
+
+def interpolate(curve: Curve, at: float) -> float:
+    """Interpolate between points; beyond them the nearest two are continued as a line, not below half of the first."""
+    if len(curve) == 1:
+        return curve[0][1] * (0.1 + 0.9 * at / curve[0][0])
+    above = next((n for n, (size, _) in enumerate(curve) if at <= size), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[max(0, above - 1)], curve[max(1, above)]
+    return max(y0 + (at - x0) * (y1 - y0) / (x1 - x0), 0.5 * curve[0][1] * min(1.0, at / curve[0][0]))
+
+
+def fit_compute(probes: Sequence[ProbeResult]) -> ComputeModel:
+    """Fit the times of one worker from the runs with the fewest workers."""
+    least = min(one.workers for one in probes)
+    alone = [one for one in probes if one.workers == least and one.grad_comm == FP32 and not one.shard_optimizer]
+    fewest = min(one.shards for one in alone)
+    single = [one for one in alone if one.shards == fewest]
+    update_s = median([median(one.update_s) for one in alone])
+    local = _curve((one.global_batch_size / one.workers, one.step_s - update_s) for one in single)
+    more = [
+        (one.step_s - update_s - interpolate(local, one.global_batch_size / one.workers))
+        / ((one.shards - fewest) / one.workers)
+        for one in alone
+        if one.shards >= fewest + one.workers
+    ]
+    return ComputeModel(
+        local=local,
+        more_s=median(more) if more else 0.0,
+        update_s=update_s,
+        backward=_curve((one.samples_per_shard, median(one.first_shard_s) * one.backward_share) for one in single),
+        spread=_spread(alone),
+    )
+
+
+def _curve(points: Iterable[tuple[float, float]]) -> Curve:
+    found: dict[float, list[float]] = {}
+    for at, value in points:
+        found.setdefault(at, []).append(value)
+    return tuple(sorted((at, median(values)) for at, values in found.items()))
+
+
+def _spread(probes: Sequence[ProbeResult]) -> tuple[float, ...]:
+    found = []
+    for one in probes:
+        middle = median(one.first_shard_s)
+        found += [seconds / middle for seconds in one.first_shard_s if middle > 0]
+    return tuple(sorted(found)) or (1.0,)
+
+
+def slowest_of(spread: Sequence[float], workers: int) -> float:
+    """The median of the largest of `workers` values that are distributed like `spread`, ascending.
+
+    Beyond what so few values can say, a normal distribution with their middle half continues them.
+    """
+    share: float = 0.5 ** (1 / workers)
+    at = share * len(spread) - 0.5
+    if at <= len(spread) - 1:
+        low = max(0, math.floor(at))
+        return spread[low] + max(0.0, at - low) * (spread[min(low + 1, len(spread) - 1)] - spread[low])
+    quarter, three = spread[len(spread) // 4], spread[3 * len(spread) // 4]
+    return max(spread[-1], 1.0 + (three - quarter) / 1.349 * NormalDist().inv_cdf(share))
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Predicts steps of a program."""
+
+    profile: ProgramProfile
+
+    @cached_property
+    def compute(self) -> ComputeModel:
+        return fit_compute(self.profile.probes)
+
+    @cached_property
+    def pair(self) -> ProbeResult | None:
+        """A plain run on two workers or more of one host, from which the factors of shared memory are taken."""
+        several = [one for one in self.profile.probes if one.workers > 1 and one.hosts == 1]
+        plain = [one for one in several if one.grad_comm == FP32 and not one.shard_optimizer]
+        return min(plain, key=lambda one: (one.shards // one.workers, one.workers)) if plain else None
+
+    @cached_property
+    def factors(self) -> tuple[float, float]:
+        """How much longer a worker takes for its step, and to update, if all slots of its host are busy."""
+        pair = self.pair
+        if pair is None or min(p.workers for p in self.profile.probes) > 1:
+            return 1.0, 1.0
+        config = configuration_of(pair)
+        cores = max(1.0, config.workers / config.slots) if self._on_cpu else 1.0
+        update = median(pair.update_s) / (self.compute.update_s * cores)
+        rest_s = pair.step_s - median(pair.update_s)
+        factor = 1.0
+        for _ in range(8):  # what is hidden depends on the factor, a little
+            exchanged = self._compute_and_exchange(config, factor * cores)
+            waits_s = (self._slowness(config) - 1) * exchanged.compute_s
+            factor *= rest_s / (exchanged.compute_s + exchanged.exposed_s + waits_s)
+        return max(0.5, factor), max(0.5, update)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.profile.device == "cpu"
+
+    @cached_property
+    def gather(self) -> tuple[float, int]:
+        """How long the exchange of new weights took in a run with a sharded optimiser, and on how many workers."""
+        sharded = [one for one in self.profile.probes if one.shard_optimizer and one.workers > 1]
+        if not sharded:
+            return 0.0, 0
+        probe = min(sharded, key=lambda one: one.workers)
+        config = replace(configuration_of(probe), shard_optimizer=False)
+        exchanged = self._compute_and_exchange(config, self._busy_factors(config)[0])
+        update_s = self.compute.update_s * self._busy_factors(config)[1] / probe.workers
+        waits_s = (self._slowness(config) - 1) * exchanged.compute_s
+        return max(0.0, probe.step_s - exchanged.compute_s - exchanged.exposed_s - waits_s - update_s), probe.workers
+
+    def _slowness(self, config: Configuration) -> float:
+        """How much longer the slowest worker takes than a typical one."""
+        spread = self.compute.spread
+        return slowest_of(spread, config.workers) / slowest_of(spread, 1) if config.workers > 1 else 1.0
+
+    def buckets(self, config: Configuration) -> list[BucketTiming]:
+        """The buckets of the program, or evenly cut ones if they were not measured or others are asked for."""
+        known = [p.buckets for p in self.profile.probes if p.buckets and p.grad_comm == FP32]
+        total = self.profile.gradient_bytes
+        if known and config.bucket_mib is None:
+            measured = sum(one.size_bytes for one in known[0])
+            if measured < 1.5 * total or total == 0:  # rows of several subtrees are counted several times
+                return list(known[0])
+        limit = (config.bucket_mib or 25.0) * MIB
+        sizes, left = list[float](), total
+        while left > 0:
+            size = min(left, FIRST_BUCKET_BYTES if not sizes else limit)
+            sizes.append(size)
+            left -= size
+        done, found = 0.0, []
+        for size in sizes:
+            done += size
+            found.append(BucketTiming(int(size), done / total))
+        return found
+
+    def predict(self, config: Configuration) -> StepForecast:
+        parts, computed = self._parts(config)
+        mid_s = sum(parts.values())
+        spread = self._relative_error(config, parts, mid_s, computed)
+        low_s, high_s = mid_s * math.exp(-1.645 * spread), mid_s * math.exp(1.645 * spread)
+        return StepForecast(mid_s, low_s, high_s, parts, computed)
+
+    def _parts(self, config: Configuration) -> tuple[dict[str, float], tuple[str, ...]]:
+        compute, computed = self.compute, []
+        busy = self._busy_factors(config)
+        exchanged = self._compute_and_exchange(config, busy[0])
+        if not sum_costs(self.profile, config).is_measured:
+            computed.append("sums of gradients")
+        if not compute.covers(config.global_batch_size / config.workers):
+            computed.append("compute time of another batch size")
+        update_s, gather_s = compute.update_s * busy[1], 0.0
+        if config.shard_optimizer and config.workers > 1:
+            update_s *= min(1.0, (1 + config.redundancy) / config.workers)
+            gather_s = self._gather_s(config)
+            if not self.gather[1]:
+                computed.append("exchange of weights")
+        parts = {
+            "forward and backward": exchanged.compute_s,
+            "exposed communication": exchanged.exposed_s + gather_s,
+            "waiting for the slowest": (self._slowness(config) - 1) * exchanged.compute_s,
+            "update": update_s,
+        }
+        return parts, tuple(computed)
+
+    def _busy_factors(self, config: Configuration) -> tuple[float, float]:
+        """How much longer a worker computes, and updates, than one that has its host for itself."""
+        together = config.workers_per_host
+        if together == 1 or self.pair is None:
+            return (config.sharing, config.sharing) if self._on_cpu else (1.0, 1.0)
+        compute, update = self.factors
+        pair = configuration_of(self.pair)
+        if self._on_cpu:
+            share = min(1.0, (min(together, config.slots) - 1) / max(1, min(pair.workers, pair.slots) - 1))
+            share = 1.0 if config.slots == 1 else share
+            return (1 + (compute - 1) * share) * config.sharing, (1 + (update - 1) * share) * config.sharing
+        if together <= config.slots or pair.workers <= pair.slots:
+            return compute, update
+        # Workers that share a GPU: kernels of small shards fit beside each other, and those of large ones do not.
+        more = together / config.slots / (pair.workers / pair.slots)
+        return compute * more**SHARED_GPU, update * more ** (SHARED_GPU / 2)
+
+    def _compute_and_exchange(self, config: Configuration, busy: float) -> _Exchanged:
+        compute, count = self.compute, config.shards_per_worker
+        whole_s = compute.step_s(count * config.samples_per_shard, count) * busy
+        if config.workers == 1:
+            return _Exchanged(whole_s, 0.0)
+        backward_s = min(whole_s, interpolate(compute.backward, config.samples_per_shard) * busy)
+        costs = sum_costs(self.profile, config)
+        queue = [(one.ready, costs.at(one.size_bytes)) for one in self.buckets(config)]
+        cores = config.slots / config.workers_per_host if self._on_cpu else math.inf
+        found = overlap(backward_s, queue, cores=cores)
+        return _Exchanged(whole_s - backward_s + found.backward_s, found.exposed_s + costs.at(256).seconds)
+
+    def _gather_s(self, config: Configuration) -> float:
+        """The exchange of new weights: as measured, or half of an all-reduce; nothing is computed meanwhile."""
+        plain, total = replace(config, grad_comm=FP32), self.profile.base.memory_bytes["weights"]
+        cost_s = sum_costs(self.profile, plain).at(total).seconds
+        measured_s, workers = self.gather
+        if not workers:
+            return 0.5 * cost_s
+        probe = next(one for one in self.profile.probes if one.shard_optimizer and one.workers == workers)
+        there_s = sum_costs(self.profile, replace(configuration_of(probe), grad_comm=FP32)).at(total).seconds
+        return measured_s * max(1.0, cost_s / there_s if there_s else 1.0)
+
+    def _relative_error(
+        self, config: Configuration, parts: dict[str, float], mid_s: float, computed: Sequence[str]
+    ) -> float:
+        """The relative standard deviation of the prediction."""
+        noise = max(NOISE, _noise_of(self.profile.probes))
+        exposed = parts["exposed communication"] / mid_s if mid_s else 0.0
+        unknown = exposed * (UNKNOWN if "sums of gradients" in computed else 0.1)
+        if "compute time of another batch size" in computed:
+            unknown += 0.1
+        if not self._on_cpu and config.workers_per_host > config.slots:
+            unknown += 0.05 * math.log2(config.workers_per_host / config.slots)
+        if config.workers > 1 and self.pair is None:
+            unknown += 0.1
+        if config.workers > DRIFT_FREE:
+            unknown += 0.02 * math.log2(config.workers / DRIFT_FREE)
+        if self._on_cpu and config.sharing > 1:
+            unknown += 0.04
+        return math.hypot(noise, unknown)
+
+
+@dataclass(frozen=True)
+class _Exchanged:
+    compute_s: float
+    exposed_s: float
+
+
+def configuration_of(probe: ProbeResult) -> Configuration:
+    """The configuration in which a run was measured."""
+    per_host = probe.workers // probe.hosts
+    slots = max(1, probe.slots // probe.hosts) if probe.device == "cpu" else probe.slots
+    return Configuration(
+        hosts=probe.hosts,
+        workers_per_host=per_host,
+        slots=slots,
+        global_batch_size=probe.global_batch_size,
+        shards=probe.shards,
+        backend=probe.backend,
+        grad_comm=probe.grad_comm,
+        shard_optimizer=probe.shard_optimizer,
+    )
+
+
+def _noise_of(probes: Sequence[ProbeResult]) -> float:
+    """How much the median of a run's steps is off, judged by its halves: a relative standard deviation."""
+    found = []
+    for one in probes:
+        half = len(one.period_s) // 2
+        if half >= 3:
+            a, b = median(one.period_s[:half]), median(one.period_s[half:])
+            found.append(abs(math.log(a / b)) / math.sqrt(2))
+    return median(found) if found else 0.0
