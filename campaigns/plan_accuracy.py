@@ -30,9 +30,9 @@ from plan_programs import MODELS
 
 from lockstep.doctor.links import measure_sums
 from lockstep.errors import LockstepError
-from lockstep.plan.check import measure_beside, program_run
+from lockstep.plan.check import measure_beside, program_run, slowdown
 from lockstep.plan.links import Link
-from lockstep.plan.measure import Wanted, measure_program
+from lockstep.plan.measure import Wanted, measure_program, probe
 from lockstep.plan.memory import fit_memory
 from lockstep.plan.profile import MeasuredSums, ProgramProfile, parse_links
 from lockstep.plan.program_runs import ProgramRun, run_on_virtual_hosts
@@ -42,7 +42,8 @@ DATA = Path(__file__).parent / "plan_accuracy_data"
 PROGRAM = str(Path(__file__).parent / "plan_programs.py")
 TIMEOUT_S = 400.0
 CORES = len(os.sched_getaffinity(0))
-GPU_BATCHES = {"mlp": 8192, "wide": 4096, "cnn": 4096, "language": 1024}
+ON_GPU = ("transformer", "convnet")
+ON_CPU = ("mlp", "wide", "cnn", "language", "recurrent")
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,12 @@ def draw(seed: int, count: int, device: str) -> list[Drawn]:
     layouts = [(1, 1, 0), (1, 2, 0), (1, 3, 0), (1, 4, 0)]
     if device == "cpu":
         layouts += [(2, workers, mbit) for workers in (1, 2) for mbit in (100, 1000, 10000)]
-    programs = list(MODELS) if device == "cpu" else list(GPU_BATCHES)
+    programs = ON_CPU if device == "cpu" else ON_GPU
     found: list[Drawn] = []
     while len(found) < count:
         hosts, workers, mbit = layouts[len(found) % len(layouts)]
         program, size = rng.choice(programs), hosts * workers
-        base = MODELS[program].global_batch_size if device == "cpu" else GPU_BATCHES[program]
-        batch = int(base * rng.choice([0.5, 1, 2])) if device == "cpu" else int(base * rng.choice([0.25, 0.5, 1]))
+        batch = int(MODELS[program].global_batch_size * rng.choice([0.5, 1, 2]))
         backend = "hierarchy" if hosts > 1 else rng.choice(["shm", "gloo"]) if device == "cpu" else "shm"
         comm = rng.choice(["fp32", "fp32", "int8", "int4"]) if size > 1 else "fp32"
         shards = rng.choice([size, size, size * 2, size * 4])
@@ -127,10 +127,9 @@ def measure_all_sums(device: str) -> list[MeasuredSums]:
     return found
 
 
-def profile_of(name: str, device: str, sums: list[MeasuredSums], folder: Path) -> ProgramProfile:
+def profile_of(name: str, sums: list[MeasuredSums], folder: Path) -> ProgramProfile:
     wanted = Wanted(steps=24, timeout_s=TIMEOUT_S, sums=False, sharded=True)
-    batch = [] if device == "cpu" else ["--batch", str(GPU_BATCHES[name])]
-    return replace(measure_program([PROGRAM, name, *batch], wanted, folder, sums, say), program=name)
+    return replace(measure_program([PROGRAM, name], wanted, folder, sums, say), program=name)
 
 
 def predict(device: str, seed: int, count: int) -> None:
@@ -138,7 +137,7 @@ def predict(device: str, seed: int, count: int) -> None:
     sums, profiles = measure_all_sums(device), {}
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted({one.program for one in drawn}):
-            profiles[name] = profile_of(name, device, sums, Path(folder) / name)
+            profiles[name] = profile_of(name, sums, Path(folder) / name)
     write_predictions(device, seed, drawn, profiles)
 
 
@@ -156,6 +155,7 @@ def write_predictions(device: str, seed: int, drawn: list[Drawn], profiles: dict
         "profiles": {name: replace(profile, sums=()).to_json() for name, profile in profiles.items()},
         "sums": [asdict(one) for one in sums],
     }
+    DATA.mkdir(exist_ok=True)
     path = DATA / f"predictions-{device}.json"
     path.write_text(json.dumps(record, separators=(",", ":")) + "\n")
     say(f"{path}: {len(rows)} predictions; commit it before you measure")
@@ -164,25 +164,28 @@ def write_predictions(device: str, seed: int, drawn: list[Drawn], profiles: dict
 def measure(device: str, limit_s: float) -> int:
     record = json.loads((DATA / f"predictions-{device}.json").read_text())
     profiles = {name: ProgramProfile.from_json(found) for name, found in record["profiles"].items()}
-    path, done = DATA / f"measured-{device}.json", list[dict[str, Any]]()
+    path, done, speeds = DATA / f"measured-{device}.json", list[dict[str, Any]](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(record["rows"]):
             one = Drawn.from_row(row)
             steps = max(10, min(40, int(limit_s / row["step"]["mid_s"])))
             how = program_run(one.configuration(device), max(steps, 40) if device == "cuda" else steps, one.mbit)
-            batch = [] if device == "cpu" else ["--batch", str(GPU_BATCHES[one.program])]
+            base, place, program = profiles[one.program].base, Path(folder) / str(number), [PROGRAM, one.program]
             try:
-                program = [PROGRAM, one.program, *batch]
-                base = profiles[one.program].base
-                found, speed = measure_beside(how, program, base, Path(folder) / str(number), TIMEOUT_S)
+                if device == "cuda":  # its speed does not change within minutes
+                    if one.program not in speeds:
+                        speeds[one.program] = slowdown(program, base, place / "before", TIMEOUT_S)
+                    found, speed = probe(how, program, place / "run", TIMEOUT_S), speeds[one.program]
+                else:
+                    found, speed = measure_beside(how, program, base, place, TIMEOUT_S)
             except LockstepError as error:
                 say(f"{one.name}: {error}")
                 continue
             done.append(
                 {"name": one.name, "measured_s": found.step_s, "speed": speed, "peak": found.memory_bytes["peak"]}
             )
-            took = f"{1e3 * found.step_s:.1f} ms, predicted {1e3 * row['step']['mid_s']:.1f}, one worker x {speed:.2f}"
-            say(f"{number + 1}: {one.name}: {took}")
+            took = f"{1e3 * found.step_s:.1f} ms, predicted {1e3 * row['step']['mid_s']:.1f}"
+            say(f"{number + 1}: {one.name}: {took}, one worker x {speed:.2f}")
             path.write_text(json.dumps(done, indent=1) + "\n")
     return show(device)
 

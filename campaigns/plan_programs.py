@@ -89,6 +89,10 @@ MODELS = {
     "language": TrainedModel(
         lambda: Language(vocabulary=1024, width=128, layers=3, length=32), lambda: tokens(32, 1024), 0, 64, adamw
     ),
+    "transformer": TrainedModel(  # for a GPU
+        lambda: Language(vocabulary=8192, width=768, layers=8, length=256), lambda: tokens(256, 8192), 0, 32, adamw
+    ),
+    "convnet": TrainedModel(lambda: convolutional(width=192), lambda: torch.randn(2048, 3, 64, 64), 10, 256, sgd),
     "recurrent": TrainedModel(
         lambda: Recurrent(inputs=32, width=256, classes=10), lambda: torch.randn(SAMPLES, 16, 32), 10, 128, adamw
     ),
@@ -100,15 +104,14 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def main(name: str, global_batch_size: int | None) -> None:
+def main(name: str) -> None:
     chosen = MODELS[name]
-    size = global_batch_size or chosen.global_batch_size
     torch.manual_seed(0)
     inputs = chosen.inputs()
     targets = inputs.roll(-1, dims=1) if chosen.classes == 0 else torch.randint(chosen.classes, (len(inputs),))
     with lockstep.Run(seed=7) as run:
         model = run.replicate(chosen.build())
-        batches = run.batches(TensorDataset(inputs, targets), global_batch_size=size, epochs=1)
+        batches = run.batches(TensorDataset(inputs, targets), global_batch_size=chosen.global_batch_size, epochs=1)
         for batch in run.train(batches, chosen.optimizer(model)):
             run.step(loss, batch)
 
@@ -116,6 +119,4 @@ def main(name: str, global_batch_size: int | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=MODELS)
-    parser.add_argument("--batch", type=int, help="the global batch size (default: that of the model)")
-    given = parser.parse_args()
-    main(given.name, given.batch)
+    main(parser.parse_args().name)
