@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any, Final
 
 from lockstep.plan.forecast import Plan
-from lockstep.plan.measure import Say, probe
+from lockstep.plan.measure import GPU_STEPS, Say, probe
 from lockstep.plan.profile import ProbeResult
 from lockstep.plan.program_runs import ProgramRun
 from lockstep.plan.step_time import Configuration, StepForecast, StepModel
@@ -66,7 +66,7 @@ def check_plan(
     found = []
     for number, one in enumerate(chosen):
         say(f"checking {one.config.name()}")
-        how = program_run(one.config, STEPS)
+        how = program_run(one.config, max(STEPS, GPU_STEPS) if base.device == "cuda" else STEPS)
         measured, speed = measure_beside(how, program, base, folder / str(number), timeout_s)
         found.append(CheckedForecast(one.config.name(), model.predict(one.config), measured.step_s, speed))
     return found
@@ -76,11 +76,16 @@ def measure_beside(
     how: ProgramRun, program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float
 ) -> tuple[ProbeResult, float]:
     """Measure a configuration, and before and after it one worker. Returns the run, and how much slower that one is."""
-    reference = ProgramRun(REFERENCE_STEPS, global_batch_size=base.global_batch_size, shards=base.shards)
-    before = probe(reference, program, folder / "before", timeout_s)
+    before = slowdown(program, base, folder / "before", timeout_s)
     measured = probe(how, program, folder / "run", timeout_s)
-    after = probe(reference, program, folder / "after", timeout_s)
-    return measured, mean([before.step_s, after.step_s]) / base.step_s
+    return measured, mean([before, slowdown(program, base, folder / "after", timeout_s)])
+
+
+def slowdown(program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float) -> float:
+    """Run one worker as in `base`. Returns its step now over its step then."""
+    steps = GPU_STEPS if base.device == "cuda" else REFERENCE_STEPS
+    how = ProgramRun(steps, global_batch_size=base.global_batch_size, shards=base.shards)
+    return probe(how, program, folder, timeout_s).step_s / base.step_s
 
 
 def program_run(config: Configuration, steps: int, mbit: int = 0) -> ProgramRun:

@@ -2,7 +2,8 @@
 
 The peak beyond weights, gradients, buckets and optimiser state is a constant (libraries, and what the program itself
 keeps) and activations, which grow with the samples of a shard: a line through the peaks of two sizes. A worker with
-several shards adds their gradients along a tree, and keeps one more sum for every doubling of its shards.
+several shards adds their gradients along a tree, and keeps one more sum for every doubling of its shards; on a GPU it
+keeps the graphs of several shards.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import median
 from lockstep.plan.profile import ProbeResult
 from lockstep.plan.step_time import FP32, INT4, INT8, Configuration, rows_per_worker
 
+CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
 KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "rest")
 
 
@@ -41,8 +43,9 @@ class MemoryModel:
     optimizer: float
     rest: float
     by_sample: float
-    by_doubling: float  # of the shards of a worker
+    by_shard: float  # for each of `_kept`
     measured_samples: tuple[float, ...]
+    captures: bool = False  # shards are CUDA graphs, which keep the memory of their activations
 
     def predict(self, config: Configuration) -> MemoryForecast:
         parts, size = {"weights": self.weights, "gradients": self.gradients}, config.workers
@@ -50,7 +53,7 @@ class MemoryModel:
         share = min(1.0, (1 + config.redundancy) / size) if config.shard_optimizer else 1.0
         parts["optimizer"] = self.optimizer * share
         parts["activations"] = self.by_sample * config.samples_per_shard
-        parts["rest"] = self.rest + self.by_doubling * math.log2(config.shards_per_worker)
+        parts["rest"] = self.rest + self.by_shard * _kept(config.shards_per_worker, captures=self.captures)
         known = self.measured_samples
         computed = [] if len(known) > 1 else ["activations of another batch"]
         if not known[0] / 4 <= config.samples_per_shard <= 4 * known[-1]:
@@ -66,6 +69,11 @@ class MemoryModel:
         rows = rows_per_worker(config.shards, config.workers)
         by_backend = config.workers == 2 or config.backend in ("shm", "hierarchy")
         return 0.0 if by_backend and rows == 1 else 2 * rows * self.gradients
+
+
+def _kept(shards: int, *, captures: bool) -> float:
+    """What a worker with several shards keeps beside the first: graphs of up to four, else sums of the tree."""
+    return min(shards, CAPTURED_AT_ONCE) - 1 if captures else math.log2(shards)
 
 
 def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
@@ -90,13 +98,14 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
         if count > 1 and len(sizes) > 1:
             kinds = sum(one.memory_bytes[kind] for kind in ("weights", "gradients", "buckets", "optimizer"))
             extra = one.memory_bytes["peak"] - kinds - rest - by_sample * one.samples_per_shard
-            more.append(max(0.0, extra) / math.log2(count))
+            more.append(max(0.0, extra) / _kept(count, captures=base["graphs"] > 0))
     return MemoryModel(
         weights=base["weights"],
         gradients=base["gradients"],
         optimizer=max(one.memory_bytes["optimizer"] for one in plain),
         rest=rest,
         by_sample=by_sample,
-        by_doubling=median(more) if more else 0.0,
+        by_shard=median(more) if more else 0.0,
         measured_samples=tuple(size for size, _ in sizes),
+        captures=base["graphs"] > 0,
     )

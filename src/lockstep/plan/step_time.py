@@ -38,7 +38,7 @@ NORM: Final = (
 FIRST_BUCKET_BYTES: Final = MIB
 NOISE: Final = 0.04  # of a step between two runs, at least; relative standard deviation
 UNKNOWN: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
-SHARED_GPU: Final = 0.6  # exponent with which work that does not fill a GPU grows with the workers that share it
+SHARED_UPDATE: Final = 0.3  # exponent with which updates of workers that share a GPU grow with their number
 DRIFT_FREE: Final = 16  # workers up to which the measured distribution of steps says how slow the slowest is
 
 
@@ -264,11 +264,14 @@ class ComputeModel:
 
     local       samples of the worker, and seconds of a step with one shard, without the update; ascending
     more_s      what each further shard costs
+    device      the same as `local` for the time in which its device is busy with shards; device_more_s: likewise
     backward    samples of a shard, and seconds of its backward pass; ascending
     """
 
     local: Curve
     more_s: float
+    device: Curve
+    device_more_s: float
     update_s: float
     backward: Curve
     spread: tuple[float, ...]  # shards over their median, ascending
@@ -276,6 +279,10 @@ class ComputeModel:
     def step_s(self, samples: float, shards: int) -> float:
         """A step without the update, of a worker that has so many samples in so many shards."""
         return interpolate(self.local, samples) + (shards - 1) * self.more_s
+
+    def device_s(self, samples: float, shards: int) -> float:
+        """How long the device of that worker computes in a step."""
+        return interpolate(self.device, samples) + (shards - 1) * self.device_more_s
 
     def covers(self, samples: float) -> bool:
         return self.local[0][0] / 2 <= samples <= 2 * self.local[-1][0]
@@ -297,20 +304,35 @@ def fit_compute(probes: Sequence[ProbeResult]) -> ComputeModel:
     fewest = min(one.shards for one in alone)
     single = [one for one in alone if one.shards == fewest]
     update_s = median([median(one.update_s) for one in alone])
-    local = _curve((one.global_batch_size / one.workers, one.step_s - update_s) for one in single)
-    more = [
-        (one.step_s - update_s - interpolate(local, one.global_batch_size / one.workers))
-        / ((one.shards - fewest) / one.workers)
-        for one in alone
-        if one.shards >= fewest + one.workers
-    ]
+    several = [one for one in alone if one.shards >= fewest + one.workers]
+
+    def fit(value: Callable[[ProbeResult], float]) -> tuple[Curve, float]:
+        """The curve of a value over the samples of a worker, and what each further shard adds to it."""
+        curve = _curve((one.global_batch_size / one.workers, value(one)) for one in single)
+        more = [
+            (value(one) - interpolate(curve, one.global_batch_size / one.workers))
+            / ((one.shards - fewest) / one.workers)
+            for one in several
+        ]
+        return curve, median(more) if more else 0.0
+
+    local, more_s = fit(lambda one: one.step_s - update_s)
+    device, device_more_s = fit(_device_s)
     return ComputeModel(
         local=local,
-        more_s=median(more) if more else 0.0,
+        more_s=more_s,
+        device=device,
+        device_more_s=device_more_s,
         update_s=update_s,
         backward=_curve((one.samples_per_shard, median(one.first_shard_s) * one.backward_share) for one in single),
         spread=_spread(alone),
     )
+
+
+def _device_s(probe: ProbeResult) -> float:
+    """The time in a step in which a worker computes its shards."""
+    later = (probe.shards / probe.workers - 1) * median(probe.later_shard_s) if probe.later_shard_s else 0.0
+    return median(probe.first_shard_s) + later + median(probe.wait_s)
 
 
 def _curve(points: Iterable[tuple[float, float]]) -> Curve:
@@ -460,13 +482,16 @@ class StepModel:
             return (1 + (compute - 1) * share) * config.sharing, (1 + (update - 1) * share) * config.sharing
         if together <= config.slots or pair.workers <= pair.slots:
             return compute, update
-        # Workers that share a GPU: kernels of small shards fit beside each other, and those of large ones do not.
         more = together / config.slots / (pair.workers / pair.slots)
-        return compute * more**SHARED_GPU, update * more ** (SHARED_GPU / 2)
+        return compute, update * more**SHARED_UPDATE
 
     def _compute_and_exchange(self, config: Configuration, busy: float) -> _Exchanged:
         compute, count = self.compute, config.shards_per_worker
-        whole_s = compute.step_s(count * config.samples_per_shard, count) * busy
+        samples = count * config.samples_per_shard
+        if self._on_cpu or config.workers_per_host <= config.slots:
+            whole_s = compute.step_s(samples, count) * busy
+        else:  # while one worker loads data or launches kernels, the GPU computes for another
+            whole_s = compute.device_s(samples, count) * config.sharing * busy
         if config.workers == 1:
             return _Exchanged(whole_s, 0.0)
         backward_s = min(whole_s, interpolate(compute.backward, config.samples_per_shard) * busy)
