@@ -21,6 +21,7 @@ help:
 	@echo "make checkpoints  damages and kills in every call of a save (QUICK=1: fewer)"
 	@echo "make simulate     1,000,000 schedules of the membership protocol (QUICK=1: fewer)"
 	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good; compressed gradients (QUICK=1: fewer)"
+	@echo "make plan-accuracy  predictions of lockstep plan beside measurements; needs root for several hosts (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
 	@echo "make docs         the documentation as a site with search, in build/docs (works without a network)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
@@ -106,6 +107,12 @@ simulate: $(READY)
 convergence: $(READY)
 	$(BIN)/python campaigns/convergence.py $(if $(QUICK),--quick)
 	$(BIN)/python campaigns/compression.py $(if $(QUICK),--quick)
+
+plan-accuracy: $(READY)
+	mkdir -p build/plan
+	$(BIN)/python campaigns/plan_accuracy.py predict --data build/plan $(if $(QUICK),--count 6)
+	$(BIN)/python campaigns/plan_accuracy.py measure --data build/plan
+	$(BIN)/python campaigns/plan_branches.py $(if $(QUICK),--seeds 1)
 
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)

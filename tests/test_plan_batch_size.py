@@ -279,6 +279,7 @@ with lockstep.Run(sys.argv[1], seed=3, progress=False) as run:
 """
 
 
+@pytest.mark.slow
 def test_branches_of_a_program_start_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, start = tmp_path / "program.py", tmp_path / "start"
     script.write_text(PROGRAM)

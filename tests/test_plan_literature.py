@@ -11,7 +11,6 @@ import pytest
 from lockstep.plan.collective_cost import (
     all_gather,
     broadcast,
-    exposed_time,
     flat_ring_all_reduce,
     halving_doubling_all_reduce,
     hierarchical_all_reduce,
@@ -21,6 +20,8 @@ from lockstep.plan.collective_cost import (
     tree_all_reduce,
 )
 from lockstep.plan.links import PRESETS, Link, parse_link
+from lockstep.plan.profile import SumPoint
+from lockstep.plan.sum_cost import overlap
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ALL_REDUCES = (ring_all_reduce, tree_all_reduce, halving_doubling_all_reduce)
@@ -244,7 +245,8 @@ def ready_buckets(layers: Sequence[Layer], backward_s: float, caps: Iterable[flo
 
 
 def exposed_s(buckets: Sequence[tuple[float, float]], backward_s: float, cost_s: Callable[[float], float]) -> float:
-    return exposed_time([ready for ready, _ in buckets], [cost_s(size) for _, size in buckets], backward_s)
+    sums = [(ready / backward_s, SumPoint(size, cost_s(size), 0.0)) for ready, size in buckets]
+    return overlap(backward_s, sums, cores=math.inf).exposed_s
 
 
 def v100_ring(hosts: int, workers_per_host: int) -> Callable[[float], float]:
@@ -459,24 +461,6 @@ def test_sizes_and_times_that_cannot_be(bad: float) -> None:
     for all_reduce in ALL_REDUCES:
         with pytest.raises(ValueError, match=rf"add_s_per_byte={bad}"):
             all_reduce(1.0, 2, PRESETS["1gbe"], add_s_per_byte=bad)
-    for name, arguments in (
-        ("bucket_ready_s", ([bad], [1.0], 1.0)),
-        ("bucket_cost_s", ([1.0], [bad], 1.0)),
-        ("backward_end_s", ([1.0], [1.0], bad)),
-    ):
-        with pytest.raises(ValueError, match=rf"{name}={bad}"):
-            exposed_time(*arguments)
-
-
-def test_exposed_time() -> None:
-    assert exposed_time([], [], 1.0) == 0.0
-    assert exposed_time([0.2, 0.5], [0.1, 0.1], 1.0) == 0.0  # all done before
-    assert exposed_time([0.2, 1.0], [0.1, 0.3], 1.0) == pytest.approx(0.3)  # only the last one
-    assert exposed_time([0.2, 0.4, 1.0], [0.9, 0.5, 0.1], 1.0) == pytest.approx(0.7)  # one waits for the other
-    assert exposed_time([1.0, 1.0], [0.5, 0.25], 1.0) == pytest.approx(0.75)  # no overlap at all
-    assert exposed_time([0.0], [2.0], 1.0) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="bucket_ready_s has 1 values, bucket_cost_s has 2"):
-        exposed_time([1.0], [1.0, 2.0], 1.0)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

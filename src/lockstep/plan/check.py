@@ -12,16 +12,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
+from lockstep.plan.configuration import Configuration
 from lockstep.plan.forecast import Plan
 from lockstep.plan.measure import GPU_STEPS, Say, probe
 from lockstep.plan.profile import ProbeResult
 from lockstep.plan.program_runs import ProgramRun
-from lockstep.plan.step_time import Configuration, StepForecast, StepModel
+from lockstep.plan.step_time import StepForecast, StepModel
 from lockstep.report.table import columns, render
 
 MOST: Final = 6  # configurations that are measured
 STEPS: Final = 30
-REFERENCE_STEPS: Final = 14
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def measure_beside(
 
 def slowdown(program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float) -> float:
     """Run one worker as in `base`. Returns its step now over its step then."""
-    steps = GPU_STEPS if base.device == "cuda" else REFERENCE_STEPS
+    steps = max(len(base.losses), GPU_STEPS if base.device == "cuda" else STEPS)  # as many: the first ones are slower
     how = ProgramRun(steps, global_batch_size=base.global_batch_size, shards=base.shards)
     return probe(how, program, folder, timeout_s).step_s / base.step_s
 

@@ -1,4 +1,4 @@
-"""Times of collectives in the alpha-beta model, in seconds, and the part of them that the backward pass does not hide.
+"""Times of collectives in the alpha-beta model, in seconds.
 
 A step of a collective that sends n bytes takes `latency_s + n / bytes_per_s` of its link, and adding what was received
 takes `add_s_per_byte` for each byte. Workers send and receive at the same time. `size_bytes` is the whole array: what
@@ -12,7 +12,6 @@ tree, of Sanders, Speck and Traeff (Two-tree Algorithms for Full Bandwidth Broad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from lockstep.plan.links import Link
 
@@ -118,29 +117,6 @@ def sent_bytes_per_host(size_bytes: float, hosts: int, workers_per_host: int, *,
         return 0.0
     members = hosts if hierarchical else hosts * workers_per_host
     return 2 * (members - 1) / members * size_bytes
-
-
-def exposed_time(bucket_ready_s: Sequence[float], bucket_cost_s: Sequence[float], backward_end_s: float) -> float:
-    """Returns how long after the end of the backward pass the last bucket is reduced; 0 if all are reduced before.
-
-    bucket_ready_s   when the gradients of each bucket are complete, from the start of the backward pass
-    bucket_cost_s    how long the collective of each bucket takes
-
-    Buckets are reduced one after the other, in the order given, each as soon as it is ready and the one before is done.
-    """
-    if len(bucket_ready_s) != len(bucket_cost_s):
-        raise ValueError(f"bucket_ready_s has {len(bucket_ready_s)} values, bucket_cost_s has {len(bucket_cost_s)}")
-    for name, values in (
-        ("bucket_ready_s", bucket_ready_s),
-        ("bucket_cost_s", bucket_cost_s),
-        ("backward_end_s", [backward_end_s]),
-    ):
-        for value in values:
-            _check_amount(name, value)
-    end_s = 0.0
-    for ready_s, cost_s in zip(bucket_ready_s, bucket_cost_s, strict=True):
-        end_s = max(end_s, ready_s) + cost_s
-    return max(0.0, end_s - backward_end_s)
 
 
 def _tree_depth(workers: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lockstep.errors import LockstepError
-from lockstep.plan import check, measure
+from lockstep.plan import batch_size, check, measure
 from lockstep.plan.forecast import ConfigurationForecast, Plan, Question, make_plan
 from lockstep.plan.links import parse_link
 from lockstep.plan.page import render_plan
@@ -197,6 +197,8 @@ def make_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything for programs; files only if asked for")
     out.add_argument("--out", type=Path, metavar="FILE", help="for the page (default: lockstep-plan.html)")
+    about = "a run directory, into which plan.json is written: `lockstep report` then shows what was predicted"
+    out.add_argument("--for", dest="run_directory", type=Path, metavar="RUN", help=about)
     out.add_argument("--save", type=Path, metavar="FILE", help="for what was measured, to plan again without measuring")
     parser.add_argument("-m", dest="module", action="store_true", help="plan for a module, like `python -m`")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -236,10 +238,8 @@ def _plan(chosen: argparse.Namespace, folder: Path) -> int:
     if chosen.save is not None:
         chosen.save.write_text(json.dumps(profile.to_json()) + "\n")
     question = _question(chosen, profile)
-    batch, steps_at = None, None
-    if chosen.branch:
-        batch, steps_at = measure.branch(chosen, profile, program, question, folder / "branches", _say)
-    plan = make_plan(profile, question, batch=batch, steps_at=steps_at)
+    branches = _branch(chosen, profile, program, folder / "branches") if chosen.branch else None
+    plan = make_plan(profile, question, branches=branches)
     status = 0
     if chosen.check:
         checked = check.check_plan(plan, program, folder / "check", timeout_s=chosen.timeout_s, say=_say)
@@ -247,6 +247,9 @@ def _plan(chosen: argparse.Namespace, folder: Path) -> int:
         status = 0 if check.holds(checked) else 1
     found = to_json_value(plan.to_json())
     text = as_text(plan)
+    if chosen.run_directory is not None:
+        chosen.run_directory.mkdir(parents=True, exist_ok=True)
+        (chosen.run_directory / "plan.json").write_text(json.dumps(found, allow_nan=False) + "\n")
     print(json.dumps(found, allow_nan=False) if chosen.json else text)
     page = chosen.out or (None if chosen.json else Path("lockstep-plan.html"))
     if page is not None:
@@ -290,6 +293,27 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> tuple[ProgramProfile, 
         sharded=chosen.shard_optimizer is not None,
     )
     return measure.measure_program(program, wanted, folder / "probes", links, _say), program
+
+
+def _branch(
+    chosen: argparse.Namespace, profile: ProgramProfile, program: Sequence[str], folder: Path
+) -> batch_size.BatchForecast:
+    """Train branches with half, once and twice the batch size of the program."""
+    batch = profile.base.global_batch_size
+    if batch < 2:
+        raise LockstepError("--branch tries half of the batch size of the program, which is 1")
+    plan = batch_size.BranchPlan(
+        start=chosen.start,
+        batches=(batch // 2, batch, 2 * batch),
+        base_batch_size=batch,
+        steps=chosen.branch_steps,
+        rule=batch_size.LearningRateRule(chosen.lr_rule),
+    )
+    branches = batch_size.run_branches(plan, program, folder=folder, timeout_s=chosen.timeout_s, report=_say)
+    try:
+        return batch_size.forecast(branches, base_batch_size=batch, target_loss=chosen.target_loss)
+    except ValueError as error:
+        raise LockstepError(str(error)) from None
 
 
 def _question(chosen: argparse.Namespace, profile: ProgramProfile) -> Question:
@@ -363,8 +387,8 @@ def as_text(plan: Plan) -> str:
             f"failures    {goodput['recovery_in_place']:.2%} of the time is progress with recovery in place, "
             f"{goodput['restart']:.2%} with restarts from checkpoints, then best saved {saved}; {failures['notes'][0]}"
         )
-    if plan.batch is not None:
-        lines.append(f"batch       {plan.batch['advice']}")
+    if (batch := plan.batch_sizes()) is not None:
+        lines.append(f"batch       {batch['advice']}")
     if plan.checked:
         lines += ["", check.as_table(plan.checked)]
     return "\n".join([*lines, *(f"note        {note}" for note in plan.notes)])

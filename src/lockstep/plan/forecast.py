@@ -14,11 +14,13 @@ from typing import Any, Final
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.plan.batch_size import BatchForecast, advise, samples_at, steps_at
+from lockstep.plan.configuration import FP32, Configuration
 from lockstep.plan.failures import FailureModel, best_interval_s, goodput_in_place, goodput_with_restart
 from lockstep.plan.links import PRESETS, Link
 from lockstep.plan.memory import MemoryForecast, fit_memory
 from lockstep.plan.profile import MIB, ProgramProfile
-from lockstep.plan.step_time import FP32, Configuration, StepForecast, StepModel
+from lockstep.plan.step_time import StepForecast, StepModel
 
 MOST_CONFIGURATIONS: Final = 20_000
 RECOVERY_S: Final = 0.3  # of a lost worker in place; measured by `make chaos` (docs/benchmarks.md)
@@ -173,7 +175,7 @@ class Plan:
     question: Question
     forecasts: list[ConfigurationForecast]
     notes: list[str]
-    batch: Mapping[str, Any] | None = None
+    branches: BatchForecast | None = None
     checked: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -183,8 +185,10 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         base, question = self.profile.base, self.question
         where = base.environment
-        target = None
-        if question.target_steps is not None:
+        target: dict[str, Any] | None = None
+        if self.branches is not None:
+            target = {"loss": self.branches.target_loss, "steps": self.branches.predict(base.global_batch_size).steps}
+        elif question.target_steps is not None:
             target = {"loss": None, "steps": question.target_steps}
         return {
             "program": self.profile.program,
@@ -207,9 +211,31 @@ class Plan:
             "target": target,
             "forecasts": [one.to_json() for one in self.forecasts],
             "failures": self._failures(),
-            "batch": self.batch,
+            "batch": self.batch_sizes(),
             "checked": list(self.checked),
         }
+
+    def batch_sizes(self) -> dict[str, Any] | None:
+        """Steps and samples for several batch sizes: as branches measured them, or from the noise scale."""
+        noise, base = self.profile.noise_scale, self.profile.base.global_batch_size
+        if self.branches is not None:
+            found = self.branches
+            return {"noise_scale": noise, "curve": found.curve, "advice": found.advice}
+        if noise is None:
+            return None
+        steps, sizes = (
+            self.question.target_steps or 1000,
+            [base * 2**power for power in range(-2, 5) if base * 2**power >= 1],
+        )
+        curve = [
+            {
+                "global_batch_size": int(size),
+                "steps": steps_at(size, steps=steps, at_batch=base, noise_scale=noise),
+                "samples": samples_at(size, steps=steps, at_batch=base, noise_scale=noise),
+            }
+            for size in sizes
+        ]
+        return {"noise_scale": noise, "curve": curve, "advice": advise(noise, batch=base)}
 
     def _failures(self) -> dict[str, Any] | None:
         if self.question.mtbf_s is None:
@@ -230,16 +256,10 @@ class Plan:
         return {"mtbf_hours": self.question.mtbf_s / 3600, "curve": rows, "notes": notes}
 
 
-def make_plan(
-    profile: ProgramProfile,
-    question: Question,
-    *,
-    batch: Mapping[str, Any] | None = None,
-    steps_at: Mapping[int, float] | None = None,
-) -> Plan:
+def make_plan(profile: ProgramProfile, question: Question, *, branches: BatchForecast | None = None) -> Plan:
     """Predict all configurations of the grid, and choose one.
 
-    steps_at  steps to the target for a global batch size, if they were measured; else the noise scale says
+    branches  say how many steps each batch size needs; without them the noise scale does
     """
     model, memory = StepModel(profile), fit_memory(profile.probes)
     forecasts = []
@@ -259,9 +279,9 @@ def make_plan(
             efficiency=alone[key] / (config.workers * step.mid_s),
             memory_limit=question.memory_bytes,
         )
-        forecasts.append(_with_money(_with_failures(one, profile, question), profile, question, steps_at))
+        forecasts.append(_with_money(_with_failures(one, profile, question), profile, question, branches))
     chosen = _mark(forecasts)
-    return Plan(profile, question, chosen, _notes(profile, question, chosen), batch)
+    return Plan(profile, question, chosen, _notes(profile, question, chosen), branches)
 
 
 def _with_failures(one: ConfigurationForecast, profile: ProgramProfile, question: Question) -> ConfigurationForecast:
@@ -292,9 +312,9 @@ def _with_failures(one: ConfigurationForecast, profile: ProgramProfile, question
 
 
 def _with_money(
-    one: ConfigurationForecast, profile: ProgramProfile, question: Question, steps_at: Mapping[int, float] | None
+    one: ConfigurationForecast, profile: ProgramProfile, question: Question, branches: BatchForecast | None
 ) -> ConfigurationForecast:
-    steps = count_steps(one.config.global_batch_size, profile, question, steps_at)
+    steps = count_steps(one.config.global_batch_size, profile, question, branches)
     if steps is None:
         return one
     goodput = one.goodput["recovery_in_place"] if one.goodput is not None else 1.0
@@ -304,20 +324,20 @@ def _with_money(
 
 
 def count_steps(
-    batch: int, profile: ProgramProfile, question: Question, steps_at: Mapping[int, float] | None = None
+    batch: int, profile: ProgramProfile, question: Question, branches: BatchForecast | None = None
 ) -> float | None:
     """The steps to the target with this global batch size; None if there is no target.
 
     Without a measurement the noise scale says how much fewer steps a larger batch needs; without that, as many samples.
     """
-    if steps_at is not None and batch in steps_at:
-        return steps_at[batch]
+    if branches is not None:
+        return branches.predict(batch).steps
     if question.target_steps is None:
         return None
     given, noise = question.target_batch or profile.base.global_batch_size, profile.noise_scale
     if noise is None:
         return question.target_steps * given / batch
-    return question.target_steps * (1 + noise / batch) / (1 + noise / given)
+    return steps_at(batch, steps=question.target_steps, at_batch=given, noise_scale=noise)
 
 
 def _mark(forecasts: list[ConfigurationForecast]) -> list[ConfigurationForecast]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lockstep.doctor.links import measure_sums
-from lockstep.errors import LockstepError
-from lockstep.plan.forecast import Question
-from lockstep.plan.profile import MeasuredSums, ProbeResult, ProgramProfile, parse_links, read_probe
+from lockstep.plan.profile import MeasuredSums, ProbeResult, ProgramProfile, parse_links, read_probe, scale_times
 from lockstep.plan.program_runs import ProgramRun, run_program
 from lockstep.report.trace_reader import read_trace
 
@@ -46,7 +44,11 @@ def probe(how: ProgramRun, program: Sequence[str], folder: Path, timeout_s: floa
 def measure_program(
     program: Sequence[str], wanted: Wanted, folder: Path, links: Sequence[MeasuredSums], say: Say
 ) -> ProgramProfile:
-    """Run the program on one worker with two batch sizes and with several shards, and on two workers."""
+    """Run the program on one worker with two batch sizes and with several shards, and on two workers.
+
+    The speed of a machine changes: on a CPU the first run is made again after every other one, and the times of that
+    one are divided by how much slower the first run had become.
+    """
     name = Path(program[-1] if program[0] == "-m" else program[0]).name
     say(f"{name} on 1 worker")
     first = probe(ProgramRun(wanted.steps, shards=1), program, folder / "first", wanted.timeout_s)
@@ -61,10 +63,15 @@ def measure_program(
         runs.append(ProgramRun(steps, workers=2, shards=2))
         if wanted.sharded:
             runs.append(ProgramRun(steps, workers=2, shards=2, options={"shard_optimizer": True, "redundancy": 0}))
-    found = [first] if steps == wanted.steps else []
+    found, last_s = [first] if steps == wanted.steps else [], first.step_s
     for number, how in enumerate(runs):
         say(f"{name} on {how}")
-        found.append(probe(how, program, folder / f"run{number}", wanted.timeout_s))
+        place = folder / f"run{number}"
+        one, before_s = probe(how, program, place / "run", wanted.timeout_s), last_s
+        if first.device == "cpu":
+            last_s = probe(ProgramRun(wanted.steps, shards=1), program, place / "again", wanted.timeout_s).step_s
+            one = scale_times(one, first.step_s / math.sqrt(before_s * last_s))
+        found.append(one)
     sums = list(links)
     if wanted.sums and len({one.workers for one in found}) > 1:
         say("sums between the workers of this machine")
@@ -80,15 +87,3 @@ def with_checkpoints(profile: ProgramProfile, run: Path) -> ProgramProfile:
         return profile
     last = saved[-1]
     return replace(profile, checkpoint_s=last.took_s, checkpoint_bytes=last.bytes)
-
-
-def branch(
-    chosen: argparse.Namespace,
-    profile: ProgramProfile,
-    program: Sequence[str],
-    question: Question,
-    folder: Path,
-    say: Say,
-) -> tuple[dict[str, Any], dict[int, float]]:
-    """Train branches with half, once and twice the batch. Returns what the page shows, and steps by batch size."""
-    raise LockstepError("--branch is not there yet")

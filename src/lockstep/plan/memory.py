@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from lockstep.plan.configuration import FP32, INT4, INT8, Configuration
 from lockstep.plan.profile import ProbeResult
-from lockstep.plan.step_time import FP32, INT4, INT8, Configuration, rows_per_worker
+from lockstep.plan.sum_cost import rows_per_worker
 
 CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
 KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "rest")

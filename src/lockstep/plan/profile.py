@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from lockstep.report.trace_reader import DetailedStep, read_trace
 WARM_UP: Final = 4  # first steps that are not counted, if there are more than twice as many
 GPU_WARM_UP: Final = 10  # shards are captured in the fifth
 MIB: Final = 2**20
+TIMES: Final = ("period_s", "first_shard_s", "later_shard_s", "update_s", "wait_s", "data_s", "other_s")
 _SHARD: Final = re.compile(r"(forward|backward) (\d+)")
 
 
@@ -124,6 +125,12 @@ def read_probe(folder: Path, *, grad_comm: str = "fp32", shard_optimizer: bool =
         noise_scale=None if noise is None else noise.scale,
         environment=dict(head.environment) | {"device": head.device},
     )
+
+
+def scale_times(probe: ProbeResult, factor: float) -> ProbeResult:
+    """Multiply all times."""
+    times = {name: [factor * s for s in getattr(probe, name)] for name in TIMES}
+    return replace(probe, **times)
 
 
 def _steps_of_all(generation: TraceGeneration) -> dict[int, dict[int, DetailedStep]]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lockstep.errors import LockstepError
 from lockstep.report.generations import find_excerpts, find_generations
@@ -70,7 +70,11 @@ def _report(chosen: argparse.Namespace) -> int:
         page = page or chosen.run / "report.html"
         timeline = timeline or page.parent / "trace.json"
     # First, since writing the files may fail.
-    print(json.dumps(to_json_value(summary), allow_nan=False) if chosen.json else as_text(summary))
+    planned = read_planned(chosen.run, summary)
+    if chosen.json:
+        print(json.dumps(to_json_value(summary) | {"planned": planned}, allow_nan=False))
+    else:
+        print(as_text(summary) + (f"{_planned_text(planned)}\n" if planned is not None else ""))
     written = [_write_page(page, trace, summary, now_s)] if page is not None else []
     written += [_write_timeline(timeline, trace)] if timeline is not None else []
     if not chosen.json:
@@ -126,6 +130,36 @@ def as_text(summary: RunSummary) -> str:
     # Names come from the trace: an unprintable character could be part of a terminal control sequence.
     text = "\n".join(lines).replace("`", "")
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text) + "\n"
+
+
+def read_planned(run: Path, summary: RunSummary) -> dict[str, Any] | None:
+    """What `lockstep plan --for RUN` has predicted for this number of workers and batch size, beside what was measured.
+
+    None if there is no plan, or none for them.
+    """
+    try:
+        forecasts = json.loads((run / "plan.json").read_text())["forecasts"]
+        same = [
+            one
+            for one in forecasts
+            if (one["workers"], one["global_batch_size"]) == (summary.workers, summary.global_batch_size)
+        ]
+        same.sort(key=lambda one: not one["is_best"])
+        if not same or summary.samples_per_s is None or not summary.global_batch_size:
+            return None
+        step_ms = {name: float(same[0]["step_ms"][name]) for name in ("low", "mid", "high")}
+        measured_ms = 1e3 * summary.global_batch_size / summary.samples_per_s
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return {"name": str(same[0]["name"]), "predicted_ms": step_ms, "measured_ms": measured_ms}
+
+
+def _planned_text(planned: dict[str, Any]) -> str:
+    predicted, measured = planned["predicted_ms"], planned["measured_ms"]
+    between = f"{predicted['low']:.4g} to {predicted['high']:.4g}"
+    inside = "inside" if predicted["low"] <= measured <= predicted["high"] else "outside of"
+    text = f"planned     {predicted['mid']:.4g} ms a step ({between}) were predicted for {planned['name']!r}; "
+    return text + f"{measured:.4g} ms were measured, {inside} the interval"
 
 
 def _metrics(curves: Sequence[Curve]) -> str:

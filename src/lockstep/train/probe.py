@@ -53,10 +53,12 @@ class Probe:
             plan.optimizer.load_state_dict(found.state["optimizer"])
             if plan.schedule is not None and found.state.get("schedule"):
                 plan.schedule.load_state_dict(found.state["schedule"])
+        if self.lr_factor == 1.0 or plan.large_batch is not None:  # `LRScaling` scales with the batch size itself
+            return
         for group in plan.optimizer.param_groups:
             group["lr"] *= self.lr_factor
             if "initial_lr" in group:
                 group["initial_lr"] *= self.lr_factor
-        if plan.schedule is not None and self.lr_factor != 1.0:
+        if plan.schedule is not None:
             for one in getattr(plan.schedule, "schedulers", [plan.schedule]):
                 one.base_lrs = [rate * self.lr_factor for rate in getattr(one, "base_lrs", [])]

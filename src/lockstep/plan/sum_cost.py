@@ -1,0 +1,172 @@
+"""How long sums of gradients take in a configuration, and how much of them a backward pass hides. Pure functions.
+
+Where sums between the same workers were measured, those are used. Otherwise the time on the wire follows from the link,
+and the CPU time from the measurement that is most like it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from lockstep.comm.tree_order import subtrees
+from lockstep.plan import collective_cost
+from lockstep.plan.configuration import HALF, INT4, INT8, Configuration
+from lockstep.plan.profile import MeasuredSums, ProgramProfile, SumPoint
+
+WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
+NORM: Final = 1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
+
+
+# ---- overlap of sums and the backward pass ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    backward_s: float  # how long the backward pass takes
+    exposed_s: float  # how much longer the sums take
+
+
+def overlap(backward_s: float, buckets: Sequence[tuple[float, SumPoint]], *, cores: float) -> Overlap:
+    """Simulate a backward pass with sums behind it.
+
+    backward_s  how long it takes without sums
+    buckets     for each bucket the share of the backward pass after which it is ready, and its sum
+    cores       how many cores a worker has for both: 1 or less if every core has a worker; infinite: no limit
+    """
+    at = progress = 0.0
+    waiting = sorted(buckets, key=lambda one: one[0])
+    queue: list[SumPoint] = []
+    left_s = 0.0  # of the sum that is running
+    while progress < 1.0:
+        while waiting and waiting[0][0] <= progress + 1e-12:
+            queue.append(waiting.pop(0)[1])
+        if left_s <= 0 and queue:
+            running = queue.pop(0)
+            left_s, busy = running.seconds, running.cpu_s / running.seconds if running.seconds > 0 else 0.0
+        to_ready = ((waiting[0][0] if waiting else 1.0) - progress) * backward_s
+        if left_s <= 0:
+            progress, at = (waiting[0][0] if waiting else 1.0), at + to_ready
+            continue
+        # The scheduler gives a thread that needs less than its fair share all it needs.
+        share = min(busy, max(cores / 2, cores - 1))
+        compute_rate, sum_rate = min(1.0, cores - share), share / busy if busy > 0 else 1.0
+        alone_rate = min(1.0, cores)
+        step_s = min(to_ready / (compute_rate / alone_rate), left_s / sum_rate)
+        at, left_s = at + step_s, left_s - step_s * sum_rate
+        progress = min(1.0, progress + step_s * compute_rate / alone_rate / backward_s) if backward_s > 0 else 1.0
+        left_s = 0.0 if left_s < 1e-12 else left_s
+    rest_s = left_s + sum(one.seconds for one in queue) + sum(one.seconds for _, one in waiting)
+    return Overlap(at, rest_s)
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def wire_bytes(size_bytes: float, grad_comm: str, *, hosts: int, shards_per_host: int) -> float:
+    """The bytes that leave each host for the sum of a gradient of `size_bytes`, without headers."""
+    share = (hosts - 1) / hosts
+    if grad_comm in (INT8, INT4):
+        bits = 8 if grad_comm == INT8 else 4
+        sum_bits = (((1 << bits) - 2) * shards_per_host).bit_length()
+        numel = size_bytes / 4
+        return share * numel * (sum_bits + bits) / 8 + 2 * numel / 128
+    return 2 * share * size_bytes * (0.5 if grad_comm in HALF else 1.0)
+
+
+@dataclass(frozen=True)
+class SumCosts:
+    """How long sums of gradients take in a configuration, and how that is known."""
+
+    at: Callable[[float], SumPoint]
+    is_measured: bool
+
+
+def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
+    """Find measured sums for the configuration, or compute them from the link and what was measured elsewhere."""
+    if config.workers == 1:
+        return SumCosts(lambda size: SumPoint(size, 0.0, 0.0), True)
+    exact = _find(profile.sums, config)
+    rows = rows_per_worker(config.shards, config.workers)
+    factor = (rows + 1) / 2 if config.grad_comm not in (INT8, INT4) else 1.0
+    if exact is not None:
+        return SumCosts(lambda size: _scale(exact.at(size), factor), True)
+    cpu = _cpu_costs(profile, config)
+
+    def at(size_bytes: float) -> SumPoint:
+        local = cpu(size_bytes) if cpu is not None else SumPoint(size_bytes, 0.0, 0.0)
+        busy_s = local.cpu_s * config.sharing * factor
+        if config.hosts == 1 and config.inside is None:
+            return SumPoint(size_bytes, max(local.seconds, busy_s), local.cpu_s * factor)
+        inside_s = 0.0
+        if config.inside is not None and config.workers_per_host > 1:
+            inside_s = collective_cost.ring_all_reduce(size_bytes, config.workers_per_host, config.inside) * factor
+        wire_s = _between_hosts_s(size_bytes * factor, config)
+        seconds = float(((wire_s + inside_s) ** NORM + busy_s**NORM) ** (1 / NORM))
+        return SumPoint(size_bytes, seconds, min(local.cpu_s * factor, seconds))
+
+    return SumCosts(at, False)
+
+
+def _between_hosts_s(size_bytes: float, config: Configuration) -> float:
+    if config.hosts == 1 or config.link is None:
+        return 0.0
+    if config.backend == "tree":
+        return collective_cost.tree_all_reduce(size_bytes, config.hosts, config.link)
+    sent = wire_bytes(
+        size_bytes, config.grad_comm, hosts=config.hosts, shards_per_host=-(-config.shards // config.hosts)
+    )
+    # A flat ring passes through each host once; every worker adds a step. Otherwise only hosts exchange data.
+    steps = 2 * ((config.workers if config.backend in ("ring", "gloo", "nccl") else config.hosts) - 1)
+    if config.backend in ("ring", "gloo", "nccl"):
+        sent *= ((config.workers - 1) / config.workers) / ((config.hosts - 1) / config.hosts)
+    steps = min(steps, 2 * math.ceil(math.log2(config.hosts)) + 62)  # libraries change to trees for many hosts
+    return WIRE_OVERHEAD * sent / config.link.bytes_per_s + steps * config.link.latency_s
+
+
+def rows_per_worker(shards: int, workers: int) -> float:
+    """How many subtrees a worker has to send, on average (comm/tree_order.py, Note [Subtrees])."""
+    if workers >= shards or (shards % workers == 0 and (shards // workers).bit_count() == 1):
+        return 1.0
+    base, more = divmod(shards, workers)
+    starts = [0]
+    for rank in range(workers):
+        starts.append(starts[-1] + base + (rank < more))
+    return sum(len(subtrees(a, b, shards)) for a, b in pairwise(starts)) / workers
+
+
+def _find(sums: Sequence[MeasuredSums], config: Configuration) -> MeasuredSums | None:
+    mbit = 0 if config.hosts == 1 or config.link is None else config.link.bytes_per_s * 8 / 1e6
+    for one in sums:
+        same_link = config.hosts == 1 or (one.mbit and abs(one.mbit - mbit) < 0.02 * mbit)
+        same = (one.backend, one.hosts, one.workers_per_host) == (config.backend, config.hosts, config.workers_per_host)
+        if same and same_link and one.grad_comm == config.grad_comm:
+            return one
+    return None
+
+
+def _cpu_costs(profile: ProgramProfile, config: Configuration) -> Callable[[float], SumPoint] | None:
+    """What a sum of this kind costs a worker's CPU, from the measurement that is most like it."""
+    network = config.hosts > 1
+    kinds = [one for one in profile.sums if one.grad_comm == config.grad_comm and one.device == "cpu"]
+    if profile.device != "cpu" or not kinds:
+        return None
+    wanted = ("hierarchy", "gloo") if network else (config.backend,)
+    near = [one for one in kinds if one.backend in wanted] or kinds
+    best = min(
+        near,
+        key=lambda one: (
+            abs(one.workers_per_host - config.workers_per_host),
+            -one.mbit if network else one.hosts,
+            abs(one.hosts - config.hosts),
+        ),
+    )
+    more = config.workers_per_host / best.workers_per_host  # rows of other workers that each adds
+    return lambda size: replace(best.at(size), cpu_s=best.at(size).cpu_s * max(1.0, 0.5 + 0.5 * more))
+
+
+def _scale(point: SumPoint, factor: float) -> SumPoint:
+    return SumPoint(point.size_bytes, point.seconds * factor, point.cpu_s * factor)

@@ -1,0 +1,401 @@
+"""`lockstep plan`: the model of a step, of memory, and the command, on programs that were measured or made up."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import LockstepError
+from lockstep.plan import command
+from lockstep.plan.configuration import Configuration
+from lockstep.plan.forecast import Question, make_plan
+from lockstep.plan.links import Link, parse_link
+from lockstep.plan.memory import fit_memory
+from lockstep.plan.profile import MIB, BucketTiming, MeasuredSums, ProbeResult, ProgramProfile, SumPoint, read_links
+from lockstep.plan.step_time import StepModel, interpolate, slowest_of
+from lockstep.plan.sum_cost import overlap, rows_per_worker, sum_costs, wire_bytes
+from lockstep.report import command as report
+from traces import Plan as TracePlan, write_trace
+
+GRADIENTS = 40 * MIB
+
+
+def sample_probe(workers: int, batch: int, shards: int, *, together: float = 1.0, **changes: Any) -> ProbeResult:
+    """A worker takes 10 ms, and 0.5 ms for each sample; each further shard 4 ms; its update 20 ms."""
+    own, per = shards // workers, batch / shards
+    shard_s = (0.010 + 0.0005 * per) * together
+    compute_s = (0.010 + 0.0005 * per * own + 0.004 * (own - 1)) * together
+    exposed_s = 0.006 if workers > 1 else 0.0
+    step_s = compute_s + 0.020 * together + exposed_s
+    sharded = changes.get("shard_optimizer", False)
+    kinds = {"weights": GRADIENTS, "gradients": GRADIENTS, "buckets": 0.0, "graphs": 0.0}
+    kinds["optimizer"] = 2 * GRADIENTS / (workers if sharded else 1)
+    peak = 300 * MIB + sum(kinds.values()) + per * 2 * MIB + math.log2(own) * GRADIENTS
+    values: dict[str, Any] = {
+        "workers": workers,
+        "hosts": 1,
+        "backend": "shm",
+        "device": "cpu",
+        "slots": 2,
+        "shards": shards,
+        "global_batch_size": batch,
+        "grad_comm": "fp32",
+        "shard_optimizer": False,
+        "period_s": [step_s] * 20,
+        "first_shard_s": [shard_s] * 20,
+        "later_shard_s": [shard_s] * 20 if own > 1 else [],
+        "backward_share": 2 / 3,
+        "update_s": [0.020 * together] * 20,
+        "wait_s": [exposed_s] * 20,
+        "data_s": [0.0] * 20,
+        "other_s": [0.0] * 20,
+        "buckets": [BucketTiming(15 * MIB, 0.4), BucketTiming(25 * MIB, 1.0)] if workers > 1 else [],
+        "memory_bytes": {**kinds, "peak": peak},
+    }
+    return ProbeResult(**{**values, **changes})
+
+
+def sample_sums(backend: str = "shm", workers: int = 2, ms_per_mib: float = 0.2, **changes: Any) -> MeasuredSums:
+    points = tuple(SumPoint(size, 1e-4 + 1e-3 * ms_per_mib * size / MIB, 0.0) for size in (1024, MIB, 25 * MIB))
+    values = {"hosts": 1, "workers_per_host": workers, "grad_comm": "fp32", "device": "cpu", "mbit": 0} | changes
+    return MeasuredSums(backend=backend, points=points, **values)  # type: ignore[arg-type]
+
+
+def sample_profile(**changes: Any) -> ProgramProfile:
+    probes = (sample_probe(1, 128, 1), sample_probe(1, 32, 1), sample_probe(1, 128, 4), sample_probe(2, 128, 2))
+    values: dict[str, Any] = {"program": "train.py", "probes": probes, "sums": (sample_sums(), sample_sums("gloo"))}
+    return ProgramProfile(**{**values, **changes})
+
+
+def config(workers: int = 1, batch: int = 128, shards: int = 0, **changes: Any) -> Configuration:
+    values = {"hosts": 1, "workers_per_host": workers, "slots": 8, "global_batch_size": batch} | changes
+    return Configuration(shards=shards or workers * values["hosts"], **values)  # type: ignore[operator]
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_predicted_as_it_was() -> None:
+    model = StepModel(sample_profile())
+    for probe in model.profile.probes:
+        slots = config(probe.workers, probe.global_batch_size, probe.shards, slots=2)
+        assert model.predict(slots).mid_s == pytest.approx(probe.step_s, rel=1e-3)
+
+
+def test_a_worker_with_other_samples_and_shards() -> None:
+    model = StepModel(sample_profile())
+    assert model.predict(config(1, 256)).mid_s == pytest.approx(
+        0.010 + 0.0005 * 256 + 0.020
+    )  # beyond what was measured
+    assert model.predict(config(1, 64, 8)).mid_s == pytest.approx(0.010 + 0.0005 * 64 + 7 * 0.004 + 0.020)
+    assert "compute time of another batch size" in model.predict(config(1, 1024)).computed
+
+
+def test_workers_that_slow_each_other_down() -> None:
+    probes = (*sample_profile().probes[:3], sample_probe(2, 128, 2, together=1.5))
+    model = StepModel(sample_profile(probes=probes))
+    compute, update = model.factors
+    assert compute == pytest.approx(1.5, rel=0.1)
+    assert update == pytest.approx(1.5)
+    both, more = model.predict(config(2, slots=2)).mid_s, model.predict(config(4, slots=2)).mid_s
+    assert both == pytest.approx(probes[3].step_s, rel=1e-3)
+    # Four workers on two cores: each has half the samples, and half a core.
+    expected = 2 * 1.5 * (0.010 + 0.0005 * 32 + 0.020)
+    assert expected < more < 1.25 * expected
+    assert model.predict(config(1)).mid_s == pytest.approx(probes[0].step_s)  # alone on its host
+
+
+@pytest.mark.parametrize(
+    ("sums", "backward_s", "exposed_s"),
+    [
+        ([], 1.0, 0.0),
+        ([(0.2, 0.1), (0.5, 0.1)], 1.0, 0.0),  # all done before
+        ([(0.2, 0.1), (1.0, 0.3)], 1.0, 0.3),  # only the last one
+        ([(0.2, 0.9), (0.4, 0.5), (1.0, 0.1)], 1.0, 0.7),  # one waits for the other
+        ([(1.0, 0.5), (1.0, 0.25)], 1.0, 0.75),  # nothing is hidden
+        ([(0.0, 2.0)], 1.0, 1.0),
+    ],
+)
+def test_sums_behind_a_backward_pass(sums: list[tuple[float, float]], backward_s: float, exposed_s: float) -> None:
+    points = [(ready, SumPoint(1.0, seconds, 0.0)) for ready, seconds in sums]
+    found = overlap(backward_s, points, cores=math.inf)
+    assert found.exposed_s == pytest.approx(exposed_s)
+    assert found.backward_s == pytest.approx(backward_s)
+    random.Random(0).shuffle(points)
+    assert overlap(backward_s, points, cores=1.0).exposed_s == pytest.approx(exposed_s)  # they need no CPU
+
+
+def test_a_sum_that_needs_the_core_of_the_backward_pass() -> None:
+    sums = [(0.5, SumPoint(1.0, 0.2, 0.2))]  # it computes all the time
+    free, shared = overlap(1.0, sums, cores=2.0), overlap(1.0, sums, cores=1.0)
+    assert (free.backward_s, free.exposed_s) == pytest.approx((1.0, 0.0))
+    assert (shared.backward_s, shared.exposed_s) == pytest.approx((1.2, 0.0))  # both at half speed for 0.4 s
+    mostly_waiting = overlap(1.0, [(0.5, SumPoint(1.0, 0.2, 0.02))], cores=1.0)
+    assert mostly_waiting.backward_s == pytest.approx(1.02)
+
+
+def test_slow_links_are_exposed_and_small_messages_are_not() -> None:
+    profile = sample_profile()
+    fast = config(1, hosts=2, backend="hierarchy", link=parse_link("100Gbit/s"))
+    slow = replace(fast, link=parse_link("100Mbit/s"))
+    model = StepModel(profile)
+    at_least_s = 8 * GRADIENTS / 100e6  # two hosts send the whole gradient once
+    assert model.predict(slow).parts_s["exposed communication"] > 0.9 * at_least_s
+    assert model.predict(fast).mid_s < 0.1 * model.predict(slow).mid_s
+    int8 = model.predict(replace(slow, grad_comm="int8")).mid_s
+    int4 = model.predict(replace(slow, grad_comm="int4")).mid_s
+    assert 0.2 < int8 / model.predict(slow).mid_s < 0.35
+    assert int4 < 0.65 * int8
+
+
+def test_measured_sums_are_preferred_to_formulas() -> None:
+    link = Link("1 Gbit/s", 5e-5, 1.25e8)
+    hosts = config(1, hosts=2, backend="hierarchy", link=link)
+    assert not sum_costs(sample_profile(), hosts).is_measured
+    measured = sample_sums("hierarchy", 1, 8.0, hosts=2, mbit=1000)
+    profile = sample_profile(sums=(measured,))
+    assert sum_costs(profile, hosts).is_measured
+    assert sum_costs(profile, hosts).at(10 * MIB).seconds == pytest.approx(1e-4 + 0.080)
+    other_link = replace(hosts, link=Link("10 Gbit/s", 5e-5, 1.25e9))
+    assert not sum_costs(profile, other_link).is_measured
+    assert StepModel(profile).predict(hosts).computed == ()
+
+
+def test_bytes_on_the_wire() -> None:
+    assert wire_bytes(100.0, "fp32", hosts=2, shards_per_host=1) == 100.0
+    assert wire_bytes(100.0, "bf16", hosts=2, shards_per_host=1) == 50.0
+    assert wire_bytes(400.0, "fp32", hosts=4, shards_per_host=8) == 600.0
+    # A byte for each of a quarter of the bytes, there and back for half of them, and the scales.
+    assert wire_bytes(4 * 128.0, "int8", hosts=2, shards_per_host=1) == pytest.approx(128 + 2)
+    assert wire_bytes(4 * 128.0, "int8", hosts=2, shards_per_host=2) == pytest.approx(128 * 17 / 16 + 2)
+
+
+def test_shards_that_do_not_fit_the_tree_send_more() -> None:
+    assert [rows_per_worker(shards, workers) for shards, workers in ((8, 8), (8, 4), (8, 2), (3, 3))] == [1.0] * 4
+    assert rows_per_worker(8, 3) == pytest.approx(5 / 3)
+
+
+def test_the_slowest_of_many() -> None:
+    rng = random.Random(0)
+    values = sorted(rng.gauss(1.0, 0.05) for _ in range(400))
+    for count in (1, 2, 8, 64):
+        largest = sorted(max(rng.choices(values, k=count)) for _ in range(2001))
+        assert slowest_of(values, count) == pytest.approx(largest[1000], rel=0.02)
+    assert slowest_of(values, 65_536) > slowest_of(values, 64)
+    assert slowest_of([1.0], 100) == 1.0
+
+
+def test_a_curve_is_a_line_between_and_beyond_its_points() -> None:
+    curve = ((10.0, 1.0), (20.0, 3.0), (40.0, 4.0))
+    assert [interpolate(curve, at) for at in (10, 15, 30, 60)] == pytest.approx([1.0, 2.0, 3.5, 5.0])
+    assert interpolate(curve, 1) > 0
+    assert interpolate(((10.0, 1.0),), 20) == pytest.approx(1.9)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_by_kind() -> None:
+    model = fit_memory(sample_profile().probes)
+    found = model.predict(config(1, 256))
+    assert found.by_kind["activations"] == pytest.approx(512 * MIB)
+    assert found.by_kind["rest"] == pytest.approx(300 * MIB)
+    assert found.total_bytes == pytest.approx((300 + 512) * MIB + 4 * GRADIENTS)
+    assert model.predict(config(1, 128, 8)).by_kind["rest"] == pytest.approx(300 * MIB + 3 * GRADIENTS)
+    assert model.predict(config(4, shard_optimizer=True)).by_kind["optimizer"] == pytest.approx(GRADIENTS / 2)
+    copies = model.predict(config(4, shard_optimizer=True, redundancy=1))
+    assert copies.by_kind["optimizer"] == pytest.approx(GRADIENTS)
+    assert model.predict(config(4, backend="gloo")).by_kind["buckets"] == 2 * GRADIENTS  # the tree over workers
+    assert model.predict(config(4, backend="shm")).by_kind["buckets"] == 0
+    assert model.predict(config(2, 128, 8, grad_comm="int8")).by_kind["buckets"] == 3 * GRADIENTS
+
+
+# ---- a plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_does_not_fit_and_what_it_costs() -> None:
+    question = Question(
+        layouts=((1, 1), (1, 2), (1, 4)),
+        slots=8,
+        global_batch_sizes=(128, 1024),
+        memory_bytes=1000 * MIB,
+        price_per_hour=2.0,
+        target_steps=36_000,
+        mtbf_s=3600.0 * 1000,
+    )
+    plan = make_plan(sample_profile(), question)
+    found = {(one.config.workers, one.config.global_batch_size): one for one in plan.forecasts}
+    assert found[1, 1024].fits is False
+    assert found[1, 1024].to_json()["does_not_fit_by"] == "activations"
+    assert found[4, 128].fits
+    alone = found[1, 128]
+    assert alone.hours == pytest.approx(10 * alone.step.mid_s / alone.goodput["recovery_in_place"])  # type: ignore[index]
+    assert alone.cost == pytest.approx(2 * alone.hours)  # type: ignore[operator]
+    assert found[4, 128].cost == pytest.approx(8 * found[4, 128].hours)  # type: ignore[operator]
+    assert found[4, 128].goodput["recovery_in_place"] > found[4, 128].goodput["restart"]  # type: ignore[index]
+    assert plan.best.fits
+    assert sum(one.is_best for one in plan.forecasts) == 1
+    front = [one for one in plan.forecasts if one.is_pareto]
+    assert not any(a.hours < b.hours and a.cost < b.cost for a in plan.forecasts for b in front if a.fits)  # type: ignore[operator]
+    text = json.dumps(plan.to_json())
+    assert "do not fit into memory" in text
+
+
+def test_65536_workers_in_seconds_and_the_same_every_time() -> None:
+    question = Question(
+        layouts=tuple((hosts, 8) for hosts in (1, 8, 64, 512, 4096, 8192)),
+        links=(parse_link("25gbe"), parse_link("ib-ndr")),
+        inside=parse_link("nvlink4"),
+        global_batch_sizes=(65_536, 524_288),
+        grad_comms=("fp32", "int8"),
+        shard_optimizer=(False, True),
+        mtbf_s=3600.0 * 5000,
+        target_steps=1e5,
+        price_per_hour=3.0,
+    )
+    tracemalloc.start()
+    began_s = time.monotonic()
+    plan = make_plan(sample_profile(), question)
+    took_s, peak = time.monotonic() - began_s, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(one.config.workers for one in plan.forecasts) == 65_536
+    assert took_s < 5
+    assert peak < 1e9
+    again = make_plan(sample_profile(), question)
+    assert [one.to_json() for one in again.forecasts] == [one.to_json() for one in plan.forecasts]
+
+
+def test_grids_that_make_no_sense_are_refused() -> None:
+    profile = sample_profile()
+    with pytest.raises(LockstepError, match="256 workers need 256 shards or more"):
+        make_plan(profile, Question(layouts=((1, 256),), shards=(8,)))
+    with pytest.raises(LockstepError, match="configurations"):
+        make_plan(profile, Question(layouts=tuple((1, n) for n in range(1, 300)), bucket_mib=tuple(range(1, 100))))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_questions_in_one_text() -> None:
+    found = command.read_question_text("64 gpus, 8 per host, 100 Gbit/s, 3 $/h, 80 GiB, batch 512, int8")
+    assert found["workers"] == (64,)
+    assert found["per_host"] == (8,)
+    assert found["link"][0].bytes_per_s == pytest.approx(12.5e9)
+    assert found["price"] == (3.0, "$")
+    assert found["memory"] == 80 * 2**30
+    assert (found["batch"], found["grad_comm"]) == ((512,), ("int8",))
+    for text, words in (("64 gpus, 100", "which unit"), ("64 elephants", "64 elephants"), ("3 yen/h", "price")):
+        with pytest.raises(ValueError, match=words):
+            command.read_question_text(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers", "0", "x.py"], "'0' is not a whole number"),
+        (["--memory", "80", "x.py"], "which unit"),
+        (["--link", "100", "x.py"], "which unit"),
+        (["--price", "cheap", "x.py"], "price per worker and hour"),
+        (["--mtbf", "5", "x.py"], "which unit"),
+        ([], "plan for what"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plan_from_the_trace_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_trace(tmp_path / "run", TracePlan(workers=2, steps=60))
+    page = tmp_path / "plan.html"
+    status = command.main([str(run), "--workers", "2,64", "--per-host", "8", "--json", "--out", str(page)])
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert [(one["workers"], one["hosts"]) for one in found["forecasts"]] == [(2, 1), (64, 8)]
+    assert found["forecasts"][0]["step_ms"]["low"] < found["forecasts"][0]["step_ms"]["mid"]
+    assert "<html" in page.read_text()
+
+
+def test_a_report_shows_what_was_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_trace(tmp_path / "run", TracePlan(workers=2, steps=60, jitter=0.0))
+    assert command.main([str(run), "--workers", "2,4", "--json", "--for", str(run)]) == 0
+    capsys.readouterr()
+    assert report.main([str(run), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["planned"]
+    assert planned["predicted_ms"]["mid"] == pytest.approx(planned["measured_ms"], rel=0.05)
+    assert report.main([str(run)]) == 0
+    assert "inside the interval" in capsys.readouterr().out
+    for text in ("{", "[]", '{"forecasts": [3]}', '{"forecasts": []}'):  # damaged, or of other workers
+        (run / "plan.json").write_text(text)
+        assert report.main([str(run)]) == 0
+        assert "planned" not in capsys.readouterr().out
+
+
+def test_runs_without_steps_and_files_that_are_no_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    (empty / "trace").mkdir(parents=True)
+    (empty / "trace" / "1-rank0-1.jsonl").write_text(
+        '{"kind":"head","worker":"rank0","t":1.0,"unix_s":2.0,"host":"a","device":"cpu","pid":1}\n'
+    )
+    assert command.main([str(empty)]) == 1
+    assert "has no steps" in capsys.readouterr().err
+    (tmp_path / "bad.json").write_text('{"probes": 3}')
+    assert command.main([str(tmp_path / "bad.json")]) == 1
+    assert "cannot be read as a profile" in capsys.readouterr().err
+    assert command.main(["nowhere.py"]) == 1
+    assert "there is no script, run or profile 'nowhere.py'" in capsys.readouterr().err
+    with pytest.raises(LockstepError, match="doctor --links"):
+        read_links(tmp_path / "bad.json")
+
+
+PROGRAM = """
+import torch, torch.nn.functional as F, lockstep
+from torch.utils.data import TensorDataset
+
+def loss(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+with lockstep.Run("own-run", seed=7) as run:
+    model = run.replicate(torch.nn.Linear(8, 4))
+    data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+    for batch in run.train(run.batches(data, global_batch_size=16, epochs=1), torch.optim.AdamW(model.parameters())):
+        run.step(loss, batch)
+    raise SystemExit("the program went on after its probe")
+"""
+
+
+def test_a_program_is_measured_and_its_profile_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    options = ["--probe-steps", "10", "--no-links", "--save", "profile.json", "--timeout-s", "60"]
+    assert command.main([*options, "--json", "train.py"]) == 0
+    output = capfd.readouterr()
+    found = json.loads(output.out)
+    assert "train.py on 2 workers" in output.err
+    assert {one["workers"] for one in found["forecasts"]} >= {1}
+    assert all(one["memory_mib"]["weights"] > 0 for one in found["forecasts"])
+    assert not (tmp_path / "own-run").exists()  # the program's own directory is left alone
+    profile = ProgramProfile.from_json(json.loads((tmp_path / "profile.json").read_text()))
+    assert sorted((one.workers, one.global_batch_size, one.shards) for one in profile.probes) == [
+        (1, 4, 1),
+        (1, 16, 1),
+        (1, 16, 4),
+        (2, 16, 2),
+    ]
+    assert all(len(one.losses) == 10 for one in profile.probes)
+    # Shards have the same samples on any number of workers: with as many samples the first losses are equal.
+    assert command.main(["profile.json", "--workers", "1,2"]) == 0
+    assert "lockstep-plan.html" in capfd.readouterr().out
