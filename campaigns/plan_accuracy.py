@@ -8,7 +8,8 @@
 The configurations are drawn at random, from a fixed seed, out of all combinations of program, workers, hosts, links,
 batch size, shards, kinds of sums and sharded optimisers. Several hosts are network namespaces of this machine (needs
 root); their workers share its cores. On a GPU (--device cuda) all workers share it. The speed of a machine that is
-shared with others changes from minute to minute; nothing is corrected for that here.
+shared with others changes from minute to minute: with --beside one worker is measured before and after each
+configuration, and predictions are multiplied by what it takes now over what it took when the program was profiled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from plan_programs import MODELS
 
 from lockstep.doctor.links import measure_sums
 from lockstep.errors import LockstepError
-from lockstep.plan.check import program_run
+from lockstep.plan.check import measure_beside, program_run
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.links import Link
 from lockstep.plan.measure import Wanted, measure_program, probe
@@ -164,20 +165,26 @@ def write_predictions(device: str, data: Path, drawn: list[Drawn], profiles: dic
     say(f"{path}: {len(rows)} predictions; commit it before you measure")
 
 
-def measure(device: str, data: Path, limit_s: float) -> int:
+def measure(device: str, data: Path, limit_s: float, *, beside: bool) -> int:
     record = json.loads((data / f"predictions-{device}.json").read_text())
     path, done = data / f"measured-{device}.json", list[dict[str, Any]]()
+    profiles = {name: ProgramProfile.from_json(found) for name, found in record["profiles"].items()}
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(record["rows"]):
             one = Drawn.from_row(row)
             steps = max(10, min(40, int(limit_s / row["step"]["mid_s"])))
             how = program_run(one.configuration(device), max(steps, 40) if device == "cuda" else steps, one.mbit)
             try:
-                found = probe(how, [PROGRAM, one.program], Path(folder) / str(number), TIMEOUT_S)
+                place, program, slower = Path(folder) / str(number), [PROGRAM, one.program], 1.0
+                if beside:
+                    found, slower = measure_beside(how, program, profiles[one.program].base, place, TIMEOUT_S)
+                else:
+                    found = probe(how, program, place, TIMEOUT_S)
             except LockstepError as error:
                 say(f"{one.name}: {error}")
                 continue
-            done.append({"name": one.name, "measured_s": found.step_s, "peak": found.memory_bytes["peak"]})
+            peak = found.memory_bytes["peak"]
+            done.append({"name": one.name, "measured_s": found.step_s, "slowdown": slower, "peak": peak})
             took = f"{1e3 * found.step_s:.1f} ms, predicted {1e3 * row['step']['mid_s']:.1f}"
             say(f"{number + 1}: {one.name}: {took}")
             path.write_text(json.dumps(done, indent=1) + "\n")
@@ -218,7 +225,7 @@ def compare(device: str, data: Path) -> list[Compared]:
     for row in record["rows"]:
         one, step = Drawn.from_row(row), row["step"]
         if (result := measured.get(one.name)) is not None:
-            times = [step[name] for name in ("low_s", "mid_s", "high_s")]
+            times = [step[name] * result.get("slowdown", 1.0) for name in ("low_s", "mid_s", "high_s")]
             memory = row["memory_bytes"] / result["peak"] - 1 if result["peak"] else math.nan
             found.append(Compared(one, *times, result["measured_s"], memory))
     return found
@@ -246,7 +253,7 @@ def show(device: str, data: Path) -> int:
     memory = sum(abs(one.memory_error) <= 0.08 for one in found) / len(found)
     print(
         f"{len(found)} measured; error: median {middle:.1%}, 90th percentile {most:.1%}; inside the 90 % interval "
-        f"{inside:.0%}; peak memory within 8 %: {memory:.0%}; what is predicted to be the fastest of a program and batch "
+        f"{inside:.0%}; peak memory within 8 %: {memory:.0%}; the fastest of a program and batch as predicted "
         f"is within 5 % of the fastest in {sum(one <= 0.05 for one in choices)} of {len(choices)}"
     )
     return 0 if middle <= 0.06 and most <= 0.15 and 0.8 <= inside <= 0.98 and memory >= 0.9 else 1
@@ -260,6 +267,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=47, help="of configurations (default: 47)")
     parser.add_argument("--data", type=Path, default=DATA, help="folder for predictions and measurements")
     parser.add_argument("--sums", type=Path, help="a file of predictions whose measured sums are used again")
+    parser.add_argument("--beside", action="store_true", help="measure one worker before and after each configuration")
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long a configuration is measured")
     chosen = parser.parse_args()
     if chosen.what == "predict":
@@ -267,7 +275,7 @@ def main() -> int:
         predict(chosen.device, chosen.data, draw(chosen.seed, chosen.count, chosen.device), sums)
         return 0
     if chosen.what == "measure":
-        return measure(chosen.device, chosen.data, chosen.seconds)
+        return measure(chosen.device, chosen.data, chosen.seconds, beside=chosen.beside)
     return show(chosen.device, chosen.data)
 
 

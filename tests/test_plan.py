@@ -170,12 +170,30 @@ def test_measured_sums_are_preferred_to_formulas() -> None:
 
 
 def test_bytes_on_the_wire() -> None:
-    assert wire_bytes(100.0, "fp32", hosts=2, shards_per_host=1) == 100.0
-    assert wire_bytes(100.0, "bf16", hosts=2, shards_per_host=1) == 50.0
-    assert wire_bytes(400.0, "fp32", hosts=4, shards_per_host=8) == 600.0
+    two = config(1, hosts=2, backend="hierarchy")
+    assert wire_bytes(100.0, two) == 100.0
+    assert wire_bytes(100.0, replace(two, grad_comm="bf16")) == 50.0
+    assert wire_bytes(400.0, config(8, hosts=4, backend="hierarchy")) == 600.0  # only the sum of a host leaves it
+    assert wire_bytes(400.0, config(8, hosts=4, backend="ring")) == 2 * 400 * 31 / 32
+    assert wire_bytes(400.0, config(8, hosts=4, backend="nccl")) == 2 * 400 * 8 * 24 / 32  # all to all workers
+    assert wire_bytes(600.0, config(6, hosts=2, backend="hierarchy")) == 2 * 600 * 6 * 6 / 12  # not a power of two
     # A byte for each of a quarter of the bytes, there and back for half of them, and the scales.
-    assert wire_bytes(4 * 128.0, "int8", hosts=2, shards_per_host=1) == pytest.approx(128 + 2)
-    assert wire_bytes(4 * 128.0, "int8", hosts=2, shards_per_host=2) == pytest.approx(128 * 17 / 16 + 2)
+    assert wire_bytes(4 * 128.0, replace(two, grad_comm="int8")) == pytest.approx(128 + 2)
+    assert wire_bytes(4 * 128.0, replace(two, grad_comm="int8", shards=4)) == pytest.approx(128 * 17 / 16 + 2)
+
+
+def test_sums_that_were_not_measured_are_not_free() -> None:
+    profile = sample_profile(sums=())
+    for asked in (config(2), config(8), config(2, grad_comm="bf16"), config(4, backend="gloo")):
+        found = sum_costs(profile, asked)
+        assert not found.is_measured
+        assert found.at(25 * MIB).seconds > 0.005
+    half = config(2, grad_comm="bf16")
+    assert sum_costs(sample_profile(), half).at(25 * MIB).seconds == pytest.approx(0.0051)  # as fp32 was measured
+    wide, narrow = (
+        StepModel(one).predict(config(4)) for one in (profile, sample_profile(sums=(sample_sums("shm", 4),)))
+    )
+    assert wide.high_s / wide.low_s > narrow.high_s / narrow.low_s
 
 
 def test_shards_that_do_not_fit_the_tree_send_more() -> None:
@@ -305,6 +323,10 @@ def test_questions_in_one_text() -> None:
         (["--link", "100", "x.py"], "which unit"),
         (["--price", "cheap", "x.py"], "price per worker and hour"),
         (["--mtbf", "5", "x.py"], "which unit"),
+        (["--bucket-mib", "-1", "x.py"], "whole number"),
+        (["--workers", "8", "--hosts", "2", "x.py"], "--workers is for all hosts together"),
+        (["--save", "missing/x.json", "x.py"], "there is no folder"),
+        (["--target-loss", "1", "x.py"], "belong to --branch"),
         ([], "plan for what"),
     ],
 )

@@ -234,13 +234,14 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._write(output, lambda collectives, flat: collectives.reduce_scatter(flat, whole, reduction))
 
     def add_by_tree(self) -> bool:
-        """Add along the tree over all workers from the next call on. All workers call it.
+        """Add along the tree over all workers from now on. All workers call it, with no collective in progress.
 
-        Returns False, and changes nothing, where the layout does not allow it: see Note [Order of sums].
+        Returns False, and changes nothing, where the layout does not allow it (see Note [Order of sums]), or where each
+        host has one worker, so that nothing is gained.
         """
         counts = {len(ranks) for ranks in self.layout.hosts}
         in_order = [rank for ranks in self.layout.hosts for rank in ranks] == list(range(self._size))
-        if len(counts) > 1 or not in_order or (count := counts.pop()) & (count - 1):
+        if len(counts) > 1 or not in_order or (count := counts.pop()) == 1 or count & (count - 1):
             return False
         self._exact = self._on_host.exact = True
         if isinstance(self._on_gpu, PipelinedCollectives):

@@ -123,7 +123,9 @@ class ShardSum:
         self._row_per_shard = all(len(share) == len(nodes) for share, nodes in zip(shares, self._trees, strict=True))
         self._exact, self.is_timed = exact, False
         self._backend = backend = backend_name(group, device)
-        adds_by_tree = backend == "shm" or (exact and backend == "hierarchy" and cast(Any, group).add_by_tree())
+        # With `compresses` the group may belong to the program (hooks.py), whose own sums must stay as they are.
+        may_change = exact and not compresses and backend == "hierarchy"
+        adds_by_tree = backend == "shm" or (may_change and cast(Any, group).add_by_tree())
         self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=adds_by_tree)
         self._watch = PeerWatch(group, polls=device.type == "cpu")
         self._all = FlatSubgroup(group, self._watch, backend)

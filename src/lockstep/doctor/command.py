@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.parse_args(argv)
     if chosen.links is not None:
         return _measure_links(parser, chosen)
+    if chosen.hosts or chosen.rendezvous or chosen.workers != "2,4":
+        parser.error("-n, --hosts and --rendezvous belong to --links")
     _show_progress("looking at the machine, and at torch ...")
     findings = judge(inspect_machine(dict(os.environ), chosen.dir))
     if not chosen.no_trial and not any(finding.level is Level.BAD and finding.topic == "torch" for finding in findings):
@@ -83,7 +85,9 @@ def _measure_links(parser: argparse.ArgumentParser, chosen: argparse.Namespace) 
         parser.error(f"-n {chosen.workers!r} is not a list of numbers of workers such as 2,4")
     if not chosen.links.absolute().parent.is_dir():
         parser.error(f"--links {chosen.links}: there is no folder {chosen.links.absolute().parent}")
-    launch = ["--hosts", chosen.hosts, "--rendezvous", chosen.rendezvous or ""] if chosen.hosts else []
+    if bool(chosen.hosts) != bool(chosen.rendezvous):
+        parser.error("--hosts and --rendezvous belong together")
+    launch = ["--hosts", chosen.hosts, "--rendezvous", chosen.rendezvous] if chosen.hosts else []
     try:
         return links.write_links(chosen.links, counts, launch=launch, say=_show_progress)
     except LockstepError as error:

@@ -67,7 +67,10 @@ def write_links(path: Path, counts: Sequence[int], *, launch: Sequence[str], say
     if not found["sums"]:
         print("measured; the host of rank 0 has the file")
         return 0
-    path.write_text(json.dumps(found) + "\n")
+    try:
+        path.write_text(json.dumps(found) + "\n")
+    except OSError as error:
+        raise LockstepError(f"{path} cannot be written: {error.strerror}; choose another file") from None
     for one in found["sums"]:
         last = one["points"][-1]
         rate = last["bytes"] / last["seconds"] / 1e6

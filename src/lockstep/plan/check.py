@@ -7,48 +7,49 @@ again, and the prediction is multiplied by what that takes now over what it took
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
+from lockstep.errors import LockstepError
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.forecast import Plan
-from lockstep.plan.measure import GPU_STEPS, Say, probe
+from lockstep.plan.measure import GPU_STEPS, PLAIN, Say, probe
 from lockstep.plan.profile import ProbeResult
 from lockstep.plan.program_runs import ProgramRun
 from lockstep.plan.step_time import StepForecast, StepModel
 from lockstep.report.table import columns, render
 
-MOST: Final = 6  # configurations that are measured
+MOST_CHECKED: Final = 6  # configurations that are measured
 STEPS: Final = 30
 
 
 @dataclass(frozen=True)
 class CheckedForecast:
-    """A prediction beside its measurement. `speed`: how much slower one worker was than when it was profiled."""
+    """A prediction beside its measurement. `slowdown`: how much slower one worker was than when it was profiled."""
 
     name: str
     predicted: StepForecast
     measured_s: float
-    speed: float
+    slowdown: float
 
     @property
     def error(self) -> float:
-        return self.predicted.mid_s * self.speed / self.measured_s - 1
+        return self.predicted.mid_s * self.slowdown / self.measured_s - 1
 
     @property
     def inside(self) -> bool:
-        return self.predicted.low_s * self.speed <= self.measured_s <= self.predicted.high_s * self.speed
+        return self.predicted.low_s * self.slowdown <= self.measured_s <= self.predicted.high_s * self.slowdown
 
     def to_json(self) -> dict[str, Any]:
         step = self.predicted
         bounds = {"low": step.low_s, "mid": step.mid_s, "high": step.high_s}
         return {
             "name": self.name,
-            "predicted_ms": {name: 1e3 * self.speed * value for name, value in bounds.items()},
+            "predicted_ms": {name: 1e3 * self.slowdown * value for name, value in bounds.items()},
             "measured_ms": 1e3 * self.measured_s,
-            "speed": self.speed,
+            "slowdown": self.slowdown,
             "error": self.error,
             "inside": self.inside,
         }
@@ -61,14 +62,21 @@ def check_plan(
     base = plan.profile.base
     most = 2 * base.slots if base.device == "cpu" else 4
     able = [one for one in plan.forecasts if one.config.hosts == 1 and one.config.workers <= most]
-    chosen = sorted(able, key=lambda one: not one.is_best)[:MOST]
+    if not able:
+        raise LockstepError(
+            f"--check: this machine can run none of the grid, which needs one host and {most} workers or fewer"
+        )
+    here = [
+        replace(one.config, slots=base.slots, inside=None, backend="shm" if one.config.inside else one.config.backend)
+        for one in sorted(able, key=lambda one: not one.is_best)
+    ]
     model = StepModel(plan.profile)
     found = []
-    for number, one in enumerate(chosen):
-        say(f"checking {one.config.name()}")
-        how = program_run(one.config, max(STEPS, GPU_STEPS) if base.device == "cuda" else STEPS)
-        measured, speed = measure_beside(how, program, base, folder / str(number), timeout_s)
-        found.append(CheckedForecast(one.config.name(), model.predict(one.config), measured.step_s, speed))
+    for number, config in enumerate(list(dict.fromkeys(here))[:MOST_CHECKED]):
+        say(f"checking {config.name()}")
+        how = program_run(config, max(STEPS, GPU_STEPS) if base.device == "cuda" else STEPS)
+        measured, slower = measure_beside(how, program, base, folder / str(number), timeout_s)
+        found.append(CheckedForecast(config.name(), model.predict(config), measured.step_s, slower))
     return found
 
 
@@ -84,15 +92,14 @@ def measure_beside(
 def slowdown(program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float) -> float:
     """Run one worker as in `base`. Returns its step now over its step then."""
     steps = max(len(base.losses), GPU_STEPS if base.device == "cuda" else STEPS)  # as many: the first ones are slower
-    how = ProgramRun(steps, global_batch_size=base.global_batch_size, shards=base.shards)
+    how = ProgramRun(steps, global_batch_size=base.global_batch_size, shards=base.shards, options=PLAIN)
     return probe(how, program, folder, timeout_s).step_s / base.step_s
 
 
 def program_run(config: Configuration, steps: int, mbit: int = 0) -> ProgramRun:
     """How to start the program as in a configuration."""
-    options: dict[str, Any] = {} if config.grad_comm == "fp32" else {"grad_comm": config.grad_comm}
-    if config.shard_optimizer:
-        options |= {"shard_optimizer": True, "redundancy": config.redundancy}
+    options: dict[str, Any] = {"grad_comm": config.grad_comm, "shard_optimizer": config.shard_optimizer}
+    options |= {"redundancy": config.redundancy} if config.shard_optimizer else {}
     return ProgramRun(
         steps,
         workers=config.workers_per_host,

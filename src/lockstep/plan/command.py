@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 
 from lockstep.errors import LockstepError
 from lockstep.plan import batch_size, check, measure
-from lockstep.plan.forecast import ConfigurationForecast, Plan, Question, make_plan
-from lockstep.plan.links import parse_link
+from lockstep.plan.forecast import ConfigurationForecast, Plan, Question, headline, make_plan
+from lockstep.plan.links import Link, parse_link
 from lockstep.plan.page import render_plan
 from lockstep.plan.profile import ProgramProfile, read_links, read_probe
 from lockstep.report.page import to_json_value
@@ -45,6 +45,8 @@ Options of lockstep come before the program; everything after it belongs to the 
 measures sums between workers and hosts, and --links FILE reads it. Exit status: 0 when a plan was made, with --check if
 most predictions held; 1 when something failed or was refused; 2 for wrong arguments.
 """
+GRAD_COMMS: Final = ("fp32", "bf16", "fp16", "int8", "int4")
+BACKENDS: Final = ("shm", "gloo", "hierarchy", "nccl", "ring", "tree")
 _BYTES: Final = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _CURRENCY: Final = {"$": "$", "usd": "$", "€": "€", "eur": "€", "£": "£", "gbp": "£"}
@@ -131,7 +133,11 @@ def read_question_text(text: str) -> dict[str, Any]:
         elif any(part.lower().endswith(unit.lower()) for unit in _BYTES) and "/" not in part:
             found["memory"] = memory(part)
         else:
-            found.setdefault("link", []).append(parse_link(part))  # raises ValueError for what is nothing of all this
+            link = parse_link(part)  # raises ValueError for what is nothing of all this
+            if link.name.startswith(("nvlink", "pcie")):
+                found["inside"] = link
+            else:
+                found.setdefault("link", []).append(link)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
@@ -165,9 +171,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--inside", type=argument(parse_link), metavar="L", help="between the GPUs of a host: nvlink4, pcie4, ..")
     add("--backend", type=list_of(str), metavar="B,..", help="shm, gloo, hierarchy, nccl, ring, tree (default: chosen)")
     add("--grad-comm", type=list_of(str), metavar="C,..", help="fp32, bf16, int8, int4 (default: fp32)")
-    about = "also predict with a sharded optimiser; 1: with a copy of each part"
-    add("--shard-optimizer", nargs="?", const=0, type=int, choices=(0, 1), metavar="REDUNDANCY", help=about)
-    add("--bucket-mib", type=list_of(float), metavar="M,..", help="sizes of buckets (default: 25)")
+    add("--shard-optimizer", action="store_true", help="also predict with a sharded optimiser")
+    add("--redundancy", type=int, choices=(0, 1), default=0, help="with it: 1: with a copy of each part (default: 0)")
+    add("--bucket-mib", type=list_of(count), metavar="M,..", help="sizes of buckets in MiB (default: 25)")
     world = parser.add_argument_group("the machines")
     add = world.add_argument
     add("--ask", metavar="TEXT", help='the same in one text: "64 gpus, 8 per host, 100 Gbit/s, 3 $/h, 80 GiB"')
@@ -216,12 +222,31 @@ def main(argv: Sequence[str]) -> int:
                 setattr(chosen, name, value)
     except ValueError as error:
         parser.error(f"--ask: {error}")
+    _check_combinations(parser, chosen)
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
             return _plan(chosen, Path(folder))
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return 130
+
+
+def _check_combinations(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, and files that cannot be written, before anything is measured."""
+    if chosen.workers and chosen.hosts:
+        parser.error("--workers is for all hosts together: give --workers and --per-host, or --hosts and --per-host")
+    if not chosen.branch and (chosen.target_loss is not None or chosen.start is not None):
+        parser.error("--target-loss and --from belong to --branch")
+    if chosen.branch and chosen.branch_steps < batch_size.LEAST_STEPS:
+        parser.error(f"--branch-steps {chosen.branch_steps}: branches need {batch_size.LEAST_STEPS} steps or more")
+    for option, path in (("--save", chosen.save), ("--out", chosen.out)):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{option} {path}: there is no folder {path.absolute().parent}")
+    if chosen.run_directory is not None and chosen.run_directory.is_file():
+        parser.error(f"--for {chosen.run_directory} is a file; give the directory of a run")
 
 
 def _options_first(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
@@ -236,7 +261,7 @@ def _options_first(parser: argparse.ArgumentParser, arguments: list[str]) -> lis
 def _plan(chosen: argparse.Namespace, folder: Path) -> int:
     profile, program = _measure(chosen, folder)
     if chosen.save is not None:
-        chosen.save.write_text(json.dumps(profile.to_json()) + "\n")
+        _write(chosen.save, json.dumps(profile.to_json()) + "\n", "--save")
     question = _question(chosen, profile)
     branches = _branch(chosen, profile, program, folder / "branches") if chosen.branch else None
     plan = make_plan(profile, question, branches=branches)
@@ -248,18 +273,22 @@ def _plan(chosen: argparse.Namespace, folder: Path) -> int:
     found = to_json_value(plan.to_json())
     text = as_text(plan)
     if chosen.run_directory is not None:
-        chosen.run_directory.mkdir(parents=True, exist_ok=True)
-        (chosen.run_directory / "plan.json").write_text(json.dumps(found, allow_nan=False) + "\n")
+        _write(chosen.run_directory / "plan.json", json.dumps(found, allow_nan=False) + "\n", "--for")
     print(json.dumps(found, allow_nan=False) if chosen.json else text)
     page = chosen.out or (None if chosen.json else Path("lockstep-plan.html"))
     if page is not None:
-        try:
-            page.write_text(render_plan(found, text), encoding="utf-8")
-        except OSError as error:
-            raise LockstepError(f"{page} cannot be written: {error.strerror}; choose another file with --out") from None
+        _write(page, render_plan(found, text), "--out")
         if not chosen.json:
             print(f"{page}  ({page.stat().st_size / 1e3:,.0f} kB)")
     return status
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"{path} cannot be written: {error.strerror}; choose another place with {option}") from None
 
 
 def _say(text: str) -> None:
@@ -290,7 +319,7 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> tuple[ProgramProfile, 
         steps=chosen.probe_steps,
         timeout_s=chosen.timeout_s,
         sums=not chosen.no_links and not links,
-        sharded=chosen.shard_optimizer is not None,
+        sharded=chosen.shard_optimizer,
     )
     return measure.measure_program(program, wanted, folder / "probes", links, _say), program
 
@@ -326,18 +355,17 @@ def _question(chosen: argparse.Namespace, profile: ProgramProfile) -> Question:
         layouts = tuple(product(chosen.hosts, chosen.per_host or (most,)))
     else:
         layouts = tuple((1, number) for number in chosen.per_host or (n for n in (1, 2, 4, 8) if n <= most))
-    redundancy = chosen.shard_optimizer
     return Question(
         layouts=layouts,
         slots=cores,
-        links=chosen.link or (parse_link("25gbe"),),
+        links=chosen.link or measured_links(profile) or (parse_link("25gbe"),),
         inside=chosen.inside,
-        backends=tuple(chosen.backend or ()),
+        backends=_known("--backend", chosen.backend, BACKENDS),
         global_batch_sizes=tuple(chosen.batch or ()),
         shards=tuple(chosen.shards or (0,)),
-        grad_comms=_known_comms(chosen.grad_comm),
-        shard_optimizer=(False,) if redundancy is None else (False, True),
-        redundancy=redundancy or 0,
+        grad_comms=_known("--grad-comm", chosen.grad_comm, GRAD_COMMS) or ("fp32",),
+        shard_optimizer=(False, True) if chosen.shard_optimizer else (False,),
+        redundancy=chosen.redundancy,
         bucket_mib=tuple(chosen.bucket_mib or (None,)),
         memory_bytes=chosen.memory,
         price_per_hour=None if chosen.price is None else chosen.price[0],
@@ -348,12 +376,21 @@ def _question(chosen: argparse.Namespace, profile: ProgramProfile) -> Question:
     )
 
 
-def _known_comms(given: Sequence[str] | None) -> tuple[str, ...]:
-    known = ("fp32", "bf16", "fp16", "int8", "int4")
+def measured_links(profile: ProgramProfile) -> tuple[Link, ...]:
+    """The link between hosts that `lockstep doctor --links` has measured, if it has."""
+    for one in profile.sums:
+        if one.hosts > 1 and one.grad_comm == "fp32" and not one.mbit:
+            last = one.points[-1]
+            sent = 2 * (one.hosts - 1) / one.hosts * last.size_bytes
+            return (Link("measured", one.points[0].seconds / 2, sent / last.seconds, "measured"),)
+    return ()
+
+
+def _known(option: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
     for one in given or ():
         if one not in known:
-            raise LockstepError(f"--grad-comm {one}: choose from {', '.join(known)}")
-    return tuple(given or ("fp32",))
+            raise LockstepError(f"{option} {one}: choose from {', '.join(known)}")
+    return tuple(given or ())
 
 
 def _split(workers: int, most: int) -> tuple[int, int]:
@@ -373,13 +410,14 @@ COLUMNS: Final = columns(
 def as_text(plan: Plan) -> str:
     """The plan for a terminal."""
     shown = [one for one in plan.forecasts if one.is_best or one.is_pareto]
-    shown += [one for one in plan.forecasts if one not in shown][: MOST_ROWS - len(shown)]
-    rows = [_row(one, plan) for one in plan.forecasts if one in shown]
-    lines = [plan.to_json()["headline"], "", render(COLUMNS, rows)]
+    shown = (shown + [one for one in plan.forecasts if not (one.is_best or one.is_pareto)])[:MOST_ROWS]
+    kept = {id(one) for one in (plan.best, *shown)}
+    rows = [_row(one, plan) for one in plan.forecasts if id(one) in kept]
+    lines = [headline(plan), "", render(COLUMNS, rows)]
     if len(plan.forecasts) > len(rows):
         lines.append(f"({len(plan.forecasts) - len(rows)} more; --json and the page have all)")
     lines.append("* recommended; + fastest for its cost (Pareto front)")
-    failures = plan.to_json()["failures"]
+    failures = plan.failures()
     if failures is not None and plan.best.goodput is not None:
         every, goodput = plan.best.checkpoint_every_s, plan.best.goodput
         saved = "never" if every is None or math.isinf(every) else f"every {every / 60:,.1f} minutes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.plan.links import Link
+from lockstep.plan.profile import ProbeResult
 
 FP32, HALF, INT8, INT4 = "fp32", ("bf16", "fp16"), "int8", "int4"  # how gradients are sent
 
@@ -14,7 +15,7 @@ class Configuration:
     """A way to train the program.
 
     slots        how many workers of a host compute at full speed at the same time: its cores or GPUs
-    links        between hosts, and between the workers of a host; None: shared memory as it was measured
+    link         between hosts; inside: between the workers of a host; None: shared memory as it was measured
     bucket_mib   None: as `Run` does
     """
 
@@ -30,7 +31,6 @@ class Configuration:
     shard_optimizer: bool = False
     redundancy: int = 0
     bucket_mib: float | None = None
-    capture: bool = True
 
     @property
     def workers(self) -> int:
@@ -46,6 +46,15 @@ class Configuration:
         return -(-self.shards // self.workers)
 
     @property
+    def sums_by_host(self) -> bool:
+        """Whether gradients are added inside each host first, so that only the sum of a host leaves it.
+
+        `Run` does so on `hierarchy` with a power of two of workers on each host; otherwise all workers exchange
+        sections with all others (comm/shard_sum.py, Note [Canonical all-reduce]).
+        """
+        return self.backend == "hierarchy" and self.workers_per_host.bit_count() == 1
+
+    @property
     def sharing(self) -> float:
         """How many workers share a slot; 1 if each has its own."""
         return max(1.0, self.workers_per_host / self.slots)
@@ -58,3 +67,19 @@ class Configuration:
         parts += [self.grad_comm] if self.grad_comm != FP32 else []
         parts += ["sharded optimiser"] if self.shard_optimizer else []
         return ", ".join(parts)
+
+
+def configuration_of(probe: ProbeResult) -> Configuration:
+    """The configuration in which a run was measured."""
+    per_host = probe.workers // probe.hosts
+    slots = max(1, probe.slots // probe.hosts) if probe.device == "cpu" else probe.slots
+    return Configuration(
+        hosts=probe.hosts,
+        workers_per_host=per_host,
+        slots=slots,
+        global_batch_size=probe.global_batch_size,
+        shards=probe.shards,
+        backend=probe.backend,
+        grad_comm=probe.grad_comm,
+        shard_optimizer=probe.shard_optimizer,
+    )

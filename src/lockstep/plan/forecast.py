@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
@@ -38,7 +38,7 @@ class Question:
     shards          0: one for each worker
     memory_bytes    of a worker; None: not known
     price_per_hour  of one worker
-    target_steps    with `target_batch` samples each: what it takes to train; None: not known
+    target_steps    of the whole training, with the batch size of the program; None: not known
     mtbf_s          of one worker
     """
 
@@ -57,11 +57,10 @@ class Question:
     price_per_hour: float | None = None
     currency: str = "$"
     target_steps: float | None = None
-    target_batch: int | None = None
     mtbf_s: float | None = None
     text: str = ""
 
-    def configurations(self, profile: ProgramProfile) -> Iterator[Configuration]:
+    def configurations(self, profile: ProgramProfile) -> list[Configuration]:
         """All combinations that are possible. Raises LockstepError if there is none, or if there are too many."""
         batches = self.global_batch_sizes or (profile.base.global_batch_size,)
         grid = product(self.layouts, batches, self.shards, self.grad_comms, self.shard_optimizer)
@@ -99,7 +98,7 @@ class Question:
         if not found:
             raise LockstepError(f"no configuration of the grid is possible: {refused[0]}; see --batch and --shards")
         key = ("workers", "hosts", "global_batch_size", "shards", "grad_comm", "shard_optimizer")
-        yield from sorted(found, key=lambda one: (*(getattr(one, name) for name in key), one.name()))
+        return sorted(found, key=lambda one: (*(getattr(one, name) for name in key), one.name()))
 
     def _backend(self, hosts: int) -> str:
         return "nccl" if self.inside is not None else "hierarchy" if hosts > 1 else "shm"
@@ -148,7 +147,6 @@ class ConfigurationForecast:
             "global_batch_size": config.global_batch_size,
             "shards": config.shards,
             "bucket_mib": config.bucket_mib or 25,
-            "capture": config.capture,
             "step_ms": {"low": 1e3 * step.low_s, "mid": 1e3 * step.mid_s, "high": 1e3 * step.high_s},
             "samples_per_s": self.samples_per_s,
             "efficiency": self.efficiency,
@@ -210,7 +208,7 @@ class Plan:
             ],
             "target": target,
             "forecasts": [one.to_json() for one in self.forecasts],
-            "failures": self._failures(),
+            "failures": self.failures(),
             "batch": self.batch_sizes(),
             "checked": list(self.checked),
         }
@@ -223,13 +221,11 @@ class Plan:
             return {"noise_scale": noise, "curve": found.curve, "advice": found.advice}
         if noise is None:
             return None
-        steps, sizes = (
-            self.question.target_steps or 1000,
-            [base * 2**power for power in range(-2, 5) if base * 2**power >= 1],
-        )
+        steps = self.question.target_steps or 1000
+        sizes = sorted({max(1, round(base * 2.0**power)) for power in range(-2, 5)})
         curve = [
             {
-                "global_batch_size": int(size),
+                "global_batch_size": size,
                 "steps": steps_at(size, steps=steps, at_batch=base, noise_scale=noise),
                 "samples": samples_at(size, steps=steps, at_batch=base, noise_scale=noise),
             }
@@ -237,7 +233,7 @@ class Plan:
         ]
         return {"noise_scale": noise, "curve": curve, "advice": advise(noise, batch=base)}
 
-    def _failures(self) -> dict[str, Any] | None:
+    def failures(self) -> dict[str, Any] | None:
         if self.question.mtbf_s is None:
             return None
         best, rows = self.best, []
@@ -263,10 +259,10 @@ def make_plan(profile: ProgramProfile, question: Question, *, branches: BatchFor
     """
     model, memory = StepModel(profile), fit_memory(profile.probes)
     forecasts = []
-    alone: dict[tuple[int, bool], float] = {}
+    alone: dict[int, float] = {}
     for config in question.configurations(profile):
         step = model.predict(config)
-        key = (config.global_batch_size, config.capture)
+        key = config.global_batch_size
         if key not in alone:
             single = replace(
                 config, hosts=1, workers_per_host=1, shards=1, link=None, grad_comm=FP32, shard_optimizer=False, slots=1
@@ -287,9 +283,8 @@ def make_plan(profile: ProgramProfile, question: Question, *, branches: BatchFor
 def _with_failures(one: ConfigurationForecast, profile: ProgramProfile, question: Question) -> ConfigurationForecast:
     if question.mtbf_s is None:
         return one
-    size = profile.checkpoint_bytes or 1.0 * (
-        profile.base.memory_bytes["weights"] + profile.base.memory_bytes["optimizer"]
-    )
+    memory = profile.base.memory_bytes
+    size = profile.checkpoint_bytes or memory["weights"] + memory["optimizer"]
     model = FailureModel(
         mtbf_worker_s=question.mtbf_s,
         workers=one.config.workers,
@@ -334,7 +329,7 @@ def count_steps(
         return branches.predict(batch).steps
     if question.target_steps is None:
         return None
-    given, noise = question.target_batch or profile.base.global_batch_size, profile.noise_scale
+    given, noise = profile.base.global_batch_size, profile.noise_scale
     if noise is None:
         return question.target_steps * given / batch
     return steps_at(batch, steps=question.target_steps, at_batch=given, noise_scale=noise)
@@ -394,6 +389,9 @@ def _notes(profile: ProgramProfile, question: Question, forecasts: Sequence[Conf
         notes.append("No sums were measured: `lockstep doctor --links` does, and makes the predictions better.")
     if question.most_hosts > 1 and any(link.source == "preset" for link in question.links):
         notes.append("Links with the source `preset` are typical values, not measured ones.")
+    asked = {hosts * workers for hosts, workers in question.layouts}
+    if missing := sorted(asked - {one.config.workers for one in forecasts}):
+        notes.append(f"Left out, since a batch or its shards are too few: {', '.join(map(str, missing))} workers.")
     computed = sorted({what for one in forecasts for what in (*one.step.computed, *one.memory.computed)})
     if computed:
         notes.append(f"Computed, not measured, for some configurations: {', '.join(computed)}.")

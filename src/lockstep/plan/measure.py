@@ -8,15 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import stdev
 from typing import Final
 
 from lockstep.doctor.links import measure_sums
+from lockstep.errors import LockstepError
 from lockstep.plan.profile import MeasuredSums, ProbeResult, ProgramProfile, parse_links, read_probe, scale_times
 from lockstep.plan.program_runs import ProgramRun, run_program
 from lockstep.report.trace_reader import read_trace
 
 Say = Callable[[str], None]
-SMALLER: Final = 4  # the batch of the second run is so many times smaller
+PLAIN: Final = {"grad_comm": "fp32", "shard_optimizer": False}  # whatever the program has chosen
+SHARDED: Final = {"grad_comm": "fp32", "shard_optimizer": True, "redundancy": 0}
+BATCH_DIVISOR: Final = 4  # the batch of the second run is so many times smaller
 GPU_STEPS: Final = 40  # at least, on a GPU: shards are captured in the fifth
 
 
@@ -50,33 +54,35 @@ def measure_program(
     one are divided by how much slower the first run had become.
     """
     name = Path(program[-1] if program[0] == "-m" else program[0]).name
+    base = ProgramRun(wanted.steps, shards=1, options=PLAIN)
     say(f"{name} on 1 worker")
-    first = probe(ProgramRun(wanted.steps, shards=1), program, folder / "first", wanted.timeout_s)
-    steps = max(wanted.steps, GPU_STEPS) if first.device == "cuda" else wanted.steps
-    batch = first.global_batch_size
-    runs = [
-        *([ProgramRun(steps, shards=1)] if steps > wanted.steps else []),
-        *([ProgramRun(steps, global_batch_size=batch // SMALLER, shards=1)] if batch >= SMALLER else []),
-        *([ProgramRun(steps, shards=SMALLER)] if batch >= SMALLER else []),
-    ]
+    first = probe(base, program, folder / "first", wanted.timeout_s)
+    if first.device == "cuda" and wanted.steps < GPU_STEPS:
+        base = replace(base, steps=GPU_STEPS)
+        first = probe(base, program, folder / "longer", wanted.timeout_s)
+    batch, runs = first.global_batch_size, list[ProgramRun]()
+    if batch >= BATCH_DIVISOR:
+        runs += [replace(base, global_batch_size=batch // BATCH_DIVISOR), replace(base, shards=BATCH_DIVISOR)]
     if batch >= 2 and (first.slots >= 2 or first.device == "cuda"):
-        runs.append(ProgramRun(steps, workers=2, shards=2))
-        if wanted.sharded:
-            runs.append(ProgramRun(steps, workers=2, shards=2, options={"shard_optimizer": True, "redundancy": 0}))
-    found, last_s = [first] if steps == wanted.steps else [], first.step_s
+        pair = replace(base, workers=2, shards=2)
+        runs += [pair, replace(pair, options=SHARDED)] if wanted.sharded else [pair]
+    found, repeated_s = [first], [first.step_s]
     for number, how in enumerate(runs):
         say(f"{name} on {how}")
-        place = folder / f"run{number}"
-        one, before_s = probe(how, program, place / "run", wanted.timeout_s), last_s
+        one = probe(how, program, folder / f"run{number}", wanted.timeout_s)
         if first.device == "cpu":
-            last_s = probe(ProgramRun(wanted.steps, shards=1), program, place / "again", wanted.timeout_s).step_s
-            one = scale_times(one, first.step_s / math.sqrt(before_s * last_s))
+            repeated_s.append(probe(base, program, folder / f"again{number}", wanted.timeout_s).step_s)
+            one = scale_times(one, first.step_s / math.sqrt(repeated_s[-2] * repeated_s[-1]))
         found.append(one)
+    noise = stdev(map(math.log, repeated_s)) if len(repeated_s) > 1 else 0.0
     sums = list(links)
     if wanted.sums and len({one.workers for one in found}) > 1:
         say("sums between the workers of this machine")
-        sums += parse_links(measure_sums([2, 4], timeout_s=wanted.timeout_s))
-    return ProgramProfile(name, tuple(found), tuple(sums))
+        try:
+            sums += parse_links(measure_sums([2, 4], timeout_s=wanted.timeout_s))
+        except LockstepError as error:
+            say(f"goes on without measured sums: {error}")
+    return ProgramProfile(name, tuple(found), tuple(sums), run_noise=noise)
 
 
 def with_checkpoints(profile: ProgramProfile, run: Path) -> ProgramProfile:

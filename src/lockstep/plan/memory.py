@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from lockstep.plan.configuration import FP32, INT4, INT8, Configuration
+from lockstep.plan.configuration import FP32, INT4, INT8, Configuration, configuration_of
 from lockstep.plan.profile import ProbeResult
 from lockstep.plan.sum_cost import rows_per_worker
 
@@ -46,6 +46,7 @@ class MemoryModel:
     by_sample: float
     by_shard: float  # for each of `_kept`
     measured_samples: tuple[float, ...]
+    by_peer: float = 0.0  # for each other worker of the host: its buckets in shared memory
     captures: bool = False  # shards are CUDA graphs, which keep the memory of their activations
 
     def predict(self, config: Configuration) -> MemoryForecast:
@@ -55,6 +56,7 @@ class MemoryModel:
         parts["optimizer"] = self.optimizer * share
         parts["activations"] = self.by_sample * config.samples_per_shard
         parts["rest"] = self.rest + self.by_shard * _kept(config.shards_per_worker, captures=self.captures)
+        parts["buckets"] += self.by_peer * (config.workers_per_host - 1)
         known = self.measured_samples
         computed = [] if len(known) > 1 else ["activations of another batch"]
         if not known[0] / 4 <= config.samples_per_shard <= 4 * known[-1]:
@@ -68,7 +70,7 @@ class MemoryModel:
         if config.workers == 1:
             return 0.0
         rows = rows_per_worker(config.shards, config.workers)
-        by_backend = config.workers == 2 or config.backend in ("shm", "hierarchy")
+        by_backend = config.workers == 2 or config.backend == "shm" or config.sums_by_host
         return 0.0 if by_backend and rows == 1 else 2 * rows * self.gradients
 
 
@@ -100,7 +102,7 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
             kinds = sum(one.memory_bytes[kind] for kind in ("weights", "gradients", "buckets", "optimizer"))
             extra = one.memory_bytes["peak"] - kinds - rest - by_sample * one.samples_per_shard
             more.append(max(0.0, extra) / _kept(count, captures=base["graphs"] > 0))
-    return MemoryModel(
+    model = MemoryModel(
         weights=base["weights"],
         gradients=base["gradients"],
         optimizer=max(one.memory_bytes["optimizer"] for one in plain),
@@ -110,3 +112,13 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
         measured_samples=tuple(size for size, _ in sizes),
         captures=base["graphs"] > 0,
     )
+    pairs = [
+        one
+        for one in probes
+        if one.workers > least and one.hosts == 1 and one.grad_comm == FP32 and not one.shard_optimizer
+    ]
+    if least > 1 or not pairs or base["graphs"] > 0:
+        return model
+    pair = min(pairs, key=lambda one: one.workers)
+    extra = pair.memory_bytes["peak"] - model.predict(configuration_of(pair)).total_bytes
+    return replace(model, by_peer=max(0.0, extra) / (pair.workers - 1))

@@ -129,7 +129,7 @@ def read_probe(folder: Path, *, grad_comm: str = "fp32", shard_optimizer: bool =
 
 def scale_times(probe: ProbeResult, factor: float) -> ProbeResult:
     """Multiply all times."""
-    times = {name: [factor * s for s in getattr(probe, name)] for name in TIMES}
+    times: dict[str, Any] = {name: [factor * s for s in getattr(probe, name)] for name in TIMES}
     return replace(probe, **times)
 
 
@@ -226,7 +226,8 @@ def _memory(generation: TraceGeneration) -> dict[str, float]:
 
 def _slots(environment: Mapping[str, str], *, on_gpu: bool) -> int:
     text = environment.get("GPUs" if on_gpu else "cores", "")
-    return int(text) if text.isdecimal() and int(text) > 0 else 1
+    known = re.search(r"(\d+) cores", environment.get("machine", "")) if not on_gpu else None  # of older traces
+    return max(1, int(text) if text.isdecimal() else int(known[1]) if known else 1)
 
 
 # ---- sums between workers --------------------------------------------------------------------------------------------
@@ -302,6 +303,7 @@ class ProgramProfile:
     sums: tuple[MeasuredSums, ...] = ()
     checkpoint_s: float | None = None
     checkpoint_bytes: float | None = None
+    run_noise: float = 0.0  # by how much equal runs differed: a relative standard deviation
 
     @cached_property
     def base(self) -> ProbeResult:
@@ -335,4 +337,5 @@ class ProgramProfile:
             MeasuredSums(**{**one, "points": tuple(SumPoint(**point) for point in one["points"])})
             for one in found["sums"]
         )
-        return ProgramProfile(found["program"], probes, sums, found["checkpoint_s"], found["checkpoint_bytes"])
+        rest = {name: found.get(name) for name in ("checkpoint_s", "checkpoint_bytes")}
+        return ProgramProfile(found["program"], probes, sums, run_noise=found.get("run_noise", 0.0), **rest)

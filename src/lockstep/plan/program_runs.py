@@ -55,7 +55,7 @@ class ProgramRun:
         text = f"{count} worker{'s' * (count > 1)}" + (f" on {self.hosts} hosts" if self.hosts > 1 else "")
         text += f", batch {self.global_batch_size}" if self.global_batch_size else ""
         text += f", {self.shards} shard{'s' * (self.shards > 1)}" if self.shards else ""
-        return text + "".join(f", {name}={value}" for name, value in self.options.items())
+        return text + "".join(f", {name}={value}" for name, value in self.options.items() if value not in ("fp32", 0))
 
 
 def run_program(how: ProgramRun, program: Sequence[str], folder: Path, timeout_s: float) -> Path:
@@ -123,14 +123,16 @@ def _finish(how: ProgramRun, started: Sequence[_Started], timeout_s: float) -> N
     """Wait for the processes; if one fails or time runs out, end all, and raise LockstepError."""
     end_s = time.monotonic() + timeout_s
     try:
+        while None in (statuses := [one.process.poll() for one in started]):
+            if any(statuses):
+                break  # the first that failed says why; the others fail because of it
+            if time.monotonic() > end_s:
+                raise LockstepError(f"{how}: not done after {timeout_s:g} s; see --timeout-s and --probe-steps")
+            time.sleep(0.05)
         for one in started:
-            try:
-                status = one.process.wait(max(0.1, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise LockstepError(f"{how}: not done after {timeout_s:g} s; see --timeout-s and --steps") from None
-            if status != 0:
+            if one.process.returncode:
                 last = "\n".join(one.output.read_text(errors="replace").rstrip().splitlines()[-LINES_SHOWN:])
-                raise LockstepError(f"{how}: the program ended with status {status}:\n{last}")
+                raise LockstepError(f"{how}: the program ended with status {one.process.returncode}:\n{last}")
     finally:
         for one in started:
             if one.process.poll() is None:
@@ -140,3 +142,4 @@ def _finish(how: ProgramRun, started: Sequence[_Started], timeout_s: float) -> N
                 one.process.wait(10.0)
             except subprocess.TimeoutExpired:
                 one.process.kill()
+                one.process.wait()

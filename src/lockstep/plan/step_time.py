@@ -17,20 +17,21 @@ of the largest of N such values is a quantile of theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, median
 from typing import Final
 
-from lockstep.plan.configuration import FP32, Configuration
+from lockstep.plan.configuration import FP32, Configuration, configuration_of
 from lockstep.plan.profile import MIB, BucketTiming, ProbeResult, ProgramProfile
 from lockstep.plan.sum_cost import overlap, sum_costs
 
 Curve = tuple[tuple[float, float], ...]  # (argument, value), ascending
 FIRST_BUCKET_BYTES: Final = MIB
+SMALLEST: Final = 0.3  # share of the time of the smallest measured shard that any smaller one takes
 NOISE: Final = 0.04  # of a step between two runs, at least; relative standard deviation
-UNKNOWN: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
+UNMEASURED_SD: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
 SHARED_UPDATE: Final = 0.3  # exponent with which updates of workers that share a GPU grow with their number
 DRIFT_FREE: Final = 16  # workers up to which the measured distribution of steps says how slow the slowest is
 
@@ -51,41 +52,44 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """How long a step of one worker alone takes.
+    """How long a step of one worker alone takes, without the update.
 
-    local       samples of the worker, and seconds of a step with one shard, without the update; ascending
-    more_s      what each further shard costs
-    device      the same as `local` for the time in which its device is busy with shards; device_more_s: likewise
-    backward    samples of a shard, and seconds of its backward pass; ascending
+    shard       samples of a shard, and seconds of its forward and backward; ascending
+    rest        samples of the worker, and seconds of everything else in a step with one shard; ascending
+    more_s      what each further shard costs beyond its own forward and backward: its gradients are added
+    device      samples of the worker, and the seconds in which its device is busy with one shard; ascending
+    device_more_s  what each further shard adds to that
     """
 
-    local: Curve
+    shard: Curve
+    rest: Curve
     more_s: float
     device: Curve
     device_more_s: float
     update_s: float
-    backward: Curve
+    backward_share: float
     spread: tuple[float, ...]  # shards over their median, ascending
 
     def step_s(self, samples: float, shards: int) -> float:
         """A step without the update, of a worker that has so many samples in so many shards."""
-        return interpolate(self.local, samples) + (shards - 1) * self.more_s
+        each_s = interpolate(self.shard, samples / shards)
+        return interpolate(self.rest, samples) + shards * each_s + (shards - 1) * self.more_s
 
     def device_s(self, samples: float, shards: int) -> float:
         """How long the device of that worker computes in a step."""
         return interpolate(self.device, samples) + (shards - 1) * self.device_more_s
 
     def covers(self, samples: float) -> bool:
-        return self.local[0][0] / 2 <= samples <= 2 * self.local[-1][0]
+        return self.rest[0][0] / 2 <= samples <= 2 * self.rest[-1][0]
 
 
 def interpolate(curve: Curve, at: float) -> float:
-    """Interpolate between points; beyond them the nearest two are continued as a line, not below half of the first."""
+    """Interpolate between points; beyond them the nearest two are continued as a line, to not less than SMALLEST."""
     if len(curve) == 1:
         return curve[0][1] * (0.1 + 0.9 * at / curve[0][0])
     above = next((n for n, (size, _) in enumerate(curve) if at <= size), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[max(0, above - 1)], curve[max(1, above)]
-    return max(y0 + (at - x0) * (y1 - y0) / (x1 - x0), 0.5 * curve[0][1] * min(1.0, at / curve[0][0]))
+    return max(y0 + (at - x0) * (y1 - y0) / (x1 - x0), SMALLEST * curve[0][1])
 
 
 def fit_compute(probes: Sequence[ProbeResult]) -> ComputeModel:
@@ -96,28 +100,28 @@ def fit_compute(probes: Sequence[ProbeResult]) -> ComputeModel:
     single = [one for one in alone if one.shards == fewest]
     update_s = median([median(one.update_s) for one in alone])
     several = [one for one in alone if one.shards >= fewest + one.workers]
-
-    def fit(value: Callable[[ProbeResult], float]) -> tuple[Curve, float]:
-        """The curve of a value over the samples of a worker, and what each further shard adds to it."""
-        curve = _curve((one.global_batch_size / one.workers, value(one)) for one in single)
-        more = [
-            (value(one) - interpolate(curve, one.global_batch_size / one.workers))
-            / ((one.shards - fewest) / one.workers)
-            for one in several
-        ]
-        return curve, median(more) if more else 0.0
-
-    local, more_s = fit(lambda one: one.step_s - update_s)
-    device, device_more_s = fit(_device_s)
-    return ComputeModel(
-        local=local,
-        more_s=more_s,
+    shard = _curve((one.samples_per_shard, median(one.first_shard_s)) for one in single)
+    rest = _curve(
+        (one.global_batch_size / one.workers, one.step_s - update_s - median(one.first_shard_s)) for one in single
+    )
+    device = _curve((one.global_batch_size / one.workers, _device_s(one)) for one in single)
+    fitted = ComputeModel(
+        shard=shard,
+        rest=rest,
+        more_s=0.0,
         device=device,
-        device_more_s=device_more_s,
+        device_more_s=0.0,
         update_s=update_s,
-        backward=_curve((one.samples_per_shard, median(one.first_shard_s) * one.backward_share) for one in single),
+        backward_share=single[0].backward_share,
         spread=_spread(alone),
     )
+    more, device_more = [], []
+    for one in several:
+        samples, count = one.global_batch_size / one.workers, one.shards // one.workers
+        more.append((one.step_s - update_s - fitted.step_s(samples, count)) / (count - 1))
+        device_more.append((_device_s(one) - fitted.device_s(samples, count)) / (count - 1))
+    more_s, device_more_s = (max(0.0, median(values)) if values else 0.0 for values in (more, device_more))
+    return replace(fitted, more_s=more_s, device_more_s=device_more_s)
 
 
 def _device_s(probe: ProbeResult) -> float:
@@ -285,7 +289,8 @@ class StepModel:
             whole_s = compute.device_s(samples, count) * config.sharing * busy
         if config.workers == 1:
             return _Exchanged(whole_s, 0.0)
-        backward_s = min(whole_s, interpolate(compute.backward, config.samples_per_shard) * busy)
+        shard_s = interpolate(compute.shard, config.samples_per_shard) * busy
+        backward_s = min(whole_s, shard_s * compute.backward_share)
         costs = sum_costs(self.profile, config)
         queue = [(one.ready, costs.at(one.size_bytes)) for one in self.buckets(config)]
         cores = config.slots / config.workers_per_host if self._on_cpu else math.inf
@@ -309,9 +314,9 @@ class StepModel:
         self, config: Configuration, parts: dict[str, float], mid_s: float, computed: Sequence[str]
     ) -> float:
         """The relative standard deviation of the prediction."""
-        noise = max(NOISE, _noise_of(self.profile.probes))
+        noise = max(NOISE, self.profile.run_noise, _noise_of(self.profile.probes))
         exposed = parts["exposed communication"] / mid_s if mid_s else 0.0
-        unknown = exposed * (UNKNOWN if "sums of gradients" in computed else 0.1)
+        unknown = 0.05 + exposed * UNMEASURED_SD if "sums of gradients" in computed else 0.1 * exposed
         if "compute time of another batch size" in computed:
             unknown += 0.1
         if not self._on_cpu and config.workers_per_host > config.slots:
@@ -329,22 +334,6 @@ class StepModel:
 class _Exchanged:
     compute_s: float
     exposed_s: float
-
-
-def configuration_of(probe: ProbeResult) -> Configuration:
-    """The configuration in which a run was measured."""
-    per_host = probe.workers // probe.hosts
-    slots = max(1, probe.slots // probe.hosts) if probe.device == "cpu" else probe.slots
-    return Configuration(
-        hosts=probe.hosts,
-        workers_per_host=per_host,
-        slots=slots,
-        global_batch_size=probe.global_batch_size,
-        shards=probe.shards,
-        backend=probe.backend,
-        grad_comm=probe.grad_comm,
-        shard_optimizer=probe.shard_optimizer,
-    )
 
 
 def _noise_of(probes: Sequence[ProbeResult]) -> float:

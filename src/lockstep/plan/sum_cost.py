@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from lockstep.comm.tree_order import subtrees
 from lockstep.plan import collective_cost
-from lockstep.plan.configuration import HALF, INT4, INT8, Configuration
+from lockstep.plan.configuration import FP32, HALF, INT4, INT8, Configuration
+from lockstep.plan.links import Link
 from lockstep.plan.profile import MeasuredSums, ProgramProfile, SumPoint
 
+ASSUMED_INSIDE: Final = Link("assumed", 3e-4, 3e9, "assumed")  # between workers of a host, if nothing was measured
+FLAT_RINGS: Final = ("ring",)  # what other libraries do; `Run` does not
 WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
-NORM: Final = 1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
+WIRE_CPU_NORM: Final = (
+    1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
+)
 
 
 # ---- overlap of sums and the backward pass ---------------------------------------------------------------------------
@@ -66,15 +71,22 @@ def overlap(backward_s: float, buckets: Sequence[tuple[float, SumPoint]], *, cor
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
 
-def wire_bytes(size_bytes: float, grad_comm: str, *, hosts: int, shards_per_host: int) -> float:
+def wire_bytes(size_bytes: float, config: Configuration) -> float:
     """The bytes that leave each host for the sum of a gradient of `size_bytes`, without headers."""
+    hosts, workers, per_host = config.hosts, config.workers, config.workers_per_host
     share = (hosts - 1) / hosts
-    if grad_comm in (INT8, INT4):
-        bits = 8 if grad_comm == INT8 else 4
-        sum_bits = (((1 << bits) - 2) * shards_per_host).bit_length()
+    if config.grad_comm in (INT8, INT4):
+        bits = 8 if config.grad_comm == INT8 else 4
+        sum_bits = (((1 << bits) - 2) * -(-config.shards // hosts)).bit_length()
         numel = size_bytes / 4
         return share * numel * (sum_bits + bits) / 8 + 2 * numel / 128
-    return 2 * share * size_bytes * (0.5 if grad_comm in HALF else 1.0)
+    sent = 2 * share * size_bytes
+    if config.backend in FLAT_RINGS:  # it passes through each host once
+        sent = 2 * (workers - 1) / workers * size_bytes
+    elif not config.sums_by_host and workers > 2:
+        sent = 2 * per_host * (workers - per_host) / workers * size_bytes
+    widened = config.sums_by_host and per_host > 1  # rows of a host are added as float32
+    return sent * (0.5 if config.grad_comm in HALF and not widened else 1.0)
 
 
 @dataclass(frozen=True)
@@ -89,24 +101,24 @@ def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
     """Find measured sums for the configuration, or compute them from the link and what was measured elsewhere."""
     if config.workers == 1:
         return SumCosts(lambda size: SumPoint(size, 0.0, 0.0), True)
-    exact = _find(profile.sums, config)
+    exact = _find(profile, config)
     rows = rows_per_worker(config.shards, config.workers)
     factor = (rows + 1) / 2 if config.grad_comm not in (INT8, INT4) else 1.0
     if exact is not None:
         return SumCosts(lambda size: _scale(exact.at(size), factor), True)
-    cpu = _cpu_costs(profile, config)
+    local = _local_costs(profile, config)
 
     def at(size_bytes: float) -> SumPoint:
-        local = cpu(size_bytes) if cpu is not None else SumPoint(size_bytes, 0.0, 0.0)
-        busy_s = local.cpu_s * config.sharing * factor
+        here = local(size_bytes)
         if config.hosts == 1 and config.inside is None:
-            return SumPoint(size_bytes, max(local.seconds, busy_s), local.cpu_s * factor)
+            return SumPoint(size_bytes, here.seconds * factor, here.cpu_s * factor)
         inside_s = 0.0
-        if config.inside is not None and config.workers_per_host > 1:
+        if config.inside is not None:
             inside_s = collective_cost.ring_all_reduce(size_bytes, config.workers_per_host, config.inside) * factor
         wire_s = _between_hosts_s(size_bytes * factor, config)
-        seconds = float(((wire_s + inside_s) ** NORM + busy_s**NORM) ** (1 / NORM))
-        return SumPoint(size_bytes, seconds, min(local.cpu_s * factor, seconds))
+        busy_s = here.cpu_s * config.sharing * factor
+        seconds = float(((wire_s + inside_s) ** WIRE_CPU_NORM + busy_s**WIRE_CPU_NORM) ** (1 / WIRE_CPU_NORM))
+        return SumPoint(size_bytes, seconds, min(here.cpu_s * factor, seconds))
 
     return SumCosts(at, False)
 
@@ -116,14 +128,9 @@ def _between_hosts_s(size_bytes: float, config: Configuration) -> float:
         return 0.0
     if config.backend == "tree":
         return collective_cost.tree_all_reduce(size_bytes, config.hosts, config.link)
-    sent = wire_bytes(
-        size_bytes, config.grad_comm, hosts=config.hosts, shards_per_host=-(-config.shards // config.hosts)
-    )
-    # A flat ring passes through each host once; every worker adds a step. Otherwise only hosts exchange data.
-    steps = 2 * ((config.workers if config.backend in ("ring", "gloo", "nccl") else config.hosts) - 1)
-    if config.backend in ("ring", "gloo", "nccl"):
-        sent *= ((config.workers - 1) / config.workers) / ((config.hosts - 1) / config.hosts)
-    steps = min(steps, 2 * math.ceil(math.log2(config.hosts)) + 62)  # libraries change to trees for many hosts
+    # Libraries change to trees for many hosts, so that the latency does not grow with their number for ever.
+    steps = min(2 * (config.hosts - 1), 2 * math.ceil(math.log2(config.hosts)) + 62)
+    sent = wire_bytes(size_bytes, config)
     return WIRE_OVERHEAD * sent / config.link.bytes_per_s + steps * config.link.latency_s
 
 
@@ -138,22 +145,41 @@ def rows_per_worker(shards: int, workers: int) -> float:
     return sum(len(subtrees(a, b, shards)) for a, b in pairwise(starts)) / workers
 
 
-def _find(sums: Sequence[MeasuredSums], config: Configuration) -> MeasuredSums | None:
-    mbit = 0 if config.hosts == 1 or config.link is None else config.link.bytes_per_s * 8 / 1e6
-    for one in sums:
-        same_link = config.hosts == 1 or (one.mbit and abs(one.mbit - mbit) < 0.02 * mbit)
+def _find(profile: ProgramProfile, config: Configuration) -> MeasuredSums | None:
+    """Sums that were measured between the same workers over the same link."""
+    for one in profile.sums:
         same = (one.backend, one.hosts, one.workers_per_host) == (config.backend, config.hosts, config.workers_per_host)
-        if same and same_link and one.grad_comm == config.grad_comm:
+        if same and (one.grad_comm, one.device) == (config.grad_comm, profile.device) and _same_link(one, config):
             return one
     return None
 
 
-def _cpu_costs(profile: ProgramProfile, config: Configuration) -> Callable[[float], SumPoint] | None:
-    """What a sum of this kind costs a worker's CPU, from the measurement that is most like it."""
-    network = config.hosts > 1
-    kinds = [one for one in profile.sums if one.grad_comm == config.grad_comm and one.device == "cpu"]
-    if profile.device != "cpu" or not kinds:
-        return None
+def _same_link(sums: MeasuredSums, config: Configuration) -> bool:
+    if config.hosts == 1:
+        return True
+    if config.link is None:
+        return False
+    mbit = config.link.bytes_per_s * 8 / 1e6
+    return abs(sums.mbit - mbit) < 0.02 * mbit if sums.mbit else config.link.source == "measured"
+
+
+def _local_costs(profile: ProgramProfile, config: Configuration) -> Callable[[float], SumPoint]:
+    """What a sum costs the workers of a host, from the measurement that is most like it, or from a guess."""
+    on_cpu, network = profile.device == "cpu", config.hosts > 1
+    alike = [one for one in profile.sums if one.device == profile.device]
+    kinds = [one for one in alike if one.grad_comm == config.grad_comm]
+    if not kinds and config.grad_comm in HALF:
+        kinds = [one for one in alike if one.grad_comm == FP32]
+    if network and not on_cpu:
+        return lambda size: SumPoint(size, 0.0, 0.0)  # the GPUs do it
+    if not kinds:
+        link, cpu = ASSUMED_INSIDE, 1.0 if on_cpu else 0.0
+
+        def guess(size: float) -> SumPoint:
+            seconds = collective_cost.ring_all_reduce(size, config.workers_per_host, link) * config.sharing
+            return SumPoint(size, seconds, cpu * seconds / config.sharing)
+
+        return guess
     wanted = ("hierarchy", "gloo") if network else (config.backend,)
     near = [one for one in kinds if one.backend in wanted] or kinds
     best = min(
@@ -164,8 +190,14 @@ def _cpu_costs(profile: ProgramProfile, config: Configuration) -> Callable[[floa
             abs(one.hosts - config.hosts),
         ),
     )
-    more = config.workers_per_host / best.workers_per_host  # rows of other workers that each adds
-    return lambda size: replace(best.at(size), cpu_s=best.at(size).cpu_s * max(1.0, 0.5 + 0.5 * more))
+    more = max(1.0, 0.5 + 0.5 * config.workers_per_host / best.workers_per_host)  # rows of others that each adds
+
+    def measured(size: float) -> SumPoint:
+        point = best.at(size)
+        seconds = max(point.seconds * more, point.cpu_s * more * config.sharing)
+        return SumPoint(size, seconds, point.cpu_s * more)
+
+    return measured
 
 
 def _scale(point: SumPoint, factor: float) -> SumPoint:

@@ -6,6 +6,7 @@ taken from the first worker of the host, so a wall clock that is set later chang
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -272,8 +273,8 @@ def read_process(lines: Iterable[bytes], offsets: dict[str, list[float]]) -> Tra
                 is_read = _add(record.detailed_steps, _detailed_step(line, offset))
             elif kind == "loss":
                 step, loss = integer(line.get("step")), number(line.get("loss"))
-                if is_read := step is not None and loss is not None:
-                    record.losses[step + 1] = loss
+                if is_read := step is not None and "loss" in line:
+                    record.losses[step + 1] = math.nan if loss is None else loss
             else:
                 is_read = _add(record.noises, _noise(line))
             at_s = at_s or (record.windows[-1].end_s if record.windows else record.world.begin_s)

@@ -10,12 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.settings import Settings
 from lockstep.step.run_options import RunOptions
 from lockstep.step.step_types import TrainingPlan
+
+LEARNING_RATES: Final = ("lr", "initial_lr", "max_lr", "min_lr")  # in the groups of an optimiser
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,19 @@ class Probe:
             plan.optimizer.load_state_dict(found.state["optimizer"])
             if plan.schedule is not None and found.state.get("schedule"):
                 plan.schedule.load_state_dict(found.state["schedule"])
+        # Only now: the program may have read how many steps its own epochs have, for its learning rates.
+        plan.batches.settings = replace(plan.batches.settings, epochs=None)
         if self.lr_factor == 1.0 or plan.large_batch is not None:  # `LRScaling` scales with the batch size itself
             return
         for group in plan.optimizer.param_groups:
-            group["lr"] *= self.lr_factor
-            if "initial_lr" in group:
-                group["initial_lr"] *= self.lr_factor
-        if plan.schedule is not None:
-            for one in getattr(plan.schedule, "schedulers", [plan.schedule]):
-                one.base_lrs = [rate * self.lr_factor for rate in getattr(one, "base_lrs", [])]
+            group |= {name: group[name] * self.lr_factor for name in LEARNING_RATES if name in group}
+        _scale_schedule(plan.schedule, self.lr_factor)
+
+
+def _scale_schedule(schedule: Any, factor: float) -> None:
+    """Multiply the learning rates that a scheduler, or those inside it, computes from."""
+    for inner in getattr(schedule, "_schedulers", []):
+        _scale_schedule(inner, factor)
+    for name in ("base_lrs", "max_lrs"):
+        if isinstance(rates := getattr(schedule, name, None), list):
+            setattr(schedule, name, [rate * factor for rate in rates])

@@ -218,7 +218,6 @@ class Run:
         """
         check_options(loading)
         global_batch_size, shards = self._session.choose_batch(global_batch_size, shards)
-        epochs = epochs if self._session.probe is None else None
         facts = {"global_batch_size": global_batch_size, "shards": shards, "epochs": epochs, "drop_last": drop_last}
         samples = evaluation.count_samples(dataset)
         self._session.agree(
