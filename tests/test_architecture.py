@@ -49,7 +49,7 @@ ALLOWED = {
         "hooks",
     },
     "doctor": {"errors", "launcher", "world"},
-    "plan": {"errors", "bench", "comm", "doctor", "launcher", "report"},
+    "plan": {"errors", "bench", "checkpoint", "comm", "doctor", "launcher", "report"},
     "submit": {"control", "launcher"},
     "notebook": {"errors", "world", "launcher", "train"},
     "demo": {"errors", "launcher", "report"},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.plan import command
+from lockstep.plan import command, quantities
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.forecast import Question, make_plan
 from lockstep.plan.links import Link, parse_link
@@ -29,10 +29,10 @@ GRADIENTS = 40 * MIB
 
 
 def sample_probe(workers: int, batch: int, shards: int, *, together: float = 1.0, **changes: Any) -> ProbeResult:
-    """A worker takes 10 ms, and 0.5 ms for each sample; each further shard 4 ms; its update 20 ms."""
+    """A shard takes 10 ms, and 0.5 ms for each sample; each further shard 4 ms more; the update 20 ms."""
     own, per = shards // workers, batch / shards
     shard_s = (0.010 + 0.0005 * per) * together
-    compute_s = (0.010 + 0.0005 * per * own + 0.004 * (own - 1)) * together
+    compute_s = own * shard_s + 0.004 * (own - 1) * together
     exposed_s = 0.006 if workers > 1 else 0.0
     step_s = compute_s + 0.020 * together + exposed_s
     sharded = changes.get("shard_optimizer", False)
@@ -95,7 +95,7 @@ def test_a_worker_with_other_samples_and_shards() -> None:
     assert model.predict(config(1, 256)).mid_s == pytest.approx(
         0.010 + 0.0005 * 256 + 0.020
     )  # beyond what was measured
-    assert model.predict(config(1, 64, 8)).mid_s == pytest.approx(0.010 + 0.0005 * 64 + 7 * 0.004 + 0.020)
+    assert model.predict(config(1, 64, 8)).mid_s == pytest.approx(8 * 0.010 + 0.0005 * 64 + 7 * 0.004 + 0.020)
     assert "compute time of another batch size" in model.predict(config(1, 1024)).computed
 
 
@@ -303,7 +303,7 @@ def test_grids_that_make_no_sense_are_refused() -> None:
 
 
 def test_questions_in_one_text() -> None:
-    found = command.read_question_text("64 gpus, 8 per host, 100 Gbit/s, 3 $/h, 80 GiB, batch 512, int8")
+    found = quantities.read_question_text("64 gpus, 8 per host, 100 Gbit/s, 3 $/h, 80 GiB, batch 512, int8")
     assert found["workers"] == (64,)
     assert found["per_host"] == (8,)
     assert found["link"][0].bytes_per_s == pytest.approx(12.5e9)
@@ -312,7 +312,7 @@ def test_questions_in_one_text() -> None:
     assert (found["batch"], found["grad_comm"]) == ((512,), ("int8",))
     for text, words in (("64 gpus, 100", "which unit"), ("64 elephants", "64 elephants"), ("3 yen/h", "price")):
         with pytest.raises(ValueError, match=words):
-            command.read_question_text(text)
+            quantities.read_question_text(text)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from lockstep.errors import LockstepError
 from lockstep.plan import batch_size, check, measure
@@ -21,6 +20,7 @@ from lockstep.plan.forecast import ConfigurationForecast, Plan, Question, headli
 from lockstep.plan.links import Link, parse_link
 from lockstep.plan.page import render_plan
 from lockstep.plan.profile import ProgramProfile, read_links, read_probe
+from lockstep.plan.quantities import argument, count, duration, list_of, memory, price, read_question_text
 from lockstep.report.page import to_json_value
 from lockstep.report.table import columns, render
 
@@ -47,98 +47,6 @@ most predictions held; 1 when something failed or was refused; 2 for wrong argum
 """
 GRAD_COMMS: Final = ("fp32", "bf16", "fp16", "int8", "int4")
 BACKENDS: Final = ("shm", "gloo", "hierarchy", "nccl", "ring", "tree")
-_BYTES: Final = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
-_SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_CURRENCY: Final = {"$": "$", "usd": "$", "€": "€", "eur": "€", "£": "£", "gbp": "£"}
-
-
-def list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """The type of an argument with several values, such as 1,2,4."""
-
-    def read(text: str) -> tuple[T, ...]:
-        try:
-            return tuple(parse(part.strip()) for part in text.split(","))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def amount(units: dict[str, float], what: str, example: str) -> Callable[[str], float]:
-    """The type of an argument that is a number with a unit. Raises ValueError if the unit is missing or unknown."""
-
-    def read(text: str) -> float:
-        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-        known = {name.lower(): factor for name, factor in units.items()}
-        if match is None or match[2].lower() not in known:
-            which = "which unit? " if match is not None and not match[2] else ""
-            raise ValueError(f"{text!r} is not {what}: {which}write one of {', '.join(units)}, such as {example}")
-        value = float(match[1]) * known[match[2].lower()]
-        if not 0 < value < math.inf:
-            raise ValueError(f"{text!r}: {what} must be positive")
-        return value
-
-    return read
-
-
-memory = amount(_BYTES, "an amount of memory", "80GiB")
-duration = amount(_SECONDS, "a time", "1000h")
-
-
-def price(text: str) -> tuple[float, str]:
-    """Parse what a worker costs per hour: "3", "3 $/h", "2.5 EUR/h"."""
-    match = re.fullmatch(r"\s*([$€£]?)\s*([0-9.]+)\s*([$€£]|[A-Za-z]{3})?\s*(/\s*h(our)?)?\s*", text)
-    sign = (match[1] or match[3] or "$").lower() if match else ""
-    if match is None or sign not in _CURRENCY or float(match[2]) < 0:
-        raise ValueError(f"{text!r} is not a price per worker and hour: write 3 $/h")
-    return float(match[2]), _CURRENCY[sign]
-
-
-def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def read(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def read_question_text(text: str) -> dict[str, Any]:
-    """Parse --ask: parts with commas between them. Returns options by the names of the arguments. Raises ValueError."""
-    found: dict[str, Any] = {}
-    for part in filter(None, (one.strip() for one in text.split(","))):
-        number = re.fullmatch(r"(\d+)\s*(\S.*)", part)
-        word = number[2].lower().strip() if number else ""
-        if re.fullmatch(r"(gpus?|workers?|cores?|cpus?)", word):
-            found.setdefault("workers", []).append(count(number[1]))  # type: ignore[index]
-        elif re.fullmatch(r"(gpus? |workers? |cores? )?(per|each|a) ?host", word):
-            found["per_host"] = [count(number[1])]  # type: ignore[index]
-        elif re.fullmatch(r"hosts?|nodes?|machines?", word):
-            found.setdefault("hosts", []).append(count(number[1]))  # type: ignore[index]
-        elif part.lower() in ("int8", "int4", "bf16", "fp16", "fp32"):
-            found.setdefault("grad_comm", []).append(part.lower())
-        elif (batch := re.fullmatch(r"batch(?: size)? (\d+)", part.lower())) is not None:
-            found.setdefault("batch", []).append(count(batch[1]))
-        elif (steps := re.fullmatch(r"(\d+) steps?", part.lower())) is not None:
-            found["steps"] = count(steps[1])
-        elif re.search(r"[$€£]|/ ?h|usd|eur|gbp", part.lower()):
-            found["price"] = price(part)
-        elif any(part.lower().endswith(unit.lower()) for unit in _BYTES) and "/" not in part:
-            found["memory"] = memory(part)
-        else:
-            link = parse_link(part)  # raises ValueError for what is nothing of all this
-            if link.name.startswith(("nvlink", "pcie")):
-                found["inside"] = link
-            else:
-                found.setdefault("link", []).append(link)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -166,7 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="workers on a host (default: one per core or GPU, at most 8)",
     )
     add("--batch", type=list_of(count), metavar="N,..", help="global batch sizes (default: that of the program)")
-    add("--shards", type=list_of(count), metavar="N,..", help="of a batch (default: one for each worker)")
+    add(
+        "--shards",
+        type=list_of(count),
+        metavar="N,..",
+        help="of a batch (default: one for each worker, or as many as the run has)",
+    )
     add("--link", type=list_of(parse_link), metavar="L,..", help="between hosts: a speed, 100Gbit/s, or a name, 25GbE")
     add("--inside", type=argument(parse_link), metavar="L", help="between the GPUs of a host: nvlink4, pcie4, ..")
     add("--backend", type=list_of(str), metavar="B,..", help="shm, gloo, hierarchy, nccl, ring, tree (default: chosen)")
@@ -451,5 +364,5 @@ def _row(one: ConfigurationForecast, plan: Plan) -> tuple[str, ...]:
         f"{one.memory.total_bytes / 2**20:,.0f}",
         {None: "", True: "yes", False: f"no: {one.memory.largest_kind}"}[one.fits],
         "" if one.hours is None else f"{one.hours:,.3g}",
-        "" if one.cost is None else f"{one.cost:,.0f} {plan.question.currency}",
+        "" if one.cost is None else f"{one.cost:,.3g} {plan.question.currency}",
     )

@@ -35,7 +35,7 @@ class Question:
 
     layouts         numbers of hosts, and of workers on each
     slots           workers of a host that compute at full speed at once; None: as many as there are
-    shards          0: one for each worker
+    shards          0: those of the run, but one for each worker at least
     memory_bytes    of a worker; None: not known
     price_per_hour  of one worker
     target_steps    of the whole training, with the batch size of the program; None: not known
@@ -74,7 +74,7 @@ class Question:
         found, refused = set[Configuration](), list[str]()
         for (hosts, per_host), batch, shards, comm, sharded in grid:
             workers = hosts * per_host
-            shards = shards or min(workers, batch)
+            shards = shards or min(max(workers, profile.base.shards), batch)
             if not workers <= shards <= batch:
                 refused.append(f"{workers} workers need {workers} shards or more, and a batch of as many samples")
                 continue
@@ -365,7 +365,7 @@ def headline(plan: Plan) -> str:
     text = f"{best.config.name()}: {_ms(best.step.mid_s)} a step ({_ms(best.step.low_s)} to {_ms(best.step.high_s)}), "
     text += f"{best.samples_per_s:,.0f} samples/s, {best.efficiency:.0%} of linear scaling"
     if best.hours is not None:
-        money = "" if best.cost is None else f" and {best.cost:,.0f} {question.currency}"
+        money = "" if best.cost is None else f" and {best.cost:,.3g} {question.currency}"
         text += f"; {best.hours:,.3g} hours{money} to the target"
     misfits = [one for one in plan.forecasts if one.fits is False]
     if best.fits is False:

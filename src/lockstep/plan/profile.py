@@ -101,12 +101,13 @@ def read_probe(folder: Path, *, grad_comm: str = "fp32", shard_optimizer: bool =
         )
     parts = [_StepParts.of(list(steps[number].values())) for number in numbers]
     noise = summarize_noise([generation])
+    hosts = len({member.process.head.host for member in generation.members.values()})
     return ProbeResult(
         workers=world.size,
-        hosts=len({member.process.head.host for member in generation.members.values()}),
+        hosts=hosts,
         backend=world.backend,
         device="cuda" if on_gpu else "cpu",
-        slots=_slots(head.environment, on_gpu=on_gpu),
+        slots=_slots(head.environment, on_gpu=on_gpu) or max(1, world.size // hosts),
         shards=world.shards or world.size,
         global_batch_size=world.global_batch_size,
         grad_comm=grad_comm,
@@ -225,9 +226,10 @@ def _memory(generation: TraceGeneration) -> dict[str, float]:
 
 
 def _slots(environment: Mapping[str, str], *, on_gpu: bool) -> int:
+    """Cores that a worker may use, or GPUs of its host; 0 if the trace does not say."""
     text = environment.get("GPUs" if on_gpu else "cores", "")
     known = re.search(r"(\d+) cores", environment.get("machine", "")) if not on_gpu else None  # of older traces
-    return max(1, int(text) if text.isdecimal() else int(known[1]) if known else 1)
+    return int(text) if text.isdecimal() else int(known[1]) if known else 0
 
 
 # ---- sums between workers --------------------------------------------------------------------------------------------

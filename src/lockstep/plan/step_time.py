@@ -180,7 +180,7 @@ class StepModel:
     def factors(self) -> tuple[float, float]:
         """How much longer a worker takes for its step, and to update, if all slots of its host are busy."""
         pair = self.pair
-        if pair is None or min(p.workers for p in self.profile.probes) > 1:
+        if pair is None:
             return 1.0, 1.0
         config = configuration_of(pair)
         cores = max(1.0, config.workers / config.slots) if self._on_cpu else 1.0
@@ -191,7 +191,7 @@ class StepModel:
             exchanged = self._compute_and_exchange(config, factor * cores)
             waits_s = (self._slowness(config) - 1) * exchanged.compute_s
             factor *= rest_s / (exchanged.compute_s + exchanged.exposed_s + waits_s)
-        return max(0.5, factor), max(0.5, update)
+        return max(0.1, factor), max(0.1, update)
 
     @property
     def _on_cpu(self) -> bool:
