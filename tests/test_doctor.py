@@ -15,6 +15,7 @@ import pytest
 from lockstep.doctor import command, facts
 from lockstep.doctor.facts import Gpu, Machine, Space, Torch
 from lockstep.doctor.judge import Level, judge
+from lockstep.plan.profile import read_links
 from lockstep.world.environment import RankAssignment
 
 GIB = 1 << 30
@@ -213,3 +214,32 @@ def test_words_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setattr(command, "inspect_machine", lambda env, directory: replace(SOUND, loopback_problem="no"))
     assert command.main(["--no-trial"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 problem, no warnings"
+
+
+@pytest.mark.slow
+def test_sums_between_workers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "links.json"
+    assert command.main(["--links", str(path), "-n", "2"]) == 0
+    found = read_links(path)
+    assert {(one.backend, one.workers_per_host, one.grad_comm) for one in found} == {
+        ("shm", 2, kind) for kind in ("fp32", "int8", "int4")
+    }
+    for one in found:
+        seconds = [point.seconds for point in one.points]
+        assert 0 < seconds[0] < seconds[-1]
+    assert "2 workers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--links", "x.json", "-n", "1"], "is not a list of numbers of workers"),
+        (["--links", "missing/x.json"], "there is no folder"),
+        (["--links", "x.json", "--hosts", "2"], "belong together"),
+        (["--hosts", "2"], "belong to --links"),
+    ],
+)
+def test_links_with_wrong_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert words in capsys.readouterr().err

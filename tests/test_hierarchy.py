@@ -20,6 +20,7 @@ import lockstep
 from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
 from lockstep.comm.host_groups import MAX_CHUNK_BYTES, MIN_PIECE_BYTES, chunk_bytes, group_by_host, split_range
 from lockstep.comm.pipelined_collectives import SMALL_BYTES
+from lockstep.comm.shard_sum import ShardSum
 from lockstep.process_identity import identify_host
 from on_workers import WorkerFailedError, on_workers
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, NARROW, kinds_of, reduced, same_bits, some
@@ -125,6 +126,33 @@ def test_an_exact_reduction_has_the_bits_of_one_tree_over_all_workers(hosts):
 def test_every_reduction_and_dtype_with_the_same_bits_everywhere(hosts):
     digests = on_workers(reduce_everything, len(hosts), hosts, False)
     assert all(other == digests[0] for other in digests)
+
+
+def add_shards(rank: int, size: int, hosts: str) -> str:
+    """Checks the sum of one shard of each worker; returns how it was computed."""
+    os.environ["LOCKSTEP_HOST"] = hosts[rank]
+    sum_ = ShardSum(
+        dist.new_group(backend="hierarchy", timeout=WAIT),
+        [range(r, r + 1) for r in range(size)],
+        device=torch.device("cpu"),
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        buffers = sum_.allocate(SIZES[-1], dtype)
+        buffers.rows[0, : SIZES[-1]].copy_(values(rank, SIZES[-1], dtype))
+        sum_.start(buffers, lambda: 1.0)
+        total = sum_.result(buffers, "a sum")
+        right = reduced(KINDS.SUM, [values(r, SIZES[-1], dtype).float() for r in range(size)]).to(dtype)
+        assert same_bits(total.clone(), right)
+    sum_.close()
+    return sum_._method.name
+
+
+@pytest.mark.parametrize(
+    ("hosts", "method"),
+    [(EVEN, "ALL_REDUCE"), *(pytest.param(hosts, "TREE", marks=pytest.mark.slow) for hosts in (MIXED, "abc", "aaab"))],
+)
+def test_gradients_of_hosts_alike_are_added_inside_each_host_first(hosts, method):
+    assert set(on_workers(add_shards, len(hosts), hosts)) == {method}
 
 
 def move_everything(rank: int, size: int, hosts: str) -> None:
