@@ -267,6 +267,15 @@ def test_a_plan_says_what_does_not_fit_and_what_it_costs() -> None:
     assert "do not fit into memory" in text
 
 
+def test_a_configuration_that_hardly_scales_is_not_recommended() -> None:
+    layouts = tuple((1, count) for count in (1, 2, 4, 8, 64))
+    plan = make_plan(sample_profile(), Question(layouts=layouts, slots=64))
+    fastest = min(plan.forecasts, key=lambda one: one.step.mid_s)
+    assert fastest.efficiency < 0.5 <= plan.best.efficiency
+    slow = make_plan(sample_profile(), Question(layouts=((1, 64),), slots=64))
+    assert slow.best.efficiency < 0.5  # the only one there is
+
+
 def test_65536_workers_in_seconds_and_the_same_every_time() -> None:
     question = Question(
         layouts=tuple((hosts, 8) for hosts in (1, 8, 64, 512, 4096, 8192)),

@@ -22,6 +22,7 @@ from lockstep.plan.memory import MemoryForecast, fit_memory
 from lockstep.plan.profile import MIB, ProgramProfile
 from lockstep.plan.step_time import StepForecast, StepModel
 
+LEAST_EFFICIENCY: Final = 0.5  # share of linear scaling that a recommended configuration has, if one has
 MOST_CONFIGURATIONS: Final = 20_000
 RECOVERY_S: Final = 0.3  # of a lost worker in place; measured by `make chaos` (docs/benchmarks.md)
 RESTART_S: Final = 60.0  # from a loss until all workers train again from a checkpoint, if nothing else is said
@@ -346,10 +347,11 @@ def _mark(forecasts: list[ConfigurationForecast]) -> list[ConfigurationForecast]
     def cost_of(one: ConfigurationForecast) -> float:
         return one.cost if one.cost is not None else time_of(one) * one.config.workers
 
-    # The fastest one, unless another one is nearly as fast with fewer workers.
-    fastest = min(map(time_of, usable))
+    # The fastest of those that scale well enough, unless another one is nearly as fast with fewer workers.
+    scaling = [one for one in usable if one.efficiency >= LEAST_EFFICIENCY] or usable
+    fastest = min(map(time_of, scaling))
     best = min(
-        (one for one in usable if time_of(one) <= 1.02 * fastest), key=lambda one: (one.config.workers, time_of(one))
+        (one for one in scaling if time_of(one) <= 1.02 * fastest), key=lambda one: (one.config.workers, time_of(one))
     )
     front, cheapest = set[int](), math.inf
     for one in sorted(usable, key=lambda one: (time_of(one), cost_of(one))):
