@@ -48,7 +48,7 @@ def sample_forecast(hosts: int, link: str, grad_comm: str, *, shard_optimizer: b
         "name": name + ", sharded optimizer" * shard_optimizer,
         "workers": workers, "hosts": hosts, "workers_per_host": 8, "link": link, "backend": "hierarchy",
         "grad_comm": grad_comm, "shard_optimizer": shard_optimizer, "redundancy": 0, "global_batch_size": 512,
-        "shards": 64, "bucket_mib": 25, "capture": False,
+        "shards": 64, "bucket_mib": 25,
         "step_ms": {"low": step_ms * (1 - spread), "mid": step_ms, "high": step_ms * (1 + 1.3 * spread)},
         "samples_per_s": 512e3 / step_ms, "efficiency": alone_ms * 8 / workers / step_ms,
         "parts_ms": parts, "memory_mib": memory, "memory_total_mib": total, "memory_limit_mib": 8192.0,

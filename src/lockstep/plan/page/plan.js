@@ -28,7 +28,7 @@ const SETTINGS = [
   ["backend", String],
   ["grad_comm", String],
   ["shard_optimizer", (value) => value ? "sharded optimizer" : ""],
-  ["shards", (value) => count(value, "shard")],
+  ["shards", (value) => isNumber(value) ? count(value, "shard") : value],
   ["bucket_mib", (value) => `buckets of ${number(value)} MiB`],
   ["global_batch_size", (value) => `batch ${number(value)}`],
 ];
@@ -129,7 +129,6 @@ function settingsList(one) {
     ["sharded optimizer", yesNo(one.shard_optimizer)], ["redundancy", number(one.redundancy)],
     ["global batch size", number(one.global_batch_size)], ["shards", number(one.shards)],
     ["bucket size", isNumber(one.bucket_mib) ? `${number(one.bucket_mib)} MiB` : "–"],
-    ["captured step", yesNo(one.capture)],
   ];
   if (one.goodput) facts.push(["goodput with restarts", nearlyAll(one.goodput.restart)]);
   if (isNumber(one.checkpoint_every_s)) facts.push(["a checkpoint every", seconds(one.checkpoint_every_s)]);
@@ -165,22 +164,39 @@ function recommend(one) {
 if (best) recommend(best);
 
 // ---- efficiency over workers ----
-const distinct = (field) => new Set(ALL.map((forecast) => JSON.stringify(forecast[field] ?? null))).size;
-const describe = (forecast, settings) =>
-  settings.map(([field, format]) => known(forecast[field]) ? format(forecast[field]) : "").filter(Boolean).join(", ");
+// Shards that grow with the workers, because there is one for each, are one setting and not many.
+const fewest = Math.min(...ALL.map((forecast) => forecast.shards).filter(isNumber));
+const growing = ALL.some((forecast) => forecast.shards !== fewest)
+  && ALL.every((forecast) => forecast.shards === Math.max(fewest, forecast.workers));
+const settingOf = (forecast, field) => field === "shards" && growing ? "a shard per worker" : forecast[field];
+const distinct = (field) => new Set(ALL.map((forecast) => JSON.stringify(settingOf(forecast, field) ?? null))).size;
+const describe = (forecast, settings) => settings.map(([field, format]) => {
+  const value = settingOf(forecast, field);
+  return known(value) ? format(value) : "";
+}).filter(Boolean).join(", ");
 const varying = SETTINGS.filter(([field]) => distinct(field) > 1);
 const same = ALL.length > 1 ? describe(ALL[0], SETTINGS.filter(([field]) => distinct(field) === 1)) : "";
 const sameForAll = same ? `The same for all: ${same}.` : "";
 
-// Groups by settings; of several forecasts with as many workers, keeps the recommended or the most efficient one.
+// Groups by settings; of several forecasts with as many workers, keeps the recommended or the most efficient one. A
+// forecast on one host, which has no link, begins the lines of all links.
 function toSeries(forecasts) {
   const groups = new Map();
-  for (const forecast of forecasts) {
-    const key = JSON.stringify(SETTINGS.map(([field]) => forecast[field] ?? null));
+  const keyOf = (forecast, settings) => JSON.stringify(settings.map(([field]) => settingOf(forecast, field) ?? null));
+  const within = SETTINGS.filter(([field]) => field !== "link" && field !== "backend");
+  function add(key, forecast) {
     if (!groups.has(key)) groups.set(key, new Map());
     const group = groups.get(key), other = group.get(forecast.workers);
     const wins = !other || forecast.is_best || (!other.is_best && forecast.efficiency > other.efficiency);
     if (wins) group.set(forecast.workers, forecast);
+  }
+  const several = forecasts.filter((forecast) => forecast.hosts > 1);
+  for (const forecast of several) add(keyOf(forecast, SETTINGS), forecast);
+  for (const forecast of forecasts.filter((one) => !(one.hosts > 1))) {
+    const own = keyOf(forecast, within);
+    const alike = several.filter((other) => !known(forecast.link) && keyOf(other, within) === own);
+    const keys = new Set(alike.map((other) => keyOf(other, SETTINGS)));
+    for (const key of keys.size ? keys : [keyOf(forecast, SETTINGS)]) add(key, forecast);
   }
   const inOrder = (group) => [...group.values()].sort((one, other) => one.workers - other.workers);
   const series = [...groups.values()].map(inOrder), last = (one) => one[one.length - 1];
@@ -205,7 +221,7 @@ function efficiencyPoint(forecast) {
 function drawEfficiency(plotted) {
   const all = toSeries(plotted), shown = all.slice(0, MOST_SERIES), left = all.length - shown.length, keys = [];
   const series = shown.map((forecasts, color) => ({
-    name: describe(forecasts[0], varying) || "all configurations", color, joined: true,
+    name: describe(forecasts[forecasts.length - 1], varying) || "all configurations", color, joined: true,
     points: forecasts.map(efficiencyPoint),
   }));
   const points = series.flatMap((one) => one.points);

@@ -36,7 +36,6 @@ const toColumns = (money) => [
   words("backend", "backend"),
   words("gradients", "grad_comm"),
   flag("sharded optimizer", "shard_optimizer"),
-  flag("captured", "capture"),
   figure("redundancy", (one) => one.redundancy, number),
   figure("batch", (one) => one.global_batch_size, number),
   figure("shards", (one) => one.shards, number),
