@@ -281,6 +281,17 @@ def test_the_interval_and_the_limit_are_where_they_belong(page: Page, tmp_path: 
 
 
 @needs_chromium
+def test_a_line_goes_from_one_host_to_many_with_a_shard_per_worker(page: Page, tmp_path: Path) -> None:
+    plan = sample_plan()
+    plan["forecasts"] = [one | {"shards": one["workers"]} for one in plan["forecasts"] if not one["shard_optimizer"]]
+    alone = [one | {"link": "", "backend": "shm"} for one in plan["forecasts"] if one["hosts"] == 1]
+    several = [one for one in plan["forecasts"] if one["hosts"] > 1 and one["grad_comm"] == "int8"]
+    plan["forecasts"] = [*(one for one in alone if one["grad_comm"] == "int8"), *several]
+    visit(page, tmp_path, plan)
+    assert count(page, "#efficiency .plot path.series") == len({one["link"] for one in several}) > 1
+    assert count(page, "#efficiency path.band") == count(page, "#efficiency .plot path.series")
+
+
 def test_at_most_eight_lines_and_24_bars(page: Page, tmp_path: Path) -> None:
     forecasts = many_forecasts(40)
     for n, one in enumerate(forecasts):
