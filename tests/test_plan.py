@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.errors import LockstepError
-from lockstep.plan import command, quantities
+from lockstep.plan import check, command, quantities
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.forecast import Question, make_plan
 from lockstep.plan.links import Link, parse_link
 from lockstep.plan.memory import fit_memory
 from lockstep.plan.profile import MIB, BucketTiming, MeasuredSums, ProbeResult, ProgramProfile, SumPoint, read_links
-from lockstep.plan.step_time import StepModel, interpolate, slowest_of
+from lockstep.plan.step_time import StepForecast, StepModel, interpolate, slowest_of
 from lockstep.plan.sum_cost import overlap, rows_per_worker, sum_costs, wire_bytes
 from lockstep.report import command as report
+from lockstep.train.probe import scale_schedule
 from traces import Plan as TracePlan, write_trace
 
 GRADIENTS = 40 * MIB
@@ -387,6 +389,36 @@ def test_runs_without_steps_and_files_that_are_no_profiles(tmp_path: Path, capsy
     assert "there is no script, run or profile 'nowhere.py'" in capsys.readouterr().err
     with pytest.raises(LockstepError, match="doctor --links"):
         read_links(tmp_path / "bad.json")
+
+
+def test_a_prediction_beside_its_measurement() -> None:
+    step = StepForecast(mid_s=0.1, low_s=0.09, high_s=0.11, parts_s={}, computed=())
+    close, slower, far = (
+        check.CheckedForecast("2 workers", step, measured_s, slowdown)
+        for measured_s, slowdown in ((0.1, 1.0), (0.2, 2.0), (0.15, 1.0))
+    )
+    assert (close.error, slower.error, far.error) == pytest.approx((0.0, 0.0, -1 / 3))  # a machine at half its speed
+    assert (close.inside, slower.inside, far.inside) == (True, True, False)
+    assert check.holds([close, far])
+    assert not check.holds([close, far, far])
+    table = check.as_table([one.to_json() for one in (slower, far)])
+    assert "200.0" in table
+    assert "-33.3%" in table
+    with pytest.raises(LockstepError, match="this machine can run none of the grid"):
+        plan = make_plan(sample_profile(), Question(layouts=((2, 2),)))
+        check.check_plan(plan, ["never_started.py"], Path("unused"), timeout_s=1, say=print)
+    how = check.program_run(config(2, grad_comm="int8", shard_optimizer=True, redundancy=1), 20)
+    assert how.options == {"grad_comm": "int8", "shard_optimizer": True, "redundancy": 1}
+    assert (how.workers, how.shards, how.backend) == (2, 2, "shm")
+
+
+def test_learning_rates_of_a_branch_change_with_their_schedulers() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    warm_up = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    later = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, later], milestones=[1])
+    scale_schedule(both, 4.0)
+    assert (warm_up.base_lrs, later.base_lrs) == ([pytest.approx(0.4)], [pytest.approx(0.4)])
 
 
 PROGRAM = """

@@ -19,7 +19,6 @@ from lockstep.plan.links import Link
 from lockstep.plan.profile import MeasuredSums, ProgramProfile, SumPoint
 
 ASSUMED_INSIDE: Final = Link("assumed", 3e-4, 3e9, "assumed")  # between workers of a host, if nothing was measured
-FLAT_RINGS: Final = ("ring",)  # what other libraries do; `Run` does not
 WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
 WIRE_CPU_NORM: Final = (
     1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
@@ -80,10 +79,10 @@ def wire_bytes(size_bytes: float, config: Configuration) -> float:
         sum_bits = (((1 << bits) - 2) * -(-config.shards // hosts)).bit_length()
         numel = size_bytes / 4
         return share * numel * (sum_bits + bits) / 8 + 2 * numel / 128
-    sent = 2 * share * size_bytes
-    if config.backend in FLAT_RINGS:  # it passes through each host once
-        sent = 2 * (workers - 1) / workers * size_bytes
-    elif not config.sums_by_host and workers > 2:
+    is_ring = config.backend == "ring"  # what other libraries do: it passes through each host once
+    if is_ring or config.sums_by_host or workers == 2:
+        sent = collective_cost.sent_bytes_per_host(size_bytes, hosts, per_host, hierarchical=not is_ring)
+    else:  # all workers exchange sections with all others
         sent = 2 * per_host * (workers - per_host) / workers * size_bytes
     widened = config.sums_by_host and per_host > 1  # rows of a host are added as float32
     return sent * (0.5 if config.grad_comm in HALF and not widened else 1.0)

@@ -61,13 +61,13 @@ class Probe:
             return
         for group in plan.optimizer.param_groups:
             group |= {name: group[name] * self.lr_factor for name in LEARNING_RATES if name in group}
-        _scale_schedule(plan.schedule, self.lr_factor)
+        scale_schedule(plan.schedule, self.lr_factor)
 
 
-def _scale_schedule(schedule: Any, factor: float) -> None:
+def scale_schedule(schedule: Any, factor: float) -> None:
     """Multiply the learning rates that a scheduler, or those inside it, computes from."""
     for inner in getattr(schedule, "_schedulers", []):
-        _scale_schedule(inner, factor)
+        scale_schedule(inner, factor)
     for name in ("base_lrs", "max_lrs"):
         if isinstance(rates := getattr(schedule, name, None), list):
             setattr(schedule, name, [rate * factor for rate in rates])
