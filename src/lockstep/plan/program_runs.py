@@ -132,7 +132,10 @@ def _finish(how: ProgramRun, started: Sequence[_Started], timeout_s: float) -> N
         for one in started:
             if one.process.returncode:
                 last = "\n".join(one.output.read_text(errors="replace").rstrip().splitlines()[-LINES_SHOWN:])
-                raise LockstepError(f"{how}: the program ended with status {one.process.returncode}:\n{last}")
+                raise LockstepError(
+                    f"{how}: the program ended with status {one.process.returncode}; its logs are deleted, so run it "
+                    f"alone to see more:\n{last}"
+                )
     finally:
         for one in started:
             if one.process.poll() is None:
