@@ -4,6 +4,7 @@
     git commit ...                                     so that nobody can change them afterwards
     python campaigns/plan_accuracy.py measure          measures all of them, and compares
     python campaigns/plan_accuracy.py show             compares what was measured
+    python campaigns/plan_accuracy.py fit --device cuda   trains with less memory than predicted, and with a little more
 
 The configurations are drawn at random, from a fixed seed, out of all combinations of program, workers, hosts, links,
 batch size, shards, kinds of sums and sharded optimisers. Several hosts are network namespaces of this machine (needs
@@ -43,6 +44,8 @@ DATA = Path(__file__).parent / "plan_accuracy_data"
 PROGRAM = str(Path(__file__).parent / "plan_programs.py")
 TIMEOUT_S = 400.0
 CORES = len(os.sched_getaffinity(0))
+TOO_LITTLE, ENOUGH = 0.9, 1.15  # of the memory that is predicted; an allocator cannot use all of its memory
+FIT_STEPS = 12  # graphs are captured in the fifth
 ON_GPU = ("transformer", "convnet")
 ON_CPU = ("mlp", "wide", "cnn", "language", "recurrent")
 
@@ -191,6 +194,39 @@ def measure(device: str, data: Path, limit_s: float, *, beside: bool) -> int:
     return show(device, data)
 
 
+def measure_fits(data: Path, seed: int, count: int) -> int:
+    """Train with limited memory of a GPU, and compare whether it fits with what is predicted.
+
+    Two of three configurations may use TOO_LITTLE of the memory that is predicted to be needed, one may use ENOUGH.
+    """
+    record = json.loads((data / "predictions-cuda.json").read_text())
+    profiles = {name: ProgramProfile.from_json(found) for name, found in record["profiles"].items()}
+    path, done = data / "fits-cuda.json", list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, one in enumerate(draw(seed, count, "cuda")):
+            config = one.configuration("cuda")
+            memory = fit_memory(profiles[one.program].probes).predict(config)
+            limit_mib = (ENOUGH if number % 3 == 2 else TOO_LITTLE) * memory.needed_bytes / 2**20
+            program = [PROGRAM, one.program, "--memory-mib", f"{limit_mib:.0f}"]
+            try:
+                probe(program_run(config, FIT_STEPS, 0), program, Path(folder) / str(number), TIMEOUT_S)
+                has_run = True
+            except LockstepError as error:
+                if "out of memory" not in str(error):
+                    raise
+                has_run = False
+            predicted = number % 3 == 2
+            done.append({"name": one.name, "limit_mib": limit_mib, "predicted_to_fit": predicted, "fits": has_run})
+            verdict = f"{'fits' if has_run else 'does not fit'}, {'as' if has_run is predicted else 'NOT as'} predicted"
+            say(f"{number + 1}: {one.name}, {limit_mib:.0f} MiB: {verdict}")
+            path.write_text(json.dumps(done, indent=1) + "\n")
+    for predicted in (False, True):
+        group = [one for one in done if one["predicted_to_fit"] is predicted]
+        right = sum(one["fits"] is predicted for one in group)
+        print(f"predicted to {'fit' if predicted else 'be too large'}: {right} of {len(group)} right")
+    return int(any(one["fits"] != one["predicted_to_fit"] for one in done))
+
+
 @dataclass(frozen=True)
 class Compared:
     """A prediction beside the measurement."""
@@ -261,7 +297,7 @@ def show(device: str, data: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "measure", "show"))
+    parser.add_argument("what", choices=("predict", "measure", "show", "fit"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--count", type=int, default=47, help="of configurations (default: 47)")
@@ -276,6 +312,8 @@ def main() -> int:
         return 0
     if chosen.what == "measure":
         return measure(chosen.device, chosen.data, chosen.seconds, beside=chosen.beside)
+    if chosen.what == "fit":
+        return measure_fits(chosen.data, chosen.seed, chosen.count)
     return show(chosen.device, chosen.data)
 
 

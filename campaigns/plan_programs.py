@@ -6,6 +6,7 @@ lockstep run -n 2 campaigns/plan_programs.py cnn
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,8 +105,12 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def main(name: str) -> None:
+def main(name: str, memory_mib: float | None) -> None:
     chosen = MODELS[name]
+    if memory_mib is not None:
+        device = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_mib * 2**20 / total, device)
     torch.manual_seed(0)
     inputs = chosen.inputs()
     targets = inputs.roll(-1, dims=1) if chosen.classes == 0 else torch.randint(chosen.classes, (len(inputs),))
@@ -119,4 +124,6 @@ def main(name: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=MODELS)
-    main(parser.parse_args().name)
+    parser.add_argument("--memory-mib", type=float, help="of a GPU that each worker may use")
+    arguments = parser.parse_args()
+    main(arguments.name, arguments.memory_mib)

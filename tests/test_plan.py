@@ -238,6 +238,33 @@ def test_memory_by_kind() -> None:
     assert model.predict(config(2, 128, 8, grad_comm="int8")).by_kind["buckets"] == 3 * GRADIENTS
 
 
+def captured(probe: ProbeResult, extra: float) -> ProbeResult:
+    memory = {**probe.memory_bytes, "graphs": GRADIENTS, "peak": probe.memory_bytes["peak"] + extra}
+    return replace(probe, device="cuda", memory_bytes=memory)
+
+
+def test_memory_of_a_gpu_with_and_without_graphs() -> None:
+    """One set of gradients belongs to a graph; four graphs keep three sets more, two of which were sums before."""
+    probes = [captured(sample_probe(1, batch, 1), GRADIENTS) for batch in (128, 32)]
+    probes += [captured(sample_probe(1, 128, 4), 2 * GRADIENTS), captured(sample_probe(2, 128, 2), 2 * GRADIENTS)]
+    model = fit_memory(probes)
+    alone, four = model.predict(config(1, 128, 1)), model.predict(config(1, 128, 4))
+    assert alone.by_kind["graphs"] == pytest.approx(GRADIENTS)
+    assert alone.needed_bytes == pytest.approx((300 + 256) * MIB + 4 * GRADIENTS)
+    assert four.total_bytes - four.needed_bytes == pytest.approx(2 * GRADIENTS)
+    assert four.needed_bytes == pytest.approx((300 + 64) * MIB + 6 * GRADIENTS)
+    two, many = model.predict(config(2)), model.predict(config(4, 256))
+    assert two.total_bytes == many.total_bytes == pytest.approx((300 + 128) * MIB + 6 * GRADIENTS)
+    assert model.predict(config(2, grad_comm="int8")).total_bytes == pytest.approx(two.total_bytes + GRADIENTS)
+    limit = (four.total_bytes + four.needed_bytes) / 2
+    question = Question(layouts=((1, 1),), global_batch_sizes=(128,), shards=(4,), memory_bytes=limit)
+    (found,) = make_plan(ProgramProfile("train.py", tuple(probes)), question).forecasts
+    assert found.fits
+    assert found.fits_without_graphs
+    less = replace(found, memory_limit=0.99 * four.needed_bytes)
+    assert (less.fits, less.fits_without_graphs) == (False, False)
+
+
 # ---- a plan ----------------------------------------------------------------------------------------------------------
 
 

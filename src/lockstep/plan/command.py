@@ -345,6 +345,14 @@ def as_text(plan: Plan) -> str:
     return "\n".join([*lines, *(f"note        {note}" for note in plan.notes)])
 
 
+def _fits_text(one: ConfigurationForecast) -> str:
+    if one.fits is None:
+        return ""
+    if not one.fits:
+        return f"no: {one.memory.largest_kind}"
+    return "without CUDA graphs" if one.fits_without_graphs else "yes"
+
+
 def _row(one: ConfigurationForecast, plan: Plan) -> tuple[str, ...]:
     config, step = one.config, one.step
     mark = "*" if one.is_best else "+" if one.is_pareto else ""
@@ -362,7 +370,7 @@ def _row(one: ConfigurationForecast, plan: Plan) -> tuple[str, ...]:
         f"{one.efficiency:.0%}",
         f"{step.parts_s['exposed communication'] / step.mid_s:.0%}",
         f"{one.memory.total_bytes / 2**20:,.0f}",
-        {None: "", True: "yes", False: f"no: {one.memory.largest_kind}"}[one.fits],
+        _fits_text(one),
         "" if one.hours is None else f"{one.hours:,.3g}",
         "" if one.cost is None else f"{one.cost:,.3g} {plan.question.currency}",
     )

@@ -131,7 +131,13 @@ class ConfigurationForecast:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.memory_limit is None else self.memory.total_bytes <= self.memory_limit
+        """None if no limit was given. CUDA graphs need not fit: `Run` goes on without them, and is slower."""
+        return None if self.memory_limit is None else self.memory.needed_bytes <= self.memory_limit
+
+    @property
+    def fits_without_graphs(self) -> bool:
+        """Whether it fits only because `Run` would make no CUDA graphs; its step is predicted with them."""
+        return bool(self.fits) and self.memory.total_bytes > (self.memory_limit or 0.0)
 
     def to_json(self) -> dict[str, Any]:
         config, step = self.config, self.step
@@ -156,6 +162,7 @@ class ConfigurationForecast:
             "memory_total_mib": self.memory.total_bytes / MIB,
             "memory_limit_mib": None if self.memory_limit is None else self.memory_limit / MIB,
             "fits": self.fits,
+            "fits_without_graphs": self.fits_without_graphs,
             "does_not_fit_by": self.memory.largest_kind if self.fits is False else "",
             "hours": self.hours,
             "cost": self.cost,

@@ -2,8 +2,10 @@
 
 The peak beyond weights, gradients, buckets and optimiser state is a constant (libraries, and what the program itself
 keeps) and activations, which grow with the samples of a shard: a line through the peaks of two sizes. A worker with
-several shards adds their gradients along a tree, and keeps one more sum for every doubling of its shards; on a GPU it
-keeps the graphs of several shards.
+several shards adds their gradients along a tree, and keeps one more sum for every doubling of its shards. CUDA graphs
+keep gradients of their own; where they do not fit, `Run` goes on without them. What sums of several workers need
+beyond that is measured with two of them: on a CPU the buckets of every other worker are in shared memory that this one
+reads; on a GPU, and where integers are sent, the number of the others does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lockstep.plan.profile import ProbeResult
 from lockstep.plan.sum_cost import rows_per_worker
 
 CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
-KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "rest")
+KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "graphs", "rest")
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,14 @@ class MemoryForecast:
         return sum(self.by_kind.values())
 
     @property
+    def needed_bytes(self) -> float:
+        """Without CUDA graphs, which a run can do without."""
+        return self.total_bytes - self.by_kind["graphs"]
+
+    @property
     def largest_kind(self) -> str:
-        return max(self.by_kind, key=lambda kind: self.by_kind[kind])
+        """The largest part of what is needed."""
+        return max((kind for kind in self.by_kind if kind != "graphs"), key=lambda kind: self.by_kind[kind])
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class MemoryModel:
     by_sample: float
     by_shard: float  # for each of `_kept`
     measured_samples: tuple[float, ...]
-    by_peer: float = 0.0  # for each other worker of the host: its buckets in shared memory
+    by_peer: float = 0.0  # for each other worker of the host; on a GPU and with integers once, if there are others
+    on_gpu: bool = False
     captures: bool = False  # shards are CUDA graphs, which keep the memory of their activations
 
     def predict(self, config: Configuration) -> MemoryForecast:
@@ -56,7 +65,14 @@ class MemoryModel:
         parts["optimizer"] = self.optimizer * share
         parts["activations"] = self.by_sample * config.samples_per_shard
         parts["rest"] = self.rest + self.by_shard * _kept(config.shards_per_worker, captures=self.captures)
-        parts["buckets"] += self.by_peer * (config.workers_per_host - 1)
+        parts["graphs"] = 0.0
+        if self.captures:
+            without = max(0.0, self.rest - self.gradients) + math.log2(config.shards_per_worker) * self.gradients
+            parts["graphs"] = max(0.0, parts["rest"] - without)
+            parts["rest"] -= parts["graphs"]
+        peers = config.workers_per_host - 1
+        reads_peers = not self.on_gpu and config.grad_comm not in (INT8, INT4)
+        parts["buckets"] += self.by_peer * (peers if reads_peers else min(1, peers))
         known = self.measured_samples
         computed = [] if len(known) > 1 else ["activations of another batch"]
         if not known[0] / 4 <= config.samples_per_shard <= 4 * known[-1]:
@@ -66,7 +82,8 @@ class MemoryModel:
     def _buckets(self, config: Configuration) -> float:
         """Memory of the buckets without the part in which the gradients of parameters are (comm/shard_sum.py)."""
         if config.grad_comm in (INT8, INT4):
-            return (config.shards_per_worker - 1) * self.gradients
+            # On a GPU the gradients of several shards are memory of their graphs, and codes are written beside them.
+            return (1.0 if self.on_gpu else config.shards_per_worker - 1) * self.gradients
         if config.workers == 1:
             return 0.0
         rows = rows_per_worker(config.shards, config.workers)
@@ -110,6 +127,7 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
         by_sample=by_sample,
         by_shard=median(more) if more else 0.0,
         measured_samples=tuple(size for size, _ in sizes),
+        on_gpu=single[0].device == "cuda",
         captures=base["graphs"] > 0,
     )
     pairs = [
@@ -117,7 +135,7 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
         for one in probes
         if one.workers > least and one.hosts == 1 and one.grad_comm == FP32 and not one.shard_optimizer
     ]
-    if least > 1 or not pairs or base["graphs"] > 0:
+    if least > 1 or not pairs:
         return model
     pair = min(pairs, key=lambda one: one.workers)
     extra = pair.memory_bytes["peak"] - model.predict(configuration_of(pair)).total_bytes

@@ -11,7 +11,8 @@ function remark(forecast) {
   const why = known(forecast.does_not_fit_by) ? `: ${forecast.does_not_fit_by}` : "";
   return [
     forecast.is_best ? "recommended" : "", forecast.is_pareto ? "Pareto front" : "",
-    forecast.fits === false ? `does not fit${why}` : "", forecast.is_extrapolated ? "extrapolated" : "",
+    forecast.fits === false ? `does not fit${why}` : "", forecast.fits_without_graphs ? "fits without CUDA graphs" : "",
+    forecast.is_extrapolated ? "extrapolated" : "",
   ].filter(Boolean).join(", ");
 }
 const words = (name, field) => ({ name, value: (one) => one[field], show: (one) => text(one[field]) });
