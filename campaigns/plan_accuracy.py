@@ -136,17 +136,21 @@ def profile_of(name: str, sums: list[MeasuredSums], folder: Path) -> ProgramProf
     return replace(measure_program([PROGRAM, name], wanted, folder, sums, say), program=name)
 
 
-def read_sums(path: Path) -> list[MeasuredSums]:
-    found = json.loads(path.read_text())["sums"]
-    return [MeasuredSums(**{**one, "points": tuple(SumPoint(**p) for p in one["points"])}) for one in found]
-
-
-def predict(device: str, data: Path, drawn: list[Drawn], sums: list[MeasuredSums]) -> None:
-    profiles = {}
+def predict(device: str, data: Path, drawn: list[Drawn]) -> None:
+    sums, profiles = measure_all_sums(device), dict[str, ProgramProfile]()
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted({one.program for one in drawn}):
             profiles[name] = profile_of(name, sums, Path(folder) / name)
     write_predictions(device, data, drawn, profiles)
+
+
+def read_profiles(path: Path) -> dict[str, ProgramProfile]:
+    """The profiles of an earlier file of predictions, with its sums."""
+    record = json.loads(path.read_text())
+    sums = tuple(
+        MeasuredSums(**{**one, "points": tuple(SumPoint(**p) for p in one["points"])}) for one in record["sums"]
+    )
+    return {name: replace(ProgramProfile.from_json(found), sums=sums) for name, found in record["profiles"].items()}
 
 
 def write_predictions(device: str, data: Path, drawn: list[Drawn], profiles: dict[str, ProgramProfile]) -> None:
@@ -302,13 +306,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--count", type=int, default=47, help="of configurations (default: 47)")
     parser.add_argument("--data", type=Path, default=DATA, help="folder for predictions and measurements")
-    parser.add_argument("--sums", type=Path, help="a file of predictions whose measured sums are used again")
+    parser.add_argument("--profiles", type=Path, help="predict from the measurements of an earlier file of predictions")
     parser.add_argument("--beside", action="store_true", help="measure one worker before and after each configuration")
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long a configuration is measured")
     chosen = parser.parse_args()
     if chosen.what == "predict":
-        sums = read_sums(chosen.sums) if chosen.sums is not None else measure_all_sums(chosen.device)
-        predict(chosen.device, chosen.data, draw(chosen.seed, chosen.count, chosen.device), sums)
+        drawn = draw(chosen.seed, chosen.count, chosen.device)
+        if chosen.profiles is not None:
+            write_predictions(chosen.device, chosen.data, drawn, read_profiles(chosen.profiles))
+        else:
+            predict(chosen.device, chosen.data, drawn)
         return 0
     if chosen.what == "measure":
         return measure(chosen.device, chosen.data, chosen.seconds, beside=chosen.beside)

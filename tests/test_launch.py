@@ -222,6 +222,16 @@ def test_the_launcher_does_not_load_torch(stage: Stage) -> None:
     assert done.stdout == "False False\n", done.stderr
 
 
+def test_torch_is_imported_without_garbage_collection(stage: Stage) -> None:
+    (stage.folder / "torch").mkdir()
+    (stage.folder / "torch" / "__init__.py").write_text("import gc\nduring = gc.isenabled()\n")
+    script = stage.script(
+        "import gc, torch\n"
+        "print(torch.during, gc.isenabled(), gc.get_freeze_count() > 0, type(torch.__spec__.loader).__name__)\n"
+    )
+    assert stage.run("-n", "1", script).stdout == "[rank 0] False True True SourceFileLoader\n"
+
+
 def test_drop_in_puts_our_class_in_torchs_place(stage: Stage) -> None:
     (stage.folder / "sub").mkdir()
     script = stage.script(

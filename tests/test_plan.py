@@ -459,17 +459,27 @@ def loss(model, batch):
 with lockstep.Run("own-run", seed=7) as run:
     model = run.replicate(torch.nn.Linear(8, 4))
     data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
-    for batch in run.train(run.batches(data, global_batch_size=16, epochs=1), torch.optim.AdamW(model.parameters())):
+    batches = run.batches(data, global_batch_size={batch}, epochs=1)
+    for batch in run.train(batches, torch.optim.AdamW(model.parameters())):
         run.step(loss, batch)
     raise SystemExit("the program went on after its probe")
 """
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("batch", "measured"),
+    [(3, [(1, 3, 1), (2, 3, 2)]), (16, [(1, 4, 1), (1, 16, 1), (1, 16, 4), (2, 16, 2)])],  # workers, batch, shards
+)
 def test_a_program_is_measured_and_its_profile_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    batch: int,
+    measured: list[tuple[int, int, int]],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "train.py").write_text(PROGRAM.replace("{batch}", str(batch)))
     options = ["--probe-steps", "10", "--no-links", "--save", "profile.json", "--timeout-s", "60"]
     assert command.main([*options, "--json", "train.py"]) == 0
     output = capfd.readouterr()
@@ -479,12 +489,7 @@ def test_a_program_is_measured_and_its_profile_kept(
     assert all(one["memory_mib"]["weights"] > 0 for one in found["forecasts"])
     assert not (tmp_path / "own-run").exists()  # the program's own directory is left alone
     profile = ProgramProfile.from_json(json.loads((tmp_path / "profile.json").read_text()))
-    assert sorted((one.workers, one.global_batch_size, one.shards) for one in profile.probes) == [
-        (1, 4, 1),
-        (1, 16, 1),
-        (1, 16, 4),
-        (2, 16, 2),
-    ]
+    assert sorted((one.workers, one.global_batch_size, one.shards) for one in profile.probes) == measured
     assert all(len(one.losses) == 10 for one in profile.probes)
     # Shards have the same samples on any number of workers: with as many samples the first losses are equal.
     assert command.main(["profile.json", "--workers", "1,2"]) == 0

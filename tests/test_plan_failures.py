@@ -376,6 +376,7 @@ TWO_AT_ONCE: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -40,7 +40,7 @@ CASES: dict[str, Program] = {
     for model, (build, loss) in MODELS.items()
     for optimizer, make in OPTIMIZERS.items()
 } | {name: program for name, program in PROGRAMS.items() if "sparse" not in name}
-HALVES = tuple(CASES)[::2], tuple(CASES)[1::2]
+QUARTERS = [tuple(CASES)[first::4] for first in range(4)]
 WORLDS = [
     (size, backend, redundancy)
     for size, backend in [(1, "gloo"), (2, "shm"), (2, "gloo"), (3, "gloo"), (3, "shm"), (4, "hierarchy"), (8, "shm")]
@@ -55,26 +55,27 @@ def train_all(rank: int, size: int, backend: str, store: str, names: tuple[str, 
 
 
 @functools.cache
-def results(size: int, backend: str, half: int, redundancy: int | None) -> dict[str, Any]:
-    """The results of half of the cases; `redundancy` None: not sharded."""
+def results(size: int, backend: str, names: tuple[str, ...], redundancy: int | None) -> dict[str, Any]:
+    """The results of some cases; `redundancy` None: not sharded."""
     options = {} if redundancy is None else {"shard_optimizer": True, "redundancy": redundancy}
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = on_workers(train_all, size, backend, f"{folder}/store", HALVES[half], options)
+        by_rank = on_workers(train_all, size, backend, f"{folder}/store", names, options)
     assert all(found == by_rank[0] for found in by_rank), "the workers differ from each other"
     return by_rank[0]
 
 
-def worlds_and_halves() -> list[Any]:
+def worlds_and_quarters() -> list[Any]:
     return [
-        pytest.param(*world, half, marks=[] if FAST.get(world) == half else [pytest.mark.slow])
+        pytest.param(*world, quarter, marks=[] if FAST.get(world) == quarter else [pytest.mark.slow])
         for world in WORLDS
-        for half in (0, 1)
+        for quarter in range(4)
     ]
 
 
-@pytest.mark.parametrize(("size", "backend", "redundancy", "half"), worlds_and_halves())
-def test_sharding_does_not_change_the_bits(size: int, backend: str, redundancy: int, half: int) -> None:
-    assert results(size, backend, half, redundancy) == results(1, "gloo", half, None)
+@pytest.mark.parametrize(("size", "backend", "redundancy", "quarter"), worlds_and_quarters())
+def test_sharding_does_not_change_the_bits(size: int, backend: str, redundancy: int, quarter: int) -> None:
+    names = QUARTERS[quarter]
+    assert results(size, backend, names, redundancy) == results(1, "gloo", names, None)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -99,8 +100,7 @@ def test_a_checkpoint_is_read_on_other_numbers_of_workers_sharded_or_not() -> No
             steps = None if n == len(PARTS) - 1 else n + 1
             by_rank = on_workers(train_part, size, backend, folder, sharded, steps, n)
             assert all(found == by_rank[0] for found in by_rank)
-    whole = {name: results(1, "gloo", int(name in HALVES[1]), None)[name] for name in RESUMED}
-    assert by_rank[0] == whole
+    assert by_rank[0] == results(1, "gloo", RESUMED, None)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

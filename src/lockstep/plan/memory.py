@@ -67,7 +67,9 @@ class MemoryModel:
         parts["rest"] = self.rest + self.by_shard * _kept(config.shards_per_worker, captures=self.captures)
         parts["graphs"] = 0.0
         if self.captures:
-            without = max(0.0, self.rest - self.gradients) + math.log2(config.shards_per_worker) * self.gradients
+            is_rounded = config.grad_comm in (INT8, INT4)  # every shard for itself: its gradients are kept
+            more = config.shards_per_worker - 1 if is_rounded else math.log2(config.shards_per_worker)
+            without = max(0.0, self.rest - self.gradients) + more * self.gradients
             parts["graphs"] = max(0.0, parts["rest"] - without)
             parts["rest"] -= parts["graphs"]
         peers = config.workers_per_host - 1
