@@ -9,8 +9,9 @@
 The configurations are drawn at random, from a fixed seed, out of all combinations of program, workers, hosts, links,
 batch size, shards, kinds of sums and sharded optimisers. Several hosts are network namespaces of this machine (needs
 root); their workers share its cores. On a GPU (--device cuda) all workers share it. The speed of a machine that is
-shared with others changes from minute to minute: with --beside one worker is measured before and after each
-configuration, and predictions are multiplied by what it takes now over what it took when the program was profiled.
+shared with others changes from minute to minute: with --beside a run of the profile is measured before and after each
+configuration (one worker, or two for several workers), and predictions are multiplied by what it takes now over what it
+took then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from plan_programs import MODELS
 
 from lockstep.doctor.links import measure_sums
 from lockstep.errors import LockstepError
-from lockstep.plan.check import measure_beside, program_run
+from lockstep.plan.check import program_run, reference_run, slowdown
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.links import Link
 from lockstep.plan.measure import Wanted, measure_program, probe
@@ -175,24 +176,31 @@ def write_predictions(device: str, data: Path, drawn: list[Drawn], profiles: dic
 def measure(device: str, data: Path, limit_s: float, *, beside: bool) -> int:
     record = json.loads((data / f"predictions-{device}.json").read_text())
     path, done = data / f"measured-{device}.json", list[dict[str, Any]]()
-    profiles = {name: ProgramProfile.from_json(found) for name, found in record["profiles"].items()}
+    models = {name: StepModel(ProgramProfile.from_json(found)) for name, found in record["profiles"].items()}
+    rows = sorted(record["rows"], key=lambda row: (row["program"], row["hosts"] * row["workers"] > 1))
+    last, before = None, 1.0
     with tempfile.TemporaryDirectory() as folder:
-        for number, row in enumerate(record["rows"]):
+        for number, row in enumerate(rows):
             one = Drawn.from_row(row)
+            config, program = one.configuration(device), [PROGRAM, one.program]
             steps = max(10, min(40, int(limit_s / row["step"]["mid_s"])))
-            how = program_run(one.configuration(device), max(steps, 40) if device == "cuda" else steps, one.mbit)
+            how = program_run(config, max(steps, 40) if device == "cuda" else steps, one.mbit)
+            reference = reference_run(models[one.program], config)
+            slower = 1.0
             try:
-                place, program, slower = Path(folder) / str(number), [PROGRAM, one.program], 1.0
+                if beside and reference is not last:
+                    last, before = reference, slowdown(program, reference, Path(folder) / f"before{number}", TIMEOUT_S)
+                found = probe(how, program, Path(folder) / str(number), TIMEOUT_S)
                 if beside:
-                    found, slower = measure_beside(how, program, profiles[one.program].base, place, TIMEOUT_S)
-                else:
-                    found = probe(how, program, place, TIMEOUT_S)
+                    after = slowdown(program, reference, Path(folder) / f"after{number}", TIMEOUT_S)
+                    slower, before = math.sqrt(before * after), after
             except LockstepError as error:
                 say(f"{one.name}: {error}")
+                last = None
                 continue
             peak = found.memory_bytes["peak"]
             done.append({"name": one.name, "measured_s": found.step_s, "slowdown": slower, "peak": peak})
-            took = f"{1e3 * found.step_s:.1f} ms, predicted {1e3 * row['step']['mid_s']:.1f}"
+            took = f"{1e3 * found.step_s:.1f} ms, predicted {1e3 * row['step']['mid_s']:.1f} x {slower:.2f}"
             say(f"{number + 1}: {one.name}: {took}")
             path.write_text(json.dumps(done, indent=1) + "\n")
     return show(device, data)
@@ -307,7 +315,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=47, help="of configurations (default: 47)")
     parser.add_argument("--data", type=Path, default=DATA, help="folder for predictions and measurements")
     parser.add_argument("--profiles", type=Path, help="predict from the measurements of an earlier file of predictions")
-    parser.add_argument("--beside", action="store_true", help="measure one worker before and after each configuration")
+    parser.add_argument("--beside", action="store_true", help="measure a known run before and after each configuration")
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long a configuration is measured")
     chosen = parser.parse_args()
     if chosen.what == "predict":

@@ -1,7 +1,8 @@
 """`lockstep plan --check`: measures configurations on this machine, and compares them with what was predicted.
 
-The speed of a machine changes from minute to minute. So before and after each configuration one worker is measured
-again, and the prediction is multiplied by what that takes now over what it took when the program was measured.
+The speed of a machine changes from minute to minute. So before and after each configuration a run is measured again
+from which the prediction was made, on one worker or, for several workers, on two. The prediction is multiplied by what
+that takes now over what it took then.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEPS: Final = 30
 
 @dataclass(frozen=True)
 class CheckedForecast:
-    """A prediction beside its measurement. `slowdown`: how much slower one worker was than when it was profiled."""
+    """A prediction beside its measurement. `slowdown`: by how much the machine was slower than when it was profiled."""
 
     name: str
     predicted: StepForecast
@@ -75,25 +76,30 @@ def check_plan(
     for number, config in enumerate(list(dict.fromkeys(here))[:MOST_CHECKED]):
         say(f"checking {config.name()}")
         how = program_run(config, max(STEPS, GPU_STEPS) if base.device == "cuda" else STEPS)
-        measured, slower = measure_beside(how, program, base, folder / str(number), timeout_s)
+        reference = reference_run(model, config)
+        before = slowdown(program, reference, folder / f"before{number}", timeout_s)
+        measured = probe(how, program, folder / str(number), timeout_s)
+        slower = mean([before, slowdown(program, reference, folder / f"after{number}", timeout_s)])
         found.append(CheckedForecast(config.name(), model.predict(config), measured.step_s, slower))
     return found
 
 
-def measure_beside(
-    how: ProgramRun, program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float
-) -> tuple[ProbeResult, float]:
-    """Measure a configuration, and before and after it one worker. Returns the run, and how much slower that one is."""
-    before = slowdown(program, base, folder / "before", timeout_s)
-    measured = probe(how, program, folder / "run", timeout_s)
-    return measured, mean([before, slowdown(program, base, folder / "after", timeout_s)])
+def reference_run(model: StepModel, config: Configuration) -> ProbeResult:
+    """The measured run that keeps as many cores busy as the configuration, as far as there is one."""
+    return model.profile.base if config.workers == 1 or model.pair is None else model.pair
 
 
-def slowdown(program: Sequence[str], base: ProbeResult, folder: Path, timeout_s: float) -> float:
-    """Run one worker as in `base`. Returns its step now over its step then."""
-    steps = max(len(base.losses), GPU_STEPS if base.device == "cuda" else STEPS)  # as many: the first ones are slower
-    how = ProgramRun(steps, global_batch_size=base.global_batch_size, shards=base.shards, options=PLAIN)
-    return probe(how, program, folder, timeout_s).step_s / base.step_s
+def slowdown(program: Sequence[str], reference: ProbeResult, folder: Path, timeout_s: float) -> float:
+    """Make a measured run again. Returns its step now over its step then."""
+    steps = max(len(reference.losses), GPU_STEPS if reference.device == "cuda" else STEPS)  # the first ones are slower
+    how = ProgramRun(
+        steps,
+        workers=reference.workers,
+        global_batch_size=reference.global_batch_size,
+        shards=reference.shards,
+        options=PLAIN,
+    )
+    return probe(how, program, folder, timeout_s).step_s / reference.step_s
 
 
 def program_run(config: Configuration, steps: int, mbit: int = 0) -> ProgramRun:

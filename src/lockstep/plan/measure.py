@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import stdev
+from statistics import mean, variance
 from typing import Final
 
 from lockstep.doctor.links import measure_sums
 from lockstep.errors import LockstepError
-from lockstep.plan.profile import MeasuredSums, ProbeResult, ProgramProfile, parse_links, read_probe, scale_times
+from lockstep.plan.profile import MeasuredSums, ProbeResult, ProgramProfile, merge_runs, parse_links, read_probe
 from lockstep.plan.program_runs import ProgramRun, run_program
 from lockstep.report.trace_reader import read_trace
 
@@ -21,6 +21,7 @@ Say = Callable[[str], None]
 PLAIN: Final = {"grad_comm": "fp32", "shard_optimizer": False}  # whatever the program has chosen
 SHARDED: Final = {"grad_comm": "fp32", "shard_optimizer": True, "redundancy": 0}
 BATCH_DIVISOR: Final = 4  # the batch of the second run is so many times smaller
+CPU_ROUNDS: Final = 2  # in which every run is made once, on a CPU
 GPU_STEPS: Final = 40  # at least, on a GPU: shards are captured in the fifth
 
 
@@ -50,8 +51,8 @@ def measure_program(
 ) -> ProgramProfile:
     """Run the program on one worker with two batch sizes and with several shards, and on two workers.
 
-    The speed of a machine changes: on a CPU the first run is made again after every other one, and the times of that
-    one are divided by how much slower the first run had become.
+    The speed of a machine changes: on a CPU all these runs are made in CPU_ROUNDS rounds, one after the other, and the
+    mean of equal ones is used.
     """
     name = Path(program[-1] if program[0] == "-m" else program[0]).name
     base = ProgramRun(wanted.steps, shards=1, options=PLAIN)
@@ -60,29 +61,33 @@ def measure_program(
     if first.device == "cuda" and wanted.steps < GPU_STEPS:
         base = replace(base, steps=GPU_STEPS)
         first = probe(base, program, folder / "longer", wanted.timeout_s)
-    batch, runs = first.global_batch_size, list[ProgramRun]()
+    batch, runs = first.global_batch_size, [base]
     if batch >= BATCH_DIVISOR:
         runs += [replace(base, global_batch_size=batch // BATCH_DIVISOR), replace(base, shards=BATCH_DIVISOR)]
     if batch >= 2 and (first.slots >= 2 or first.device == "cuda"):
         pair = replace(base, workers=2, shards=2)
         runs += [pair, replace(pair, options=SHARDED)] if wanted.sharded else [pair]
-    found, repeated_s = [first], [first.step_s]
-    for number, how in enumerate(runs):
-        say(f"{name} on {how}")
-        one = probe(how, program, folder / f"run{number}", wanted.timeout_s)
-        if first.device == "cpu":
-            repeated_s.append(probe(base, program, folder / f"again{number}", wanted.timeout_s).step_s)
-            one = scale_times(one, first.step_s / math.sqrt(repeated_s[-2] * repeated_s[-1]))
-        found.append(one)
-    noise = stdev(map(math.log, repeated_s)) if len(repeated_s) > 1 else 0.0
+    found = [[first], *([] for _ in runs[1:])]
+    rounds = CPU_ROUNDS if first.device == "cpu" else 1
+    for number in range(rounds):
+        for results, how in zip(found, runs, strict=True):
+            if len(results) <= number:
+                say(f"{name} on {how}" + (f", round {number + 1} of {rounds}" if rounds > 1 else ""))
+                results.append(probe(how, program, folder / "run", wanted.timeout_s))
     sums = list(links)
-    if wanted.sums and len({one.workers for one in found}) > 1:
+    if wanted.sums and any(how.workers > 1 for how in runs):
         say("sums between the workers of this machine")
         try:
             sums += parse_links(measure_sums([2, 4], timeout_s=wanted.timeout_s))
         except LockstepError as error:
             say(f"goes on without measured sums: {error}")
-    return ProgramProfile(name, tuple(found), tuple(sums), run_noise=noise)
+    return ProgramProfile(name, tuple(map(merge_runs, found)), tuple(sums), run_noise=_noise(found))
+
+
+def _noise(found: Sequence[Sequence[ProbeResult]]) -> float:
+    """The relative standard deviation of the steps of equal runs; 0 if no run was repeated."""
+    spreads = [variance([math.log(one.step_s) for one in results]) for results in found if len(results) > 1]
+    return math.sqrt(mean(spreads)) if spreads else 0.0
 
 
 def with_checkpoints(profile: ProgramProfile, run: Path) -> ProgramProfile:

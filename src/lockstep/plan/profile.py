@@ -7,6 +7,7 @@ times are in seconds.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -128,10 +129,13 @@ def read_probe(folder: Path, *, grad_comm: str = "fp32", shard_optimizer: bool =
     )
 
 
-def scale_times(probe: ProbeResult, factor: float) -> ProbeResult:
-    """Multiply all times."""
-    times: dict[str, Any] = {name: [factor * s for s in getattr(probe, name)] for name in TIMES}
-    return replace(probe, **times)
+def merge_runs(runs: Sequence[ProbeResult]) -> ProbeResult:
+    """Join equal runs to one whose step is the geometric mean of theirs."""
+    step_s = math.exp(mean(math.log(one.step_s) for one in runs))
+    times: dict[str, Any] = {
+        name: [step_s / one.step_s * seconds for one in runs for seconds in getattr(one, name)] for name in TIMES
+    }
+    return replace(runs[0], **times)
 
 
 def _steps_of_all(generation: TraceGeneration) -> dict[int, dict[int, DetailedStep]]:
