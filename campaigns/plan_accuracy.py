@@ -2,7 +2,7 @@
 
     python campaigns/plan_accuracy.py predict          measures programs and links, and writes predictions
     git commit ...                                     so that nobody can change them afterwards
-    python campaigns/plan_accuracy.py measure          measures all of them, and compares
+    python campaigns/plan_accuracy.py measure          measures those that are not measured yet, and compares
     python campaigns/plan_accuracy.py show             compares what was measured
     python campaigns/plan_accuracy.py fit --device cuda   trains with less memory than predicted, and with a little more
 
@@ -175,9 +175,12 @@ def write_predictions(device: str, data: Path, drawn: list[Drawn], profiles: dic
 
 def measure(device: str, data: Path, limit_s: float, *, beside: bool) -> int:
     record = json.loads((data / f"predictions-{device}.json").read_text())
-    path, done = data / f"measured-{device}.json", list[dict[str, Any]]()
+    path = data / f"measured-{device}.json"
+    done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    known = {one["name"] for one in done}
     models = {name: StepModel(ProgramProfile.from_json(found)) for name, found in record["profiles"].items()}
-    rows = sorted(record["rows"], key=lambda row: (row["program"], row["hosts"] * row["workers"] > 1))
+    rows = [row for row in record["rows"] if Drawn.from_row(row).name not in known]
+    rows.sort(key=lambda row: (row["program"], row["hosts"] * row["workers"] > 1))
     last, before = None, 1.0
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(rows):
