@@ -77,6 +77,7 @@ class Drawn:
             link=link,
             grad_comm=self.grad_comm,
             shard_optimizer=self.shard_optimizer,
+            on_one_machine=self.hosts > 1,
         )
 
     @staticmethod

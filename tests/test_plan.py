@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
 import time
 import tracemalloc
 from dataclasses import replace
@@ -19,7 +22,7 @@ from lockstep.plan import check, command, quantities
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.forecast import Question, make_plan
 from lockstep.plan.links import Link, parse_link
-from lockstep.plan.memory import fit_memory
+from lockstep.plan.memory import CODES, fit_memory
 from lockstep.plan.profile import MIB, BucketTiming, MeasuredSums, ProbeResult, ProgramProfile, SumPoint, read_links
 from lockstep.plan.step_time import StepForecast, StepModel, interpolate, slowest_of
 from lockstep.plan.sum_cost import overlap, rows_per_worker, sum_costs, wire_bytes
@@ -234,8 +237,8 @@ def test_memory_by_kind() -> None:
     copies = model.predict(config(4, shard_optimizer=True, redundancy=1))
     assert copies.by_kind["optimizer"] == pytest.approx(GRADIENTS)
     assert model.predict(config(4, backend="gloo")).by_kind["buckets"] == 2 * GRADIENTS  # the tree over workers
-    assert model.predict(config(4, backend="shm")).by_kind["buckets"] == 0
-    assert model.predict(config(2, 128, 8, grad_comm="int8")).by_kind["buckets"] == 3 * GRADIENTS
+    assert model.predict(config(4, backend="shm")).by_kind["buckets"] == 2 * GRADIENTS  # of the third and the fourth
+    assert model.predict(config(4, 128, 8, grad_comm="int8")).by_kind["buckets"] == (1 + CODES) * GRADIENTS
 
 
 def captured(probe: ProbeResult, extra: float) -> ProbeResult:
@@ -464,6 +467,34 @@ with lockstep.Run("own-run", seed=7) as run:
         run.step(loss, batch)
     raise SystemExit("the program went on after its probe")
 """
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """`lockstep plan profile.json --json | head` ends without a traceback."""
+    (tmp_path / "profile.json").write_text(json.dumps(sample_profile().to_json()))
+    command = [sys.executable, "-m", "lockstep", "plan", "profile.json", "--json"]
+    plan = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert plan.stdout is not None
+    plan.stdout.close()
+    assert plan.wait(60) == 128 + signal.SIGPIPE
+    assert plan.stderr is not None
+    assert plan.stderr.read() == ""
+
+
+def test_sigterm_ends_the_programs_that_it_has_started(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    plan = subprocess.Popen([sys.executable, "-m", "lockstep", "plan", "train.py"], cwd=tmp_path)
+    try:
+        end_s = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        plan.send_signal(signal.SIGTERM)
+        assert plan.wait(60) == 128 + signal.SIGTERM
+    finally:
+        plan.kill()
+        plan.wait()
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
 @pytest.mark.few(1)

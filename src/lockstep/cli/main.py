@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,7 +56,12 @@ _ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] and arguments[0] in _ELSEWHERE:
-        status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
+        try:
+            status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # `lockstep report RUN | head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            return 128 + signal.SIGPIPE
         return status or 0
     chosen = parser.parse_args(arguments)
     here = {"run": run.main, "scale": _scale, "drain": _drain, "ledger": _ledger}

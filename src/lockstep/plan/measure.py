@@ -21,6 +21,7 @@ Say = Callable[[str], None]
 PLAIN: Final = {"grad_comm": "fp32", "shard_optimizer": False}  # whatever the program has chosen
 SHARDED: Final = {"grad_comm": "fp32", "shard_optimizer": True, "redundancy": 0}
 BATCH_DIVISOR: Final = 4  # the batch of the second run is so many times smaller
+MANY_SHARDS: Final = 16  # of the third run on a CPU, which says how long small shards take
 CPU_ROUNDS: Final = 2  # in which every run is made once, on a CPU
 GPU_STEPS: Final = 40  # at least, on a GPU: shards are captured in the fifth
 
@@ -63,7 +64,8 @@ def measure_program(
         first = probe(base, program, folder / "longer", wanted.timeout_s)
     batch, runs = first.global_batch_size, [base]
     if batch >= BATCH_DIVISOR:
-        runs += [replace(base, global_batch_size=batch // BATCH_DIVISOR), replace(base, shards=BATCH_DIVISOR)]
+        several = MANY_SHARDS if first.device == "cpu" and batch >= MANY_SHARDS else BATCH_DIVISOR
+        runs += [replace(base, global_batch_size=batch // BATCH_DIVISOR), replace(base, shards=several)]
     if batch >= 2 and (first.slots >= 2 or first.device == "cuda"):
         pair = replace(base, workers=2, shards=2)
         runs += [pair, replace(pair, options=SHARDED)] if wanted.sharded else [pair]

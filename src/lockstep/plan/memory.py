@@ -3,9 +3,9 @@
 The peak beyond weights, gradients, buckets and optimiser state is a constant (libraries, and what the program itself
 keeps) and activations, which grow with the samples of a shard: a line through the peaks of two sizes. A worker with
 several shards adds their gradients along a tree, and keeps one more sum for every doubling of its shards. CUDA graphs
-keep gradients of their own; where they do not fit, `Run` goes on without them. What sums of several workers need
-beyond that is measured with two of them: on a CPU the buckets of every other worker are in shared memory that this one
-reads; on a GPU, and where integers are sent, the number of the others does not matter.
+keep gradients of their own; where they do not fit, `Run` goes on without them. What sums over shm need beyond that is
+measured with two workers; on a CPU every further worker adds its gradients, which are in shared memory. Sums of
+integers keep the gradients of all shards and codes of them instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lockstep.plan.profile import ProbeResult
 from lockstep.plan.sum_cost import rows_per_worker
 
 CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
+CODES = 2.5  # buffers of a sum of integers on a CPU, in sizes of the gradients
 KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "graphs", "rest")
 
 
@@ -54,7 +55,7 @@ class MemoryModel:
     by_sample: float
     by_shard: float  # for each of `_kept`
     measured_samples: tuple[float, ...]
-    by_peer: float = 0.0  # for each other worker of the host; on a GPU and with integers once, if there are others
+    by_shm: float = 0.0  # with two workers over shm
     on_gpu: bool = False
     captures: bool = False  # shards are CUDA graphs, which keep the memory of their activations
 
@@ -64,17 +65,16 @@ class MemoryModel:
         share = min(1.0, (1 + config.redundancy) / size) if config.shard_optimizer else 1.0
         parts["optimizer"] = self.optimizer * share
         parts["activations"] = self.by_sample * config.samples_per_shard
-        parts["rest"] = self.rest + self.by_shard * _kept(config.shards_per_worker, captures=self.captures)
+        is_rounded = config.grad_comm in (INT8, INT4)
+        parts["rest"] = self.rest
+        if self.on_gpu or not is_rounded:
+            parts["rest"] += self.by_shard * _kept(config.shards_per_worker, captures=self.captures)
         parts["graphs"] = 0.0
         if self.captures:
-            is_rounded = config.grad_comm in (INT8, INT4)  # every shard for itself: its gradients are kept
             more = config.shards_per_worker - 1 if is_rounded else math.log2(config.shards_per_worker)
             without = max(0.0, self.rest - self.gradients) + more * self.gradients
             parts["graphs"] = max(0.0, parts["rest"] - without)
             parts["rest"] -= parts["graphs"]
-        peers = config.workers_per_host - 1
-        reads_peers = not self.on_gpu and config.grad_comm not in (INT8, INT4)
-        parts["buckets"] += self.by_peer * (peers if reads_peers else min(1, peers))
         known = self.measured_samples
         computed = [] if len(known) > 1 else ["activations of another batch"]
         if not known[0] / 4 <= config.samples_per_shard <= 4 * known[-1]:
@@ -83,13 +83,18 @@ class MemoryModel:
 
     def _buckets(self, config: Configuration) -> float:
         """Memory of the buckets without the part in which the gradients of parameters are (comm/shard_sum.py)."""
+        uses_shm = config.backend == "shm" and config.workers_per_host > 1
         if config.grad_comm in (INT8, INT4):
             # On a GPU the gradients of several shards are memory of their graphs, and codes are written beside them.
-            return (1.0 if self.on_gpu else config.shards_per_worker - 1) * self.gradients
+            if self.on_gpu:
+                return self.gradients + self.by_shm * uses_shm
+            return (config.shards_per_worker - 1 + CODES) * self.gradients
         if config.workers == 1:
             return 0.0
+        if uses_shm:
+            return self.by_shm + (0.0 if self.on_gpu else (config.workers_per_host - 2) * self.gradients)
         rows = rows_per_worker(config.shards, config.workers)
-        by_backend = config.workers == 2 or config.backend == "shm" or config.sums_by_host
+        by_backend = config.workers == 2 or config.sums_by_host
         return 0.0 if by_backend and rows == 1 else 2 * rows * self.gradients
 
 
@@ -141,4 +146,4 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
         return model
     pair = min(pairs, key=lambda one: one.workers)
     extra = pair.memory_bytes["peak"] - model.predict(configuration_of(pair)).total_bytes
-    return replace(model, by_peer=max(0.0, extra) / (pair.workers - 1))
+    return replace(model, by_shm=max(0.0, extra))

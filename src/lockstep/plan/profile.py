@@ -260,6 +260,13 @@ class MeasuredSums:
     mbit: int  # of the links between hosts; 0: on one host, or not known
     points: tuple[SumPoint, ...]
 
+    @property
+    def cpu_s_per_byte(self) -> float:
+        """The CPU time that each further byte of a large sum takes."""
+        *before, last = self.points
+        start = before[-1] if before else SumPoint(0.0, 0.0, 0.0)
+        return max(0.0, (last.cpu_s - start.cpu_s) / (last.size_bytes - start.size_bytes))
+
     def at(self, size_bytes: float) -> SumPoint:
         """Interpolate linearly between the measured sizes, and extrapolate beyond the largest with the last slope."""
         points = self.points

@@ -32,6 +32,7 @@ FIRST_BUCKET_BYTES: Final = MIB
 SMALLEST: Final = 0.3  # share of the time of the smallest measured shard that any smaller one takes
 NOISE: Final = 0.04  # of a step between two runs, at least; relative standard deviation
 UNMEASURED_SD: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
+TAKING_TURNS: Final = 1.07  # how much longer workers take that share cores, beyond their number: caches are lost
 SHARED_UPDATE: Final = 0.3  # exponent with which updates of workers that share a GPU grow with their number
 DRIFT_FREE: Final = 16  # workers up to which the measured distribution of steps says how slow the slowest is
 
@@ -100,7 +101,9 @@ def fit_compute(probes: Sequence[ProbeResult]) -> ComputeModel:
     single = [one for one in alone if one.shards == fewest]
     update_s = median([median(one.update_s) for one in alone])
     several = [one for one in alone if one.shards >= fewest + one.workers]
-    shard = _curve((one.samples_per_shard, median(one.first_shard_s)) for one in single)
+    sizes = [(one.samples_per_shard, median(one.first_shard_s)) for one in single]
+    smaller = [one for one in several if one.later_shard_s and one.samples_per_shard < min(sizes)[0]]
+    shard = _curve([*sizes, *((one.samples_per_shard, median(one.later_shard_s)) for one in smaller)])
     rest = _curve(
         (one.global_batch_size / one.workers, one.step_s - update_s - median(one.first_shard_s)) for one in single
     )
@@ -266,15 +269,16 @@ class StepModel:
 
     def _busy_factors(self, config: Configuration) -> tuple[float, float]:
         """How much longer a worker computes, and updates, than one that has its host for itself."""
-        together = config.workers_per_host
+        together = config.workers_per_host * (config.hosts if config.on_one_machine else 1)
         if together == 1 or self.pair is None:
             return (config.sharing, config.sharing) if self._on_cpu else (1.0, 1.0)
         compute, update = self.factors
         pair = configuration_of(self.pair)
         if self._on_cpu:
             share = min(1.0, (min(together, config.slots) - 1) / max(1, min(pair.workers, pair.slots) - 1))
-            share = 1.0 if config.slots == 1 else share
-            return (1 + (compute - 1) * share) * config.sharing, (1 + (update - 1) * share) * config.sharing
+            share = 1.0 if config.slots == 1 or config.on_one_machine else share
+            turns = config.sharing * (TAKING_TURNS if config.sharing > 1 else 1.0)
+            return (1 + (compute - 1) * share) * turns, (1 + (update - 1) * share) * turns
         if together <= config.slots or pair.workers <= pair.slots:
             return (compute, update) if pair.workers <= pair.slots else (1.0, 1.0)
         more = together / config.slots / (pair.workers / pair.slots)

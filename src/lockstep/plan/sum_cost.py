@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -20,6 +20,7 @@ from lockstep.plan.profile import MeasuredSums, ProgramProfile, SumPoint
 
 ASSUMED_INSIDE: Final = Link("assumed", 3e-4, 3e9, "assumed")  # between workers of a host, if nothing was measured
 WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
+ENCODE_SHARE: Final = 0.4  # of the CPU time of a sum of integers for each byte: rounding the gradients of one shard
 WIRE_CPU_NORM: Final = (
     1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
 )
@@ -103,6 +104,8 @@ def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
     exact = _find(profile, config)
     rows = rows_per_worker(config.shards, config.workers)
     factor = (rows + 1) / 2 if config.grad_comm not in (INT8, INT4) else 1.0
+    if exact is not None and config.grad_comm in (INT8, INT4):
+        return SumCosts(lambda size: _with_shards(exact.at(size), exact.cpu_s_per_byte, config), True)
     if exact is not None:
         return SumCosts(lambda size: _scale(exact.at(size), factor), True)
     local = _local_costs(profile, config)
@@ -120,6 +123,20 @@ def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
         return SumPoint(size_bytes, seconds, min(here.cpu_s * factor, seconds))
 
     return SumCosts(at, False)
+
+
+def _with_shards(measured: SumPoint, cpu_s_per_byte: float, config: Configuration) -> SumPoint:
+    """A sum of integers that was measured with one shard per worker, with all shards of the configuration.
+
+    Every shard is rounded for itself, and the sum of more shards has more bits.
+    """
+    one_each = replace(config, shards=config.workers)
+    encode_s = (config.shards_per_worker - 1) * ENCODE_SHARE * cpu_s_per_byte * measured.size_bytes
+    bits = (
+        wire_bytes(measured.size_bytes, config) / wire_bytes(measured.size_bytes, one_each) if config.hosts > 1 else 1
+    )
+    seconds = measured.cpu_s + bits * max(0.0, measured.seconds - measured.cpu_s) + encode_s * config.sharing
+    return SumPoint(measured.size_bytes, max(seconds, measured.seconds), measured.cpu_s + encode_s)
 
 
 def _between_hosts_s(size_bytes: float, config: Configuration) -> float:
