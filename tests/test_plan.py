@@ -25,7 +25,7 @@ from lockstep.plan.links import Link, parse_link
 from lockstep.plan.memory import CODES, fit_memory
 from lockstep.plan.profile import MIB, BucketTiming, MeasuredSums, ProbeResult, ProgramProfile, SumPoint, read_links
 from lockstep.plan.step_time import StepForecast, StepModel, interpolate, slowest_of
-from lockstep.plan.sum_cost import overlap, rows_per_worker, sum_costs, wire_bytes
+from lockstep.plan.sum_cost import ENCODE_SHARE, overlap, rows_per_worker, sum_costs, wire_bytes
 from lockstep.report import command as report
 from lockstep.train.probe import scale_schedule
 from traces import Plan as TracePlan, write_trace
@@ -118,6 +118,25 @@ def test_workers_that_slow_each_other_down() -> None:
     assert model.predict(config(1)).mid_s == pytest.approx(probes[0].step_s)  # alone on its host
 
 
+def test_virtual_hosts_share_the_memory_of_one_machine() -> None:
+    model = StepModel(sample_profile(probes=(*sample_profile().probes[:3], sample_probe(2, 128, 2, together=1.5))))
+    hosts = config(1, hosts=2, slots=1, backend="hierarchy", link=parse_link("100Gbit/s"))
+    apart, together = model.predict(hosts), model.predict(replace(hosts, on_one_machine=True))
+    assert together.parts_s["update"] == pytest.approx(1.5 * apart.parts_s["update"])
+    computed = "forward and backward"
+    assert together.parts_s[computed] == pytest.approx(1.5 * apart.parts_s[computed], rel=0.1)
+
+
+def test_small_shards_take_what_was_measured_of_them() -> None:
+    """A sixteenth of the batch takes less than a line through the whole and a quarter would say."""
+    probes = sample_profile().probes
+    many = replace(sample_probe(1, 128, 16), later_shard_s=[0.008] * 20)
+    model = StepModel(sample_profile(probes=(*probes[:2], many, probes[3])))
+    (size, seconds), *_ = model.compute.shard
+    assert (size, seconds) == (8, 0.008)
+    assert model.predict(config(1, 128, 16)).mid_s == pytest.approx(many.step_s)
+
+
 @pytest.mark.parametrize(
     ("sums", "backward_s", "exposed_s"),
     [
@@ -172,6 +191,23 @@ def test_measured_sums_are_preferred_to_formulas() -> None:
     other_link = replace(hosts, link=Link("10 Gbit/s", 5e-5, 1.25e9))
     assert not sum_costs(profile, other_link).is_measured
     assert StepModel(profile).predict(hosts).computed == ()
+
+
+def test_integers_of_more_shards_take_longer() -> None:
+    """Each shard is rounded for itself, and between hosts their sum has more bits."""
+    found = sample_sums(grad_comm="int8"), sample_sums("hierarchy", 1, 8.0, hosts=2, mbit=1000, grad_comm="int8")
+    near, far = (replace(one, points=tuple(replace(p, cpu_s=p.seconds / 2) for p in one.points)) for one in found)
+    profile = sample_profile(sums=(near, far))
+    for hosts, link in ((1, None), (2, Link("1 Gbit/s", 5e-5, 1.25e8))):
+        one = config(2 // hosts, hosts=hosts, backend="hierarchy" if link else "shm", link=link, grad_comm="int8")
+        few, many = (sum_costs(profile, replace(one, shards=n)).at(10 * MIB) for n in (2, 8))
+        measured = (far if link else near).at(10 * MIB)
+        encode_s = 3 * ENCODE_SHARE * 10 * MIB * (far if link else near).cpu_s_per_byte
+        assert (few.seconds, few.cpu_s) == pytest.approx((measured.seconds, measured.cpu_s))
+        assert many.cpu_s == pytest.approx(measured.cpu_s + encode_s)
+        bits = 18 / 16 if link else 1.0  # the sum of four shards of a host has two bits more
+        wire_s = (measured.seconds - measured.cpu_s) * bits
+        assert many.seconds == pytest.approx(measured.cpu_s + wire_s + encode_s, rel=0.01)
 
 
 def test_bytes_on_the_wire() -> None:

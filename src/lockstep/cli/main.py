@@ -56,6 +56,7 @@ _ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] and arguments[0] in _ELSEWHERE:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends programs that it has started
         try:
             status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
             sys.stdout.flush()

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -137,9 +136,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(f"--ask: {error}")
     _check_combinations(parser, chosen)
-    before = signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # which ends programs it has started
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
             return _plan(chosen, Path(folder))
@@ -149,8 +145,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check_combinations(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:

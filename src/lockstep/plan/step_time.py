@@ -32,7 +32,6 @@ FIRST_BUCKET_BYTES: Final = MIB
 SMALLEST: Final = 0.3  # share of the time of the smallest measured shard that any smaller one takes
 NOISE: Final = 0.04  # of a step between two runs, at least; relative standard deviation
 UNMEASURED_SD: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
-TAKING_TURNS: Final = 1.07  # how much longer workers take that share cores, beyond their number: caches are lost
 SHARED_UPDATE: Final = 0.3  # exponent with which updates of workers that share a GPU grow with their number
 DRIFT_FREE: Final = 16  # workers up to which the measured distribution of steps says how slow the slowest is
 
@@ -277,8 +276,7 @@ class StepModel:
         if self._on_cpu:
             share = min(1.0, (min(together, config.slots) - 1) / max(1, min(pair.workers, pair.slots) - 1))
             share = 1.0 if config.slots == 1 or config.on_one_machine else share
-            turns = config.sharing * (TAKING_TURNS if config.sharing > 1 else 1.0)
-            return (1 + (compute - 1) * share) * turns, (1 + (update - 1) * share) * turns
+            return (1 + (compute - 1) * share) * config.sharing, (1 + (update - 1) * share) * config.sharing
         if together <= config.slots or pair.workers <= pair.slots:
             return (compute, update) if pair.workers <= pair.slots else (1.0, 1.0)
         more = together / config.slots / (pair.workers / pair.slots)
