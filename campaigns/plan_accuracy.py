@@ -77,7 +77,7 @@ class Drawn:
             link=link,
             grad_comm=self.grad_comm,
             shard_optimizer=self.shard_optimizer,
-            on_one_machine=self.hosts > 1,
+            hosts_are_virtual=self.hosts > 1,
         )
 
     @staticmethod
@@ -171,6 +171,7 @@ def write_predictions(device: str, data: Path, drawn: list[Drawn], profiles: dic
     data.mkdir(exist_ok=True)
     path = data / f"predictions-{device}.json"
     path.write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    (data / f"measured-{device}.json").unlink(missing_ok=True)  # of other predictions
     say(f"{path}: {len(rows)} predictions; commit it before you measure")
 
 

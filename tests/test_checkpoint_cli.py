@@ -251,7 +251,7 @@ def test_without_torch_and_into_a_closed_pipe(run: Path, tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
     assert done.stdout.endswith("[0, 1, 0, 0]\n")
-    command = [sys.executable, "-m", "lockstep.cli.checkpoint", "ls", str(run)]
+    command = [sys.executable, "-m", "lockstep", "checkpoint", "ls", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as quiet:
         assert quiet.stdout is not None
         assert quiet.stderr is not None

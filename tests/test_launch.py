@@ -226,7 +226,7 @@ def test_torch_is_imported_without_garbage_collection(stage: Stage) -> None:
     (stage.folder / "torch").mkdir()
     (stage.folder / "torch" / "__init__.py").write_text("import gc\nduring = gc.isenabled()\n")
     script = stage.script(
-        "import gc, torch\n"
+        "import gc, importlib.util\nimportlib.util.find_spec('torch')\nimport torch\n"
         "print(torch.during, gc.isenabled(), gc.get_freeze_count() > 0, type(torch.__spec__.loader).__name__)\n"
     )
     assert stage.run("-n", "1", script).stdout == "[rank 0] False True True SourceFileLoader\n"

@@ -60,11 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name may contain characters that the terminal cannot show
     try:
         status: int = chosen.call(chosen)
-        sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head`; Python would flush again at exit, and print an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # which is an OSError, too
+        raise
     except CheckpointError as error:
         return _refuse(str(error), 1)
     except UsageError as error:
@@ -270,7 +268,3 @@ def _size(count: int | None) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

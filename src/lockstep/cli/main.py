@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -56,13 +57,16 @@ _ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] and arguments[0] in _ELSEWHERE:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends programs that it has started
+        # By SystemExit, so that `with` and `finally` end the programs that the command has started.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             status: int | None = importlib.import_module(_ELSEWHERE[arguments[0]]).main(arguments[1:])
             sys.stdout.flush()
-        except BrokenPipeError:  # `lockstep report RUN | head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-            return 128 + signal.SIGPIPE
+        except BrokenPipeError:
+            if not _has_lost_its_reader():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
+            return 0
         return status or 0
     chosen = parser.parse_args(arguments)
     here = {"run": run.main, "scale": _scale, "drain": _drain, "ledger": _ledger}
@@ -70,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return here[chosen.command](chosen)
     parser.print_help()
     return 2
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether the process that read the output has ended: `lockstep report RUN | head`."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:

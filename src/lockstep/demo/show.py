@@ -316,7 +316,6 @@ def main(arguments: Sequence[str]) -> int:
     directory = (chosen.directory or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if directory.exists() and any(directory.iterdir()):
         parser.error(f"{directory} is not empty; give another --directory")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its training ends as well
     try:
         return run_demo(DemoRunner(directory, plain=chosen.plain, quick=chosen.quick), workers)
     except LockstepError as error:

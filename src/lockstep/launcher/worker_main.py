@@ -30,31 +30,36 @@ class TorchFinder:
     """A finder of `sys.meta_path` that imports torch without garbage collection, and freezes its objects.
 
     Collections of a million objects that all stay are an eighth of the time of the import; after it they would delay
-    steps, and the end of the process by a second. The fork server freezes them as well.
+    steps, and the end of the process. The fork server freezes them as well. `torch._dynamo`, which the first optimiser
+    imports, is not frozen: by then there are objects of the program.
     """
 
-    packages = ("torch", "torch._dynamo")
-
     def __init__(self) -> None:
-        self._wanted = set(self.packages)
+        self._wanted, self._is_searching = {"torch", "torch._dynamo"}, False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._wanted:
+        if name not in self._wanted or self._is_searching:
             return None
-        self._wanted.remove(name)  # so that this finder does not find itself
-        spec = importlib.util.find_spec(name)
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
         if spec is not None and isinstance(loader := spec.loader, importlib.machinery.SourceFileLoader):
-            execute, is_enabled = loader.exec_module, gc.isenabled()
+            execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                self._wanted.discard(name)
                 del loader.__dict__["exec_module"]
+                is_enabled = gc.isenabled()
                 gc.disable()
                 try:
                     execute(module)
                 finally:
-                    gc.freeze()
+                    if name == "torch":
+                        gc.freeze()
                     if is_enabled:
                         gc.enable()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import geometric_mean
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
@@ -79,13 +79,13 @@ def check_plan(
         reference = reference_run(model, config)
         before = slowdown(program, reference, folder / f"before{number}", timeout_s)
         measured = probe(how, program, folder / str(number), timeout_s)
-        slower = mean([before, slowdown(program, reference, folder / f"after{number}", timeout_s)])
+        slower = geometric_mean([before, slowdown(program, reference, folder / f"after{number}", timeout_s)])
         found.append(CheckedForecast(config.name(), model.predict(config), measured.step_s, slower))
     return found
 
 
 def reference_run(model: StepModel, config: Configuration) -> ProbeResult:
-    """The measured run that keeps as many cores busy as the configuration, as far as there is one."""
+    """The measured run of one worker, or, for several workers, that of two, which keeps more cores busy."""
     return model.profile.base if config.workers == 1 or model.pair is None else model.pair
 
 

@@ -17,7 +17,7 @@ class Configuration:
     slots        how many workers of a host compute at full speed at the same time: its cores or GPUs
     link         between hosts; inside: between the workers of a host; None: shared memory as it was measured
     bucket_mib   None: as `Run` does
-    on_one_machine  hosts are virtual ones, which share the memory of one machine
+    hosts_are_virtual  they are parts of one machine, whose memory they share (for campaigns)
     """
 
     hosts: int
@@ -32,7 +32,7 @@ class Configuration:
     shard_optimizer: bool = False
     redundancy: int = 0
     bucket_mib: float | None = None
-    on_one_machine: bool = False
+    hosts_are_virtual: bool = False
 
     @property
     def workers(self) -> int:

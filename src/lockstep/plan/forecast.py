@@ -345,7 +345,8 @@ def count_steps(
 
 def _mark(forecasts: list[ConfigurationForecast]) -> list[ConfigurationForecast]:
     """Mark the recommended configuration, and the Pareto front of time and money."""
-    usable = [one for one in forecasts if one.fits is not False] or forecasts
+    fitting = [one for one in forecasts if one.fits is not False] or forecasts
+    usable = [one for one in fitting if not one.fits_without_graphs] or fitting  # the others are slower than predicted
     has_hours = all(one.hours is not None for one in usable)
 
     def time_of(one: ConfigurationForecast) -> float:
@@ -401,6 +402,8 @@ def _notes(profile: ProgramProfile, question: Question, forecasts: Sequence[Conf
     asked = {hosts * workers for hosts, workers in question.layouts}
     if missing := sorted(asked - {one.config.workers for one in forecasts}):
         notes.append(f"Left out, since a batch or its shards are too few: {', '.join(map(str, missing))} workers.")
+    if count := sum(one.fits_without_graphs for one in forecasts):
+        notes.append(f"{count} of {len(forecasts)} fit only without CUDA graphs, and are slower than predicted here.")
     computed = sorted({what for one in forecasts for what in (*one.step.computed, *one.memory.computed)})
     if computed:
         notes.append(f"Computed, not measured, for some configurations: {', '.join(computed)}.")

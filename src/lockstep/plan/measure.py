@@ -64,18 +64,18 @@ def measure_program(
         first = probe(base, program, folder / "longer", wanted.timeout_s)
     batch, runs = first.global_batch_size, [base]
     if batch >= BATCH_DIVISOR:
-        several = MANY_SHARDS if first.device == "cpu" and batch >= MANY_SHARDS else BATCH_DIVISOR
-        runs += [replace(base, global_batch_size=batch // BATCH_DIVISOR), replace(base, shards=several)]
+        shards = MANY_SHARDS if first.device == "cpu" and batch >= MANY_SHARDS else BATCH_DIVISOR
+        runs += [replace(base, global_batch_size=batch // BATCH_DIVISOR), replace(base, shards=shards)]
     if batch >= 2 and (first.slots >= 2 or first.device == "cuda"):
         pair = replace(base, workers=2, shards=2)
         runs += [pair, replace(pair, options=SHARDED)] if wanted.sharded else [pair]
     found = [[first], *([] for _ in runs[1:])]
     rounds = CPU_ROUNDS if first.device == "cpu" else 1
     for number in range(rounds):
-        for results, how in zip(found, runs, strict=True):
+        for position, (results, how) in enumerate(zip(found, runs, strict=True)):
             if len(results) <= number:
                 say(f"{name} on {how}" + (f", round {number + 1} of {rounds}" if rounds > 1 else ""))
-                results.append(probe(how, program, folder / "run", wanted.timeout_s))
+                results.append(probe(how, program, folder / f"run{number}-{position}", wanted.timeout_s))
     sums = list(links)
     if wanted.sums and any(how.workers > 1 for how in runs):
         say("sums between the workers of this machine")

@@ -20,13 +20,12 @@ from lockstep.plan.profile import ProbeResult
 from lockstep.plan.sum_cost import rows_per_worker
 
 CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
-CODES = 2.5  # buffers of a sum of integers on a CPU, in sizes of the gradients
-KINDS = ("weights", "gradients", "buckets", "optimizer", "activations", "graphs", "rest")
+INT_SUM_BUFFERS = 2.5  # buffers of a sum of integers on a CPU, in sizes of the gradients
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    by_kind: dict[str, float]  # bytes; KINDS
+    by_kind: dict[str, float]  # bytes of weights, gradients, buckets, optimizer, activations, graphs and rest
     computed: tuple[str, ...]  # what was computed and not measured
 
     @property
@@ -55,7 +54,7 @@ class MemoryModel:
     by_sample: float
     by_shard: float  # for each of `_kept`
     measured_samples: tuple[float, ...]
-    by_shm: float = 0.0  # with two workers over shm
+    shm_bytes: float = 0.0  # with two workers over shm
     on_gpu: bool = False
     captures: bool = False  # shards are CUDA graphs, which keep the memory of their activations
 
@@ -74,7 +73,7 @@ class MemoryModel:
             more = config.shards_per_worker - 1 if is_rounded else math.log2(config.shards_per_worker)
             without = max(0.0, self.rest - self.gradients) + more * self.gradients
             parts["graphs"] = max(0.0, parts["rest"] - without)
-            parts["rest"] -= parts["graphs"]
+            parts["rest"] = without
         known = self.measured_samples
         computed = [] if len(known) > 1 else ["activations of another batch"]
         if not known[0] / 4 <= config.samples_per_shard <= 4 * known[-1]:
@@ -85,17 +84,17 @@ class MemoryModel:
         """Memory of the buckets without the part in which the gradients of parameters are (comm/shard_sum.py)."""
         uses_shm = config.backend == "shm" and config.workers_per_host > 1
         if config.grad_comm in (INT8, INT4):
-            # On a GPU the gradients of several shards are memory of their graphs, and codes are written beside them.
-            if self.on_gpu:
-                return self.gradients + self.by_shm * uses_shm
-            return (config.shards_per_worker - 1 + CODES) * self.gradients
+            if self.on_gpu:  # gradients of several shards are memory of their graphs, if there are some
+                rows = 0 if self.captures else config.shards_per_worker - 1
+                return (rows + 1) * self.gradients + self.shm_bytes * uses_shm
+            return (config.shards_per_worker - 1 + INT_SUM_BUFFERS) * self.gradients
         if config.workers == 1:
             return 0.0
-        if uses_shm:
-            return self.by_shm + (0.0 if self.on_gpu else (config.workers_per_host - 2) * self.gradients)
-        rows = rows_per_worker(config.shards, config.workers)
+        tree_rows = rows_per_worker(config.shards, config.workers)
+        if uses_shm and tree_rows == 1:
+            return self.shm_bytes + (0.0 if self.on_gpu else (config.workers_per_host - 2) * self.gradients)
         by_backend = config.workers == 2 or config.sums_by_host
-        return 0.0 if by_backend and rows == 1 else 2 * rows * self.gradients
+        return 0.0 if by_backend and tree_rows == 1 else 2 * tree_rows * self.gradients + self.shm_bytes * uses_shm
 
 
 def _kept(shards: int, *, captures: bool) -> float:
@@ -140,10 +139,13 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
     pairs = [
         one
         for one in probes
-        if one.workers > least and one.hosts == 1 and one.grad_comm == FP32 and not one.shard_optimizer
+        if one.workers > least and (one.hosts, one.backend) == (1, "shm")
+        if one.grad_comm == FP32 and not one.shard_optimizer
     ]
-    if least > 1 or not pairs:
+    if least > 1:  # what sums of these workers need is a part of `rest` already
+        return replace(model, rest=max(0.0, rest + base["buckets"] - model._buckets(configuration_of(single[0]))))
+    if not pairs:
         return model
     pair = min(pairs, key=lambda one: one.workers)
     extra = pair.memory_bytes["peak"] - model.predict(configuration_of(pair)).total_bytes
-    return replace(model, by_shm=max(0.0, extra))
+    return replace(model, shm_bytes=max(0.0, extra))

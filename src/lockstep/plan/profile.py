@@ -130,7 +130,7 @@ def read_probe(folder: Path, *, grad_comm: str = "fp32", shard_optimizer: bool =
 
 
 def merge_runs(runs: Sequence[ProbeResult]) -> ProbeResult:
-    """Join equal runs to one whose step is the geometric mean of theirs."""
+    """Join equal runs to one whose step is the geometric mean of theirs; memory and buckets are those of the first."""
     step_s = math.exp(mean(math.log(one.step_s) for one in runs))
     times: dict[str, Any] = {
         name: [step_s / one.step_s * seconds for one in runs for seconds in getattr(one, name)] for name in TIMES
@@ -259,13 +259,6 @@ class MeasuredSums:
     device: str
     mbit: int  # of the links between hosts; 0: on one host, or not known
     points: tuple[SumPoint, ...]
-
-    @property
-    def cpu_s_per_byte(self) -> float:
-        """The CPU time that each further byte of a large sum takes."""
-        *before, last = self.points
-        start = before[-1] if before else SumPoint(0.0, 0.0, 0.0)
-        return max(0.0, (last.cpu_s - start.cpu_s) / (last.size_bytes - start.size_bytes))
 
     def at(self, size_bytes: float) -> SumPoint:
         """Interpolate linearly between the measured sizes, and extrapolate beyond the largest with the last slope."""

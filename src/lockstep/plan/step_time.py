@@ -268,14 +268,14 @@ class StepModel:
 
     def _busy_factors(self, config: Configuration) -> tuple[float, float]:
         """How much longer a worker computes, and updates, than one that has its host for itself."""
-        together = config.workers_per_host * (config.hosts if config.on_one_machine else 1)
+        together = config.workers_per_host * (config.hosts if config.hosts_are_virtual else 1)
         if together == 1 or self.pair is None:
             return (config.sharing, config.sharing) if self._on_cpu else (1.0, 1.0)
         compute, update = self.factors
         pair = configuration_of(self.pair)
         if self._on_cpu:
             share = min(1.0, (min(together, config.slots) - 1) / max(1, min(pair.workers, pair.slots) - 1))
-            share = 1.0 if config.slots == 1 or config.on_one_machine else share
+            share = 1.0 if config.slots == 1 or config.hosts_are_virtual else share
             return (1 + (compute - 1) * share) * config.sharing, (1 + (update - 1) * share) * config.sharing
         if together <= config.slots or pair.workers <= pair.slots:
             return (compute, update) if pair.workers <= pair.slots else (1.0, 1.0)
@@ -339,7 +339,10 @@ class _Exchanged:
 
 
 def _noise_of(probes: Sequence[ProbeResult]) -> float:
-    """How much the median of a run's steps is off, judged by its halves: a relative standard deviation."""
+    """How much the median of a run's steps is off, judged by its halves: a relative standard deviation.
+
+    Where runs were repeated it is 0, and `run_noise` says more.
+    """
     found = []
     for one in probes:
         half = len(one.period_s) // 2

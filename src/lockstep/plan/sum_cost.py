@@ -16,11 +16,11 @@ from lockstep.comm.tree_order import subtrees
 from lockstep.plan import collective_cost
 from lockstep.plan.configuration import FP32, HALF, INT4, INT8, Configuration
 from lockstep.plan.links import Link
-from lockstep.plan.profile import MeasuredSums, ProgramProfile, SumPoint
+from lockstep.plan.profile import MIB, MeasuredSums, ProgramProfile, SumPoint
 
 ASSUMED_INSIDE: Final = Link("assumed", 3e-4, 3e9, "assumed")  # between workers of a host, if nothing was measured
 WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
-ENCODE_SHARE: Final = 0.4  # of the CPU time of a sum of integers for each byte: rounding the gradients of one shard
+ENCODE_SHARE: Final = 0.4  # of the CPU time that each byte of a sum of integers takes: rounding it, for one shard
 WIRE_CPU_NORM: Final = (
     1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
 )
@@ -102,12 +102,17 @@ def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
     if config.workers == 1:
         return SumCosts(lambda size: SumPoint(size, 0.0, 0.0), True)
     exact = _find(profile, config)
-    rows = rows_per_worker(config.shards, config.workers)
-    factor = (rows + 1) / 2 if config.grad_comm not in (INT8, INT4) else 1.0
-    if exact is not None and config.grad_comm in (INT8, INT4):
-        return SumCosts(lambda size: _with_shards(exact.at(size), exact.cpu_s_per_byte, config), True)
+    if config.grad_comm in (INT8, INT4):
+        costs = _computed_costs(profile, config, 1.0) if exact is None else _with_more_bits(exact, config)
+        return SumCosts(_rounded_by_shard(costs, config) if profile.device == "cpu" else costs, exact is not None)
+    factor = (rows_per_worker(config.shards, config.workers) + 1) / 2
     if exact is not None:
         return SumCosts(lambda size: _scale(exact.at(size), factor), True)
+    return SumCosts(_computed_costs(profile, config, factor), False)
+
+
+def _computed_costs(profile: ProgramProfile, config: Configuration, factor: float) -> Callable[[float], SumPoint]:
+    """The costs of sums that were not measured. `factor`: how often the gradients are sent."""
     local = _local_costs(profile, config)
 
     def at(size_bytes: float) -> SumPoint:
@@ -122,21 +127,31 @@ def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
         seconds = float(((wire_s + inside_s) ** WIRE_CPU_NORM + busy_s**WIRE_CPU_NORM) ** (1 / WIRE_CPU_NORM))
         return SumPoint(size_bytes, seconds, min(here.cpu_s * factor, seconds))
 
-    return SumCosts(at, False)
+    return at
 
 
-def _with_shards(measured: SumPoint, cpu_s_per_byte: float, config: Configuration) -> SumPoint:
-    """A sum of integers that was measured with one shard per worker, with all shards of the configuration.
-
-    Every shard is rounded for itself, and the sum of more shards has more bits.
-    """
-    one_each = replace(config, shards=config.workers)
-    encode_s = (config.shards_per_worker - 1) * ENCODE_SHARE * cpu_s_per_byte * measured.size_bytes
+def _with_more_bits(measured: MeasuredSums, config: Configuration) -> Callable[[float], SumPoint]:
+    """The costs of sums of integers, measured with one shard per worker: the sum of more shards has more bits."""
     bits = (
-        wire_bytes(measured.size_bytes, config) / wire_bytes(measured.size_bytes, one_each) if config.hosts > 1 else 1
+        wire_bytes(MIB, config) / wire_bytes(MIB, replace(config, shards=config.workers)) if config.hosts > 1 else 1.0
     )
-    seconds = measured.cpu_s + bits * max(0.0, measured.seconds - measured.cpu_s) + encode_s * config.sharing
-    return SumPoint(measured.size_bytes, max(seconds, measured.seconds), measured.cpu_s + encode_s)
+
+    def at(size_bytes: float) -> SumPoint:
+        found = measured.at(size_bytes)
+        return replace(found, seconds=found.seconds + (bits - 1) * max(0.0, found.seconds - found.cpu_s))
+
+    return at
+
+
+def _rounded_by_shard(costs: Callable[[float], SumPoint], config: Configuration) -> Callable[[float], SumPoint]:
+    """Add the time in which a worker rounds the gradients of its other shards to integers, each for itself."""
+
+    def at(size_bytes: float) -> SumPoint:
+        found, twice = costs(size_bytes), costs(2 * size_bytes)
+        encode_s = (config.shards_per_worker - 1) * ENCODE_SHARE * max(0.0, twice.cpu_s - found.cpu_s)
+        return SumPoint(size_bytes, found.seconds + encode_s * config.sharing, found.cpu_s + encode_s)
+
+    return at
 
 
 def _between_hosts_s(size_bytes: float, config: Configuration) -> float:
