@@ -19,7 +19,8 @@ import pytest
 
 from lockstep.bench.collectives import Case, Op
 from lockstep.bench.hosts import GLOO, HIERARCHY, planned_bytes
-from lockstep.bench.network_namespaces import NamespaceError, VirtualHosts, check_requirements, sent_bytes
+from lockstep.bench.network_namespaces import INTERFACE, NamespaceError, VirtualHosts, check_requirements, sent_bytes
+from lockstep.plan.profile import read_links
 
 MIB = 2**20
 START_S = 300.0  # for six processes that import torch, on a machine that has much else to do
@@ -136,6 +137,31 @@ def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
         assert all_reduce["arms"][arm]["link_bytes"] == plan
         assert plan <= all_reduce["arms"][arm]["sent_bytes"] < 1.05 * plan
     assert 4 * MIB <= broadcast["arms"]["hierarchy"]["sent_bytes"] < 1.05 * 4 * MIB
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.timeout(900)
+def test_doctor_measures_links_between_hosts(tmp_path):
+    """Started on each of two hosts, as docs/plan.md says; the one with rank 0 writes the file."""
+    with VirtualHosts(hosts=2, mbit=1000) as virtual:
+        rendezvous = f"{virtual.hosts[0].address}:29400"
+        started = []
+        for host in virtual.hosts:
+            enter = ["nsenter", f"--net=/proc/{host.holder_pid}/ns/net", sys.executable, "-m", "lockstep", "doctor"]
+            path = tmp_path / f"{host.number}.json"
+            options = ["--links", str(path), "-n", "1", "--hosts", "2", "--rendezvous", rendezvous]
+            env = os.environ | {"LOCKSTEP_HOST": f"host{host.number}", "GLOO_SOCKET_IFNAME": INTERFACE}
+            started.append(subprocess.Popen([*enter, *options], env=env, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate(timeout=START_S)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    (written,) = tmp_path.iterdir()
+    assert f"{written}: for `lockstep plan" in "".join(outputs)
+    sums = {one.grad_comm: one for one in read_links(written)}
+    assert {(one.backend, one.hosts, one.workers_per_host) for one in sums.values()} == {("hierarchy", 2, 1)}
+    wire_s = 8 * 25 * MIB / 1e9
+    assert wire_s < sums["fp32"].points[-1].seconds < 3 * wire_s
+    assert sums["int4"].points[-1].seconds < sums["fp32"].points[-1].seconds
 
 
 @pytest.mark.slow

@@ -195,6 +195,12 @@ def test_measured_sums_are_preferred_to_formulas() -> None:
     assert StepModel(profile).predict(hosts).computed == ()
 
 
+def test_sums_between_hosts_say_nothing_about_one_host() -> None:
+    slow = sample_sums("hierarchy", 1, 80.0, hosts=2, mbit=100)
+    only_hosts, nothing = (sum_costs(sample_profile(sums=sums), config(2)).at(25 * MIB) for sums in ((slow,), ()))
+    assert only_hosts == nothing
+
+
 def test_integers_of_more_shards_take_longer() -> None:
     """Each shard is rounded for itself, and between hosts their sum has more bits."""
     found = sample_sums(grad_comm="int8"), sample_sums("hierarchy", 1, 8.0, hosts=2, mbit=1000, grad_comm="int8")

@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--links", type=Path, metavar="FILE", help=about)
     about = "with --links: numbers of workers, on each host (default: 2,4)"
     parser.add_argument("-n", dest="workers", default="2,4", metavar="N,..", help=about)
-    about = "with --links: on several hosts, as in `lockstep run`; start it on each of them"
-    parser.add_argument("--hosts", metavar="N", help=about)
+    about = "with --links: on several hosts; start it on each of them"
+    parser.add_argument("--hosts", type=int, metavar="N", help=about)
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="with --hosts: an address of one of them")
     chosen = parser.parse_args(argv)
     if chosen.links is not None:
@@ -85,11 +85,13 @@ def _measure_links(parser: argparse.ArgumentParser, chosen: argparse.Namespace) 
         parser.error(f"-n {chosen.workers!r} is not a list of numbers of workers such as 2,4")
     if not chosen.links.absolute().parent.is_dir():
         parser.error(f"--links {chosen.links}: there is no folder {chosen.links.absolute().parent}")
-    if bool(chosen.hosts) != bool(chosen.rendezvous):
+    if (chosen.hosts is None) != (chosen.rendezvous is None):
         parser.error("--hosts and --rendezvous belong together")
-    launch = ["--hosts", chosen.hosts, "--rendezvous", chosen.rendezvous] if chosen.hosts else []
+    if chosen.hosts is not None and chosen.hosts < 2:
+        parser.error(f"--hosts {chosen.hosts}: several hosts are 2 or more")
+    hosts = links.SeveralHosts(chosen.hosts, chosen.rendezvous) if chosen.hosts else None
     try:
-        return links.write_links(chosen.links, counts, launch=launch, say=_show_progress)
+        return links.write_links(chosen.links, counts, hosts=hosts, say=_show_progress)
     except LockstepError as error:
         _show_progress("")
         print(f"lockstep: {error}", file=sys.stderr)

@@ -1,16 +1,18 @@
 """`lockstep doctor --links FILE`: measures sums of gradients between workers, and hosts, for `lockstep plan`.
 
-The measurement itself runs in workers that `lockstep run` starts (bench/links.py).
+The measurement itself (bench/links.py) runs in workers that `lockstep run` starts, or torchrun on several hosts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,22 +21,56 @@ from lockstep.errors import LockstepError
 LINES_SHOWN: Final = 8
 
 
+@dataclass(frozen=True)
+class SeveralHosts:
+    """Hosts that measure together. `rendezvous` is HOST:PORT, with an address of one of them."""
+
+    count: int
+    rendezvous: str
+
+    def launcher(self, workers: int) -> list[str]:
+        """The command that starts workers on this host: torchrun, whose ranks are fixed, as the measurement needs.
+
+        Raises LockstepError if there is no way to the address.
+        """
+        host, _, port = self.rendezvous.rpartition(":")
+        try:
+            family, *_, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing, but selects the address of this host on the way there
+                own = probe.getsockname()[0]
+        except (OSError, ValueError) as error:
+            raise LockstepError(
+                f"--rendezvous {self.rendezvous}: {error}; write HOST:PORT, such as host1:29400"
+            ) from None
+        options = {
+            "--nnodes": str(self.count),
+            "--nproc-per-node": str(workers),
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": self.rendezvous,
+            "--rdzv-id": f"lockstep-links-{workers}",
+            "--rdzv-conf": f"is_host={own == address[0]}",
+            "--local-addr": own,
+        }
+        return [sys.executable, "-m", "torch.distributed.run", *(text for pair in options.items() for text in pair)]
+
+
 def measure_sums(
-    counts: Sequence[int], *, launch: Sequence[str] = (), backend: str = "", timeout_s: float = 600.0
+    counts: Sequence[int], *, hosts: SeveralHosts | None = None, backend: str = "", timeout_s: float = 600.0
 ) -> dict[str, Any]:
-    """Measure sums between so many workers, one number after the other.
+    """Measure sums between so many workers, one number after the other; with `hosts`, so many on each of them.
 
-    launch  more options of `lockstep run`, such as those of several hosts
-
-    Returns facts about the machine and the list `sums`; without `sums` on hosts that do not have rank 0. Raises
+    Returns facts about the machine and the list `sums`, which is empty on hosts that do not have rank 0. Raises
     LockstepError with the last lines of the workers if they fail.
     """
     found: dict[str, Any] = {"sums": []}
     env = {**os.environ} | ({"LOCKSTEP_BACKEND": backend} if backend else {})
+    if hosts is not None:
+        env = {"LOCKSTEP_BACKEND": "hierarchy", "OMP_NUM_THREADS": "1", **env}
     with tempfile.TemporaryDirectory(prefix="lockstep-links-") as folder:
         for count in counts:
             path = Path(folder) / f"{count}.json"
-            command = [
+            start = [
                 sys.executable,
                 "-m",
                 "lockstep",
@@ -45,7 +81,8 @@ def measure_sums(
                 "--log-dir",
                 f"{folder}/logs",
             ]
-            command += [*launch, "-m", "lockstep.bench.links", str(path)]
+            command = start if hosts is None else hosts.launcher(count)
+            command += ["-m", "lockstep.bench.links", str(path)]
             try:
                 done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
             except subprocess.TimeoutExpired:
@@ -59,10 +96,10 @@ def measure_sums(
     return found
 
 
-def write_links(path: Path, counts: Sequence[int], *, launch: Sequence[str], say: Callable[[str], None]) -> int:
+def write_links(path: Path, counts: Sequence[int], *, hosts: SeveralHosts | None, say: Callable[[str], None]) -> int:
     """Measure sums, write them to `path`, and print a table. Returns the exit status."""
     say(f"measuring sums between {', '.join(map(str, counts))} workers ...")
-    found = measure_sums(counts, launch=launch)
+    found = measure_sums(counts, hosts=hosts)
     say("")
     if not found["sums"]:
         print("measured; the host of rank 0 has the file")

@@ -201,6 +201,8 @@ def _local_costs(profile: ProgramProfile, config: Configuration) -> Callable[[fl
     kinds = [one for one in alike if one.grad_comm == config.grad_comm]
     if not kinds and config.grad_comm in HALF:
         kinds = [one for one in alike if one.grad_comm == FP32]
+    if not network:  # the time of the others is that of a link
+        kinds = [one for one in kinds if one.hosts == 1]
     if network and not on_cpu:
         return lambda size: SumPoint(size, 0.0, 0.0)  # the GPUs do it
     if not kinds:
