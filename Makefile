@@ -110,8 +110,8 @@ convergence: $(READY)
 
 plan-accuracy: $(READY)
 	mkdir -p build/plan
-	$(BIN)/python campaigns/plan_accuracy.py predict --data build/plan $(if $(QUICK),--count 6)
-	$(BIN)/python campaigns/plan_accuracy.py measure --data build/plan
+	$(BIN)/python campaigns/plan_accuracy.py predict --data build/plan $(if $(QUICK),--count 6 --programs mlp)
+	$(BIN)/python campaigns/plan_accuracy.py measure --beside --data build/plan
 	$(BIN)/python campaigns/plan_branches.py $(if $(QUICK),--seeds 1)
 
 bench: $(READY)

@@ -24,6 +24,7 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,13 @@ class Drawn:
         return f"{self.program}: {self.configuration('cpu').name()}"
 
 
-def draw(seed: int, count: int, device: str) -> list[Drawn]:
-    """Draw configurations without repetition, each kind of layout about equally often."""
+def draw(seed: int, count: int, device: str, programs: Sequence[str] = ()) -> list[Drawn]:
+    """Draw configurations without repetition, each kind of layout about equally often; `programs`: of these only."""
     rng = random.Random(seed)
     layouts = [(1, 1, 0), (1, 2, 0), (1, 3, 0), (1, 4, 0)]
     if device == "cpu":
         layouts += [(2, workers, mbit) for workers in (1, 2) for mbit in (100, 1000, 10000)]
-    programs = ON_CPU if device == "cpu" else ON_GPU
+    programs = programs or (ON_CPU if device == "cpu" else ON_GPU)
     found: list[Drawn] = []
     while len(found) < count:
         hosts, workers, mbit = layouts[len(found) % len(layouts)]
@@ -114,22 +115,23 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure_all_sums(device: str) -> list[MeasuredSums]:
-    """Measure sums between all workers that the configurations have."""
+def measure_all_sums(drawn: list[Drawn]) -> list[MeasuredSums]:
+    """Measure sums between all workers that the configurations have, and between the two of every profile."""
     found: list[MeasuredSums] = []
-    for backend in ("shm", "gloo") if device == "cpu" else ("shm",):
+    counts: dict[str, set[int]] = {"shm": {2}}
+    for one in drawn:
+        if one.hosts == 1 and one.workers > 1:
+            counts.setdefault(one.backend, set()).add(one.workers)
+    for backend, numbers in counts.items():
         say(f"sums over {backend}")
-        found += parse_links(measure_sums([2, 3, 4], backend=backend))
-    for mbit in (100, 1000, 10000) if device == "cpu" else ():
-        for workers in (1, 2):
-            say(f"sums between 2 hosts of {workers} at {mbit} Mbit/s")
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "links.json"
-                how = ProgramRun(1, workers=workers, hosts=2, mbit=mbit)
-                run_on_virtual_hosts(
-                    how, ["-m", "lockstep.bench.links", str(path)], Path(folder), os.environ, TIMEOUT_S
-                )
-                found += [replace(one, mbit=mbit) for one in parse_links(json.loads(path.read_text()))]
+        found += parse_links(measure_sums(sorted(numbers), backend=backend))
+    for mbit, workers in sorted({(one.mbit, one.workers) for one in drawn if one.hosts > 1}):
+        say(f"sums between 2 hosts of {workers} at {mbit} Mbit/s")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "links.json"
+            how = ProgramRun(1, workers=workers, hosts=2, mbit=mbit)
+            run_on_virtual_hosts(how, ["-m", "lockstep.bench.links", str(path)], Path(folder), os.environ, TIMEOUT_S)
+            found += [replace(one, mbit=mbit) for one in parse_links(json.loads(path.read_text()))]
     return found
 
 
@@ -139,7 +141,7 @@ def profile_of(name: str, sums: list[MeasuredSums], folder: Path) -> ProgramProf
 
 
 def predict(device: str, data: Path, drawn: list[Drawn]) -> None:
-    sums, profiles = measure_all_sums(device), dict[str, ProgramProfile]()
+    sums, profiles = measure_all_sums(drawn), dict[str, ProgramProfile]()
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted({one.program for one in drawn}):
             profiles[name] = profile_of(name, sums, Path(folder) / name)
@@ -318,13 +320,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--count", type=int, default=47, help="of configurations (default: 47)")
+    parser.add_argument("--programs", nargs="+", choices=(*ON_CPU, *ON_GPU), default=(), help="default: all")
     parser.add_argument("--data", type=Path, default=DATA, help="folder for predictions and measurements")
     parser.add_argument("--profiles", type=Path, help="predict from the measurements of an earlier file of predictions")
     parser.add_argument("--beside", action="store_true", help="measure a known run before and after each configuration")
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long a configuration is measured")
     chosen = parser.parse_args()
     if chosen.what == "predict":
-        drawn = draw(chosen.seed, chosen.count, chosen.device)
+        drawn = draw(chosen.seed, chosen.count, chosen.device, chosen.programs)
         if chosen.profiles is not None:
             write_predictions(chosen.device, chosen.data, drawn, read_profiles(chosen.profiles))
         else:
