@@ -236,6 +236,7 @@ def test_sums_between_workers_are_measured(tmp_path: Path, capsys: pytest.Captur
         (["--links", "x.json", "-n", "1"], "is not a list of numbers of workers"),
         (["--links", "missing/x.json"], "there is no folder"),
         (["--links", "x.json", "--hosts", "2"], "belong together"),
+        (["--links", "x.json", "--hosts", "1", "--rendezvous", "a:1"], "several hosts are 2 or more"),
         (["--hosts", "2"], "belong to --links"),
     ],
 )
@@ -243,3 +244,9 @@ def test_links_with_wrong_arguments(arguments: list[str], words: str, capsys: py
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert words in capsys.readouterr().err
+
+
+def test_a_rendezvous_that_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--links", "x.json", "--hosts", "2", "--rendezvous", "host1"]) == 1
+    assert "--rendezvous host1: " in (said := capsys.readouterr().err)
+    assert "write HOST:PORT, such as host1:29400" in said

@@ -18,12 +18,21 @@ import pytest
 import torch
 
 from lockstep.errors import LockstepError
-from lockstep.plan import check, command, quantities
+from lockstep.plan import check, command, measure, quantities
 from lockstep.plan.configuration import Configuration
 from lockstep.plan.forecast import Question, make_plan
 from lockstep.plan.links import Link, parse_link
 from lockstep.plan.memory import INT_SUM_BUFFERS, fit_memory
-from lockstep.plan.profile import MIB, BucketTiming, MeasuredSums, ProbeResult, ProgramProfile, SumPoint, read_links
+from lockstep.plan.profile import (
+    MIB,
+    BucketTiming,
+    MeasuredSums,
+    ProbeResult,
+    ProgramProfile,
+    SumPoint,
+    merge_runs,
+    read_links,
+)
 from lockstep.plan.step_time import StepForecast, StepModel, interpolate, slowest_of
 from lockstep.plan.sum_cost import ENCODE_SHARE, overlap, rows_per_worker, sum_costs, wire_bytes
 from lockstep.report import command as report
@@ -270,6 +279,26 @@ def test_a_curve_is_a_line_between_and_beyond_its_points() -> None:
     assert interpolate(((10.0, 1.0),), 20) == pytest.approx(1.9)
 
 
+# ---- repeated runs ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_runs_are_joined_at_their_geometric_mean() -> None:
+    fast, slow = sample_probe(1, 128, 1), sample_probe(1, 128, 1, together=4.0)
+    joined = merge_runs([fast, slow])
+    assert joined.step_s == pytest.approx(math.sqrt(fast.step_s * slow.step_s))
+    assert len(joined.period_s) == len(fast.period_s) + len(slow.period_s)
+    assert joined.update_s[0] / joined.step_s == pytest.approx(fast.update_s[0] / fast.step_s)
+    assert measure.run_noise([[fast, fast], [fast]]) == 0
+    assert measure.run_noise([[fast, slow]]) == pytest.approx(math.log(slow.step_s / fast.step_s) / math.sqrt(2))
+
+
+def test_a_check_is_made_beside_one_worker_or_two() -> None:
+    model = StepModel(sample_profile())
+    assert check.reference_run(model, config(1)).workers == 1
+    assert check.reference_run(model, config(4)).workers == 2
+    assert check.reference_run(StepModel(sample_profile(probes=sample_profile().probes[:3])), config(4)).workers == 1
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +339,7 @@ def test_memory_of_a_gpu_with_and_without_graphs() -> None:
     assert two.total_bytes == many.total_bytes == pytest.approx((300 + 128) * MIB + 6 * GRADIENTS)
     assert model.predict(config(2, grad_comm="int8")).total_bytes == pytest.approx(two.total_bytes + GRADIENTS)
     many_shards = model.predict(config(1, 128, 16, grad_comm="int8"))
-    assert many_shards.total_bytes >= many_shards.needed_bytes >= 15 * GRADIENTS
+    assert many_shards.total_bytes == many_shards.needed_bytes == pytest.approx((300 + 16) * MIB + 20 * GRADIENTS)
     eager = fit_memory([replace(one, memory_bytes={**one.memory_bytes, "graphs": 0.0}) for one in probes])
     kept = [eager.predict(config(1, 128, shards, grad_comm="int8")).by_kind["buckets"] for shards in (1, 4)]
     assert kept == [GRADIENTS, 4 * GRADIENTS]
@@ -321,6 +350,13 @@ def test_memory_of_a_gpu_with_and_without_graphs() -> None:
     assert found.fits_without_graphs
     less = replace(found, memory_limit=0.99 * four.needed_bytes)
     assert (less.fits, less.fits_without_graphs) == (False, False)
+    # The fastest is not recommended if it is predicted with graphs that do not fit.
+    question = Question(layouts=((1, 1),), global_batch_sizes=(128,), shards=(1, 4), memory_bytes=alone.total_bytes - 1)
+    plan = make_plan(ProgramProfile("train.py", tuple(probes)), question)
+    fastest, other = sorted(plan.forecasts, key=lambda one: one.step.mid_s)
+    assert fastest.fits_without_graphs
+    assert other.is_best
+    assert any("1 of 2 fit only without CUDA graphs" in note for note in plan.notes)
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

@@ -83,10 +83,10 @@ def measure_program(
             sums += parse_links(measure_sums([2, 4], timeout_s=wanted.timeout_s))
         except LockstepError as error:
             say(f"goes on without measured sums: {error}")
-    return ProgramProfile(name, tuple(map(merge_runs, found)), tuple(sums), run_noise=_noise(found))
+    return ProgramProfile(name, tuple(map(merge_runs, found)), tuple(sums), run_noise=run_noise(found))
 
 
-def _noise(found: Sequence[Sequence[ProbeResult]]) -> float:
+def run_noise(found: Sequence[Sequence[ProbeResult]]) -> float:
     """The relative standard deviation of the steps of equal runs; 0 if no run was repeated."""
     spreads = [variance([math.log(one.step_s) for one in results]) for results in found if len(results) > 1]
     return math.sqrt(mean(spreads)) if spreads else 0.0

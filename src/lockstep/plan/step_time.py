@@ -275,7 +275,7 @@ class StepModel:
         pair = configuration_of(self.pair)
         if self._on_cpu:
             share = min(1.0, (min(together, config.slots) - 1) / max(1, min(pair.workers, pair.slots) - 1))
-            share = 1.0 if config.slots == 1 or config.hosts_are_virtual else share
+            share = 1.0 if config.slots == 1 else share
             return (1 + (compute - 1) * share) * config.sharing, (1 + (update - 1) * share) * config.sharing
         if together <= config.slots or pair.workers <= pair.slots:
             return (compute, update) if pair.workers <= pair.slots else (1.0, 1.0)
