@@ -14,14 +14,25 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.optim", "lockstep.ddp.wrapper", "lockstep.train.run"]
-)
+_context.set_forkserver_preload(["worker_imports"])
+
+
+def fork_server() -> ForkServerContext:
+    """Return a context whose processes come from the fork server, which it starts if it does not run yet."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))  # of worker_imports
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    return _context
 
 
 class WorkerFailedError(AssertionError):
@@ -58,10 +69,10 @@ def try_on_workers(function: Callable[..., Any], workers: int, *args: Any, timeo
 
 def _run(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        processes, pipes = [], []
+        processes, pipes, context = [], [], fork_server()
         for rank in range(workers):
-            ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_work, args=(function, rank, workers, os.path.join(folder, "store"), theirs, args), daemon=True
             )
             process.start()
@@ -116,7 +127,7 @@ def run_alone(script: Path, *arguments: str, timeout_s: float = 300, **env: str)
     It comes from the fork server: importing torch takes longer than a small training.
     """
     output = script.parent / "output of run_alone"
-    process = _context.Process(target=_be_program, args=(script, arguments, output, dict(os.environ) | env))
+    process = fork_server().Process(target=_be_program, args=(script, arguments, output, dict(os.environ) | env))
     process.start()
     process.join(timeout_s)
     if process.exitcode is None:

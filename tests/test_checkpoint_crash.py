@@ -197,8 +197,8 @@ def kill_everywhere(folder: Path, scene: Scene, pipe: Connection) -> None:
 
 
 def in_a_clean_process(target: Callable[..., None], *args: Any, deadline_s: float = DEADLINE_S) -> Any:
-    ours, theirs = on_workers._context.Pipe(duplex=False)
-    process = on_workers._context.Process(target=target, args=(*args, theirs))
+    ours, theirs = on_workers.fork_server().Pipe(duplex=False)
+    process = on_workers.fork_server().Process(target=target, args=(*args, theirs))
     process.start()
     try:
         assert ours.poll(deadline_s), "no answer"

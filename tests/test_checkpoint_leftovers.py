@@ -31,8 +31,8 @@ def leave(folder: Path, pipe: Connection) -> None:
 def test_only_the_dead_are_cleared_away(tmp_path: Path) -> None:
     store, folder = CheckpointStore(tmp_path), tmp_path / "checkpoints"
     store.save(7, {"step": 7})
-    ours, theirs = on_workers._context.Pipe(duplex=False)
-    other = on_workers._context.Process(target=leave, args=(tmp_path, theirs), daemon=True)
+    ours, theirs = on_workers.fork_server().Pipe(duplex=False)
+    other = on_workers.fork_server().Process(target=leave, args=(tmp_path, theirs), daemon=True)
     other.start()
     try:
         assert ours.poll(DEADLINE_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -19,11 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import on_workers  # noqa: F401  (its fork server has torch loaded already)
 from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
 from lockstep.errors import DesyncError, LockstepError, PeerLostError
+from on_workers import fork_server
 
-_context = mp.get_context("forkserver")
 LARGE, SMALL = 600_000, 100  # elements: in chunks, and in one go
 SOON_S = 3.0
 
@@ -32,8 +30,8 @@ def run(function: Callable[..., Any], hosts: str, *args: Any, gone: Sequence[int
     """What `function(rank, *args)` returned on each worker, except for those that are `gone`."""
     members = []
     for rank in range(len(hosts)):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(theirs, function, rank, hosts, *args), daemon=True)
+        ours, theirs = fork_server().Pipe(duplex=False)
+        process = fork_server().Process(target=_work, args=(theirs, function, rank, hosts, *args), daemon=True)
         process.start()
         theirs.close()
         members.append((process, ours))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import multiprocessing as mp
 import os
 import signal
 import socket
@@ -22,15 +21,13 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-import on_workers  # noqa: F401  (its fork server has torch loaded already)
 from lockstep.comm.shm import ShmGroup, group as group_module
 from lockstep.errors import PeerLostError
 from lockstep.world import world
+from on_workers import fork_server
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "chaos"))
 from leftovers import holdings, settle, shm_files, shm_left
-
-_context = mp.get_context("forkserver")
 
 AT_ONCE_S = 3  # for a machine that is busy; the deadlines of the groups are far behind. `make chaos` allows one second
 
@@ -46,8 +43,8 @@ def run(function: Callable[..., Any], workers: int, folder: Path, *, gone: set[i
     """What `function(rank, size, folder)` returned on each worker; None for those in `gone`, who are not waited for."""
     members = []
     for rank in range(workers):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(function, rank, workers, folder, theirs), daemon=True)
+        ours, theirs = fork_server().Pipe(duplex=False)
+        process = fork_server().Process(target=_work, args=(function, rank, workers, folder, theirs), daemon=True)
         process.start()
         theirs.close()
         members.append((process, ours))
