@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import runpy
+import socket
 import sys
 import tempfile
 import time
@@ -121,20 +122,33 @@ def _work(
     os._exit(0)
 
 
-def run_alone(script: Path, *arguments: str, timeout_s: float = 300, **env: str) -> tuple[int, str]:
-    """Run a program as `python script` would, in its folder and with `env`. Returns its exit status and its output.
+def run_program(script: Path, *arguments: str, workers: int = 1, timeout_s: float = 300, **env: str) -> tuple[int, str]:
+    """Run a program as `python script` would, in its folder and with `env`; or on several workers, as under torchrun.
 
-    It comes from the fork server: importing torch takes longer than a small training.
+    Returns its exit status, the highest of all workers, and the output of the first worker, or of those that failed.
+    The processes come from the fork server: importing torch takes longer than a small training.
     """
-    output = script.parent / "output of run_alone"
-    process = fork_server().Process(target=_be_program, args=(script, arguments, output, dict(os.environ) | env))
-    process.start()
-    process.join(timeout_s)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    assert process.exitcode is not None
-    return process.exitcode, output.read_text(errors="replace")
+    outputs = [script.parent / f"output of rank {rank}" for rank in range(workers)]
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 may listen there, and no other process
+        held.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        processes = []
+        for rank, output in enumerate(outputs):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+            told = {name: str(value) for name, value in ranks.items()} | where if workers > 1 else {}
+            args = (script, arguments, output, dict(os.environ) | told | env)
+            processes.append(fork_server().Process(target=_be_program, args=args))
+            processes[-1].start()
+        end_s = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, end_s - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+    failed = [output for process, output in zip(processes, outputs, strict=True) if process.exitcode]
+    text = "\n".join(output.read_text(errors="replace") for output in failed or outputs[:1])
+    return max(abs(process.exitcode or 0) for process in processes), text
 
 
 def _be_program(script: Path, arguments: tuple[str, ...], output: Path, env: dict[str, str]) -> None:

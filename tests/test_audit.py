@@ -21,7 +21,7 @@ from lockstep.data.sample_order import shards_of_rank
 from lockstep.ddp.replica import position_digests
 from lockstep.step import audit
 from lockstep.step.audit import AuditSchedule, audit_tasks, count_wrong_answers, is_round, judge
-from on_workers import on_workers, run_alone
+from on_workers import on_workers, run_program
 from runs import PROGRAMS, train, use
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -327,7 +327,7 @@ def digests(output: str) -> set[str]:
 def clean(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     script = tmp_path_factory.mktemp("clean") / "program.py"
     script.write_text(PROGRAM.format(chaos=str(ROOT / "chaos")))
-    status, output = run_alone(script, CUDA_VISIBLE_DEVICES="")
+    status, output = run_program(script, CUDA_VISIBLE_DEVICES="")
     assert status == 0, output
     return digests(output)
 

@@ -26,7 +26,7 @@ from lockstep.elastic.membership import (
     Worker,
     next_generation,
 )
-from on_workers import run_alone
+from on_workers import run_program
 
 PROGRAM = """
 import os, time
@@ -112,7 +112,7 @@ def await_members(folder: Path, *names: str) -> None:
 
 def test_two_workers_leave_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    status, alone = run_alone(tmp_path / "program.py", STEPS="200")
+    status, alone = run_program(tmp_path / "program.py", STEPS="200")
     assert status == 0, alone
     folder = tmp_path / "drained"
     with launched(folder, "-n", "2", "--min", "1", "--max", "3", slowly=True) as process:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.train.loop_check import LoopCheck
-from on_workers import Failure, on_workers, run_alone, try_on_workers
+from on_workers import Failure, on_workers, run_program, try_on_workers
 from test_launch import Stage, outer_env, stage  # noqa: F401
 from test_newcomer import dataset, loss, net, quiet
 from test_run import error_of
@@ -167,7 +167,7 @@ def continue_stopped(folder: Path, launcher: subprocess.Popen[str]) -> int:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "program.py").write_text(BEHIND.format(tests=str(Path(__file__).parent)))
-    _, out = run_alone(folder / "program.py", DEVICE="cpu")
+    _, out = run_program(folder / "program.py", DEVICE="cpu")
     assert len(digests(out)) == 1, out
     return digests(out)[0]
 

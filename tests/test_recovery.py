@@ -23,7 +23,7 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.launcher.exit_policy import PREEMPTED
-from on_workers import run_alone
+from on_workers import run_program
 from test_launch import outer_env, processes_of, split_card, wait_for
 
 DEADLINE_S = 300.0
@@ -296,7 +296,7 @@ def perform(folder: Path, play: Play) -> Show:
     (folder / "program.py").write_text(play.program.format(tests=str(Path(__file__).parent)))
     began_s = time.monotonic()
     if not play.workers:
-        status, out = run_alone(folder / "program.py")
+        status, out = run_program(folder / "program.py")
         return Show(folder, status, out, "", time.monotonic() - began_s)
     launcher = start(folder, play)
     try:

@@ -232,6 +232,7 @@ def test_the_trace_is_handed_on_only_when_asked_for(page: Page, report: Path) ->
     assert [url for url in page.requests if not url.startswith("file:")] == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "plan",
     [
