@@ -6,16 +6,20 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.launcher import output
 from lockstep.launcher.parent_watch import unlink_nccl_files
+from on_workers import run_program
 
 PROGRAM = """
 import os, signal, sys, time
@@ -235,3 +239,133 @@ def test_a_worker_with_loaders_that_were_not_forked_leaves_no_semaphores(tmp_pat
     names = (tmp_path / "names").read_text().split()
     assert names
     assert [name for name in names if Path(name).exists()] == []
+
+
+# ---- the compiler in the fork server ---------------------------------------------------------------------------------
+
+FORKS = """
+import os, socket, sys, time
+from lockstep.launcher.fork_server import ForkRequest, ForkServer
+from lockstep.launcher.parent_watch import ParentWatch, adopt_orphans
+
+def fork():
+    ours, theirs = socket.socketpair()
+    request = ForkRequest(("worker.py",), dict(os.environ), os.getpid(), "AGENT")
+    worker = server.fork(request, theirs.fileno(), watch.pipe)
+    while not worker.pid:
+        server.on_readable()
+        assert not server.ended
+        time.sleep(0.01)
+    text = worker.stdout.read().decode().strip()
+    assert worker.wait(30) == 0, worker.stderr.read()
+    return text
+
+def group():
+    return [one for one in os.listdir("/proc") if one.isdigit() and in_group(one)]
+
+def in_group(process):
+    try:
+        fields = open(f"/proc/{process}/stat").read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[2] == str(server._process.pid) and fields[0] != "Z"
+
+adopt_orphans()
+with ParentWatch("test") as watch:
+    server = ForkServer(dict(os.environ), watch)
+    print(fork())
+    for _ in range(2):
+        server.import_compiler()
+    told, end_s = "", time.monotonic() + float(sys.argv[1])
+    while "True" not in told and time.monotonic() < end_s:
+        told = fork()
+        time.sleep(0.2)
+    print(told, "processes", len(group()))
+    server.close()
+    print("left", len(group()))
+"""
+WORKER = """
+import os, sys
+print("torch._inductor.compile_fx" in sys.modules, os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+"""
+NO_COMPILER = """
+import sys
+if "lockstep.launcher.fork_server" in sys.orig_argv:
+    from lockstep import _torch
+    def fail():
+        raise RuntimeError("this torch has no compiler")
+    _torch.import_compiler = fail
+"""
+
+
+def fork_workers(folder: Path, within_s: float, **env: str) -> list[str]:
+    (folder / "forks.py").write_text(FORKS)
+    (folder / "worker.py").write_text(WORKER)
+    status, output = run_program(folder / "forks.py", str(within_s), **env)
+    assert status == 0, output
+    return output.splitlines()
+
+
+@pytest.mark.slow
+def test_workers_are_forked_with_the_compiler_once_it_is_imported(tmp_path: Path) -> None:
+    assert fork_workers(tmp_path, 120.0) == ["False None", "True None processes 1", "left 0"]
+
+
+@pytest.mark.slow
+def test_workers_are_forked_without_the_compiler_if_it_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_COMPILER)
+    path = os.pathsep.join([str(tmp_path), str(Path(lockstep.__file__).parent.parent)])
+    assert fork_workers(tmp_path, 2.0, PYTHONPATH=path) == ["False None", "False None processes 1", "left 0"]
+
+
+COMPILED = """
+import os, signal, sys, time
+from pathlib import Path
+had_compiler = "torch._inductor.compile_fx" in sys.modules
+import torch, lockstep
+from torch.utils.data import TensorDataset
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        return self.line(x)
+
+def loss(model, batch):
+    return model(batch[0]).square().sum(), len(batch[0])
+
+torch.manual_seed(0)
+with lockstep.Run(seed=1, device="cpu", progress=False, compile={"backend": "aot_eager"}) as run:
+    model = run.replicate(Model())
+    batches = run.batches(TensorDataset(torch.randn(8, 4)), global_batch_size=8, shards=2, epochs=100_000)
+    for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01)):
+        run.step(loss, batch)
+        Path(f"compiler {os.getpid()}" if had_compiler else f"none {os.getpid()}").touch()
+        if Path("stop").exists():
+            run.stop()
+        time.sleep(0.01)
+"""
+
+
+def test_the_replacement_of_a_worker_that_compiles_has_the_compiler(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(COMPILED)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "program.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        try:
+            end_s = time.monotonic() + 120.0
+            while not (found := list(tmp_path.glob("compiler *"))) and time.monotonic() < end_s:
+                for trained in tmp_path.glob("none *"):  # until a replacement comes from the successor
+                    trained.unlink()
+                    with suppress(ProcessLookupError):
+                        os.kill(int(trained.name.split()[1]), signal.SIGKILL)
+                    break
+                time.sleep(1.0)
+            (tmp_path / "stop").touch()
+            output, _ = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert found
+    assert launcher.returncode == 0, output

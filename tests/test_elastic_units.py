@@ -382,7 +382,7 @@ def test_a_run_gets_no_more_workers_than_it_can_use(stages: Any) -> None:
     stage = stages(workers=4)
     first, second, *others = stage.cast(4)
     assert len(stage.members) == 4
-    first.say("limit", workers=2)
+    first.say("training", workers=2, compiles=False)
     stage.act()
     assert stage.host_workers.want == Want(2, 1, 2)
     assert first.told("close")

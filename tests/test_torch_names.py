@@ -6,6 +6,7 @@ A test here that fails after an update of torch says which of them is gone, or h
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,11 @@ def test_loader_processes_are_watched_by_number() -> None:
 def test_shared_storage_has_the_size_that_was_asked_for() -> None:
     assert _torch.new_shared_storage(64).nbytes() == 64
     assert _torch.new_shared_storage(64).is_shared()
+
+
+def test_the_compiler_has_the_modules_that_are_imported_ahead() -> None:
+    assert all(importlib.util.find_spec(name) for name in _torch.COMPILER_MODULES)
+    assert "def torch_key(" in Path(importlib.util.find_spec("torch._inductor.codecache").origin).read_text()  # type: ignore[union-attr, arg-type]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

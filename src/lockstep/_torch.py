@@ -6,6 +6,8 @@ The rest of the package takes such names from here, so that one file shows what 
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -137,6 +139,28 @@ def dynamo() -> Any:
     import torch._dynamo
 
     return torch._dynamo
+
+
+COMPILER_MODULES: Final = (  # with what they import, nearly all that a model which others have compiled needs
+    "torch._inductor.compile_fx",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch.distributed.tensor.experimental",
+)
+
+
+def import_compiler() -> None:
+    """Import what torch.compile imports when it compiles for the first time, and compute the keys of its caches.
+
+    That takes seconds, and is the same in every process. A part that this version of torch does not have is left out.
+    Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before, or a module uses CUDA to find out whether there is a GPU.
+    """
+    for name in COMPILER_MODULES:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    for module, key in (("torch._inductor.codecache", "torch_key"), ("triton.runtime.cache", "triton_key")):
+        if hasattr(sys.modules.get(module), key):
+            getattr(sys.modules[module], key)()
 
 
 def inductor_config() -> Any:

@@ -6,7 +6,7 @@ It carries out `membership`: keeps this host's record, proposes the next generat
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -46,6 +46,7 @@ class HostWorkers:
         self.newest: Position = START  # the furthest position that the run is known to have reached
         self.current: Position = START  # where the run is now: further back after all workers were lost
         self.limit: int | None = None  # how many workers the run can use at most, once a worker has sent it
+        self.on_compile: Callable[[], None] = lambda: None  # called when a worker will use torch.compile
         self.progress_count = 0  # how often a worker of this host has sent a new position
         self._next_serial = 0
         self._lease_sent_s = 0.0
@@ -213,8 +214,10 @@ class HostWorkers:
                 self._record_progress(position)
             case "journal":
                 self._call_log.publish(local.record, int(message["first"]), message["entries"])
-            case "limit":
+            case "training":
                 self.limit = max(1, int(message["workers"]))
+                if message["compiles"]:
+                    self.on_compile()
             case "loop":
                 self._call_log.enter_loop()
             case "done":

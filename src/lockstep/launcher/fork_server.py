@@ -6,6 +6,11 @@ GPU: a worker inherits from it only what `import` leaves.
 
 Every worker is forked twice: its first parent ends at once, and the launcher, which adopts orphans, becomes its parent.
 
+Note [Successor]
+Importing torch's compiler takes seconds more, and not every program compiles. When the launcher asks for it, the server
+forks a successor, which imports the compiler while the server goes on, and then takes its place. The successor does not
+if an import has failed, or has used CUDA: then no worker forked from it could.
+
     python -m lockstep.launcher.fork_server SOCKET      SOCKET: the descriptor on which the launcher sends requests
 
 `ForkServer` and `ForkedProcess` are the launcher's side: the server process, and workers forked from it.
@@ -16,6 +21,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -28,9 +34,11 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import BinaryIO, Final
 
-from lockstep.launcher.parent_watch import ParentWatch, register_child
+from lockstep.launcher.parent_watch import ParentWatch, end_with_parent, register_child
 
-PARENT_WITHIN_S: Final = 10.0  # for the launcher to adopt a worker
+PARENT_WITHIN_S: Final = 10.0  # for the launcher to adopt a process
+FORK: Final = b"fork"  # a request, with the descriptors of a worker
+IMPORT_COMPILER: Final = b"import compiler"  # a request: Note [Successor]
 
 
 class ForkedProcess:
@@ -93,10 +101,11 @@ class ForkServer:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ended = False
         self._requested: deque[ForkedProcess] = deque()  # whose pids are not known yet, in order
+        self._imports_compiler = False
         self._parent_watch = parent_watch
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lockstep.launcher.fork_server", str(theirs.fileno())],
-            env=env,
+            env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # to ask for GPUs must not use CUDA
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(theirs.fileno(),),
@@ -112,11 +121,18 @@ class ForkServer:
             file.write(json.dumps(astuple(request)).encode())
             file.flush()
             with suppress(BrokenPipeError, ConnectionError):  # the server has ended, which `on_readable` will notice
-                socket.send_fds(self.socket, [b"fork"], [out[1], err[1], agent, watch_pipe, file.fileno()])
+                socket.send_fds(self.socket, [FORK], [out[1], err[1], agent, watch_pipe, file.fileno()])
         for handle in (out[1], err[1]):
             os.close(handle)
         self._requested.append(worker)
         return worker
+
+    def import_compiler(self) -> None:
+        """Requests that workers which are forked later have torch's compiler imported. Only the first call counts."""
+        if not self._imports_compiler and not self.ended:
+            self._imports_compiler = True
+            with suppress(BrokenPipeError, ConnectionError):
+                self.socket.send(IMPORT_COMPILER)
 
     def on_readable(self) -> bytes | None:
         """Reads the pids of new workers. Returns b"" if the server has ended, else None."""
@@ -142,6 +158,9 @@ class ForkServer:
         self.socket.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-self._process.pid, 0)[0]:  # a successor is in the same process group
+                pass
         self._process.wait()
         self._parent_watch.release(self._process.pid)
 
@@ -162,10 +181,22 @@ def main(descriptor: int) -> None:
 
     gc.freeze()  # garbage collection in the workers would write to these pages, and so copy them
     gc.enable()
+    launcher, successor = os.getppid(), -1  # a pipe from the successor; -1: there is none
     while True:
+        readable, _, _ = select.select([descriptor, successor] if successor >= 0 else [descriptor], [], [])
+        if successor in readable:
+            if os.read(successor, 1):
+                os._exit(0)  # it waits for this
+            os.close(successor)  # it has failed
+            os.wait()
+            successor = -1
+            continue
         message, handles, _, _ = socket.recv_fds(line, 16, 5)
         if not message:
             return
+        if message == IMPORT_COMPILER:
+            successor = _fork_successor(launcher)
+            continue
         with os.fdopen(handles.pop(), "rb") as file:
             file.seek(0)
             request = ForkRequest(*json.load(file))
@@ -176,6 +207,43 @@ def main(descriptor: int) -> None:
         line.send(str(pid).encode())
         for handle in handles:
             os.close(handle)
+
+
+def _fork_successor(launcher: int) -> int:
+    """Returns a pipe in the server, which has to end when it can be read from; and -1 in the successor, after that."""
+    read_end, write_end = os.pipe()
+    if os.fork():
+        os.close(write_end)
+        return read_end
+    os.close(read_end)
+    from lockstep import _torch
+
+    gc.disable()
+    try:
+        _torch.import_compiler()
+        check = os.fork()
+        if check == 0:
+            os._exit(_torch.is_in_bad_fork())
+        if os.waitpid(check, 0)[1]:
+            os._exit(1)
+    except BaseException:
+        os._exit(1)
+    gc.freeze()
+    gc.enable()
+    os.write(write_end, b"1")
+    os.close(write_end)
+    _wait_for_parent(launcher)
+    end_with_parent(launcher)
+    return -1
+
+
+def _wait_for_parent(launcher: int) -> None:
+    """Waits until the launcher has adopted this process. Ends it if that does not happen."""
+    end_s = time.monotonic() + PARENT_WITHIN_S
+    while os.getppid() != launcher:
+        if time.monotonic() > end_s:
+            os._exit(1)
+        time.sleep(0.0005)
 
 
 def _fork(request: ForkRequest, handles: list[int], line: socket.socket) -> tuple[int, tuple[str, ...] | None]:
@@ -201,11 +269,7 @@ def _fork(request: ForkRequest, handles: list[int], line: socket.socket) -> tupl
 def _set_up_worker(request: ForkRequest, handles: list[int]) -> None:
     """Makes this process what `subprocess` would have started: own session and streams, registered with ParentWatch."""
     os.setsid()
-    end_s = time.monotonic() + PARENT_WITHIN_S
-    while os.getppid() != request.launcher_pid:
-        if time.monotonic() > end_s:
-            os._exit(1)
-        time.sleep(0.0005)
+    _wait_for_parent(request.launcher_pid)
     stdout, stderr, agent, watch_pipe = handles
     register_child(request.launcher_pid, watch_pipe)
     os.close(watch_pipe)

@@ -154,12 +154,17 @@ def register_child(launcher: int, pipe: int) -> None:
     `launcher` is the pid of its parent, `pipe` the one of ParentWatch. The worker registers itself: until it has, it
     holds the pipe open, so the watch process cannot miss it.
     """
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before prctl, so the kernel sends no signal
-        os._exit(1)
+    end_with_parent(launcher)
     with suppress(BrokenPipeError):
         os.write(pipe, b"+%d\n" % os.getpid())
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends (Linux). Ends it if the parent has ended already."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before prctl, so the kernel sends no signal
+        os._exit(1)
 
 
 def _watch(read_end: int, run: str) -> None:

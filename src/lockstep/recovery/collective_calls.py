@@ -125,8 +125,8 @@ class CollectiveCalls:
     def check_left(self) -> None:
         """Called during long operations. Raises if the operation has become useless, because a worker was lost."""
 
-    def limit(self, workers: int) -> None:
-        """Announce that the run cannot use more workers than this."""
+    def announce_training(self, workers: int, *, compiles: bool) -> None:
+        """Announce that the run cannot use more workers than this, and whether torch.compile compiles its model."""
 
     def report_slowness(self, times: float) -> None:
         """Announce that this worker takes so many times as long for a sample as the others, which is too long."""

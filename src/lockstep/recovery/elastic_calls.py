@@ -313,8 +313,8 @@ class ElasticCalls(CollectiveCalls):
         if (why := self._agent.leave_reason()) is not None:
             raise GenerationEnded(why)
 
-    def limit(self, workers: int) -> None:
-        self._agent.send("limit", workers=workers)
+    def announce_training(self, workers: int, *, compiles: bool) -> None:
+        self._agent.send("training", workers=workers, compiles=compiles)
 
     def report_slowness(self, times: float) -> None:
         self._agent.send("slow", times=times)

@@ -22,6 +22,7 @@ from lockstep.recovery.collective_calls import print_message
 from lockstep.recovery.run_directory import pending_stops, write_shards, write_stop
 from lockstep.seed import derive_seed, seed_all
 from lockstep.step import determinism, step_check
+from lockstep.step.compiled_model import is_compiled
 from lockstep.step.shard_graphs import ShardGraphs
 from lockstep.step.step import take_step
 from lockstep.step.step_table import StepTable, agree_on_metrics
@@ -97,7 +98,7 @@ class TrainLoop:
     def run(self, plan: TrainingPlan, steps: int | None) -> Iterator[Batch]:
         """Yield the batches of the plan, from where the last run ended."""
         session, self.state.plan, self.state.step_limit = self._session, plan, steps
-        session.calls.limit(plan.batches.settings.shards)
+        session.calls.announce_training(plan.batches.settings.shards, compiles=is_compiled(plan.model))
         if plan.synced and session.exact and session.calls.is_elastic:
             raise LockstepError(determinism.describe_synced(plan.synced[0]))
         capture = session.options.capture
