@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm import codec_kernels
+from lockstep.comm import codec_kernels, compressed_sum
 from lockstep.comm.codec_kernels import CpuKernels, kernels_for, trial
 from lockstep.comm.compressed_sum import CompressedSum, Route
+from lockstep.comm.host_groups import SingleWorker
 from lockstep.comm.integer_codec import BLOCK, ROWS, IntegerCodec, TorchKernels, dither_rows, dither_table
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -167,3 +170,74 @@ def test_the_library_is_compiled_once_and_never_taken_from_a_folder_that_others_
     assert codec_kernels._cache_folder() is None
     assert load() is not None  # compiled for this process only
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [changed]
+
+
+class Threads:
+    """Workers in threads of this process, for `Route`: what they have passed lies in a list, by rank."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.passed = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def exchange(self, rank: int, mine: Tensor) -> list[Tensor]:
+        self.passed[rank] = mine.clone()
+        self.barrier.wait()
+        found = list(self.passed)
+        self.barrier.wait()
+        return found
+
+
+class ThreadSubgroup:
+    """See comm/host_groups.py."""
+
+    def __init__(self, threads: Threads, rank: int, size: int) -> None:
+        self._threads, self.rank, self.size = threads, rank, size
+
+    def all_reduce_small(self, tensor: Tensor, op: Any) -> Any:
+        tensor.copy_(torch.stack(self._threads.exchange(self.rank, tensor)).amax(dim=0))
+        return lambda: None
+
+    def exchange_rows(self, rows: Tensor) -> tuple[Tensor, Any]:
+        return torch.stack([rows_[self.rank] for rows_ in self._threads.exchange(self.rank, rows)]), lambda: None
+
+    def all_gather(self, rows: Tensor) -> Any:
+        rows.copy_(torch.stack([rows_[n] for n, rows_ in enumerate(self._threads.exchange(self.rank, rows))]))
+        return lambda: None
+
+
+class StrictKernels(TorchKernels):
+    """Takes only what kernels on a GPU can read."""
+
+    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        assert packed.stride(1) == 1
+        assert all(one.is_contiguous() for one in (codes, shifts, out))
+        super().decode(packed, codes, shifts, scale, out)
+
+    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
+        assert all(one.is_contiguous() for one in (sums, numbers, values, shifts))
+        super().round_sums(sums, offset, numbers, key, values, shifts)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a host", "between hosts"])
+@pytest.mark.parametrize(("workers", "blocks"), [(2, 1), (2, 2), (3, 3), (3, 7)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_workers_with_few_blocks_get_the_sum_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch, bits: int, workers: int, blocks: int, inside: bool
+) -> None:
+    """As many blocks as workers: each rounds one, and its shift lies between the blocks of others."""
+    monkeypatch.setattr(compressed_sum, "kernels_for", lambda codec, device: StrictKernels(codec))
+    shards, codec = torch.randn(workers, blocks * BLOCK, generator=torch.Generator().manual_seed(1)), IntegerCodec(bits)
+    threads = Threads(workers)
+
+    def run(rank: int) -> Tensor:
+        group, alone = ThreadSubgroup(threads, rank, workers), SingleWorker()
+        local, across = (group, alone) if inside else (alone, group)
+        route = Route(local, across, 1, workers if inside else 1, CPU)
+        one = CompressedSum(codec, route, shards=workers, own=1, device=CPU)
+        buffers = one.allocate(torch.arange(blocks), 1)
+        buffers.rows[0, : blocks * BLOCK] = shards[rank]
+        buffers.shard_keys, buffers.sum_key = [1000 + rank], 1999
+        return one.run(buffers)[: blocks * BLOCK]
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(run, range(workers)))
+    assert all(torch.equal(one, sum_of(shards, bits, 1)) for one in found)

@@ -33,6 +33,18 @@ MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
 
 
+def run_here(tensors: Sequence[Tensor], job: Callable[[], None]) -> None:
+    """Run a job on the current stream, which may not be that of the tensors.
+
+    If a worker is lost, they are freed while kernels that write to them are still queued: the memory must not be reused
+    before these are done.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    job()
+
+
 @dataclass(frozen=True)
 class Route:
     """The way that sums take: inside the host, then between hosts.
@@ -46,7 +58,7 @@ class Route:
     own_shards: int  # the most of a worker
     shards: int  # the most of a host
     device: torch.device
-    run: Callable[[Sequence[Tensor], Callable[[], None]], None] = lambda tensors, job: job()
+    run: Callable[[Sequence[Tensor], Callable[[], None]], None] = run_here
 
     @staticmethod
     def of_single_worker(shards: int, device: torch.device) -> Route:
@@ -104,7 +116,8 @@ class CompressedSum:
         """Compute the sum; all workers call it together. Returns it, in the last row."""
         count = len(buffers.numbers)
         spans = list(split_range(count, self._chunk_blocks(count)))
-        self._route.run([buffers.rows], lambda: run_interleaved(self._reduce_chunk(buffers, at) for at in spans))
+        written = [buffers.rows, buffers.flags]
+        self._route.run(written, lambda: run_interleaved(self._reduce_chunk(buffers, at) for at in spans))
         return buffers.rows[-1]
 
     def _chunk_blocks(self, count: int) -> int:
@@ -184,4 +197,4 @@ class CompressedSum:
         finish()
         local.all_gather(gathered.flatten(1))()
         arrived = gathered.flatten(0, 1).to(self._device)
-        return arrived[:, :size], arrived[:, size:].reshape(-1)
+        return arrived[:, :size], arrived[:, size:].flatten().contiguous()  # with one block, `flatten` does not copy

@@ -394,12 +394,14 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream = self._streams[device]
+            for tensor in tensors:
+                tensor.record_stream(
+                    stream
+                )  # its memory must not be reused before the collective is done, or has failed
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 self._run(where, job)
                 done = stream.record_event()
-            for tensor in tensors:
-                tensor.record_stream(stream)  # its memory must not be reused before the collective is done
             work.sync_stream = lambda: torch.cuda.current_stream(device).wait_event(done)
 
         return self._executor.submit(run, tensors, wait=not opts.asyncOp)
