@@ -55,7 +55,7 @@ class PendingResult:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         assert self._result is not None
-        if self._event is not None:
+        if self._result.is_cuda:
             self._result.record_stream(torch.cuda.current_stream())  # it may be freed before it was read
         return self._result
 

@@ -395,9 +395,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream = self._streams[device]
             for tensor in tensors:
-                tensor.record_stream(
-                    stream
-                )  # its memory must not be reused before the collective is done, or has failed
+                tensor.record_stream(stream)  # its memory must not be reused before the job is done, or has failed
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 self._run(where, job)

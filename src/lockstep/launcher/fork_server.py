@@ -202,6 +202,8 @@ def main(descriptor: int) -> None:
             request = ForkRequest(*json.load(file))
         pid, program = _fork(request, handles, line)
         if program is not None:
+            if successor >= 0:
+                os.close(successor)
             run_as_main(list(program))
             return
         line.send(str(pid).encode())
