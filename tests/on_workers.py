@@ -21,6 +21,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+OTHERS_END_WITHIN_S = 10.0  # after one worker of a program has failed
+
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["worker_imports"])
 
@@ -122,7 +124,7 @@ def _work(
     os._exit(0)
 
 
-def run_program(script: Path, *arguments: str, workers: int = 1, timeout_s: float = 300, **env: str) -> tuple[int, str]:
+def run_program(script: Path, *arguments: str, workers: int = 1, timeout_s: float = 240, **env: str) -> tuple[int, str]:
     """Run a program as `python script` would, in its folder and with `env`; or on several workers, as under torchrun.
 
     Returns its exit status, the highest of all workers, and the output of the first worker, or of those that failed.
@@ -133,22 +135,34 @@ def run_program(script: Path, *arguments: str, workers: int = 1, timeout_s: floa
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 may listen there, and no other process
         held.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
-        processes = []
-        for rank, output in enumerate(outputs):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
-            told = {name: str(value) for name, value in ranks.items()} | where if workers > 1 else {}
-            args = (script, arguments, output, dict(os.environ) | told | env)
-            processes.append(fork_server().Process(target=_be_program, args=args))
-            processes[-1].start()
-        end_s = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, end_s - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()
+        processes: list[Any] = []
+        try:
+            for rank, output in enumerate(outputs):
+                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+                told = {name: str(value) for name, value in ranks.items()} | where if workers > 1 else {}
+                args = (script, arguments, output, dict(os.environ) | told | env)
+                processes.append(fork_server().Process(target=_be_program, args=args, daemon=True))
+                processes[-1].start()
+            _wait_for_all(processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
                 process.join()
     failed = [output for process, output in zip(processes, outputs, strict=True) if process.exitcode]
     text = "\n".join(output.read_text(errors="replace") for output in failed or outputs[:1])
-    return max(abs(process.exitcode or 0) for process in processes), text
+    return max(128 - code if code < 0 else code for code in (process.exitcode for process in processes)), text
+
+
+def _wait_for_all(processes: list[Any], deadline: float) -> None:
+    """Wait until all have ended, until the deadline, or for some seconds after one has failed."""
+    running = {process.sentinel: process for process in processes}
+    while running and time.monotonic() < deadline:
+        for sentinel in wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+            process = running.pop(sentinel)  # type: ignore[index]
+            process.join()
+            if process.exitcode:
+                deadline = min(deadline, time.monotonic() + OTHERS_END_WITHIN_S)
 
 
 def _be_program(script: Path, arguments: tuple[str, ...], output: Path, env: dict[str, str]) -> None:

@@ -288,13 +288,18 @@ WORKER = """
 import os, sys
 print("torch._inductor.compile_fx" in sys.modules, os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
 """
-NO_COMPILER = """
+PATCHED = """
 import sys
+from pathlib import Path
 if "lockstep.launcher.fork_server" in sys.orig_argv:
     from lockstep import _torch
     def fail():
+        Path("asked").touch()
         raise RuntimeError("this torch has no compiler")
-    _torch.import_compiler = fail
+    def answer_yes():
+        Path("asked").touch()
+        return True
+    {patch}
 """
 
 
@@ -311,10 +316,13 @@ def test_workers_are_forked_with_the_compiler_once_it_is_imported(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_workers_are_forked_without_the_compiler_if_it_cannot_be_imported(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(NO_COMPILER)
+@pytest.mark.parametrize("patch", ["_torch.import_compiler = fail", "_torch.is_in_bad_fork = answer_yes"])
+def test_workers_are_forked_without_the_compiler_if_it_cannot_be_used(tmp_path: Path, patch: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PATCHED.format(patch=patch))
     path = os.pathsep.join([str(tmp_path), str(Path(lockstep.__file__).parent.parent)])
-    assert fork_workers(tmp_path, 2.0, PYTHONPATH=path) == ["False None", "False None processes 1", "left 0"]
+    *_, told, left = fork_workers(tmp_path, 12.0, PYTHONPATH=path)
+    assert (told, left) == ("False None processes 1", "left 0")
+    assert (tmp_path / "asked").exists()
 
 
 COMPILED = """

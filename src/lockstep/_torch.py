@@ -141,7 +141,7 @@ def dynamo() -> Any:
     return torch._dynamo
 
 
-COMPILER_MODULES: Final = (  # with what they import, nearly all that a model which others have compiled needs
+COMPILER_MODULES: Final = (  # what loading compiled code from torch's folder imports, with what these import
     "torch._inductor.compile_fx",
     "torch._dynamo.backends.inductor",
     "torch._dynamo.repro.after_dynamo",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.comm.compressed_sum import CompressedBuffers, CompressedSum
+from lockstep.comm.compressed_sum import CompressedBuffers, CompressedSum, run_on_current_stream
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.seed import derive_seed
@@ -71,12 +71,15 @@ class IntegerHook:
         keys = [derive_seed(self._seed, "hook", step, word) for word in (self._rank, "sum")]
         future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
+        def add() -> None:
+            buffers.shard_keys, buffers.sum_key, row = keys[:1], keys[1], buffers.rows[-1]
+            row[: flat.numel()].copy_(flat)
+            row[flat.numel() :].zero_()
+            flat.copy_(compressed.run(buffers)[: flat.numel()])
+
         def job() -> Tensor:
             try:
-                buffers.shard_keys, buffers.sum_key, row = keys[:1], keys[1], buffers.rows[-1]
-                row[: flat.numel()].copy_(flat)
-                row[flat.numel() :].zero_()
-                flat.copy_(compressed.run(buffers)[: flat.numel()])
+                run_on_current_stream([flat], add)
                 future.set_result(flat)
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]

@@ -52,11 +52,11 @@ class PendingResult:
         self._done.wait()
         if self._error is not None:
             raise self._error
+        assert self._result is not None
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
-        assert self._result is not None
-        if self._result.is_cuda:
-            self._result.record_stream(torch.cuda.current_stream())  # it may be freed before it was read
+            if self._result.is_cuda:
+                self._result.record_stream(torch.cuda.current_stream())  # it may be freed before it was read
         return self._result
 
 

@@ -33,8 +33,8 @@ MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
 
 
-def run_here(tensors: Sequence[Tensor], job: Callable[[], None]) -> None:
-    """Run a job on the current stream, which may not be that of the tensors.
+def run_on_current_stream(tensors: Sequence[Tensor], job: Callable[[], None]) -> None:
+    """Run a job that writes to these tensors, on a stream that may not be the one on which they were allocated.
 
     If a worker is lost, they are freed while kernels that write to them are still queued: the memory must not be reused
     before these are done.
@@ -58,7 +58,7 @@ class Route:
     own_shards: int  # the most of a worker
     shards: int  # the most of a host
     device: torch.device
-    run: Callable[[Sequence[Tensor], Callable[[], None]], None] = run_here
+    run: Callable[[Sequence[Tensor], Callable[[], None]], None] = run_on_current_stream
 
     @staticmethod
     def of_single_worker(shards: int, device: torch.device) -> Route:

@@ -43,8 +43,8 @@ class Kernels(Protocol):
     """The operations of a codec on all elements.
 
     Gradients are float32 [..., blocks, BLOCK]. `numbers` are the numbers of the blocks, int64, from which and from a
-    key the rows of the dither table follow. `codes` are the scales of the blocks: see `IntegerCodec`. All tensors but
-    `packed`, whose rows may be apart, are contiguous.
+    key the rows of the dither table follow. `codes` are the scales of the blocks: see `IntegerCodec`. Rows of shards
+    and of packed integers may be apart in memory; all else is contiguous.
     """
 
     def block_codes(self, shards: Tensor) -> Tensor:

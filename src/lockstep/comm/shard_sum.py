@@ -31,7 +31,7 @@ from torch import Tensor
 from lockstep import faults
 from lockstep.comm import abortable_wait, tree_order
 from lockstep.comm.collective_thread import CollectiveThread, Job, PendingResult
-from lockstep.comm.compressed_sum import CompressedSum, Route, Scale as Scale, run_here
+from lockstep.comm.compressed_sum import CompressedSum, Route, Scale as Scale, run_on_current_stream
 from lockstep.comm.flat_subgroup import FlatSubgroup
 from lockstep.comm.host_groups import NativeSubgroup, SingleWorker
 from lockstep.comm.integer_codec import IntegerCodec
@@ -338,7 +338,7 @@ class ShardSum:
             self._watch.wait(self.group.allreduce([total], dist.AllreduceOptions()), "the all_reduce of gradients")
             total.mul_(buffers.scale())
 
-        run_here([total], add)
+        run_on_current_stream([total], add)
         return total.to(buffers.dtype)
 
     def _reduce_by_tree(self, buffers: SumBuffers) -> Tensor:

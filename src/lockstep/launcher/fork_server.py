@@ -1,15 +1,15 @@
 """A process that has imported torch and lockstep, and forks a worker whenever the launcher requests one.
 
 Importing takes seconds, forking takes milliseconds. So a lost worker is replaced while the others make a few steps,
-and N workers start in the time of one. The fork server runs nothing of the program, starts no thread and touches no
-GPU: a worker inherits from it only what `import` leaves.
+and N workers start in the time of one. The fork server runs nothing of the program, and does not use CUDA: a worker
+inherits from it only what `import` leaves.
 
 Every worker is forked twice: its first parent ends at once, and the launcher, which adopts orphans, becomes its parent.
 
 Note [Successor]
-Importing torch's compiler takes seconds more, and not every program compiles. When the launcher asks for it, the server
-forks a successor, which imports the compiler while the server goes on, and then takes its place. The successor does not
-if an import has failed, or has used CUDA: then no worker forked from it could.
+Importing torch's compiler takes seconds more, and not every program compiles. When the launcher requests it, the server
+forks a successor, which imports the compiler while the server continues, and then takes its place. If an import fails
+or initialises CUDA, the successor ends and the server stays: a process that is forked after that cannot use CUDA.
 
     python -m lockstep.launcher.fork_server SOCKET      SOCKET: the descriptor on which the launcher sends requests
 
@@ -34,6 +34,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import BinaryIO, Final
 
+from lockstep.launcher.output import print_message
 from lockstep.launcher.parent_watch import ParentWatch, end_with_parent, register_child
 
 PARENT_WITHIN_S: Final = 10.0  # for the launcher to adopt a process
@@ -105,7 +106,8 @@ class ForkServer:
         self._parent_watch = parent_watch
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lockstep.launcher.fork_server", str(theirs.fileno())],
-            env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # to ask for GPUs must not use CUDA
+            # To find out whether there are GPUs must not use CUDA, and the compiler must not start its processes here.
+            env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(theirs.fileno(),),
@@ -182,20 +184,25 @@ def main(descriptor: int) -> None:
     gc.freeze()  # garbage collection in the workers would write to these pages, and so copy them
     gc.enable()
     launcher, successor = os.getppid(), -1  # a pipe from the successor; -1: there is none
+    events = select.poll()
+    events.register(descriptor, select.POLLIN)
     while True:
-        readable, _, _ = select.select([descriptor, successor] if successor >= 0 else [descriptor], [], [])
-        if successor in readable:
+        if successor in dict(events.poll()):
             if os.read(successor, 1):
                 os._exit(0)  # it waits for this
-            os.close(successor)  # it has failed
+            events.unregister(successor)
+            os.close(successor)
             os.wait()
             successor = -1
+            print_message("torch's compiler could not be imported ahead: replacements of workers import it themselves")
             continue
         message, handles, _, _ = socket.recv_fds(line, 16, 5)
         if not message:
             return
         if message == IMPORT_COMPILER:
             successor = _fork_successor(launcher)
+            if successor >= 0:
+                events.register(successor, select.POLLIN)
             continue
         with os.fdopen(handles.pop(), "rb") as file:
             file.seek(0)
@@ -212,7 +219,11 @@ def main(descriptor: int) -> None:
 
 
 def _fork_successor(launcher: int) -> int:
-    """Returns a pipe in the server, which has to end when it can be read from; and -1 in the successor, after that."""
+    """Forks the successor, which imports the compiler. See Note [Successor].
+
+    Returns in the server the reading end of a pipe: a byte means that the successor is ready and the server must end,
+    the end of the pipe that it has failed. Returns -1 in the successor, once the server has ended.
+    """
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
@@ -232,7 +243,8 @@ def _fork_successor(launcher: int) -> int:
         os._exit(1)
     gc.freeze()
     gc.enable()
-    os.write(write_end, b"1")
+    with suppress(BrokenPipeError):  # the server was killed
+        os.write(write_end, b"1")
     os.close(write_end)
     _wait_for_parent(launcher)
     end_with_parent(launcher)
@@ -257,10 +269,10 @@ def _fork(request: ForkRequest, handles: list[int], line: socket.socket) -> tupl
         os.waitpid(first, 0)
         with os.fdopen(read_end, "rb") as answer:
             return int(answer.read()), None
-    second = os.fork()
-    if second:
-        os.write(write_end, str(second).encode())
+    if os.fork():
         os._exit(0)
+    os.setsid()  # before its pid is known: the process group of the server may be killed and reaped
+    os.write(write_end, str(os.getpid()).encode())
     os.close(read_end)
     os.close(write_end)
     line.close()
@@ -269,8 +281,7 @@ def _fork(request: ForkRequest, handles: list[int], line: socket.socket) -> tupl
 
 
 def _set_up_worker(request: ForkRequest, handles: list[int]) -> None:
-    """Makes this process what `subprocess` would have started: own session and streams, registered with ParentWatch."""
-    os.setsid()
+    """Makes this process what `subprocess` would have started: with streams of its own, registered with ParentWatch."""
     _wait_for_parent(request.launcher_pid)
     stdout, stderr, agent, watch_pipe = handles
     register_child(request.launcher_pid, watch_pipe)
