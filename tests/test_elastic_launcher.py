@@ -311,6 +311,7 @@ def fork_workers(folder: Path, within_s: float, **env: str) -> list[str]:
     return output.splitlines()
 
 
+@pytest.mark.slow
 def test_workers_are_forked_with_the_compiler_once_it_is_imported(tmp_path: Path) -> None:
     assert fork_workers(tmp_path, 120.0) == ["False None", "True None processes 1", "left 0"]
 
@@ -355,7 +356,6 @@ with lockstep.Run(seed=1, device="cpu", progress=False, compile={"backend": "aot
 """
 
 
-@pytest.mark.slow
 def test_the_replacement_of_a_worker_that_compiles_has_the_compiler(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(COMPILED)
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "program.py"]
