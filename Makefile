@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all pytest test-torch lint conformance chaos chaos-hosts checkpoints simulate convergence bench bench-hosts docs clean
+.PHONY: help demo test test-all pytest test-torch lint conformance chaos chaos-hosts checkpoints simulate convergence plan-accuracy compiled bench bench-hosts docs clean
 
 help:
 	@echo "make demo         set up, train, kill a worker, prove that the bits are those of one, write a report"
@@ -22,6 +22,7 @@ help:
 	@echo "make simulate     1,000,000 schedules of the membership protocol (QUICK=1: fewer)"
 	@echo "make convergence  the examples learn what they say, on several seeds; batch x 8 as good; compressed gradients (QUICK=1: fewer)"
 	@echo "make plan-accuracy  predictions of lockstep plan beside measurements; needs root for several hosts (QUICK=1: fewer)"
+	@echo "make compiled     how long until compiled workers and their replacements train; ends with status 1 above 2 s (QUICK=1: fewer)"
 	@echo "make bench        step time beside torch DDP, collectives beside Gloo (QUICK=1: fewer rounds)"
 	@echo "make docs         the documentation as a site with search, in build/docs (works without a network)"
 	@echo "make bench-hosts  collectives over two hosts made of network namespaces (needs root)"
@@ -113,6 +114,9 @@ plan-accuracy: $(READY)
 	$(BIN)/python campaigns/plan_accuracy.py predict --data build/plan $(if $(QUICK),--count 6 --programs mlp)
 	$(BIN)/python campaigns/plan_accuracy.py measure --beside --data build/plan
 	$(BIN)/python campaigns/plan_branches.py $(if $(QUICK),--seeds 1)
+
+compiled: $(READY)
+	$(BIN)/python campaigns/compiled_workers.py $(if $(QUICK),--workers 2 --kills 2)
 
 bench: $(READY)
 	$(BIN)/lockstep bench step $(if $(QUICK),--quick)
