@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.step.captured_shard import Lane, recorded_into
 from nccl_ranks import on_nccl_ranks
 from on_workers import on_workers
 from runs import data, train, use
@@ -289,6 +291,31 @@ def test_a_failed_capture_leaves_the_allocator_as_it_was() -> None:
     )
     torch.cuda.empty_cache()  # asserts that no capture is under way
     assert reserved[-1] <= reserved[30] + 2**24
+
+
+def test_garbage_collection_does_not_end_a_capture() -> None:
+    """The garbage is an older graph, as a run before this one leaves it; to destroy it would end the capture."""
+    lane, thresholds = Lane(torch.device("cuda:0")), gc.get_threshold()
+    older, newer, result = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda:0")
+    with lane.active(), recorded_into(older, lane.pool):
+        result += 1
+    older.replay()
+    cycle: list[Any] = [older]
+    cycle.append(cycle)
+    del older
+    gc.collect()
+    gc.set_threshold(10, 1, 1)
+    try:
+        with lane.active(), recorded_into(newer, lane.pool):
+            del cycle
+            kept = [[] for _ in range(100_000)]  # type: ignore[var-annotated]
+            result += 1
+    finally:
+        gc.set_threshold(*thresholds)
+    newer.replay()
+    assert gc.isenabled()
+    assert len(kept) == 100_000
+    assert result.item() == 2
 
 
 def test_what_no_check_can_see_stops_the_run() -> None:

@@ -24,6 +24,7 @@ buffers. All lanes but the first together take at most 1 / LANE_SHARE of the mem
 from __future__ import annotations
 
 import copy
+import gc
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -171,7 +172,7 @@ class CapturedShard:
         self._inputs = tensors_of(own)
         self._written = list(written)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _recorded_into(self._forward, self.lane.pool):
+        with recorded_into(self._forward, self.lane.pool):
             loss = one.run(own)
             self._returned = [loss.weight, *(value for pair in loss.metrics.values() for value in pair)]
             self._metric_names = list(loss.metrics)
@@ -181,7 +182,7 @@ class CapturedShard:
         hooked: list[Any] = parameters
         handles = [p.register_post_accumulate_grad_hook(self._marker(i)) for i, p in enumerate(hooked)]
         try:
-            with _recorded_into(self._backward, self.lane.pool):
+            with recorded_into(self._backward, self.lane.pool):
                 one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
@@ -232,19 +233,25 @@ class CapturedShard:
 
 
 @contextmanager
-def _recorded_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+def recorded_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record what is queued on the current stream within the context; nothing of it is executed."""
-    # Calls of other threads (a watchdog of NCCL, a loader that pins memory) must not end the capture.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    collects = gc.isenabled()
+    gc.disable()  # a collection would end the capture if it destroyed an older graph (of another run, of a failed step)
     try:
-        yield
-    except BaseException:
+        # Calls of other threads (a watchdog of NCCL, a loader that pins memory) must not end the capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            graph.capture_end()
-        except RuntimeError:  # it only says that the capture has failed before
-            _torch.end_failed_capture(torch.device("cuda", torch.cuda.current_device()), pool)
-        raise
-    graph.capture_end()
+            yield
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:  # it only says that the capture has failed before
+                _torch.end_failed_capture(torch.device("cuda", torch.cuda.current_device()), pool)
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
 
 
 @final
