@@ -28,7 +28,7 @@ def tree_sum(values: list[torch.Tensor]) -> torch.Tensor:
 def everything(rank: int, size: int) -> list[str]:
     """Every collective against a plain reference; what differs is told."""
     torch.cuda.set_device(0)
-    group = dist.new_group(backend="shm")
+    group: Any = dist.new_group(backend="shm")
     wrong: list[str] = []
 
     def check(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -83,6 +83,13 @@ def everything(rank: int, size: int) -> list[str]:
         dist.gather(mine, gathered, 0, group=group)
         if gathered is not None:
             check(f"gather {numel}", torch.cat(gathered), torch.cat(all_))
+    generator = torch.Generator("cuda").manual_seed(5)
+    many = [torch.randn(size, i * i * i, device="cuda", generator=generator) for i in range(150)]  # 0 to 13 MiB
+    roots = [i * 7 % size for i in range(len(many))]
+    received = [rows[rank].clone() for rows in many]
+    group.broadcast_coalesced(received, roots).wait()
+    for i, (got, rows, root) in enumerate(zip(received, many, roots, strict=True)):
+        check(f"broadcast_coalesced {i}", got, rows[root])
     if size > 1:
         there, back = torch.full((1000,), float(rank), device="cuda"), torch.empty(1000, device="cuda")
         sent = dist.isend(there, (rank + 1) % size, group=group)
@@ -159,6 +166,25 @@ def memory_comes_and_goes(rank: int, size: int) -> list[str]:
 
 def test_memory_comes_and_goes() -> None:
     assert on_workers(memory_comes_and_goes, 2) == [[], []]
+
+
+def broadcast_many(rank: int, size: int) -> list[str]:
+    """More allocations than a worker maps at a time; most of them are freed, and others made, between two calls."""
+    torch.cuda.set_device(0)
+    group: Any = dist.new_group(backend="shm")
+    wrong = []
+    for round_ in range(3):
+        many = [torch.full((3_000_000 + i,), float(rank + i + round_), device="cuda") for i in range(100)]
+        group.broadcast_coalesced(many, [i % size for i in range(100)]).wait()
+        wrong += [f"{round_}: {i}" for i, x in enumerate(many) if not bool((x == i % size + i + round_).all())]
+        del many
+        if round_ == 1:
+            torch.cuda.empty_cache()
+    return wrong
+
+
+def test_many_tensors_are_broadcast_at_once() -> None:
+    assert on_workers(broadcast_many, 3) == [[], [], []]
 
 
 def unshareable(rank: int, size: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Sends the weights that each worker has updated to all others.
 
-Large pieces are broadcast from where they are, without a copy. Small ones are collected in buckets, which are gathered.
+Large pieces are broadcast from where they are, without a copy; on GPUs, over `shm`, all of them at once. Small ones are
+collected in buckets, which are gathered.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lockstep import _torch
 from lockstep.comm.abortable_wait import wait
+from lockstep.comm.register_backends import backend_name
 from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
@@ -43,7 +45,7 @@ class WeightExchange:
         """
         self._group = group
         self._pointers = [parameter.data_ptr() for parameter in pieces]
-        self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
+        by_owner: list[list[tuple[int, Tensor]]] = [[] for _ in range(group.size())]  # large pieces: owner and memory
         by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
         scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker has itself
         for parameter, owned in pieces.items():
@@ -57,9 +59,20 @@ class WeightExchange:
                                 scratch[chunk.device] = torch.empty_like(chunk)
                             chunk = scratch[chunk.device][: len(chunk)]
                         if len(memory) >= DIRECT_BYTES:
-                            self._large.append((piece.owner, chunk))
+                            by_owner[piece.owner].append((piece.owner, chunk))
                         else:
                             by_rank[piece.owner].append(chunk.view(flat.dtype))
+        # In turn, so that several workers send at the same time.
+        self._large = [one for some in itertools.zip_longest(*by_owner) for one in some if one is not None]
+        self._coalesced: list[tuple[list[int], list[Tensor]]] = []
+        for device in by_device:
+            if device.type == "cuda" and backend_name(group, device) == "shm":
+                together = [(owner, chunk) for owner, chunk in self._large if chunk.device == device]
+                self._large = [(owner, chunk) for owner, chunk in self._large if chunk.device != device]
+                if together:
+                    dtype = _widest_dtype([chunk for _, chunk in together])
+                    tensors = [chunk.view(dtype) for _, chunk in together]
+                    self._coalesced.append(([owner for owner, _ in together], tensors))
         self._buckets = [
             bucket for by_rank in by_device.values() for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes)
         ]
@@ -71,9 +84,12 @@ class WeightExchange:
     def run(self) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out."""
         works = deque[tuple[Tensor, Any]]()
+        for owners, tensors in self._coalesced:
+            own_group: Any = self._group
+            works.append((tensors[0], own_group.broadcast_coalesced(tensors, owners)))
         for owner, memory in self._large:  # a process group may need as much memory again for what is on its way
             works.append((memory, self._group.broadcast([memory], _from(owner))))
-            if sum(len(sent) for sent, _ in works) > IN_FLIGHT_BYTES:
+            if sum(sent.nbytes for sent, _ in works) > IN_FLIGHT_BYTES:
                 self._finish(*works.popleft())
         last: tuple[_Bucket, Any] | None = None
         for bucket in self._buckets:
@@ -88,6 +104,14 @@ class WeightExchange:
 
     def _finish(self, memory: Tensor, work: Any) -> None:
         wait(self._group, work, memory.device, WHERE)
+
+
+def _widest_dtype(chunks: list[Tensor]) -> torch.dtype:
+    """Return the largest integer dtype in which all of these bytes can be viewed: wide elements are copied faster."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all(part % dtype.itemsize == 0 for chunk in chunks for part in (len(chunk), chunk.storage_offset())):
+            return dtype
+    return torch.uint8
 
 
 def _from(owner: int) -> dist.BroadcastOptions:

@@ -17,6 +17,7 @@ waits for a process that may have died.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from lockstep import _torch
 from lockstep.comm.shm.collectives import Parts, describe_move, reduction_key
-from lockstep.comm.shm.cuda_ipc import NO_REGION, REGION_BYTES, IpcExporter, IpcImporter, StagingBuffer, is_idle
-from lockstep.comm.shm.phases import DEVICE_INFO_BYTES, HEADERS, REGION_TABLE_BYTES_PER_WORKER, Call, GroupSync
+from lockstep.comm.shm.cuda_ipc import NO_REGION, IpcExporter, IpcImporter, StagingBuffer, is_idle
+from lockstep.comm.shm.phases import DEVICE_INFO_BYTES, HEADERS, MAX_COALESCED, REGION_BYTES, Call, GroupSync, PeerCall
 from lockstep.comm.shm.reduce_ops import Reduction
 from lockstep.errors import LockstepError
 
@@ -50,7 +51,6 @@ class DeviceInfoBlock:
     def __init__(self, sync: GroupSync) -> None:
         self._sync, self._start = sync, sync.layout.device_info()
         assert UUID_BYTES + EVENTS * EVENT_BYTES <= DEVICE_INFO_BYTES
-        assert HEADERS * 2 * REGION_BYTES <= REGION_TABLE_BYTES_PER_WORKER
 
     def write_device(self, uuid: str, handles: Sequence[bytes]) -> None:
         data = uuid.encode().ljust(UUID_BYTES, b"\0") + b"".join(h.ljust(EVENT_BYTES, b"\0") for h in handles)
@@ -63,7 +63,7 @@ class DeviceInfoBlock:
         return self._read(rank, UUID_BYTES + i * EVENT_BYTES, EVENT_BYTES)
 
     def write(self, regions: Sequence[bytes]) -> None:
-        """Write the regions that the current collective reads, then those that it writes; `size` of each."""
+        """Write the regions of the current collective: those that it reads, then those that it writes."""
         data, at = b"".join(regions), self._start + self._regions_offset()
         self._sync.segment.map[at : at + len(data)] = data
 
@@ -71,8 +71,7 @@ class DeviceInfoBlock:
         return self._read(rank, self._regions_offset() + i * REGION_BYTES, REGION_BYTES)
 
     def _regions_offset(self) -> int:
-        table_bytes = 2 * self._sync.size * REGION_BYTES
-        return DEVICE_INFO_BYTES + self._sync.calls % HEADERS * table_bytes
+        return self._sync.layout.region_table(self._sync.calls % HEADERS) - self._start
 
     def _read(self, rank: int, offset: int, size: int) -> bytes:
         at = self._start + offset
@@ -146,6 +145,33 @@ class CudaCollectives:
                     target.copy_(source)
         self._finish(own)
 
+    def broadcast_coalesced(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> bool:
+        """Overwrite each tensor with that of its root; at most MAX_COALESCED tensors of one dtype.
+
+        Returns False, on all workers, without an effect, if the memory of a tensor cannot be shared.
+        """
+        assert len(tensors) <= MAX_COALESCED
+        self._release_finished()
+        own = list[Tensor | None](tensors)
+        regions = [self._exporter.region(tensor) if tensor.numel() else NO_REGION for tensor in tensors]
+        is_shareable = None not in regions
+        same = (ON_DEVICE, *roots, *(tensor.numel() for tensor in tensors), tensors[0].element_size())
+        calls = self._publish(
+            Call("broadcast", same, offset=0 if is_shareable else -1), [r or NO_REGION for r in regions]
+        )
+        if any(call.offset < 0 for call in calls):
+            return False
+        targets, sources = list[Tensor](), list[Tensor]()
+        for dst, (i, root) in itertools.product(self._served, enumerate(roots)):
+            target, source = (self._tensor(own, rank, i, tensors[0].dtype) for rank in (dst, root))
+            if root != dst and target is not None and source is not None:
+                targets.append(target)
+                sources.append(source)
+        if targets:
+            _torch.foreach_copy_(targets, sources)
+        self._finish(own)
+        return True
+
     def all_reduce(self, tensor: Tensor, op: Reduction, *, root: int | None = None) -> None:
         """As Collectives.all_reduce."""
         name, size = ("all_reduce" if root is None else "reduce"), self.sync.size
@@ -210,7 +236,7 @@ class CudaCollectives:
 
     def _publish_tensors(self, call: Call, sources: Parts, targets: Parts) -> list[Tensor | None]:
         """Publish where this worker's tensors are, and wait until all workers have. Returns those tensors."""
-        sync, size = self.sync, self.sync.size
+        size = self.sync.size
         self._release_finished()
         regions, shareable = [], []
         for i, tensor in enumerate([*sources, *([None] * (size - len(sources))), *targets]):
@@ -219,14 +245,20 @@ class CudaCollectives:
             shareable.append(shared)
         if not (self._served and len(self._leaders) == 1) and not is_idle(self.stream.cuda_stream):
             self.stream.synchronize()  # staging copies; a lone leader's kernels are queued behind them anyway
+        self._publish(call, regions)
+        return shareable
+
+    def _publish(self, call: Call, regions: Sequence[bytes]) -> list[PeerCall]:
+        """Publish this worker's call and regions, and wait until all workers have. Returns their calls."""
+        sync = self.sync
         sync.publish_call(call)
         self._device_info.write(regions)
         sync.await_phase(sync.arrive())
-        sync.read_calls()
+        calls = sync.read_calls()
         if self._served and len(self._leaders) > 1:
             for event in self._last_events():
                 self.stream.wait_event(event)
-        return shareable
+        return calls
 
     def _finish(self, own: Parts) -> None:
         """Signal that the kernels of this collective are queued, and wait until those of all leaders are."""

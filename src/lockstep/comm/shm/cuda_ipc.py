@@ -15,9 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lockstep.comm.shm.phases import MAX_COALESCED, REGION_BYTES
 from lockstep.errors import LockstepError
 
-MAX_MAPPINGS: Final = 64
+MAX_MAPPINGS: Final = MAX_COALESCED  # at least: while a collective runs, none that it uses is closed
 MAX_TENSORS: Final = 512
 BLOCK_BYTES: Final = 2 << 20
 
@@ -27,7 +28,7 @@ _HANDLE_BYTES: Final = 64
 # A range of a process' GPU memory: number of the allocation (never reused there, unlike an address), offset in it,
 # length, handle.
 _REGION = struct.Struct(f"<QQQ{_HANDLE_BYTES}s")
-REGION_BYTES: Final = _REGION.size
+assert _REGION.size == REGION_BYTES
 NO_REGION: Final = bytes(REGION_BYTES)
 
 

@@ -213,6 +213,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, root = single_tensor(tensors), self._root("broadcast", opts)
         return self._submit(tensor, opts, [tensor], on_tensors.broadcast, tensor, root)
 
+    def broadcast_coalesced(self, tensors: Tensors, roots: Sequence[int]) -> Work:
+        """Broadcast tensors that are contiguous and of one dtype, each from the rank that `roots` has for it.
+
+        Only on a device that shm serves in this group.
+        """
+        return self._submit(tensors[0], None, tensors, on_tensors.broadcast_coalesced, tensors, roots)
+
     @dispatch_by_device
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         for targets, data in zip(outputs, inputs, strict=True):

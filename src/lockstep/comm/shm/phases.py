@@ -30,7 +30,8 @@ from lockstep.process_identity import read_stat
 POLL_S: Final = 0.05
 HEADERS: Final = 4  # no worker is more than one collective ahead of another
 DEVICE_INFO_BYTES: Final = 512
-REGION_TABLE_BYTES_PER_WORKER: Final = 1024
+REGION_BYTES: Final = 88  # of the description of a tensor on a GPU (cuda_ipc.py)
+MAX_COALESCED: Final = 64  # tensors of a collective, beside one for each rank
 RING_ENTRIES: Final = 256
 RING_ENTRY_BYTES: Final = 32
 NOTHING_WANTED: Final = -1
@@ -91,6 +92,11 @@ class SegmentLayout:
         """Offset of the description of the owner's GPU and of its tensors there."""
         return self.message_ring(self.size) + HEADERS * 2 * self.size * 8
 
+    def region_table(self, header: int) -> int:
+        """Offset of the descriptions of the owner's tensors on a GPU, of a collective with this header."""
+        regions = max(2 * self.size, MAX_COALESCED)
+        return self.device_info() + DEVICE_INFO_BYTES + header * regions * REGION_BYTES
+
     def header(self, number: int) -> int:
         """Offset of the header of the owner's collective `number`."""
         return self.HEADER + number % HEADERS * self.HEADER_BYTES
@@ -101,7 +107,7 @@ class SegmentLayout:
 
     @property
     def end(self) -> int:
-        return -(-(self.device_info() + DEVICE_INFO_BYTES + self.size * REGION_TABLE_BYTES_PER_WORKER) // PAGE) * PAGE
+        return -(-self.region_table(HEADERS) // PAGE) * PAGE
 
 
 @dataclass(slots=True)

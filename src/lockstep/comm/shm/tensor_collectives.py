@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.comm.shm.collectives import Collectives
 from lockstep.comm.shm.cuda_collectives import CudaCollectives
+from lockstep.comm.shm.phases import MAX_COALESCED
 from lockstep.comm.shm.reduce_ops import RedOpType, Reduction
 
 COALESCE_BYTES: Final = 1 << 20
@@ -140,6 +141,17 @@ def broadcast(collectives: AnyCollectives, tensor: Tensor, root: int) -> None:
         collectives.move("broadcast", same=(root,), to_all=data if me == root else None, into=into)
 
     _write_into(collectives, [tensor], move, read=True)
+
+
+def broadcast_coalesced(collectives: AnyCollectives, tensors: Tensors, roots: Sequence[int]) -> None:
+    """Broadcast tensors that are contiguous and of one dtype, each from its root; on a GPU many at once."""
+    for start in range(0, len(tensors), MAX_COALESCED):
+        some, owners = tensors[start : start + MAX_COALESCED], roots[start : start + MAX_COALESCED]
+        is_done = isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(
+            [tensor.data.view(-1) for tensor in some], owners
+        )
+        if not is_done:
+            for_each(collectives, broadcast, some, owners)
 
 
 def all_gather(collectives: AnyCollectives, targets: Tensors, data: Tensor) -> None:
