@@ -268,9 +268,24 @@ def _all_to_all(trial: Trial, group: Any, case: str, dtype: torch.dtype, numel: 
     trial.same(f"input of all_to_all_single, {case}", tensor, ours[rank])
 
 
+def compare_broadcasts(trial: Trial, group: Any) -> None:
+    """Many tensors at once: those of each root are copied together."""
+    sizes = [0, 1, 7, MANY, 3 * MANY, 10_000_000, 5] + [i % 9 for i in range(300)]
+    inputs = [trial.inputs(torch.int32, numel) for numel in sizes]
+    roots = [i * 5 % trial.size for i in range(len(sizes))]
+    tensors = [ours[trial.rank].clone() for ours in inputs]
+    broadcast = group.prepare_broadcasts(tensors, roots)
+    for round_ in range(2):
+        broadcast().wait()
+        for i, (tensor, ours, root) in enumerate(zip(tensors, inputs, roots, strict=True)):
+            trial.same(f"broadcast {i} of many, round {round_}", tensor, ours[root] + round_)
+            tensor += 1
+
+
 def moving(rank: int, size: int) -> list[str]:
     trial = Trial(rank, size, small_slots(rank))
     compare_moves(trial, trial.group)
+    compare_broadcasts(trial, trial.group)
     return trial.wrong
 
 

@@ -84,12 +84,19 @@ def everything(rank: int, size: int) -> list[str]:
         if gathered is not None:
             check(f"gather {numel}", torch.cat(gathered), torch.cat(all_))
     generator = torch.Generator("cuda").manual_seed(5)
-    many = [torch.randn(size, i * i * i, device="cuda", generator=generator) for i in range(150)]  # 0 to 13 MiB
+    many = [
+        torch.randn(size, i * i * i, device="cuda", generator=generator) for i in range(150)
+    ]  # 0 to 13 MiB, in several batches
     roots = [i * 7 % size for i in range(len(many))]
     received = [rows[rank].clone() for rows in many]
-    group.broadcast_coalesced(received, roots).wait()
+    broadcast = group.prepare_broadcasts(received, roots)
+    broadcast().wait()
     for i, (got, rows, root) in enumerate(zip(received, many, roots, strict=True)):
-        check(f"broadcast_coalesced {i}", got, rows[root])
+        check(f"broadcast {i} of many", got, rows[root])
+        got += 1
+    broadcast().wait()
+    for i, (got, rows, root) in enumerate(zip(received, many, roots, strict=True)):
+        check(f"broadcast {i} of many, once more", got, rows[root] + 1)
     if size > 1:
         there, back = torch.full((1000,), float(rank), device="cuda"), torch.empty(1000, device="cuda")
         sent = dist.isend(there, (rank + 1) % size, group=group)
@@ -174,10 +181,12 @@ def broadcast_many(rank: int, size: int) -> list[str]:
     group: Any = dist.new_group(backend="shm")
     wrong = []
     for round_ in range(3):
-        many = [torch.full((3_000_000 + i,), float(rank + i + round_), device="cuda") for i in range(100)]
-        group.broadcast_coalesced(many, [i % size for i in range(100)]).wait()
+        many = [torch.full((3_000_000 + i,), float(rank + i + round_), device="cuda") for i in range(300)]
+        broadcast = group.prepare_broadcasts(many, [i % size for i in range(300)])
+        broadcast().wait()
+        broadcast().wait()
         wrong += [f"{round_}: {i}" for i, x in enumerate(many) if not bool((x == i % size + i + round_).all())]
-        del many
+        del many, broadcast
         if round_ == 1:
             torch.cuda.empty_cache()
     return wrong

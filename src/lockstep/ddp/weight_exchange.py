@@ -1,7 +1,7 @@
 """Sends the weights that each worker has updated to all others.
 
-Large pieces are broadcast from where they are, without a copy; on GPUs, over `shm`, all of them at once. Small ones are
-collected in buckets, which are gathered.
+Large pieces are broadcast from where they are, without a copy. Small ones are collected in buckets, which are gathered.
+On GPUs that are connected by `shm`, all pieces are broadcast at once.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class WeightExchange:
         self._pointers = [parameter.data_ptr() for parameter in pieces]
         by_owner: list[list[tuple[int, Tensor]]] = [[] for _ in range(group.size())]  # large pieces: owner and memory
         by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
+        coalesced: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker has itself
         for parameter, owned in pieces.items():
             if (flat := flat_view(parameter)) is not None:  # None: it has no elements
                 by_rank = by_device.setdefault(parameter.device, [[] for _ in range(group.size())])
+                is_direct = parameter.is_cuda and backend_name(group, parameter.device) == "shm"
                 for piece in owned:
                     memory = flat[piece.start : piece.stop].view(torch.uint8)
                     for chunk in torch.split(memory, max(bucket_bytes, DIRECT_BYTES)):
@@ -58,21 +60,20 @@ class WeightExchange:
                             if len(scratch.get(chunk.device, ())) < len(chunk):
                                 scratch[chunk.device] = torch.empty_like(chunk)
                             chunk = scratch[chunk.device][: len(chunk)]
-                        if len(memory) >= DIRECT_BYTES:
+                        if is_direct:
+                            dtype = _widest_dtype(chunk)
+                            coalesced.setdefault((chunk.device, dtype), []).append((piece.owner, chunk.view(dtype)))
+                        elif len(memory) >= DIRECT_BYTES:
                             by_owner[piece.owner].append((piece.owner, chunk))
                         else:
                             by_rank[piece.owner].append(chunk.view(flat.dtype))
         # In turn, so that several workers send at the same time.
         self._large = [one for some in itertools.zip_longest(*by_owner) for one in some if one is not None]
-        self._coalesced: list[tuple[list[int], list[Tensor]]] = []
-        for device in by_device:
-            if device.type == "cuda" and backend_name(group, device) == "shm":
-                together = [(owner, chunk) for owner, chunk in self._large if chunk.device == device]
-                self._large = [(owner, chunk) for owner, chunk in self._large if chunk.device != device]
-                if together:
-                    dtype = _widest_dtype([chunk for _, chunk in together])
-                    tensors = [chunk.view(dtype) for _, chunk in together]
-                    self._coalesced.append(([owner for owner, _ in together], tensors))
+        own_group: Any = group
+        self._start_coalesced: list[tuple[torch.device, Callable[[], Any]]] = []
+        for (device, _), chunks in coalesced.items():
+            start = own_group.prepare_broadcasts([chunk for _, chunk in chunks], [owner for owner, _ in chunks])
+            self._start_coalesced.append((device, start))
         self._buckets = [
             bucket for by_rank in by_device.values() for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes)
         ]
@@ -83,10 +84,8 @@ class WeightExchange:
 
     def run(self) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out."""
+        coalesced = [(device, start()) for device, start in self._start_coalesced]
         works = deque[tuple[Tensor, Any]]()
-        for owners, tensors in self._coalesced:
-            own_group: Any = self._group
-            works.append((tensors[0], own_group.broadcast_coalesced(tensors, owners)))
         for owner, memory in self._large:  # a process group may need as much memory again for what is on its way
             works.append((memory, self._group.broadcast([memory], _from(owner))))
             if sum(sent.nbytes for sent, _ in works) > IN_FLIGHT_BYTES:
@@ -101,15 +100,17 @@ class WeightExchange:
             last[0].finish(self._group, last[1])
         for memory, work in works:
             self._finish(memory, work)
+        for device, work in coalesced:
+            wait(self._group, work, device, WHERE)
 
     def _finish(self, memory: Tensor, work: Any) -> None:
         wait(self._group, work, memory.device, WHERE)
 
 
-def _widest_dtype(chunks: list[Tensor]) -> torch.dtype:
-    """Return the largest integer dtype in which all of these bytes can be viewed: wide elements are copied faster."""
+def _widest_dtype(memory: Tensor) -> torch.dtype:
+    """Return the largest integer dtype in which these bytes can be viewed: wide elements are copied faster."""
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if all(part % dtype.itemsize == 0 for chunk in chunks for part in (len(chunk), chunk.storage_offset())):
+        if len(memory) % dtype.itemsize == memory.storage_offset() % dtype.itemsize == 0:
             return dtype
     return torch.uint8
 

@@ -70,12 +70,33 @@ class DeviceInfoBlock:
     def read(self, rank: int, i: int) -> bytes:
         return self._read(rank, self._regions_offset() + i * REGION_BYTES, REGION_BYTES)
 
+    def read_table(self, rank: int, count: int) -> bytes:
+        """The first `count` regions of a rank."""
+        return self._read(rank, self._regions_offset(), count * REGION_BYTES)
+
     def _regions_offset(self) -> int:
         return self._sync.layout.region_table(self._sync.calls % HEADERS) - self._start
 
     def _read(self, rank: int, offset: int, size: int) -> bytes:
         at = self._start + offset
         return self._sync.segments[rank].map[at : at + size]
+
+
+class CoalescedTensors:
+    """Tensors that are broadcast together, many times: flat ones of one dtype, MAX_COALESCED at most.
+
+    They are kept here, so their memory is the same each time, and is described and mapped once.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
+        assert len(tensors) <= MAX_COALESCED
+        self.tensors, self.roots, self.dtype = list(tensors), list(roots), tensors[0].dtype
+        self.same = (*roots, *(tensor.numel() for tensor in tensors), self.dtype.itemsize)
+        self.regions: list[bytes | None] | None = None  # of this worker's tensors; None: not known yet
+        # Of a leader: what it copies, and the regions of the other workers and the closed mappings at that time.
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
+        self.described: tuple[list[bytes], list[int]] | None = None
 
 
 class CudaCollectives:
@@ -145,32 +166,38 @@ class CudaCollectives:
                     target.copy_(source)
         self._finish(own)
 
-    def broadcast_coalesced(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> bool:
-        """Overwrite each tensor with that of its root; at most MAX_COALESCED tensors of one dtype.
+    def broadcast_coalesced(self, batch: CoalescedTensors) -> bool:
+        """Overwrite each tensor with that of its root.
 
         Returns False, on all workers, without an effect, if the memory of a tensor cannot be shared.
         """
-        assert len(tensors) <= MAX_COALESCED
         self._release_finished()
-        own = list[Tensor | None](tensors)
-        regions = [self._exporter.region(tensor) if tensor.numel() else NO_REGION for tensor in tensors]
-        is_shareable = None not in regions
-        same = (ON_DEVICE, *roots, *(tensor.numel() for tensor in tensors), tensors[0].element_size())
-        calls = self._publish(
-            Call("broadcast", same, offset=0 if is_shareable else -1), [r or NO_REGION for r in regions]
-        )
+        if batch.regions is None:
+            batch.regions = [self._exporter.region(t) if t.numel() else NO_REGION for t in batch.tensors]
+        is_shareable = None not in batch.regions
+        call = Call("broadcast", (ON_DEVICE, *batch.same), offset=0 if is_shareable else -1)
+        calls = self._publish(call, [region or NO_REGION for region in batch.regions])
         if any(call.offset < 0 for call in calls):
             return False
-        targets, sources = list[Tensor](), list[Tensor]()
-        for dst, (i, root) in itertools.product(self._served, enumerate(roots)):
-            target, source = (self._tensor(own, rank, i, tensors[0].dtype) for rank in (dst, root))
-            if root != dst and target is not None and source is not None:
-                targets.append(target)
-                sources.append(source)
-        if targets:
-            _torch.foreach_copy_(targets, sources)
-        self._finish(own)
+        if self._served:
+            self._copy_coalesced(batch)
+        self._finish(batch.tensors)
         return True
+
+    def _copy_coalesced(self, batch: CoalescedTensors) -> None:
+        """Copy the tensors to the workers on this leader's GPU."""
+        tables = [self._device_info.read_table(rank, len(batch.tensors)) for rank in self._importers]
+        described = tables, [importer.closed for importer in self._importers.values()]
+        if batch.described != described:  # the first time; else the tensors are where they were
+            batch.targets, batch.sources = [], []
+            for dst, (i, root) in itertools.product(self._served, enumerate(batch.roots)):
+                target, source = (self._tensor(batch.tensors, rank, i, batch.dtype) for rank in (dst, root))
+                if root != dst and target is not None and source is not None:
+                    batch.targets.append(target)
+                    batch.sources.append(source)
+            batch.described = tables, [importer.closed for importer in self._importers.values()]
+        if batch.targets:
+            _torch.foreach_copy_(batch.targets, batch.sources)
 
     def all_reduce(self, tensor: Tensor, op: Reduction, *, root: int | None = None) -> None:
         """As Collectives.all_reduce."""

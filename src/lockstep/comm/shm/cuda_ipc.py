@@ -19,7 +19,7 @@ from lockstep.comm.shm.phases import MAX_COALESCED, REGION_BYTES
 from lockstep.errors import LockstepError
 
 MAX_MAPPINGS: Final = MAX_COALESCED  # at least: while a collective runs, none that it uses is closed
-MAX_TENSORS: Final = 512
+MAX_TENSORS: Final = 1024
 BLOCK_BYTES: Final = 2 << 20
 
 _IPC_CAPABLE, _BUFFER_ID, _RANGE_START = 10, 7, 11
@@ -96,6 +96,7 @@ class IpcImporter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.closed = 0  # how many mappings were closed: tensors on them must not be used again
         self._mapped: OrderedDict[int, int] = OrderedDict()  # allocation -> address in this process
         self._tensors: dict[tuple[bytes, torch.dtype], Tensor] = {}
 
@@ -118,6 +119,7 @@ class IpcImporter:
                 self._tensors.clear()
                 # No queued kernel may use the mapping that is closed now.
                 torch.cuda.current_stream(self._device).synchronize()
+                self.closed += 1
                 _call("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
             address, handle = ctypes.c_uint64(0), _Handle()
             ctypes.memmove(ctypes.addressof(handle), packed_handle, _HANDLE_BYTES)

@@ -24,11 +24,11 @@ from lockstep._torch import BarrierOptions, Store
 from lockstep.comm.flatten_tensors import single_tensor
 from lockstep.comm.shm import tensor_collectives as on_tensors
 from lockstep.comm.shm.collectives import Collectives, heap_start, reserve_slots
-from lockstep.comm.shm.cuda_collectives import CudaCollectives, event_behind_queued
+from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives, event_behind_queued
 from lockstep.comm.shm.executor import CollectiveExecutor, CombinedWork, ShmWork
 from lockstep.comm.shm.memory import Heap, create_segment
 from lockstep.comm.shm.mixed_backend import DeviceBackends, dispatch_by_device
-from lockstep.comm.shm.phases import GroupSync, State
+from lockstep.comm.shm.phases import MAX_COALESCED, GroupSync, State
 from lockstep.comm.shm.point_to_point import PointToPoint
 from lockstep.comm.shm.reduce_ops import RedOpType, Reduction, parse_reduction
 from lockstep.comm.shm.rendezvous import exchange_segments
@@ -213,12 +213,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, root = single_tensor(tensors), self._root("broadcast", opts)
         return self._submit(tensor, opts, [tensor], on_tensors.broadcast, tensor, root)
 
-    def broadcast_coalesced(self, tensors: Tensors, roots: Sequence[int]) -> Work:
-        """Broadcast tensors that are contiguous and of one dtype, each from the rank that `roots` has for it.
-
-        Only on a device that shm serves in this group.
-        """
-        return self._submit(tensors[0], None, tensors, on_tensors.broadcast_coalesced, tensors, roots)
+    def prepare_broadcasts(self, tensors: Tensors, roots: Sequence[int]) -> Callable[[], Work]:
+        """Return a function that broadcasts these tensors, each from its root; on a GPU all at once. They are
+        contiguous, of one dtype, on a device that shm serves in this group, and kept."""
+        flat, n = [tensor.data.view(-1) for tensor in tensors], MAX_COALESCED
+        batches = [CoalescedTensors(flat[i : i + n], roots[i : i + n]) for i in range(0, len(flat), n)]
+        return lambda: self._submit(flat[0], None, flat, on_tensors.broadcast_coalesced, batches)
 
     @dispatch_by_device
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from lockstep import _torch
 from lockstep.comm.shm.collectives import Collectives
-from lockstep.comm.shm.cuda_collectives import CudaCollectives
-from lockstep.comm.shm.phases import MAX_COALESCED
+from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives
 from lockstep.comm.shm.reduce_ops import RedOpType, Reduction
 
 COALESCE_BYTES: Final = 1 << 20
+PACKED_BYTES: Final = 32 << 20
 
 AnyCollectives = Collectives | CudaCollectives
 Tensors = Sequence[Tensor]
@@ -143,15 +144,29 @@ def broadcast(collectives: AnyCollectives, tensor: Tensor, root: int) -> None:
     _write_into(collectives, [tensor], move, read=True)
 
 
-def broadcast_coalesced(collectives: AnyCollectives, tensors: Tensors, roots: Sequence[int]) -> None:
-    """Broadcast tensors that are contiguous and of one dtype, each from its root; on a GPU many at once."""
-    for start in range(0, len(tensors), MAX_COALESCED):
-        some, owners = tensors[start : start + MAX_COALESCED], roots[start : start + MAX_COALESCED]
-        is_done = isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(
-            [tensor.data.view(-1) for tensor in some], owners
-        )
-        if not is_done:
-            for_each(collectives, broadcast, some, owners)
+def broadcast_coalesced(collectives: AnyCollectives, batches: Sequence[CoalescedTensors]) -> None:
+    """Broadcast the tensors of each batch at once, or where memory cannot be shared, copied together."""
+    for batch in batches:
+        if not (isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(batch)):
+            for root in range(collectives.sync.size):
+                own = [tensor for tensor, owner in zip(batch.tensors, batch.roots, strict=True) if owner == root]
+                for some in _in_batches(own, PACKED_BYTES):
+                    packed = torch.cat(some)
+                    broadcast(collectives, packed, root)
+                    collectives.wait_for_result()
+                    _torch.foreach_copy_(some, torch.split(packed, [tensor.numel() for tensor in some]))
+
+
+def _in_batches(tensors: Tensors, size_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield consecutive tensors together, as many as have this size."""
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and sum(one.nbytes for one in batch) + tensor.nbytes > size_bytes:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
 
 
 def all_gather(collectives: AnyCollectives, targets: Tensors, data: Tensor) -> None:
