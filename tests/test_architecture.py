@@ -28,7 +28,7 @@ ALLOWED = {
     "world": {"errors", "failures", "process_identity"},
     "comm": {"errors", "faults", "process_identity", "world"},
     "data": {"errors", "run_files", "seed", "world"},
-    "ddp": {"errors", "faults", "world", "comm"},
+    "ddp": {"errors", "faults", "process_identity", "world", "comm"},
     "checkpoint": {"errors", "run_files", "faults", "process_identity", "strict_json"},
     "control": {"errors", "strict_json"},
     "launcher": {"errors", "failures", "control", "process_identity", "world"},

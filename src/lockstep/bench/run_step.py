@@ -84,7 +84,7 @@ class RunArm:
         self._sharded: ShardedState | None = None
         if kind.endswith("-sharded"):
             self._sharded = ShardedState([optimizer], whole_tensors=[False], redundancy=0)
-            self._sharded.assign(group, device, "")
+            self._sharded.assign(group, device)
         self._steps: dict[StepObserver, int] = {}
         self._observer: StepObserver = NullObserver(device)
         self._training = StepContext(

@@ -24,6 +24,7 @@ from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, flat_vi
 from lockstep.ddp.optimizer_state import Interval, StateHolders, States, WholeState, cut_state, options_of
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import ReplicaMismatchError
+from lockstep.process_identity import identify_host
 
 BUCKET_MB: Final = 25.0
 ELEMENTWISE: Final = frozenset(
@@ -92,6 +93,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._strides: dict[Tensor, tuple[int, ...]] = {}
         self._parts: list[list[OwnedPart]] = []  # of this worker, by group
         self._exchange: WeightExchange | None = None
+        self._spans_hosts: bool | None = None  # known from the first step on
         self._consolidated: WholeState | None = None  # the state of all workers
         # What must be equal on all workers, beside the parameters.
         self._same = [optimizer_class.__qualname__, self._whole_tensors, self._bucket_bytes]
@@ -255,8 +257,11 @@ class ShardedOptimizer(Optimizer, Joinable):
             part.drop_gradient()
         if self._group is not None and self._size > 1:
             changed = {one: self._pieces[one] for one in self._pieces if one.requires_grad or one.grad is not None}
+            if self._spans_hosts is None:
+                hosts = agreement.gather_values(self._group, identify_host(), device=self.join_device)
+                self._spans_hosts = len(set(hosts)) > 1
             if self._exchange is None or self._exchange.has_moved(changed):
-                self._exchange = WeightExchange(self._group, changed, self._bucket_bytes)
+                self._exchange = WeightExchange(self._group, changed, self._bucket_bytes, spans_hosts=self._spans_hosts)
             self._exchange.run()
 
     def _check_parameters(self) -> None:

@@ -39,6 +39,7 @@ from lockstep.ddp.optimizer_state import (
 from lockstep.ddp.replica import cheap_digests
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import DivergenceError, LockstepError, LostStateError, ReplicaMismatchError
+from lockstep.process_identity import identify_host
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 
@@ -69,7 +70,7 @@ class ShardedState:
         redundancy     1: every part is kept by two workers; 0: by one
         """
         self._optimizers, self._whole_tensors, self.redundancy = tuple(optimizers), tuple(whole_tensors), redundancy
-        self._rank, self._size = 0, 1
+        self._rank, self._size, self._spans_hosts = 0, 1, False
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._buddies: list[int] = [0]
         self._parts: list[list[list[OwnedPart]]] = [[] for _ in optimizers]  # by optimiser and group
@@ -81,9 +82,8 @@ class ShardedState:
         self._initial: dict[Tensor, dict[str, Any]] | None = {
             parameter: state for one in optimizers for parameter, state in one.state.items()
         }
-        self._is_forgotten = False  # see `forget`
+        self._is_forgotten, self._is_on_parts = False, False  # see `forget` and `_on_parts`
         self._strides: list[tuple[int, ...]] = []
-        self._is_on_parts = False  # an optimiser sees its parts: see `_on_parts`
         self._checked: set[int] = set()  # optimisers of which it is known that their state can be moved
         for optimizer in optimizers:
             optimizer.state = DistributedState()  # type: ignore[assignment]
@@ -193,18 +193,18 @@ class ShardedState:
             return
         # Not after a recovery that has completed the weights, nor after a step that was skipped: alike on all workers.
         if not self._is_complete:
-            own = [parameter for options in self._optimizers[number].param_groups for parameter in options["params"]]
+            own = [parameter for one in self._optimizers[number].param_groups for parameter in one["params"]]
             changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
-            exchange = self._exchanges.get(number)
-            if exchange is None or exchange.has_moved(changed):
-                exchange = WeightExchange(group, changed, BUCKET_BYTES, has_own=lambda _, piece: self._has(piece))
-                self._exchanges[number] = exchange
+            if (exchange := self._exchanges.get(number)) is None or exchange.has_moved(changed):
+                exchange = self._exchanges[number] = WeightExchange(
+                    group, changed, BUCKET_BYTES, spans_hosts=self._spans_hosts, has_own=self._has
+                )
             exchange.run()
             self._is_complete = True
         if confirms:
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
 
-    def _has(self, piece: Piece) -> bool:
+    def _has(self, _parameter: Tensor, piece: Piece) -> bool:
         return self._rank == piece.owner or (bool(self.redundancy) and self._rank == self._buddies[piece.owner])
 
     def compare_copies(self, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -220,7 +220,8 @@ class ShardedState:
         digests = iter(cheap_digests(tensor for of_part in tensors for tensor in of_part))
         for (part, _), of_part in zip(parts, tensors, strict=True):
             totals[part.piece.owner != self._rank] += sum(next(digests) for _ in of_part)
-        rows = agreement.gather_rows(group, [_signed(total) for total in totals], device=device)
+        signed = [(total + 2**63) % 2**64 - 2**63 for total in totals]  # the lowest 64 bits, which a tensor can hold
+        rows = agreement.gather_rows(group, signed, device=device)
         for rank, buddy in enumerate(self._buddies):
             if rows[rank][0] != rows[buddy][1]:
                 raise DivergenceError(
@@ -232,7 +233,7 @@ class ShardedState:
 
     # -- which worker has which part -----------------------------------------------------------------------------------
 
-    def assign(self, group: dist.ProcessGroup, device: torch.device, host: str) -> None:
+    def assign(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Divide the state between the current workers, and move what has changed its worker; a collective call.
 
         Workers may be new, and other ones may be lost; all have taken the same steps. Weights are completed where they
@@ -246,7 +247,7 @@ class ShardedState:
         mine, size = self._held(), group.size()
         trained = [number for number, parameter in enumerate(self.parameters) if parameter.requires_grad]
         initial = None if self._initial is None else self._digest_initial()
-        own = _Facts(host, len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
+        own = _Facts(identify_host(), len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
         holders = StateHolders(group, mine, device=device, facts=own)
         facts = [_Facts(*one) for one in holders.facts]
         known, trained = _choose_known(facts)
@@ -265,7 +266,8 @@ class ShardedState:
         if size > 1 and known:  # until all have theirs, parts are not dropped
             self._copy, self._is_complete = mine | states, True
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "moving the optimiser's state")
-        self._rank, self._size, self._pieces, self._buddies = group.rank(), size, pieces, buddies
+        self._rank, self._size, self._spans_hosts = group.rank(), size, len({one.host for one in facts}) > 1
+        self._pieces, self._buddies = pieces, buddies
         self._exchanges, self._is_complete, self._copy, self._is_forgotten = {}, True, None, False
         self._strides = [parameter.stride() for parameter in pieces]
         self._set_parts(states)
@@ -343,7 +345,7 @@ class ShardedState:
             parameter: [piece for piece, _ in holders.pieces(Interval(number, 0, parameter.numel()))]
             for parameter, number in numbers.items()
         }
-        WeightExchange(group, sent, BUCKET_BYTES, has_own=has_own).run()
+        WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=True, has_own=has_own).run()
 
     def _set_parts(self, states: States) -> None:
         numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
@@ -353,7 +355,7 @@ class ShardedState:
                     OwnedPart(parameter, piece, is_whole=is_whole(parameter, whole_tensors=whole_tensors))
                     for parameter in group["params"]
                     for piece in self._pieces[parameter]
-                    if self._has(piece)
+                    if self._has(parameter, piece)
                 ]
                 for group in optimizer.param_groups
             ]
@@ -443,8 +445,3 @@ def _choose_known(facts: Sequence[_Facts]) -> tuple[int, list[int]]:
             "not on one"
         )
     return 0, facts[0].trained
-
-
-def _signed(total: int) -> int:
-    """The lowest 64 bits as a signed number, which a tensor can hold."""
-    return (total + 2**63) % 2**64 - 2**63

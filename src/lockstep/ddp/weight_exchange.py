@@ -1,7 +1,8 @@
 """Sends the weights that each worker has updated to all others.
 
-Large pieces are broadcast from where they are, without a copy. Small ones are collected in buckets, which are gathered.
-On GPUs that are connected by `shm`, all pieces are broadcast at once.
+Pieces are collected in buckets, which are gathered, so that all workers send at the same time. Between workers of one
+host, large pieces are broadcast from where they are: there a copy costs more. On GPUs that are connected by `shm`, all
+pieces are broadcast at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lockstep.comm.register_backends import backend_name
 from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
-DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast
+DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast, within a host
 IN_FLIGHT_BYTES: Final = 64 * 1024 * 1024
 WHERE: Final = "the exchange of new weights"
 
@@ -35,17 +36,19 @@ class WeightExchange:
         pieces: Mapping[Tensor, list[Piece]],
         bucket_bytes: int,
         *,
+        spans_hosts: bool,
         has_own: Callable[[Tensor, Piece], bool] = lambda _parameter, _piece: False,
     ) -> None:
         """
         pieces        of each parameter, with the worker that sends it
         bucket_bytes  how much is gathered at once
+        spans_hosts   whether the workers are on several hosts
         has_own       whether this worker has computed a piece itself, too, so that it is not overwritten: what an
                       exchange that is aborted writes is garbage
         """
         self._group = group
         self._pointers = [parameter.data_ptr() for parameter in pieces]
-        by_owner: list[list[tuple[int, Tensor]]] = [[] for _ in range(group.size())]  # large pieces: owner and memory
+        self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
         by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
         coalesced: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker has itself
@@ -63,12 +66,10 @@ class WeightExchange:
                         if is_direct:
                             dtype = _widest_dtype(chunk)
                             coalesced.setdefault((chunk.device, dtype), []).append((piece.owner, chunk.view(dtype)))
-                        elif len(memory) >= DIRECT_BYTES:
-                            by_owner[piece.owner].append((piece.owner, chunk))
+                        elif len(memory) >= DIRECT_BYTES and not (spans_hosts or parameter.is_cuda):
+                            self._large.append((piece.owner, chunk))
                         else:
                             by_rank[piece.owner].append(chunk.view(flat.dtype))
-        # In turn, so that several workers send at the same time.
-        self._large = [one for some in itertools.zip_longest(*by_owner) for one in some if one is not None]
         own_group: Any = group
         self._start_coalesced: list[tuple[torch.device, Callable[[], Any]]] = []
         for (device, _), chunks in coalesced.items():

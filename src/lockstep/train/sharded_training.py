@@ -75,7 +75,7 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
         return
     faults.at("moving-state")
     try:
-        sharded.assign(session.group, session.device, session.world.host)
+        sharded.assign(session.group, session.device)
     except LostStateError as error:
         if not session.calls.is_elastic:
             raise
