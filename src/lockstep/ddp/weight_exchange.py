@@ -66,7 +66,7 @@ class WeightExchange:
                         if is_direct:
                             dtype = _widest_dtype(chunk)
                             coalesced.setdefault((chunk.device, dtype), []).append((piece.owner, chunk.view(dtype)))
-                        elif len(memory) >= DIRECT_BYTES and not (spans_hosts or parameter.is_cuda):
+                        elif len(memory) >= DIRECT_BYTES and not spans_hosts:
                             self._large.append((piece.owner, chunk))
                         else:
                             by_rank[piece.owner].append(chunk.view(flat.dtype))
