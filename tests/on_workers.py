@@ -5,6 +5,7 @@ The workers come from a fork server that has torch loaded already, so that start
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import os
 import runpy
@@ -174,10 +175,20 @@ def _be_program(script: Path, arguments: tuple[str, ...], output: Path, env: dic
     os.environ.update(env)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
+    atexit._clear()  # what the fork server has registered
+    status = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.stdout.flush()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    atexit._run_exitfuncs()  # as an interpreter ends, and not as the children of multiprocessing do
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _join_group(rank: int, size: int, store: str) -> None:

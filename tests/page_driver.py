@@ -28,7 +28,7 @@ from typing import Any
 from pages import ROOT, Block, blocks_of, expected_output, name_of
 
 DEADLINE_S = 300.0  # of a block
-GRACE_S = 3.0  # of other workers, when one has failed: they may have something to say, too
+GRACE_S = 1.5  # of other workers, when one has failed: they may have something to say, too
 FORK = multiprocessing.get_context("fork")
 
 

@@ -163,7 +163,7 @@ FIXED = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("exits", FIXED)
 def test_in_a_fixed_world_it_is_named_and_not_its_peers(stage: Stage, exits: str, backend: str) -> None:  # noqa: F811

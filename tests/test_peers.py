@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -19,6 +16,7 @@ import torch.distributed as dist
 from lockstep.comm import abortable_wait, peer_watch
 from lockstep.comm.peer_watch import WorkerReport, diagnose
 from lockstep.errors import DesyncError, PeerLostError
+from on_workers import run_program
 
 US = WorkerReport(0, pid=10, host="a", passes=5, inside=True, calls=9)
 
@@ -99,31 +97,11 @@ SCRIPT = """
 def test_the_worker_that_is_left_alone_says_by_whom(tmp_path: Path, what: str, words: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    # rank 0 alone under our eyes: the launcher would stop it before it can speak
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    environment["MASTER_PORT"] = str(free_port())
-    command = [sys.executable, str(script), what]
-    quiet = subprocess.DEVNULL
-    other = subprocess.Popen(command, env=environment | {"RANK": "1", "LOCAL_RANK": "1"}, stdout=quiet, stderr=quiet)
-    try:
-        done = subprocess.run(
-            command, env=environment | {"RANK": "0", "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=300
-        )
-    finally:
-        other.kill()
-        status = other.wait()
-    assert done.returncode != 0
+    status, text = run_program(script, what, workers=2)  # not under the launcher, which would stop rank 0 too soon
+    assert status == {"raise": 1, "kill": 128 + signal.SIGKILL, "finish": 1}[what], text
+    said = (tmp_path / "output of rank 0").read_text()
     for word in words:
-        assert word in done.stderr
-    assert status == {"raise": 1, "kill": -signal.SIGKILL, "finish": status}[what]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+        assert word in said
 
 
 def test_a_worker_that_waits_in_a_group_that_is_aborted_goes_on() -> None:

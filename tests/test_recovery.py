@@ -483,8 +483,8 @@ SLOW = (
     "a step behind, and the source is lost, shm", "a step behind, and the source is lost, gloo",
     "only the newcomer has the state", "while they gather, gloo", "two at once, and then all",
     "the source, and no other has a state", "no route for a moment",
-    "in the last checkpoint", "no Run", "watched", "scaled", "SyncBatchNorm", "sharded, gloo", "sharded, scaled",
-    "sharded, a step behind", "sharded without copies", "sharded without copies, scaled",
+    "in the last checkpoint", "stopped", "no Run", "watched", "scaled", "SyncBatchNorm", "sharded, gloo",
+    "sharded, scaled", "sharded, a step behind", "sharded without copies", "sharded without copies, scaled",
     "sharded, and only the newcomer has the weights",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]

@@ -258,7 +258,7 @@ def audit_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
 
 
 audits = functools.partial(seen, audit_all)
-every_world = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+every_world = pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 
 
 @every_world
