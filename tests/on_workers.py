@@ -12,6 +12,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 OTHERS_END_WITHIN_S = 10.0  # after one worker of a program has failed
 
@@ -175,17 +176,25 @@ def _be_program(script: Path, arguments: tuple[str, ...], output: Path, env: dic
     os.environ.update(env)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    atexit._clear()  # what the fork server has registered
+    run_to_end(lambda: runpy.run_path(str(script), run_name="__main__"))
+
+
+def run_to_end(run: Callable[[], object]) -> NoReturn:
+    """Run a program in this forked process, and end as an interpreter does, not as a child of multiprocessing."""
+    atexit._clear()  # what the process has registered that this one was forked from
     status = 0
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        run()
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if status and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
     except BaseException as error:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
-    atexit._run_exitfuncs()  # as an interpreter ends, and not as the children of multiprocessing do
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

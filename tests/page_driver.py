@@ -8,7 +8,6 @@ page's folder.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from on_workers import run_to_end
 from pages import ROOT, Block, blocks_of, expected_output, name_of
 
 DEADLINE_S = 300.0  # of a block
@@ -145,29 +145,20 @@ def free_port() -> str:
 
 def be_program(script: Path, env: dict[str, str], output: Path) -> None:
     os.setsid()
-    atexit._clear()  # what is registered up to here is our parent's
     write_to(output)
     os.chdir(script.parent)
     os.environ.update(env)
     sys.argv = [script.name]
     sys.path.insert(0, str(script.parent))
-    status = 0
+    run_to_end(lambda: run_script(script))
+
+
+def run_script(script: Path) -> None:
     try:
         exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    leave(status)
-
-
-def leave(status: int) -> None:
-    """As an interpreter ends, and not as multiprocessing's children do: the program's own handlers are called."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    except Exception:
+        traceback.print_exc()  # without the prefix "[rank0]:" of torch
+        sys.exit(1)
 
 
 def write_to(output: Path) -> None:
@@ -220,15 +211,18 @@ class Inside:
 
 def be_page(line: Any, other_end: Any, folder: Path) -> None:
     other_end.close()  # or we would never hear that it is closed
-    atexit._clear()  # what is registered up to here is our parent's
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    run_to_end(lambda: run_blocks(line))
+
+
+def run_blocks(line: Any) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     while True:
         try:
             script, output = line.recv()
         except EOFError:
-            leave(0)
+            return
         write_to(Path(output))
         failed = False
         try:

@@ -300,21 +300,21 @@ def test_garbage_collection_does_not_end_a_capture() -> None:
     with lane.active(), recorded_into(older, lane.pool):
         result += 1
     older.replay()
-    cycle: list[Any] = [older]
+    gc.collect()
+    cycle: list[Any] = [older]  # young, so that the next collection finds it
     cycle.append(cycle)
     del older
-    gc.collect()
-    gc.set_threshold(10, 1, 1)
+    gc.set_threshold(100_000, 1, 1)
     try:
         with lane.active(), recorded_into(newer, lane.pool):
             del cycle
-            kept = [[] for _ in range(100_000)]  # type: ignore[var-annotated]
+            kept = [[] for _ in range(300_000)]  # type: ignore[var-annotated]
             result += 1
     finally:
         gc.set_threshold(*thresholds)
     newer.replay()
     assert gc.isenabled()
-    assert len(kept) == 100_000
+    assert len(kept) == 300_000
     assert result.item() == 2
 
 

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep import DistributedDataParallel as OurDDP, ShardedOptimizer
-from lockstep.ddp.optimizer_cells import CELL_NUMEL, assign_cells, assign_tensors, flat_view
+from lockstep.ddp.optimizer_cells import CELL_NUMEL, Piece, assign_cells, assign_tensors, flat_view
+from lockstep.ddp.weight_exchange import WeightExchange
 from on_workers import on_workers
 
 # Also with options that change which code of torch runs.
@@ -641,3 +642,72 @@ def test_a_run_refuses_it() -> None:
         batches = run.batches(torch.ones(8, 4), global_batch_size=4, shards=1, epochs=1)
         with pytest.raises(TypeError, match="a ShardedOptimizer is for a loop of your own"):
             next(iter(run.train(batches, ShardedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1))))
+
+
+# -- the exchange of weights -------------------------------------------------------------------------------------------
+
+
+def exchange(rank: int, size: int, device: str, backend: str) -> list[str]:
+    """Weights that only their owner has, and its buddy, are sent to all workers; what differs is told."""
+    group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
+    wrong = []
+
+    def is_buddy(_: Tensor, piece: Piece) -> bool:
+        return (piece.owner + 1) % size == rank
+
+    shapes = [(200_000,), (7,), (0,), (300, 301), (90_001,)]
+    whole = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    whole[-1] = whole[-1].bfloat16()
+    in_one = torch.zeros(1 + 77_777, dtype=torch.bfloat16, device=device)  # a weight at an odd offset of its memory
+    whole.append(torch.arange(77_777).bfloat16())
+    divisions = {
+        "even": assign_cells([one.numel() for one in whole], [0] * size),
+        "most on one": [[Piece(size - 1, 0, one.numel())] if one.numel() else [] for one in whole],
+    }
+    for division, owned in divisions.items():
+        for spans_hosts in (False, True):
+            for bucket_bytes in (25 * 2**20, 299_999):
+                weights = [torch.full_like(one, -1.0, device=device) for one in whole[:-1]]
+                weights.append(in_one.fill_(-1.0)[1:])
+                pieces = dict(zip(weights, owned, strict=True))
+                for weight, one in zip(weights, whole, strict=True):
+                    for piece in pieces[weight]:
+                        if rank in (piece.owner, (piece.owner + 1) % size):
+                            weight.view(-1)[piece.start : piece.stop] = one.view(-1)[piece.start : piece.stop].to(
+                                device
+                            )
+                sent = WeightExchange(group, pieces, bucket_bytes, spans_hosts=spans_hosts, has_own=is_buddy)
+                sent.run()
+                sent.run()
+                for number, (weight, one) in enumerate(zip(weights, whole, strict=True)):
+                    if not torch.equal(weight.cpu(), one):
+                        wrong.append(f"{number}: {division}, {spans_hosts}, {bucket_bytes}")
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_new_weights_arrive_whichever_way_they_are_sent(backend: str) -> None:
+    assert on_workers(exchange, 3, "cpu", backend) == [[], [], []]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_new_weights_arrive_on_a_gpu() -> None:
+    assert on_workers(exchange, 3, "cuda:0", "shm") == [[], [], []]
+
+
+def test_a_sharded_optimizer_between_hosts_has_buckets_of_any_size() -> None:
+    assert on_workers(train_between_hosts, 2) == [True, True]
+
+
+def train_between_hosts(rank: int, size: int) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_HOST", f"host {rank}")
+        torch.manual_seed(0)
+        model, alone = nn.Linear(500, 500), nn.Linear(500, 500)
+        alone.load_state_dict(model.state_dict())
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1, bucket_cap_mb=0.7)
+        optimizers = [optimizer, torch.optim.AdamW(alone.parameters(), lr=0.1)]
+        for one, its in zip((model, alone), optimizers, strict=True):
+            one(torch.ones(2, 500)).square().sum().backward()
+            its.step()
+    return optimizer._spans_hosts and all(map(torch.equal, model.parameters(), alone.parameters()))

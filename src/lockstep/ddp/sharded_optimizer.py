@@ -63,7 +63,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     process_group    the workers (default: all)
     whole_tensors    True: the class treats each tensor on its own. False: it even treats each element on its own.
                      None (default): known for the classes above
-    bucket_cap_mb    how many megabytes of small parameters are exchanged at once; two buffers of this size are kept
+    bucket_cap_mb    how many megabytes of parameters are exchanged at once, where they are copied together: small ones,
+                     and between hosts all; two buffers of this size are kept then
     defaults         options of the class, such as lr
 
     Raises TypeError for a class that cannot be sharded, and ReplicaMismatchError if the workers' parameters differ.
@@ -93,7 +94,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._strides: dict[Tensor, tuple[int, ...]] = {}
         self._parts: list[list[OwnedPart]] = []  # of this worker, by group
         self._exchange: WeightExchange | None = None
-        self._spans_hosts: bool | None = None  # known from the first step on
+        hosts = {identify_host()}
+        if self._group is not None and self._size > 1:
+            hosts = set(agreement.gather_values(self._group, identify_host(), device=self._control_device()))
+        self._spans_hosts = len(hosts) > 1
         self._consolidated: WholeState | None = None  # the state of all workers
         # What must be equal on all workers, beside the parameters.
         self._same = [optimizer_class.__qualname__, self._whole_tensors, self._bucket_bytes]
@@ -257,9 +261,6 @@ class ShardedOptimizer(Optimizer, Joinable):
             part.drop_gradient()
         if self._group is not None and self._size > 1:
             changed = {one: self._pieces[one] for one in self._pieces if one.requires_grad or one.grad is not None}
-            if self._spans_hosts is None:
-                hosts = agreement.gather_values(self._group, identify_host(), device=self.join_device)
-                self._spans_hosts = len(set(hosts)) > 1
             if self._exchange is None or self._exchange.has_moved(changed):
                 self._exchange = WeightExchange(self._group, changed, self._bucket_bytes, spans_hosts=self._spans_hosts)
             self._exchange.run()

@@ -250,6 +250,7 @@ class ShardedState:
         own = _Facts(identify_host(), len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
         holders = StateHolders(group, mine, device=device, facts=own)
         facts = [_Facts(*one) for one in holders.facts]
+        self._spans_hosts = len({one.host for one in facts}) > 1
         known, trained = _choose_known(facts)
         all_known = known or len(self.parameters)  # if no step was taken, all divide by what one of them trains
         pieces = self._divide(size, trained, all_known)
@@ -266,8 +267,7 @@ class ShardedState:
         if size > 1 and known:  # until all have theirs, parts are not dropped
             self._copy, self._is_complete = mine | states, True
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "moving the optimiser's state")
-        self._rank, self._size, self._spans_hosts = group.rank(), size, len({one.host for one in facts}) > 1
-        self._pieces, self._buddies = pieces, buddies
+        self._rank, self._size, self._pieces, self._buddies = group.rank(), size, pieces, buddies
         self._exchanges, self._is_complete, self._copy, self._is_forgotten = {}, True, None, False
         self._strides = [parameter.stride() for parameter in pieces]
         self._set_parts(states)
@@ -345,7 +345,7 @@ class ShardedState:
             parameter: [piece for piece, _ in holders.pieces(Interval(number, 0, parameter.numel()))]
             for parameter, number in numbers.items()
         }
-        WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=True, has_own=has_own).run()
+        WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=self._spans_hosts, has_own=has_own).run()
 
     def _set_parts(self, states: States) -> None:
         numbers = {parameter: number for number, parameter in enumerate(self._pieces)}

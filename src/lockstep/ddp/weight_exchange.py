@@ -1,8 +1,8 @@
 """Sends the weights that each worker has updated to all others.
 
 Pieces are collected in buckets, which are gathered, so that all workers send at the same time. Between workers of one
-host, large pieces are broadcast from where they are: there a copy costs more. On GPUs that are connected by `shm`, all
-pieces are broadcast at once.
+host, large pieces are broadcast from where they are: there a copy costs more; and so they are if one worker has most of
+them. On GPUs that are connected by `shm`, all pieces are broadcast at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
 DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast, within a host
+MAX_PADDING: Final = (
+    1.5  # bytes that are gathered over those that are needed: broadcasts take twice as long between hosts
+)
 IN_FLIGHT_BYTES: Final = 64 * 1024 * 1024
 WHERE: Final = "the exchange of new weights"
 
@@ -49,24 +52,26 @@ class WeightExchange:
         self._group = group
         self._pointers = [parameter.data_ptr() for parameter in pieces]
         self._large: list[tuple[int, Tensor]] = []  # the owner, and the memory
-        by_device: dict[torch.device, list[list[Tensor]]] = {}  # small pieces of each worker
-        coalesced: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        by_device: dict[torch.device, list[list[Tensor]]] = {}  # pieces of each worker that are gathered
+        coalesced: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}  # the owner, and the memory
         scratch: dict[torch.device, Tensor] = {}  # in which pieces arrive that this worker has itself
+        gathers = spans_hosts and _is_even(pieces, group.size())
+        most_bytes = max(bucket_bytes, DIRECT_BYTES) // ALIGN_BYTES * ALIGN_BYTES
         for parameter, owned in pieces.items():
             if (flat := flat_view(parameter)) is not None:  # None: it has no elements
                 by_rank = by_device.setdefault(parameter.device, [[] for _ in range(group.size())])
-                is_direct = parameter.is_cuda and backend_name(group, parameter.device) == "shm"
+                is_coalesced = parameter.is_cuda and backend_name(group, parameter.device) == "shm"
                 for piece in owned:
                     memory = flat[piece.start : piece.stop].view(torch.uint8)
-                    for chunk in torch.split(memory, max(bucket_bytes, DIRECT_BYTES)):
+                    for chunk in torch.split(memory, most_bytes):
                         if piece.owner != group.rank() and has_own(parameter, piece):
                             if len(scratch.get(chunk.device, ())) < len(chunk):
                                 scratch[chunk.device] = torch.empty_like(chunk)
                             chunk = scratch[chunk.device][: len(chunk)]
-                        if is_direct:
-                            dtype = _widest_dtype(chunk)
-                            coalesced.setdefault((chunk.device, dtype), []).append((piece.owner, chunk.view(dtype)))
-                        elif len(memory) >= DIRECT_BYTES and not spans_hosts:
+                        if is_coalesced:
+                            together = coalesced.setdefault((chunk.device, flat.dtype), [])
+                            together.append((piece.owner, chunk.view(flat.dtype)))
+                        elif len(memory) >= DIRECT_BYTES and not gathers:
                             self._large.append((piece.owner, chunk))
                         else:
                             by_rank[piece.owner].append(chunk.view(flat.dtype))
@@ -108,12 +113,13 @@ class WeightExchange:
         wait(self._group, work, memory.device, WHERE)
 
 
-def _widest_dtype(memory: Tensor) -> torch.dtype:
-    """Return the largest integer dtype in which these bytes can be viewed: wide elements are copied faster."""
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if len(memory) % dtype.itemsize == memory.storage_offset() % dtype.itemsize == 0:
-            return dtype
-    return torch.uint8
+def _is_even(pieces: Mapping[Tensor, list[Piece]], size: int) -> bool:
+    """Return whether the owners have about as much each. A gather sends as much from each as the largest one has."""
+    sent_bytes = [0] * size
+    for parameter, owned in pieces.items():
+        for piece in owned:
+            sent_bytes[piece.owner] += piece.numel * parameter.element_size()
+    return size * max(sent_bytes) <= MAX_PADDING * sum(sent_bytes)
 
 
 def _from(owner: int) -> dist.BroadcastOptions:

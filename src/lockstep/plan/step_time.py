@@ -304,8 +304,8 @@ class StepModel:
         plain, total = replace(config, grad_comm=FP32), self.profile.base.memory_bytes["weights"]
         cost_s = sum_costs(self.profile, plain).at(total).seconds
         measured_s, workers = self.gather
-        # Owners send their parts one after the other, so that a link is busy in one direction only.
-        share = 1.0 if config.workers_per_host == 1 else 0.7
+        # Between hosts the parts are gathered, as in the second half of an all-reduce; within one they are broadcast.
+        share = 0.55 if config.hosts > 1 else 0.7
         if not workers:
             return share * cost_s
         probe = next(one for one in self.profile.probes if one.shard_optimizer and one.workers == workers)

@@ -92,8 +92,9 @@ class CoalescedTensors:
         assert len(tensors) <= MAX_COALESCED
         self.tensors, self.roots, self.dtype = list(tensors), list(roots), tensors[0].dtype
         self.same = (*roots, *(tensor.numel() for tensor in tensors), self.dtype.itemsize)
-        self.regions: list[bytes | None] | None = None  # of this worker's tensors; None: not known yet
-        # Of a leader: what it copies, and the regions of the other workers and the closed mappings at that time.
+        self.regions: list[bytes | None] | None = None  # describe this worker's tensors; None: not known yet
+        # The leader copies `sources` to `targets`. They are valid until another worker has other regions, or a mapping
+        # is closed: `described` has both.
         self.targets: list[Tensor] = []
         self.sources: list[Tensor] = []
         self.described: tuple[list[bytes], list[int]] | None = None
@@ -188,7 +189,7 @@ class CudaCollectives:
         """Copy the tensors to the workers on this leader's GPU."""
         tables = [self._device_info.read_table(rank, len(batch.tensors)) for rank in self._importers]
         described = tables, [importer.closed for importer in self._importers.values()]
-        if batch.described != described:  # the first time; else the tensors are where they were
+        if batch.described != described:  # the first time, or a tensor has moved, or a mapping was closed
             batch.targets, batch.sources = [], []
             for dst, (i, root) in itertools.product(self._served, enumerate(batch.roots)):
                 target, source = (self._tensor(batch.tensors, rank, i, batch.dtype) for rank in (dst, root))

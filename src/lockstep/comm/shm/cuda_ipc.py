@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.comm.shm.phases import MAX_COALESCED, REGION_BYTES
 from lockstep.errors import LockstepError
 
-MAX_MAPPINGS: Final = MAX_COALESCED  # at least: while a collective runs, none that it uses is closed
+MAX_MAPPINGS: Final = MAX_COALESCED  # or more, so that none is closed that the current collective uses
 MAX_TENSORS: Final = 1024
 BLOCK_BYTES: Final = 2 << 20
 
@@ -103,8 +103,10 @@ class IpcImporter:
     def tensor(self, packed: bytes, dtype: torch.dtype) -> Tensor:
         """A tensor on the peer's memory that `packed` describes. This object owns the mapping."""
         tensor = self._tensors.get((packed, dtype))
-        if tensor is None:
-            allocation, offset, length, handle = _REGION.unpack(packed)
+        allocation, offset, length, handle = _REGION.unpack(packed)
+        if tensor is not None:
+            self._mapped.move_to_end(allocation)  # used now, so that it is not the next that is closed
+        else:
             address = self._map(allocation, handle) + offset
             if len(self._tensors) >= MAX_TENSORS:
                 self._tensors.clear()

@@ -218,7 +218,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         contiguous, of one dtype, on a device that shm serves in this group, and kept."""
         flat, n = [tensor.data.view(-1) for tensor in tensors], MAX_COALESCED
         batches = [CoalescedTensors(flat[i : i + n], roots[i : i + n]) for i in range(0, len(flat), n)]
-        return lambda: self._submit(flat[0], None, flat, on_tensors.broadcast_coalesced, batches)
+        return lambda: self._submit(flat[0], None, flat[:1], on_tensors.broadcast_coalesced, batches)
 
     @dispatch_by_device
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:

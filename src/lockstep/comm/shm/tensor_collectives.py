@@ -158,7 +158,7 @@ def broadcast_coalesced(collectives: AnyCollectives, batches: Sequence[Coalesced
 
 
 def _in_batches(tensors: Tensors, size_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield consecutive tensors together, as many as have this size."""
+    """Yield consecutive tensors together: at most `size_bytes` in all, or one larger tensor alone."""
     batch: list[Tensor] = []
     for tensor in tensors:
         if batch and sum(one.nbytes for one in batch) + tensor.nbytes > size_bytes:
