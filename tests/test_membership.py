@@ -496,6 +496,7 @@ def test_a_failing_schedule_is_made_shorter() -> None:
     assert short.steps <= found.steps
 
 
+@pytest.mark.slow
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedules", "50", "--workers", "1", "--seed", "3"]) == 0
     shown = capfd.readouterr()

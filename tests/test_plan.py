@@ -573,6 +573,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert plan.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_programs_that_it_has_started(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     plan = subprocess.Popen([sys.executable, "-m", "lockstep", "plan", "train.py"], cwd=tmp_path)
