@@ -147,6 +147,7 @@ def test_a_sample_is_augmented_anew_in_each_epoch_and_no_two_alike() -> None:
     assert len(seen) == 20 * 3 * 4
 
 
+@pytest.mark.slow
 def test_numpy_is_sown_even_if_the_dataset_is_the_first_to_use_it() -> None:
     program = (
         "import sys, torch; from lockstep.data.batches import *; from lockstep.seed import derive_seed, seed_all\n"

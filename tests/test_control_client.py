@@ -194,6 +194,7 @@ def test_a_snapshot_is_of_one_revision_however_large(loop: Loop) -> None:
     loop.until(lambda: client.snapshot() == store.list("job/"), "the client has caught up")
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_costs_little_and_catches_up(loop: Loop) -> None:
     store = ControlStore()
     server = loop.server(store)

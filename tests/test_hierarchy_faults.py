@@ -114,7 +114,7 @@ def test_a_worker_that_dies_is_named_on_every_host(hosts, victim, numel, tmp_pat
         assert after_s < SOON_S
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "victim"), [("aabb", 3), ("ab", 1)])
 def test_a_worker_that_is_stopped_is_named_at_the_deadline(hosts, victim, tmp_path):
     for sort, named, text, after_s in run(strike, hosts, tmp_path, victim, signal.SIGSTOP, SMALL, 6.0, gone=[victim]):

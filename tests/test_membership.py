@@ -453,7 +453,7 @@ def test_wrong_json_is_refused_and_named(
 
 
 def test_schedules_hold() -> None:
-    assert search(0, 3000, None) is None
+    assert search(0, 1500, None) is None
 
 
 @pytest.mark.parametrize("strike", Strike)

@@ -261,6 +261,7 @@ def test_ctrl_c_under_the_launcher(stage: Stage, elastic: bool) -> None:  # noqa
     assert len(done.stderr.splitlines()) < 12, done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     program = SLOW.format(tests=str(Path(__file__).parent))
     (tmp_path / "train.py").write_text("import os, sys, time\n" + program)

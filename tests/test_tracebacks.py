@@ -81,7 +81,8 @@ def test_a_launcher_shows_the_users_own_lines_of_one_worker(stage: Stage, word: 
         assert [line for line in above if line.startswith("[rank 0]") and "PeerLostError: " in line], done.stderr
 
 
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True])
 def test_without_a_launcher_of_ours(stage: Stage, torchrun: bool) -> None:  # noqa: F811
     def run(**env: str) -> str:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"] if torchrun else []

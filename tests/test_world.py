@@ -508,6 +508,7 @@ def test_the_others_say_that_rank_0_is_missing(env: pytest.MonkeyPatch, free_por
     assert time.monotonic() - begin_s < 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_task_of_those_that_slurm_announced_says_which_variables_announced_them(
     env: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int, rank: int
