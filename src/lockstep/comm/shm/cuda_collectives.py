@@ -167,38 +167,38 @@ class CudaCollectives:
                     target.copy_(source)
         self._finish(own)
 
-    def broadcast_coalesced(self, batch: CoalescedTensors) -> bool:
+    def broadcast_coalesced(self, coalesced: CoalescedTensors) -> bool:
         """Overwrite each tensor with that of its root.
 
         Returns False, on all workers, without an effect, if the memory of a tensor cannot be shared.
         """
         self._release_finished()
-        if batch.regions is None:
-            batch.regions = [self._exporter.region(t) if t.numel() else NO_REGION for t in batch.tensors]
-        is_shareable = None not in batch.regions
-        call = Call("broadcast", (ON_DEVICE, *batch.same), offset=0 if is_shareable else -1)
-        calls = self._publish(call, [region or NO_REGION for region in batch.regions])
+        if coalesced.regions is None:
+            coalesced.regions = [self._exporter.region(t) if t.numel() else NO_REGION for t in coalesced.tensors]
+        is_shareable = None not in coalesced.regions
+        call = Call("broadcast", (ON_DEVICE, *coalesced.same), offset=0 if is_shareable else -1)
+        calls = self._publish(call, [region or NO_REGION for region in coalesced.regions])
         if any(call.offset < 0 for call in calls):
             return False
         if self._served:
-            self._copy_coalesced(batch)
-        self._finish(batch.tensors)
+            self._copy_coalesced(coalesced)
+        self._finish(coalesced.tensors)
         return True
 
-    def _copy_coalesced(self, batch: CoalescedTensors) -> None:
+    def _copy_coalesced(self, coalesced: CoalescedTensors) -> None:
         """Copy the tensors to the workers on this leader's GPU."""
-        tables = [self._device_info.read_table(rank, len(batch.tensors)) for rank in self._importers]
+        tables = [self._device_info.read_table(rank, len(coalesced.tensors)) for rank in self._importers]
         described = tables, [importer.closed for importer in self._importers.values()]
-        if batch.described != described:  # the first time, or a tensor has moved, or a mapping was closed
-            batch.targets, batch.sources = [], []
-            for dst, (i, root) in itertools.product(self._served, enumerate(batch.roots)):
-                target, source = (self._tensor(batch.tensors, rank, i, batch.dtype) for rank in (dst, root))
+        if coalesced.described != described:  # the first time, or a tensor has moved, or a mapping was closed
+            coalesced.targets, coalesced.sources = [], []
+            for dst, (i, root) in itertools.product(self._served, enumerate(coalesced.roots)):
+                target, source = (self._tensor(coalesced.tensors, rank, i, coalesced.dtype) for rank in (dst, root))
                 if root != dst and target is not None and source is not None:
-                    batch.targets.append(target)
-                    batch.sources.append(source)
-            batch.described = tables, [importer.closed for importer in self._importers.values()]
-        if batch.targets:
-            _torch.foreach_copy_(batch.targets, batch.sources)
+                    coalesced.targets.append(target)
+                    coalesced.sources.append(source)
+            coalesced.described = tables, [importer.closed for importer in self._importers.values()]
+        if coalesced.targets:
+            _torch.foreach_copy_(coalesced.targets, coalesced.sources)
 
     def all_reduce(self, tensor: Tensor, op: Reduction, *, root: int | None = None) -> None:
         """As Collectives.all_reduce."""

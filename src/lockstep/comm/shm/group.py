@@ -217,8 +217,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         """Return a function that broadcasts these tensors, each from its root; on a GPU all at once. They are
         contiguous, of one dtype, on a device that shm serves in this group, and kept."""
         flat, n = [tensor.data.view(-1) for tensor in tensors], MAX_COALESCED
-        batches = [CoalescedTensors(flat[i : i + n], roots[i : i + n]) for i in range(0, len(flat), n)]
-        return lambda: self._submit(flat[0], None, flat[:1], on_tensors.broadcast_coalesced, batches)
+        lists = [CoalescedTensors(flat[i : i + n], roots[i : i + n]) for i in range(0, len(flat), n)]
+        return lambda: self._submit(flat[0], None, flat[:1], on_tensors.broadcast_coalesced, lists)
 
     @dispatch_by_device
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:

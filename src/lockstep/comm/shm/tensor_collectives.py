@@ -144,29 +144,31 @@ def broadcast(collectives: AnyCollectives, tensor: Tensor, root: int) -> None:
     _write_into(collectives, [tensor], move, read=True)
 
 
-def broadcast_coalesced(collectives: AnyCollectives, batches: Sequence[CoalescedTensors]) -> None:
-    """Broadcast the tensors of each batch at once, or where memory cannot be shared, copied together."""
-    for batch in batches:
-        if not (isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(batch)):
+def broadcast_coalesced(collectives: AnyCollectives, lists: Sequence[CoalescedTensors]) -> None:
+    """Broadcast the tensors of each list at once, or where memory cannot be shared, copied together."""
+    for coalesced in lists:
+        if not (isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(coalesced)):
             for root in range(collectives.sync.size):
-                own = [tensor for tensor, owner in zip(batch.tensors, batch.roots, strict=True) if owner == root]
-                for some in _in_batches(own, PACKED_BYTES):
+                own = [
+                    tensor for tensor, owner in zip(coalesced.tensors, coalesced.roots, strict=True) if owner == root
+                ]
+                for some in _in_lists(own, PACKED_BYTES):
                     packed = torch.cat(some)
                     broadcast(collectives, packed, root)
                     collectives.wait_for_result()
                     _torch.foreach_copy_(some, torch.split(packed, [tensor.numel() for tensor in some]))
 
 
-def _in_batches(tensors: Tensors, size_bytes: int) -> Iterator[list[Tensor]]:
+def _in_lists(tensors: Tensors, size_bytes: int) -> Iterator[list[Tensor]]:
     """Yield consecutive tensors together: at most `size_bytes` in all, or one larger tensor alone."""
-    batch: list[Tensor] = []
+    found: list[Tensor] = []
     for tensor in tensors:
-        if batch and sum(one.nbytes for one in batch) + tensor.nbytes > size_bytes:
-            yield batch
-            batch = []
-        batch.append(tensor)
-    if batch:
-        yield batch
+        if found and sum(one.nbytes for one in found) + tensor.nbytes > size_bytes:
+            yield found
+            found = []
+        found.append(tensor)
+    if found:
+        yield found
 
 
 def all_gather(collectives: AnyCollectives, targets: Tensors, data: Tensor) -> None:
