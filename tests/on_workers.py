@@ -205,3 +205,4 @@ def _join_group(rank: int, size: int, store: str) -> None:
 
     timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
+    dist.barrier()  # no worker begins with its function unless all have joined

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from browser import CHROMIUM, Page, browse
+from browser import Page, browse
 from lockstep.plan.page import MOST_FORECASTS, render_plan, select_forecasts
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 EVIL = "</script><img src=x onerror=\"document.title='harm'\"><!-- @@DATA@@ --> `a` & {b}"
 LINKS = {"25GbE": 25.0, "100GbE": 100.0, "InfiniBand NDR": 400.0}
 CODECS = {"float32": (4.0, 1.0), "int8": (1.0, 1.02)}  # bytes per gradient, and how much longer the rest takes
@@ -229,7 +228,6 @@ def rectangle(page: Page, selector: str) -> dict[str, float]:
     return dict(page.ask(f"{element}.getBoundingClientRect().toJSON()"))
 
 
-@needs_chromium
 def test_it_draws_everything_without_an_error_or_a_request(page: Page, tmp_path: Path) -> None:
     path = visit(page, tmp_path, sample_plan())
     assert shown_sections(page) == PARTS
@@ -261,7 +259,6 @@ def test_it_draws_everything_without_an_error_or_a_request(page: Page, tmp_path:
     assert page.requests == [path.as_uri()]
 
 
-@needs_chromium
 def test_the_interval_and_the_limit_are_where_they_belong(page: Page, tmp_path: Path) -> None:
     plan = sample_plan()
     visit(page, tmp_path, plan)
@@ -280,7 +277,6 @@ def test_the_interval_and_the_limit_are_where_they_belong(page: Page, tmp_path: 
     assert count(page, "#recommended b.limit") == 0
 
 
-@needs_chromium
 def test_a_line_goes_from_one_host_to_many_with_a_shard_per_worker(page: Page, tmp_path: Path) -> None:
     plan = sample_plan()
     plan["forecasts"] = [one | {"shards": one["workers"]} for one in plan["forecasts"] if not one["shard_optimizer"]]
@@ -307,7 +303,6 @@ def test_at_most_eight_lines_and_24_bars(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
-@needs_chromium
 def test_what_has_no_data_is_left_out_with_its_heading(page: Page, tmp_path: Path) -> None:
     visit(page, tmp_path, with_nulls(sample_plan()))
     assert shown_sections(page) == ["recommended", "efficiency", "memory", "forecasts"]
@@ -321,7 +316,6 @@ def test_what_has_no_data_is_left_out_with_its_heading(page: Page, tmp_path: Pat
     assert page.errors == []
 
 
-@needs_chromium
 def test_the_table_sorts_by_click_and_by_keyboard(page: Page, tmp_path: Path) -> None:
     plan = sample_plan()
     plan["forecasts"][5]["cost"] = None
@@ -354,7 +348,6 @@ def test_the_table_sorts_by_click_and_by_keyboard(page: Page, tmp_path: Path) ->
     assert count(page, "#forecasts tbody tr") == 32
 
 
-@needs_chromium
 def test_tooltips_for_mouse_and_keyboard(page: Page, tmp_path: Path) -> None:
     visit(page, tmp_path, sample_plan())
     assert page.ask("document.getElementById('tip').hidden")
@@ -381,7 +374,6 @@ def test_tooltips_for_mouse_and_keyboard(page: Page, tmp_path: Path) -> None:
     assert texts(page, "#tip")[0].startswith("exposed communication")
 
 
-@needs_chromium
 def test_predictions_beside_measurements(page: Page, tmp_path: Path) -> None:
     visit(page, tmp_path, sample_plan())
     assert texts(page, "#checked-lead")[0].startswith("2 of 3 measured step times are inside")
@@ -393,7 +385,6 @@ def test_predictions_beside_measurements(page: Page, tmp_path: Path) -> None:
     assert count(page, "#checked table tbody tr") == 3
 
 
-@needs_chromium
 @pytest.mark.parametrize("plan", [sample_plan(), poison(sample_plan())], ids=["sample", "evil"])
 def test_it_fits_a_phone(page: Page, tmp_path: Path, plan: dict[str, Any]) -> None:
     page.resize(380, 740)
@@ -428,7 +419,6 @@ CONTRAST = """(() => {
   return bad; })()"""
 
 
-@needs_chromium
 def test_light_and_dark_have_enough_contrast(page: Page, tmp_path: Path) -> None:
     """As WCAG's AA asks for: 4.5 to 1 of text, and 3 to 1 of lines, on what lies under them."""
     visit(page, tmp_path, sample_plan())
@@ -439,7 +429,6 @@ def test_light_and_dark_have_enough_contrast(page: Page, tmp_path: Path) -> None
     assert page.ask(CONTRAST) == []
 
 
-@needs_chromium
 def test_odd_numbers_are_drawn_without_errors(page: Page, tmp_path: Path) -> None:
     """Any number may be null, which is what a NaN becomes, or extreme."""
     chance = random.Random(5)

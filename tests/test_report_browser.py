@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from browser import CHROMIUM, Page, browse
+from browser import Page, browse
 from lockstep.cli.main import main
 from traces import Plan, write_trace
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 EVIL = "</script><img src=x onerror=\"document.title='harm'\">"
 METRICS: dict[int, dict[str, float]] = {100: {"accuracy": 0.5}, 300: {"accuracy": 0.75, EVIL: 3.0}}
 

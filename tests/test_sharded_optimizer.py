@@ -637,7 +637,7 @@ def test_over_shm(tmp_path: Any) -> None:
 
 
 def test_a_run_refuses_it() -> None:
-    with lockstep.Run(seed=1, progress=False, device="cpu") as run:
+    with lockstep.Run(seed=1, progress=False) as run:
         net = run.replicate(nn.Linear(4, 3))
         batches = run.batches(torch.ones(8, 4), global_batch_size=4, shards=1, epochs=1)
         with pytest.raises(TypeError, match="a ShardedOptimizer is for a loop of your own"):
