@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-KINDS = ("fp32", "int8", "int4")
+KINDS = ("fp32", "int8", "int4", "powersgd")
 SHARDS, BATCH, CLASSES = 8, 64, 10
 SYMBOLS, LENGTH = 24, 32
 

@@ -15,7 +15,7 @@ itself; over NCCL after 1 s and 3 s.
     python chaos/training.py --seed 7 --only-case 3         one case again; with --times 20, twenty times
     python chaos/training.py --device cuda --backend nccl --kills 300 --seeds 6
     python chaos/training.py --sharded --kills 1000         the optimiser's state is distributed, with redundancy 1
-    python chaos/training.py --compressed --kills 500       gradients are sent as integers
+    python chaos/training.py --compressed --kills 500       gradients are sent as integers or matrices
 
 The seed decides what is done to whom and when; the moment at which a signal lands is the machine's.
 Exit status: 0 when all of it held; 1 when not; 2 for wrong arguments.
@@ -176,7 +176,7 @@ def read_arguments(kind: Kind, argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sharded", action="store_true", help="the optimiser's state is distributed, with redundancy 1"
     )
-    parser.add_argument("--compressed", action="store_true", help="gradients are sent as integers of 8 or 4 bits")
+    parser.add_argument("--compressed", action="store_true", help="gradients are sent as int8, int4 or powersgd")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
     given = parser.parse_args(argv)
     given.wanted = given.wanted or (kind.quick_wanted if given.quick else kind.wanted)

@@ -307,7 +307,8 @@ def _judge_deaths(seen: Seen) -> Iterable[Finding]:
 
 
 def _judge_restarts(seen: Seen) -> Iterable[Finding]:
-    """All workers may go back to a checkpoint only if two that had a state were lost since they last computed."""
+    """All workers may go back to a checkpoint only if two that had a state were lost since they last computed, or one
+    with residuals of gradients."""
     computed = {mark.generation for trace in seen.traces.values() for mark in trace if mark.place == "loss"}
     ever = {member for event in seen.events if event["event"] == "generation" for member in event["members"]}
     for event in seen.events:
@@ -320,7 +321,7 @@ def _judge_restarts(seen: Seen) -> Iterable[Finding]:
             for one in seen.events
             if one["event"] == "lost" and from_s < one["monotonic"] <= event["monotonic"] and one["worker"] in ever
         ]
-        if len(lost) < 2:
+        if len(lost) < (1 if seen.case.grad_comm == "powersgd" else 2):
             yield Finding(Fault.WENT_BACK, f"{event['why']}, although only {lost or 'none'} were lost")
 
 
@@ -384,7 +385,7 @@ def summary(results: Sequence[Result]) -> str:
         )
     back = sum(event["event"] == "goes back" for result in results for event in result.seen.events)
     if back:
-        lines.append(f"all went back to a checkpoint {back} times, since a part and its copy were lost")
+        lines.append(f"all went back to a checkpoint {back} times, since some of the state was lost")
     gpu_bytes = [end["gpu_bytes"] for result in results for end in result.seen.ends.values() if "gpu_bytes" in end]
     if gpu_bytes:
         mib = [size / 2**20 for size in gpu_bytes]

@@ -111,8 +111,8 @@ def shard(case: Case) -> Case:
 
 
 def compress(case: Case) -> Case:
-    """The same case with gradients that are sent as integers."""
-    return replace(case, grad_comm=("int8", "int4")[(case.seed + case.number // 2) % 2])
+    """The same case with gradients that are sent as integers, or as matrices of low rank."""
+    return replace(case, grad_comm=("int8", "int4", "powersgd")[(case.seed + case.number // 2) % 3])
 
 
 def plan(seed: int, number: int) -> Case:

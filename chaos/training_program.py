@@ -281,6 +281,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
     options["grad_comm"] = chosen.grad_comm
+    if chosen.grad_comm == "powersgd":
+        options["powersgd_rank"] = 1  # the models are small
     if chosen.sharded:
         options |= {"shard_optimizer": True, "redundancy": 1}
     if chosen.device == "cuda":  # the other programs cannot be captured

@@ -28,7 +28,7 @@ from lockstep.bench.hosts import STORE_PORT
 from lockstep.bench.models import WORKLOADS, LabeledBatch, loss_of
 from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost, VirtualHosts, sent_bytes
 from lockstep.bench.rounds import Estimate, RoundSync, estimate, interleave, paired_ratio, show, slowest, time_calls
-from lockstep.bench.run_step import EXACT, RunArm
+from lockstep.bench.run_step import EXACT, EXACT_INT4, EXACT_INT8, EXACT_POWERSGD, RunArm
 from lockstep.bench.step import TORCH, WrapperArm
 from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
 from lockstep.comm.codec_kernels import kernels_for
@@ -43,8 +43,10 @@ RANK = 4  # of PowerSGD's matrices
 PLAIN, HIERARCHY, FP16, POWER_SGD, INT8, INT4 = "Gloo", "hierarchy", "fp16 hook", "PowerSGD hook", "int8", "int4"
 REDUCTIONS = (PLAIN, FP16, POWER_SGD, HIERARCHY, INT8, INT4)
 TORCH_DDP, TORCH_FP16, TORCH_POWER = "torch DDP", "torch DDP, fp16 hook", "torch DDP, PowerSGD hook"
-TORCH_INT8, RUN, RUN_INT8, RUN_INT4 = "torch DDP, lockstep.hooks.int8", "Run", "Run, int8", "Run, int4"
-TRAININGS = (TORCH_DDP, TORCH_FP16, TORCH_POWER, TORCH_INT8, RUN, RUN_INT8, RUN_INT4)
+TORCH_INT8 = "torch DDP, lockstep.hooks.int8"
+RUN, RUN_INT8, RUN_INT4, RUN_POWER = "Run", "Run, int8", "Run, int4", "Run, powersgd"
+RUN_ARMS = {RUN: EXACT, RUN_INT8: EXACT_INT8, RUN_INT4: EXACT_INT4, RUN_POWER: EXACT_POWERSGD}
+TRAININGS = (TORCH_DDP, TORCH_FP16, TORCH_POWER, TORCH_INT8, *RUN_ARMS)
 SEED = 7
 
 
@@ -227,9 +229,8 @@ def gradient_of(rank: int) -> Tensor:
 
 def make_training(arm: str, model: str, over_hosts: Any) -> WrapperArm | RunArm:
     workload, device, whole = WORKLOADS[model], torch.device("cpu"), dist.group.WORLD
-    if arm in (RUN, RUN_INT8, RUN_INT4):
-        kind = {RUN: EXACT, RUN_INT8: f"{EXACT}-int8", RUN_INT4: f"{EXACT}-int4"}[arm]
-        return RunArm(kind, workload, device, group=over_hosts)
+    if arm in RUN_ARMS:
+        return RunArm(RUN_ARMS[arm], workload, device, group=over_hosts)
     # With several buckets the order of PowerSGD's collectives over Gloo differs between workers, and it hangs.
     options: dict[str, Any] = {"bucket_cap_mb": 4096} if arm == TORCH_POWER else {}
     made = WrapperArm(TORCH, workload, device, group=whole, **options)

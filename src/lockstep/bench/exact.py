@@ -31,6 +31,7 @@ from lockstep.bench.run_step import (
     EXACT_COMPILED,
     EXACT_INT4,
     EXACT_INT8,
+    EXACT_POWERSGD,
     EXACT_SHARDED,
     FAST,
 )
@@ -69,6 +70,7 @@ NAMES = {
     EXACT_8_SHARDED: "Run, 8 shards, shard_optimizer=True",
     EXACT_INT8: 'Run, a shard per worker, grad_comm="int8"',
     EXACT_INT4: 'Run, a shard per worker, grad_comm="int4"',
+    EXACT_POWERSGD: 'Run, a shard per worker, grad_comm="powersgd"',
     EXACT_8_INT8: 'Run, 8 shards, grad_comm="int8"',
 }
 BY_DEFAULT = (NONE, NONE_8, TORCH, OURS, FAST, EXACT, EXACT_8)

@@ -27,7 +27,7 @@ from lockstep.bench.workers import largest
 from lockstep.comm.integer_codec import IntegerCodec
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.replica import trained_leaves
-from lockstep.step.shard_bucket import CompressedBucket, Compression, ShardBucket
+from lockstep.step.shard_bucket import RoundedBucket, Rounding, ShardBucket
 from lockstep.world.world import World
 
 SIZES: Final = (1024, 256 * 2**10, 2 * 2**20, 8 * 2**20, 25 * 2**20)
@@ -51,7 +51,7 @@ def make_sum(world: World, size_bytes: int, bits: int | None) -> Callable[[], ob
             return plain.result("a sum")
 
         return add
-    coded = CompressedBucket([0], leaves, sum_, Compression(IntegerCodec(bits), lambda *words: 1), [0])
+    coded = RoundedBucket([0], leaves, sum_, Rounding(IntegerCodec(bits), lambda *words: 1), [0])
     coded.rows[0].normal_()
 
     def add_coded() -> object:

@@ -74,6 +74,7 @@ class CompressedBuffers:
     sent, started_s        the pending sum, and when it was started
     shard_keys, sum_key    of the random numbers, for each shard and for the sum
     scale    returns by what the sum is multiplied
+    noise    about how large the squared error of the sum is, without the scale; None: it is not computed
     """
 
     rows: Tensor  # [shards, numel]
@@ -84,6 +85,7 @@ class CompressedBuffers:
     shard_keys: Sequence[int] = field(default_factory=list)
     sum_key: int = 0
     scale: Scale = field(default=lambda: 1.0)
+    noise: Tensor | None = None
 
 
 class CompressedSum:
@@ -145,6 +147,8 @@ class CompressedSum:
             packed, shifts = yield from self._round_and_gather(buffers, total, at, scratch)
             out = buffers.rows[-1].view(-1, BLOCK)[at]
             self._kernels.decode(packed, codes, shifts, buffers.scale(), out)
+            if buffers.noise is not None:
+                buffers.noise += self.codec.noise_energy(codes, shifts, self._shards)
 
     def _agree_on_codes(self, buffers: CompressedBuffers, shards: Tensor, at: slice) -> Generator[None, None, Tensor]:
         """Return the codes of blocks that fit the shards of all workers; in the first chunk agree on the flags, too."""

@@ -114,6 +114,15 @@ class IntegerCodec:
         factors = (powers << 23).view(torch.float32).masked_fill_(codes == 0, 0.0)
         return factors.masked_fill_(codes == NON_FINITE, math.nan) * scale
 
+    def noise_energy(self, codes: Tensor, shifts: Tensor, shards: int) -> Tensor:
+        """Return about how large the squared error of a sum over so many shards is, from the scales of its blocks.
+
+        Rounding a number at random to one of the two nearest integers has a variance of 1 / 6 on average. Every shard
+        is rounded, and once more the sum, to multiples of 2**shift.
+        """
+        scales = self.factors(codes, torch.zeros_like(shifts), 1.0).double().square()
+        return (BLOCK / 6) * (scales * (shards + torch.where(shifts > 0, 4.0 ** shifts.double(), 0.0))).sum()
+
 
 def largest_of(bits: int) -> int:
     return (1 << (bits - 1)) - 1

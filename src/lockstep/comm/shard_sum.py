@@ -136,6 +136,11 @@ class ShardSum:
         # On the CPU the shm backend allocates the buffers, and scales the sum itself.
         self._shm = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
 
+    @property
+    def own_shards(self) -> range:
+        """The shards of this worker."""
+        return self.shares[self._rank]
+
     def merge_counts(self, counts: Sequence[int]) -> list[int]:
         """Return the number of samples per shard as they are run.
 
@@ -178,8 +183,7 @@ class ShardSum:
         if self._method is ReduceMethod.SINGLE_WORKER:
             buffers.sent = None
         elif self._thread is not None:
-            by_tree = self._method is ReduceMethod.TREE
-            buffers.sent = self.submit(lambda: self._reduce_by_tree(buffers) if by_tree else self._all_reduce(buffers))
+            buffers.sent = self.submit(lambda: self.compute(buffers))
         elif self._shm is not None:
             group: Any = self.group
             buffers.sent = group.all_reduce_scaled(buffers.rows[0], scale)
@@ -195,6 +199,13 @@ class ShardSum:
         pending = PendingResult()
         pending.run(job)
         return pending
+
+    def compute(self, buffers: SumBuffers) -> Tensor:
+        """Compute a sum inside a job of `submit`. Returns it, flat; valid until the rows are written again."""
+        if self._method is ReduceMethod.SINGLE_WORKER:
+            return buffers.rows[0]
+        by_tree = self._method is ReduceMethod.TREE
+        return (self._reduce_by_tree(buffers) if by_tree else self._all_reduce(buffers))[: buffers.numel]
 
     def compressed(self, codec: IntegerCodec) -> CompressedSum:
         """Return how sums over the same shards are computed from compressed gradients, by jobs of `submit`."""
@@ -226,7 +237,7 @@ class ShardSum:
         """Wait for the sum, and return it times the scale, flat. Valid until the rows are written again."""
         if isinstance(buffers.sent, PendingResult):
             self._watch.wait_for(buffers.sent.done_within, where)
-            return buffers.sent.wait()[: buffers.numel]
+            return buffers.sent.wait()
         if buffers.sent is not None:
             self._watch.wait(buffers.sent, where)
         total = buffers.rows[0]

@@ -72,6 +72,11 @@ class StateHolders:
             for entry, (parameter, start, stop, _) in enumerate(theirs):
                 self._found.setdefault(parameter, []).append((start, stop, rank, entry))
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the parameters of which some worker has a part."""
+        return list(self._found)
+
     def pieces(self, interval: Interval, *, near: int = 0) -> list[tuple[Piece, int]]:
         """Divide an interval into pieces that one worker has each, with the number of the entry there.
 

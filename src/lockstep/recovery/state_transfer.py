@@ -21,6 +21,7 @@ from lockstep.checkpoint import state_files
 from lockstep.checkpoint.format import bytes_of, flatten
 from lockstep.comm import agreement
 from lockstep.comm.agreement import Broadcast
+from lockstep.comm.low_rank_sum import Factors
 from lockstep.comm.shard_sum import coalesced
 from lockstep.ddp.replica import cheap_digests
 from lockstep.errors import DivergenceError
@@ -100,6 +101,7 @@ def encode_update(index: int, training: StepContext) -> dict[str, Any]:
         "bad_loss": update.bad_loss,
         "buffers": training.buffers.encode(update.buffers),
         "gradients": gradients,
+        "factors": {name: list(factors) for name, factors in update.factors.items()},
         "is_intact": True,
     }
 
@@ -133,6 +135,7 @@ def _decode_update(sent: dict[str, Any], training: StepContext) -> Update:
         buffers=training.buffers.decode(sent["buffers"]),
         gradients=gradients,
         versions=versions,
+        factors={name: Factors(*pair) for name, pair in sent["factors"].items()},
     )
 
 

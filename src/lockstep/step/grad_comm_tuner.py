@@ -1,8 +1,8 @@
 """`Run(grad_comm="auto")`: tries how gradients can be sent in some of the first steps, and continues with the fastest.
 
-The first steps are never compressed. Then each kind is used for a few steps at a time, in turns. Which step uses which
-kind follows from its number, and the choice is part of the state of the run: a run that is resumed, or a worker that
-joins, continues with it, and the bits are those of any other run with the same choice.
+The first steps are never compressed, with "powersgd" neither. Then each kind is used for a few steps at a time, in
+turns. Which step uses which kind follows from its number, and the choice is part of the state of the run: a run that is
+resumed, or a worker that joins, continues with it, and the bits are those of any other run with the same choice.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ DECISION: Final = WARM_UP + len(KINDS) * TURN * ROUNDS  # the first step after t
 REVIEW: Final = DECISION + 24  # then what was expected is compared with what is measured
 # A kind that loses more must be so much faster than the one before it.
 LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
+# A kind whose errors by rounding are larger is not used, however fast it is. Relative to the norm of the gradient.
+LARGEST_ERROR: Final = 0.3
 
 
 def trial_kind(step: int) -> GradComm:
@@ -30,11 +32,11 @@ def trial_kind(step: int) -> GradComm:
     return GradComm.FP32 if step < WARM_UP else KINDS[turn % len(KINDS)]
 
 
-def choose(step_s: Mapping[GradComm, float]) -> GradComm:
-    """Return the kind to continue with, from the time of a step with each."""
+def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float]) -> GradComm:
+    """Return the kind to continue with, from the time of a step with each, and from its errors by rounding."""
     best = KINDS[0]
     for kind, least_gain in LEAST_GAIN.items():
-        if step_s[kind] < least_gain * step_s[best]:
+        if step_s[kind] < least_gain * step_s[best] and errors[kind] <= LARGEST_ERROR:
             best = kind
     return best
 
@@ -50,6 +52,7 @@ class GradCommTuner:
         self._began: int | None = None  # the first step of the trial
         self._expected_s = 0.0
         self._times: dict[GradComm, list[float]] = {kind: [] for kind in KINDS}
+        self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
     def state(self) -> dict[str, Any]:
@@ -66,11 +69,22 @@ class GradCommTuner:
             if state is not None and state["chosen"] is not None:
                 self.chosen = self.current = GradComm(state["chosen"])
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether errors by rounding are of interest."""
+        return self.chosen is None
+
+    def add_error(self, error: float) -> None:
+        """Note the error by rounding of the last step, relative to the norm of the gradient."""
+        self._errors[self.current] = max(self._errors[self.current], error)
+
     def prepare(self, number: int, agree: Callable[[list[float]], list[float]]) -> str | None:
         """Set `current` for step `number` of the run. Called by all workers. Returns what is to be told, if anything.
 
         agree  a collective call that returns the largest of each number over all workers
         """
+        if self.chosen is GradComm.POWERSGD:
+            self.current = GradComm.FP32 if number < WARM_UP else GradComm.POWERSGD
         if not self.is_auto:
             return None
         if self._began is None:
@@ -95,15 +109,19 @@ class GradCommTuner:
 
     def _decide(self, number: int, agree: Callable[[list[float]], list[float]]) -> str:
         mine = [statistics.median(self._times[kind]) if self._times[kind] else 0.0 for kind in KINDS]
-        step_s = dict(zip(KINDS, agree(mine), strict=True))
+        agreed = agree(mine + list(self._errors.values()))
+        step_s, errors = (dict(zip(KINDS, part, strict=True)) for part in (agreed[: len(KINDS)], agreed[len(KINDS) :]))
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
-        self.chosen = choose(step_s) if is_known else GradComm.FP32
+        self.chosen = choose(step_s, errors) if is_known else GradComm.FP32
         self._expected_s = step_s[self.chosen]
         self._times = {kind: [] for kind in KINDS}
         if not is_known:
             return f'grad_comm="auto": the trial was interrupted; "fp32" from step {number} on'
         tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
-        return f'grad_comm="auto": "{self.chosen.value}" from step {number} on (ms of a step: {tried})'
+        large = [f"; errors of {kind.value} are {error:.2g} of the gradient, at most {LARGEST_ERROR} is used"
+                 for kind, error in errors.items() if error > LARGEST_ERROR]  # fmt: skip
+        told = f'grad_comm="auto": "{self.chosen.value}" from step {number} on (ms of a step: {tried})'
+        return told + "".join(large)
 
     def _review(self, chosen: GradComm) -> str:
         times = self._times[chosen]

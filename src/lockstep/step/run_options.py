@@ -66,6 +66,7 @@ class GradComm(Enum):
     FP16 = "fp16"
     INT8 = "int8"
     INT4 = "int4"
+    POWERSGD = "powersgd"
     AUTO = "auto"  # which of them is decided by trial (step/grad_comm_tuner.py)
 
     @property
@@ -85,6 +86,7 @@ class OptionNames(TypedDict, total=False):
     precision: str
     grad_comm: str | None
     grad_comm_dtype: str | None
+    powersgd_rank: int
     max_grad_norm: float | None
     on_nonfinite: str
     check_every: int | None
@@ -110,9 +112,11 @@ class RunOptions:
     precision     dtype of forward passes (autocast): "fp32", "bf16" or "fp16"
     grad_comm     how gradients are sent: "fp32": as they are; "bf16" or "fp16": in half precision, and still summed in
                   float32; "int8" or "int4": as integers of so many bits, rounded at random without bias
-                  (docs/compression.md); "auto": the fastest of "fp32", "int8" and "int4", by a trial in some of the
-                  first steps. Each has bits of its own, the same on any number of workers. Complex and sparse gradients
-                  are sent unchanged. `grad_comm_dtype` is another name of this option
+                  (docs/compression.md); "powersgd": as matrices of low rank, and what they lack is sent later; "auto":
+                  the fastest of "fp32", "int8" and "int4", by a trial in some of the first steps. Each has bits of its
+                  own, the same on any number of workers. Complex and sparse gradients are sent unchanged.
+                  `grad_comm_dtype` is another name of this option
+    powersgd_rank  the rank of the matrices with grad_comm="powersgd"
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
@@ -142,6 +146,7 @@ class RunOptions:
 
     precision: Precision = Precision.FP32
     grad_comm: GradComm = GradComm.FP32
+    powersgd_rank: int = 4
     max_grad_norm: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     check_every: int | None = None
@@ -174,7 +179,14 @@ class RunOptions:
         clip = values.get("max_grad_norm")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
             raise ValueError(f"max_grad_norm={clip!r} must be a positive number, or None")
-        for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1)):
+        if "powersgd_rank" in values and values["grad_comm"] is not GradComm.POWERSGD:
+            raise ValueError(f'powersgd_rank={values["powersgd_rank"]!r} needs grad_comm="powersgd"')
+        if values["grad_comm"] is GradComm.POWERSGD and values["precision"] is Precision.FP16:
+            raise ValueError(
+                'grad_comm="powersgd" with precision="fp16": what is left of earlier gradients would have the loss '
+                'scale of earlier steps; use precision="bf16", which needs none'
+            )
+        for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1), ("powersgd_rank", 1)):
             value = values.get(name, least)
             word = {"check_every": None, "audit_every": "auto"}.get(name, least)  # allowed instead of a number
             if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):

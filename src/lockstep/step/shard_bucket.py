@@ -7,8 +7,10 @@ depends on its address. In a bucket every gradient begins at a multiple of 64 by
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch
 from torch import Tensor
 
 from lockstep import _torch
+from lockstep.comm.compressed_sum import CompressedBuffers
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
+from lockstep.comm.low_rank_sum import Factors, LowRankBuffers, LowRankSum
 from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum
 from lockstep.ddp.bucket import piece_of
 from lockstep.ddp.replica import Leaf
+from lockstep.step.residuals import Residuals, is_compressed, matrix_rows
 
 ALIGN_BYTES = 64  # Note [Alignment]
 USED = 32768.0  # the mark: nonzero after division by any weight times loss scale up to 5e11, also in float16
@@ -137,36 +142,37 @@ class ShardBucket(GradientBucket):
 
 
 @dataclass(frozen=True)
-class Compression:
-    """How gradients are compressed. `key` returns the key of random numbers for words such as step and shard."""
+class Rounding:
+    """Gradients are sent as small integers.
+
+    key             returns the key of random numbers for words such as a step
+    measures_noise  `relative_error` is to be known after each step
+    """
 
     codec: IntegerCodec
     key: Callable[..., int]
+    measures_noise: bool = False
 
 
-class CompressedBucket(GradientBucket):
-    """Gradients that are sent as small integers (comm/compressed_sum.py).
+@dataclass(frozen=True)
+class LowRank:
+    """Gradients are sent as matrices of this rank."""
 
-    Their scales are known only after the last shard, so every shard has a row. The sum replaces the last row, which is
-    overwritten only after all workers have applied the step before.
-    """
+    rank: int
+    residuals: Residuals
 
-    def __init__(
-        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, compression: Compression, first: list[int]
-    ) -> None:
-        """`first`: the number of the first block of each parameter of the model."""
-        super().__init__(indices, leaves, BLOCK)
-        self._sum, self._compression = sum_, compression
-        self._compressed = sum_.compressed(compression.codec)
-        counts = [-(-p.numel() // BLOCK) for p in self.parameters]
-        numbers = [torch.arange(first[i], first[i] + n) for i, n in zip(self.indices, counts, strict=True)]
-        self.buffers = self._compressed.allocate(torch.cat(numbers), len(self.indices))
-        self.rows = list(self.buffers.rows)
-        self.views = [self.cut(row) for row in self.rows]
-        ends = [
-            (at + p.numel(), at + n * BLOCK) for at, p, n in zip(self.offsets, self.parameters, counts, strict=True)
-        ]
-        self._padding = torch.cat([torch.arange(*span) for span in ends]).to(self.rows[0].device)
+
+Compression = Rounding | LowRank
+
+
+class CompressedBucket(GradientBucket, ABC):
+    """Gradients that are compressed only after the last shard, so every shard has a row."""
+
+    buffers: CompressedBuffers | LowRankBuffers
+    _sum: ShardSum
+
+    def __init__(self, indices: Sequence[int], leaves: Sequence[Leaf], align: int) -> None:
+        super().__init__(indices, leaves, align)
         self.used = [False] * len(self.indices)
 
     def write(self, row: int, gradients: Sequence[Tensor | None]) -> None:
@@ -189,9 +195,57 @@ class CompressedBucket(GradientBucket):
         view.copy_(gradient)
         self.used[slot] = True
 
+    @abstractmethod
     def start(self, step: int, shards: Sequence[int], scale: Scale) -> None:
         """Send the bucket. `shards`: their numbers, one for each row."""
-        buffers, key = self.buffers, self._compression.key
+
+    @abstractmethod
+    def result(self, where: str) -> tuple[list[Tensor], Tensor]:
+        """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero)."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def buffer_bytes(self) -> int:
+        """Memory on this device, without the part in which the gradients of parameters are."""
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """When the bucket was sent, and when its sum arrived."""
+        return self.buffers.started_s, getattr(self.buffers.sent, "ended_s", None) or time.monotonic()
+
+
+class RoundedBucket(CompressedBucket):
+    """Gradients that are sent as small integers (comm/compressed_sum.py).
+
+    Their scales are known only after the last shard. The sum replaces the last row, which is overwritten only after all
+    workers have applied the step before.
+    """
+
+    buffers: CompressedBuffers
+
+    def __init__(
+        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, rounding: Rounding, first: list[int]
+    ) -> None:
+        """`first`: the number of the first block of each parameter of the model."""
+        super().__init__(indices, leaves, BLOCK)
+        self._sum, self._rounding = sum_, rounding
+        self._compressed = sum_.compressed(rounding.codec)
+        counts = [-(-p.numel() // BLOCK) for p in self.parameters]
+        numbers = [torch.arange(first[i], first[i] + n) for i, n in zip(self.indices, counts, strict=True)]
+        self.buffers = self._compressed.allocate(torch.cat(numbers), len(self.indices))
+        self.rows = list(self.buffers.rows)
+        self.views = [self.cut(row) for row in self.rows]
+        ends = [
+            (at + p.numel(), at + n * BLOCK) for at, p, n in zip(self.offsets, self.parameters, counts, strict=True)
+        ]
+        self._padding = torch.cat([torch.arange(*span) for span in ends]).to(self.rows[0].device)
+
+    def start(self, step: int, shards: Sequence[int], scale: Scale) -> None:
+        buffers, key = self.buffers, self._rounding.key
         self.rows[-1].index_fill_(0, self._padding, 0.0)  # a sum that is not finite was written there, too
         if all(self.used):
             buffers.flags.fill_(1)  # without a copy from the host, which would wait for the GPU
@@ -199,6 +253,8 @@ class CompressedBucket(GradientBucket):
             buffers.flags.copy_(torch.tensor(self.used, dtype=torch.uint8))
         buffers.shard_keys, buffers.sum_key = [key(step, shard) for shard in shards], key(step, "sum")
         buffers.scale, buffers.started_s = scale, time.monotonic()
+        if self._rounding.measures_noise:
+            buffers.noise = torch.zeros((), dtype=torch.float64, device=self.rows[0].device)
         buffers.sent = self._sum.submit(lambda: self._compressed.run(buffers))
 
     @property
@@ -207,15 +263,96 @@ class CompressedBucket(GradientBucket):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory on this device, without the part in which the gradients of parameters are."""
         is_result = self.parameters[0].dtype == torch.float32
         return self.buffers.rows.nbytes - (self.rows[-1].nbytes if is_result else 0)
 
-    @property
-    def times(self) -> tuple[float, float]:
-        return self.buffers.started_s, getattr(self.buffers.sent, "ended_s", None) or time.monotonic()
-
     def result(self, where: str) -> tuple[list[Tensor], Tensor]:
-        """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero)."""
         self._sum.wait(self.buffers.sent, where)
         return self.views[-1], self.buffers.flags
+
+    def energies(self) -> tuple[float, float]:
+        """About how large the squared error of the last sum is, and its squared norm; see `Rounding.measures_noise`."""
+        noise, scale = self.buffers.noise, float(self.buffers.scale())
+        return 0.0 if noise is None else float(noise) * scale**2, float(self.rows[-1].double().square().sum())
+
+
+def relative_error(buckets: Iterable[GradientBucket]) -> float:
+    """Return about how large the error by rounding is in the last step, relative to the norm of the gradient."""
+    pairs = [bucket.energies() for bucket in buckets if isinstance(bucket, RoundedBucket)]
+    noise, energy = (sum(part) for part in zip(*pairs, strict=True)) if pairs else (0.0, 1.0)
+    return math.sqrt(noise / energy) if energy else 0.0
+
+
+class LowRankBucket(CompressedBucket):
+    """Gradients that are sent as matrices of low rank (comm/low_rank_sum.py); small ones, and vectors, as they are.
+
+    A row holds the gradients of a shard, to which what the approximations of earlier steps lacked is added before it is
+    sent (step/residuals.py), and then a mark for each that was used. It is read once more when the step is applied.
+    """
+
+    buffers: LowRankBuffers
+
+    def __init__(self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, low_rank: LowRank) -> None:
+        indices = sorted(indices, key=lambda i: not is_compressed(leaves[i].parameter, low_rank.rank))  # the rest last
+        align, count = ALIGN_BYTES // torch.float32.itemsize, len(indices)
+        super().__init__(indices, leaves, align)
+        self._sum, self._shards, self._residuals = sum_, sum_.own_shards, low_rank.residuals
+        self._low_rank = LowRankSum(sum_, low_rank.rank)
+        width = self.numel + -(-count // align) * align
+        memory = torch.zeros(len(self._shards) + 1, width, dtype=torch.float32, device=self.parameters[0].device)
+        self.rows, total = list(memory[:-1]), memory[-1]
+        self.views, self._total = [self.cut(row) for row in self.rows], self.cut(total)
+        self._matrices = sum(is_compressed(p, low_rank.rank) for p in self.parameters)
+        at = self.offsets[self._matrices] if self._matrices < count else self.numel
+        self._marks = total[self.numel : self.numel + count]
+        self.buffers = self._low_rank.allocate(
+            [self._matrices_of(row) for row in self.rows],
+            [row[at:] for row in self.rows],
+            self._matrices_of(total),
+            total[at:],
+        )
+
+    def _matrices_of(self, row: Tensor) -> list[Tensor]:
+        compressed = zip(self.parameters[: self._matrices], self.offsets, strict=False)
+        return [row[at : at + p.numel()].view(matrix_rows(p), -1) for p, at in compressed]
+
+    @property
+    def _compressed_names(self) -> list[str]:
+        return [leaf.name for leaf in self.leaves[: self._matrices]]
+
+    def start(self, step: int, shards: Sequence[int], scale: Scale) -> None:
+        buffers, names = self.buffers, self._compressed_names
+        buffers.shards, buffers.scale, buffers.started_s = shards, scale, time.monotonic()
+        for shard, row, matrices in zip(shards, self.rows, buffers.matrices, strict=True):
+            marks = row[self.numel : self.numel + len(self.used)]
+            marks.fill_(1.0) if all(self.used) else marks.copy_(torch.tensor(self.used))
+            self._residuals.add_to(shard, dict(zip(names, matrices, strict=True)))
+        columns = [matrix.shape[1] for matrix in buffers.total]
+        buffers.projections = [self._residuals.projection(*pair) for pair in zip(names, columns, strict=True)]
+        buffers.sent = self._sum.submit(lambda: self._low_rank.run(buffers))
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.buffers.sent_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        is_result = self.parameters[0].dtype == torch.float32
+        rows = len(self.rows) + (not is_result)
+        return rows * self.rows[0].nbytes + self.buffers.buffer_bytes
+
+    def result(self, where: str) -> tuple[list[Tensor], Tensor]:
+        self._sum.wait(self.buffers.sent, where)
+        return self._total, self._marks
+
+    def factors(self) -> dict[str, Factors]:
+        """The approximation of each gradient that was compressed in the last step and used by a shard, by name."""
+        pairs = zip(self._compressed_names, self.buffers.factors, self.parameters, strict=False)
+        return {name: factors for name, factors, parameter in pairs if parameter.grad is not None}
+
+    def keep_residuals(self, factors: Mapping[str, Factors]) -> None:
+        """Keep what these approximations lack of the gradients of this worker's shards, for the next step."""
+        for number, name in enumerate(self._compressed_names):
+            if name in factors:
+                for shard, matrices in zip(self._shards, self.buffers.matrices, strict=True):
+                    self._residuals.keep(shard, name, matrices[number], factors[name])

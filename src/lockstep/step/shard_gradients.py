@@ -20,7 +20,7 @@ checkpoints) is complete only at the end, so it is always read there. None of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -30,21 +30,26 @@ from torch import Tensor
 
 from lockstep import _torch, faults
 from lockstep.comm.integer_codec import BLOCK
-from lockstep.comm.shard_sum import Scale, ShardSum, coalesced
+from lockstep.comm.low_rank_sum import Factors
+from lockstep.comm.shard_sum import Scale, ShardSum
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
+from lockstep.errors import DivergenceError
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
     GradientMark,
+    LowRank,
+    LowRankBucket,
+    RoundedBucket,
     ShardBucket,
     comm_dtype_of,
     copy_rounded,
     round_gradient,
 )
-from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, copies_of
+from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, copies_of, no_rows, own_their_memory
 
 
 class ShardGradients:
@@ -78,8 +83,9 @@ class ShardGradients:
         self._has_order = False  # Note [First step]
         self._arrivals: list[int] = []
         self._late: set[int] = set()
+        self._new_order: list[int] | None = None  # of parameters, if the buckets are to be packed again
         self._send_stream: Any = None  # for buckets that are sent while a captured backward pass runs
-        self._buckets: list[ShardBucket | CompressedBucket] = []
+        self.buckets: list[ShardBucket | CompressedBucket] = []
         # One worker needs no buckets, unless gradients are compressed there as they would be with more workers.
         self._is_single = sum_.size == 1 and compression is None
         self._step = 0
@@ -91,37 +97,39 @@ class ShardGradients:
     def _pack(self, order: Sequence[int] | None) -> None:
         sparse = [leaf.sparse for leaf in self._leaves]
         plan = pack(self._parameters, (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), sparse=sparse, order=order)
-        self._buckets = []  # frees their memory before the new ones are allocated
+        self.buckets = []  # frees their memory before the new ones are allocated
         dense = [p.indices for p in plan if not sparse[p.indices[0]]]
-        self._buckets = [self._make_bucket(indices) for indices in dense]
-        self._bucket_of = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
+        self.buckets = [self._make_bucket(indices) for indices in dense]
+        self._bucket_of = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.indices)}
 
     def _make_bucket(self, indices: Sequence[int]) -> ShardBucket | CompressedBucket:
         if self._compression is None or not self._parameters[indices[0]].is_floating_point():
             return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype)
+        if isinstance(self._compression, LowRank):
+            return LowRankBucket(indices, self._leaves, self._sum, self._compression)
         blocks = [-(-parameter.numel() // BLOCK) for parameter in self._parameters]
         first = list(accumulate(blocks, initial=0))
-        return CompressedBucket(indices, self._leaves, self._sum, self._compression, first)
+        return RoundedBucket(indices, self._leaves, self._sum, self._compression, first)
 
     @property
     def bucket_bytes(self) -> tuple[int, ...]:
         """Bytes that each bucket sends, in the order of sending; empty if there are no buckets."""
-        return tuple(bucket.sent_bytes for bucket in self._buckets)
+        return tuple(bucket.sent_bytes for bucket in self.buckets)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of the buckets on this device, without the part in which the gradients of parameters are."""
-        return sum(bucket.buffer_bytes for bucket in self._buckets)
+        return sum(bucket.buffer_bytes for bucket in self.buckets)
 
     @property
     def bucket_names(self) -> list[tuple[str, str, int]]:
         """(first parameter, last parameter, number of parameters) of each bucket."""
-        named = [[self._leaves[i].name for i in bucket.indices] for bucket in self._buckets]
+        named = [[self._leaves[i].name for i in bucket.indices] for bucket in self.buckets]
         return [(names[0], names[-1], len(names)) for names in named]
 
     def bucket_times(self) -> list[tuple[float, float]]:
         """For each bucket of the last finished step: when it was sent, and when its sum arrived, in seconds."""
-        return [bucket.times for bucket in self._buckets]
+        return [bucket.times for bucket in self.buckets]
 
     # -- the shards before the last ----------------------------------------------------------------------------------
 
@@ -129,6 +137,7 @@ class ShardGradients:
         """Begin a step: drop the gradients of the previous one."""
         self._step = step
         self.clear()
+        self._pack_again()
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -150,7 +159,7 @@ class ShardGradients:
         self._chain: list[SubtreeGradients] = []
         self._rows: list[SubtreeGradients] = []
         self._shards: list[int] = []  # the numbers of those that were run in this step
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if isinstance(bucket, CompressedBucket):
                 bucket.used = [False] * len(bucket.used)
 
@@ -180,7 +189,7 @@ class ShardGradients:
         if self._compression is None:
             return gradients
         others = list(gradients)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if isinstance(bucket, CompressedBucket):
                 with torch.no_grad():
                     bucket.write(len(self._shards), [gradients[i] for i in bucket.indices])
@@ -209,7 +218,7 @@ class ShardGradients:
         self._arrivals = []
         self._is_used = [any(kept.values[i] is not None for kept in self._chain) for i in range(len(self._leaves))]
         self._is_ready = [False] * len(self._leaves)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.pending = len(bucket.indices)
 
     def _on_gradient(self, index: int) -> None:
@@ -236,7 +245,7 @@ class ShardGradients:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         self._is_replayed = True
-        if not self._buckets:
+        if not self.buckets:
             return
         if self._send_stream is None:
             self._send_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -254,8 +263,8 @@ class ShardGradients:
         if self._on_cpu:  # while it is in the cache; on a GPU, few large kernels are faster (`_write_bucket`)
             self._write_gradient(bucket, slot)
         bucket.pending -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._send(self._buckets[self._next])
+        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+            self._send(self.buckets[self._next])
             self._next += 1
 
     def _write_gradient(self, bucket: ShardBucket | CompressedBucket, slot: int) -> None:
@@ -330,7 +339,7 @@ class ShardGradients:
     def send_rest(self) -> None:
         """Send all remaining buckets: the backward pass is over, and no more gradients will arrive."""
         self._armed = False
-        for index in [i for bucket in self._buckets for i in bucket.indices if not self._is_ready[i]]:
+        for index in [i for bucket in self.buckets for i in bucket.indices if not self._is_ready[i]]:
             self._mark_ready(index)
 
     @torch.no_grad()
@@ -338,11 +347,11 @@ class ShardGradients:
         """Wait until every parameter has the sum over all shards, scaled, as its gradient."""
         if self._is_single:
             self._finish_single()
-        for n, bucket in enumerate(self._buckets):
-            self._assign(bucket, f"bucket {n + 1} of {len(self._buckets)}")
+        for n, bucket in enumerate(self.buckets):
+            self._assign(bucket, f"bucket {n + 1} of {len(self.buckets)}")
         for index in self._sparse:
             self._parameters[index].grad = self._sum_sparse(index)
-        if self._buckets and not self._has_order:
+        if self.buckets and not self._has_order:
             self._repack()
         self._reset()
 
@@ -368,7 +377,7 @@ class ShardGradients:
         there = [i for i in self._dense if kept.values[i] is not None]
         values, scale = [kept.values[i] for i in there], self._scale()
         # A program may keep its gradients, which the next replay would overwrite.
-        if there and (kept.is_owned or (not self._is_replayed and _own_their_memory(values))):
+        if there and (kept.is_owned or (not self._is_replayed and own_their_memory(values))):
             _torch.foreach_mul_(values, scale)  # type: ignore[arg-type]
         elif there:
             values = list(_torch.foreach_mul(values, scale))  # type: ignore[arg-type]
@@ -388,7 +397,7 @@ class ShardGradients:
             for kept in self._chain:
                 last = add_sparse(kept.values[index], last)
             parts = [*(kept.values[index] for kept in self._rows), last]
-        total = self._sum.add_sparse([_no_rows(parameter) if p is None else p for p in parts], self._scale)
+        total = self._sum.add_sparse([no_rows(parameter) if p is None else p for p in parts], self._scale)
         return total if total._nnz() else None
 
     def _repack(self) -> None:
@@ -408,18 +417,34 @@ class ShardGradients:
         first = dist.BroadcastOptions()
         first.rootRank, first.rootTensor = 0, 0
         self._sum.wait_for_values(self._sum.group.broadcast([order], first), "the exchange of the order of gradients")
-        self._has_order = True
-        # The gradients are views of the old buckets, whose memory is freed with the last of them.
-        self._pack(order=order.tolist())
+        self._has_order, self._new_order = True, order.tolist()
+        if not isinstance(self._compression, LowRank):  # whose rows are read once more
+            self._pack_again()
 
+    def _pack_again(self) -> None:
+        """Pack the buckets in the new order, if there is one."""
+        if self._new_order is not None:
+            # The gradients are views of the old buckets, whose memory is freed with the last of them.
+            self._pack(order=self._new_order)
+            self._new_order = None
 
-def _own_their_memory(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether no two gradients share memory: autograd may return two views of one tensor."""
-    return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
+    # -- what compression has lost -----------------------------------------------------------------------------------
 
+    @property
+    def _low_rank_buckets(self) -> list[LowRankBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, LowRankBucket)]
 
-def _no_rows(parameter: Tensor) -> Tensor:
-    """The sparse gradient of an embedding in which nothing was looked up."""
-    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-    return coalesced(indices, values, parameter.shape)
+    def factors(self) -> dict[str, Factors]:
+        """The approximations of gradients in this step, by the names of parameters."""
+        return {name: factors for bucket in self._low_rank_buckets for name, factors in bucket.factors().items()}
+
+    @torch.no_grad()
+    def keep_residuals(self, step: int, factors: Mapping[str, Factors]) -> None:
+        """Keep what these approximations lack of the gradients of this worker's shards (step/residuals.py).
+
+        Called when the step is applied. Raises DivergenceError if this worker has not sent its gradients in this step.
+        """
+        if factors and step != self._step:
+            raise DivergenceError(f"the residuals of step {step} are unknown to this worker, in step {self._step}")
+        for bucket in self._low_rank_buckets:
+            bucket.keep_residuals(factors)

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.low_rank_sum import Factors
 from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
 from lockstep.ddp.replica import Leaf, cheap_digests
@@ -19,6 +20,7 @@ from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
 from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.precision import LossScale
+from lockstep.step.residuals import Residuals
 from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
 from lockstep.step.shard_gradients import ShardGradients
@@ -97,6 +99,7 @@ class Update:
     gradients: Sequence[Tensor | None]  # by parameter, as passed to the optimiser
     versions: Sequence[int]  # `_version` of each gradient
     digests: Sequence[int] | None = None  # of the gradients; only in some steps
+    factors: Mapping[str, Factors] = field(default_factory=dict)  # see `ShardGradients.factors`
     receipt: AsyncBarrier | None = None  # completes when all workers have applied the step
 
     @property
@@ -157,8 +160,14 @@ class TrainingPlan:
     audits: AuditSchedule = field(default_factory=lambda: AuditSchedule(0))
     sharded_state: ShardedState | None = None  # of the optimisers; None: every worker has the whole state
     known_digest: tuple[list[int], str] | None = None  # of a distributed state: see `Run.digest`
+    residuals: Residuals | None = None  # of compressed gradients; None: nothing is kept of them
     tuner: GradCommTuner = field(default_factory=lambda: GradCommTuner(GradComm.FP32))  # how gradients are sent
     finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a part of the state is distributed over the workers."""
+        return self.sharded_state is not None or self.residuals is not None
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep import _torch
-from lockstep.comm.shard_sum import add_coalesced
+from lockstep.comm.shard_sum import add_coalesced, coalesced
 
 
 @dataclass
@@ -55,3 +55,15 @@ def add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
     return add_coalesced(left, right)
+
+
+def own_their_memory(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether no two gradients share memory: autograd may return two views of one tensor."""
+    return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
+
+
+def no_rows(parameter: Tensor) -> Tensor:
+    """The sparse gradient of an embedding in which nothing was looked up."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return coalesced(indices, values, parameter.shape)

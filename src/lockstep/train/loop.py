@@ -208,7 +208,7 @@ class TrainLoop:
         self._stage, here = LoopStage.ENDED, self.position(plan)
         session.observer.end_loop()
         self.progress.end(here.number)
-        if plan.sharded_state is None and not session.checkpoints.is_saved(plan, here):
+        if not plan.is_distributed and not session.checkpoints.is_saved(plan, here):
             self.save(plan)  # a distributed state is saved below: on whether it is saved, workers may not agree
         directory, prints = session.directory, self._should_stop and session.is_main
         if directory is None:
@@ -217,10 +217,10 @@ class TrainLoop:
             return
 
         def keep() -> None:
-            optimizer = sharded_training.collect_optimizer(session, plan)
+            whole = sharded_training.collect_parts(session, plan)
 
             def write() -> None:
-                session.checkpoints.save_last(plan, here, session.calls.check_left, optimizer)
+                session.checkpoints.save_last(plan, here, session.calls.check_left, whole)
                 if is_stopped:
                     write_stop(directory, here.number)
 

@@ -22,6 +22,7 @@ from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
 from lockstep.step.audit import AuditSchedule
 from lockstep.step.shard_balance import ShardBalance
+from lockstep.step.shard_bucket import relative_error
 from lockstep.step.step_types import LastUpdate, StepContext, TrainingPlan
 from lockstep.train import sharded_training, training_plan
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
@@ -68,6 +69,8 @@ class WorkerState:
             )
         context = self.context = self.contexts[part]
         context.applied_steps = self.applied_steps
+        if self.plan is not None and self.plan.residuals is not None:
+            self.plan.residuals.keep_only(context.sum.own_shards)
         return context
 
     def end_step(self, plan: TrainingPlan, part: int, *, ends_epoch: bool, skipped: bool) -> None:
@@ -173,6 +176,8 @@ class WorkerState:
         limit, slowness = session.settings.drop_slower_than, context.balance.slowness(session.world.rank)
         if limit is not None and slowness >= limit:
             session.calls.report_slowness(slowness)
+        if plan.tuner.is_trying:
+            plan.tuner.add_error(relative_error(context.gradients.buckets))
         choice = plan.tuner.prepare(plan.batches.position.number, self._agree_on_times)
         for kind, text in (("shards", change), ("grad_comm", choice)):
             if text is not None:
@@ -219,8 +224,11 @@ class WorkerState:
     def begin_generation(self) -> None:
         trace_writer = self._session.trace_writer
         if self.plan is not None:
-            sharded_training.assign_optimizer(self._session, self.plan)
-            self.assign_shards(self.plan)
+            plan, size = self.plan, self._session.world.size
+            sharded_training.assign_optimizer(self._session, plan)
+            shares = training_plan.make_shard_balance(plan, self._config, size).shares
+            sharded_training.assign_residuals(self._session, plan, shares)
+            self.assign_shards(plan)
         if self._left_s is not None:
             trace_writer.event("recovery", took_s=time.monotonic() - self._left_s)
             self._left_s, trace_writer.state = None, "training"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -36,6 +37,14 @@ from lockstep.train.training_plan import (
 
 SAVE_ALONE_S: Final = 120.0
 BEST: Final = "best"  # the folder of the best checkpoints in a run directory
+
+
+@dataclass(frozen=True)
+class WholeParts:
+    """What is distributed over the workers, on the worker that saves it; None if it is not distributed."""
+
+    optimizer: WholeState | None = None
+    residuals: Mapping[str, Any] | None = None
 
 
 @final
@@ -72,10 +81,10 @@ class Checkpoints:
 
     # -- what a state is ---------------------------------------------------------------------------------------------
 
-    def state(self, plan: TrainingPlan, here: Position | None = None, optimizer: WholeState | None = None) -> State:
+    def state(self, plan: TrainingPlan, here: Position | None = None, whole: WholeParts | None = None) -> State:
         """Everything that a worker needs to take the step at `here`; None: the next step of the batches.
 
-        optimizer  the state of the optimiser, if it is distributed (`ShardedState.collect`); None: without it
+        whole  what is distributed over the workers; None: without it
 
         The entry `run` is what must not change between the starts of a run.
         """
@@ -93,6 +102,9 @@ class Checkpoints:
             more["grad_comm"] = plan.tuner.state()
         if not is_batch_done(plan):
             more["finished"] = {str(part): result.to_json() for part, result in plan.finished.items()}
+        if plan.residuals is not None:
+            more["residuals"] = plan.residuals.state() if whole is None else whole.residuals
+        optimizer = None if whole is None else whole.optimizer
         things = self._things(plan) | ({} if optimizer is None else {"optimizer": optimizer})
         found = collect_state(things) | {"run": self._identity | run} | more
         return found if here is None else found | {"batches": plan.batches.state(here)}
@@ -105,6 +117,8 @@ class Checkpoints:
         restore_eval_mode(plan.model, state.get("in_eval_mode"))
         self._best.restore(state.get("best"))
         plan.tuner.restore(state.get("grad_comm"))
+        if plan.residuals is not None:
+            plan.residuals.restore(state.get("residuals"))
         # What was computed without audits cannot be checked any more, and counts as right.
         self.verified_steps = state.get("verified_steps", plan.batches.position.number)
         finished = state.get("finished") or {}
@@ -152,38 +166,36 @@ class Checkpoints:
         """(the batch, the steps that were taken with it): several optimisers may be in the middle of a batch."""
         return here.number, 0 if is_batch_done(plan) else len(plan.finished)
 
-    def save(self, plan: TrainingPlan, here: Position, *, writes: bool, optimizer: WholeState | None = None) -> None:
+    def save(self, plan: TrainingPlan, here: Position, *, writes: bool, whole: WholeParts | None = None) -> None:
         """Write a checkpoint in the background. Waits only until the tensors are copied.
 
-        optimizer  on the worker that writes: the state of the optimiser, if it is distributed
+        whole  on the worker that writes: what is distributed over the workers, if anything is
         """
         plan.norm_check.check()
         self._saved = self._mark(plan, here)
         if writes:
             self.ledger.write()
-        kept_step, state = self._kept_step(plan), partial(self.state, plan, here, optimizer)
+        kept_step, state = self._kept_step(plan), partial(self.state, plan, here, whole)
         self.saver.save(here.number, state, writes=writes, kept_step=kept_step)
 
     def is_best(self, metric: float, mode: str) -> bool:
         """Whether `metric` is better than all before it, which makes it the best so far."""
         return self._best.improves(metric, mode)
 
-    def save_best(
-        self, plan: TrainingPlan, here: Position, *, writes: bool, optimizer: WholeState | None = None
-    ) -> None:
+    def save_best(self, plan: TrainingPlan, here: Position, *, writes: bool, whole: WholeParts | None = None) -> None:
         """Save to the folder `best`. The arguments are those of `save`."""
         if self.directory is not None:
             if self._best_saver is None:
                 self._best_saver = CheckpointSaver(self.directory / BEST, None, self._fence)
-            self._best_saver.save(here.number, partial(self.state, plan, here, optimizer), writes=writes)
+            self._best_saver.save(here.number, partial(self.state, plan, here, whole), writes=writes)
 
     def save_last(
-        self, plan: TrainingPlan, here: Position, check: Callable[[], None], optimizer: WholeState | None = None
+        self, plan: TrainingPlan, here: Position, check: Callable[[], None], whole: WholeParts | None = None
     ) -> None:
         """Write the last checkpoint if it is missing: an earlier rank 0 may have been lost before it was written.
 
         Called by rank 0 at the end. `check` is called repeatedly while it is written, and raises to end the wait.
-        `optimizer` is that of `save`.
+        `whole` is that of `save`.
         """
         self.ledger.write()
         self.saver.drain(check)
@@ -193,7 +205,7 @@ class Checkpoints:
         if mark != self._resumed_from and not is_written:
             plan.norm_check.check()
             self._saved = mark
-            kept_step, state = self._kept_step(plan), partial(self.state, plan, here, optimizer)
+            kept_step, state = self._kept_step(plan), partial(self.state, plan, here, whole)
             self.saver.save(here.number, state, writes=True, kept_step=kept_step)
             self.saver.drain(check)
 
@@ -206,19 +218,28 @@ class Checkpoints:
                 raise TimeoutError(f"it was not written within {SAVE_ALONE_S:.0f} s")
 
         try:
-            optimizer = None if plan.sharded_state is None else plan.sharded_state.collect_alone()
-            if plan.sharded_state is not None and optimizer is None:
-                raise LockstepError(
-                    "the optimiser's state is distributed over the workers, which may have left; "
-                    "Run(save_every=...) sets how often to save"
-                )
-            self.save_last(plan, here, check_deadline, optimizer)
+            self.save_last(plan, here, check_deadline, self._collect_alone(plan))
             then()
             print_message(f"saved at step {here.number}, where {why}")
         except Exception as problem:
             print_message(
                 f"what was trained up to step {here.number} could not be saved: {type(problem).__name__}: {problem}"
             )
+
+    @staticmethod
+    def _collect_alone(plan: TrainingPlan) -> WholeParts | None:
+        """Return what is distributed, if this worker has all of it. Raises LockstepError if not."""
+        if not plan.is_distributed:
+            return None
+        optimizer = None if plan.sharded_state is None else plan.sharded_state.collect_alone()
+        residuals = None if plan.residuals is None else plan.residuals.collect_alone()
+        if (plan.sharded_state is not None and optimizer is None) or (plan.residuals is not None and residuals is None):
+            what = "optimiser's state is" if plan.residuals is None else "residuals of gradients are"
+            raise LockstepError(
+                f"the {what} distributed over the workers, which may have left; Run(save_every=...) sets how often to "
+                "save"
+            )
+        return WholeParts(optimizer, residuals)
 
     def _kept_step(self, plan: TrainingPlan) -> int | None:
         """The newest checkpoint up to this step is kept, to go back to; None: without audits none is kept for that."""

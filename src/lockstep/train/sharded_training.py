@@ -1,12 +1,14 @@
-"""Training with an optimiser whose state is distributed over the workers: `Run(shard_optimizer=True)`.
+"""Training with state that is distributed over the workers: that of the optimiser, with `Run(shard_optimizer=True)`,
+and the residuals of gradients, with `Run(grad_comm="powersgd")`.
 
-Without it, these functions do what every worker can do alone. The parts themselves are in ddp/sharded_state.py.
+Without any, these functions do what every worker can do alone. The state itself is in ddp/sharded_state.py and in
+step/residuals.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -21,6 +23,7 @@ from lockstep.ddp.sharded_state import ShardedState
 from lockstep.errors import LockstepError, LostStateError
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
+from lockstep.train.run_state import WholeParts
 from lockstep.train.session import Session
 from lockstep.train.training_plan import group_names
 
@@ -85,6 +88,22 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
         session.calls.restart(why, lambda: session.on_one.run(partial(_finish_writing, session)), is_wrong=None)
 
 
+def assign_residuals(session: Session, plan: TrainingPlan, shares: Sequence[range]) -> None:
+    """Give every worker the residuals of its shards, if gradients have residuals; a collective call.
+
+    If some are lost, end this process: others start in its place, from the newest checkpoint.
+    """
+    if plan.residuals is None:
+        return
+    faults.at("moving-state")
+    try:
+        plan.residuals.assign(session.group, session.device, shares)
+    except LostStateError as error:
+        if not session.calls.is_elastic:
+            raise
+        session.calls.restart(str(error), lambda: session.on_one.run(partial(_finish_writing, session)), is_wrong=None)
+
+
 def _finish_writing(session: Session) -> None:
     """Wait, for some time, until a checkpoint is written that this worker is writing."""
     end_s = time.monotonic() + FINISH_WRITING_S
@@ -117,12 +136,11 @@ def exchange_weights(session: Session, plan: TrainingPlan, part: int) -> None:
 
 
 def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
-    """Give every worker a copy of the whole state, if it is distributed and some of them leave now; a collective call.
+    """Give every worker a copy of what is distributed, if some of them leave now; a collective call.
 
     Which ones leave is decided when they have. The copies are kept until the parts are assigned anew.
     """
-    sharded = plan.sharded_state
-    if sharded is None or not session.calls.is_elastic:
+    if not plan.is_distributed or not session.calls.is_elastic:
         return
 
     def copy() -> None:
@@ -130,9 +148,11 @@ def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
             return
         rows = agreement.gather_rows(session.group, [int(session.calls.is_shrinking)], device=session.device)
         if any(shrinks for (shrinks,) in rows):
-            sharded.copy_to_all(session.group, session.device)
+            for state in (plan.sharded_state, plan.residuals):
+                if state is not None:
+                    state.copy_to_all(session.group, session.device)
 
-    session.calls.make("the state of the optimizer, for others", copy)
+    session.calls.make("the state of this worker, for others", copy)
 
 
 def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None:
@@ -141,6 +161,17 @@ def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None
         return None
     session.call_check.wait_for_all(session.calls.current_call)
     return plan.sharded_state.collect(session.group, session.device)
+
+
+def collect_parts(session: Session, plan: TrainingPlan) -> WholeParts | None:
+    """Return all that is distributed on rank 0; else None. Part of a collective call, if anything is distributed."""
+    if not plan.is_distributed:
+        return None
+    optimizer, residuals = collect_optimizer(session, plan), None
+    if plan.residuals is not None:
+        session.call_check.wait_for_all(session.calls.current_call)
+        residuals = plan.residuals.collect(session.group, session.device)
+    return WholeParts(optimizer, residuals) if session.is_main else None
 
 
 def compute_digest(session: Session, plan: TrainingPlan) -> None:
@@ -190,12 +221,12 @@ def log_state(session: Session, plan: TrainingPlan, write: Callable[..., None]) 
 
 def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[..., None]) -> None:
     """Save the state at this position by a method of `Checkpoints`. A collective call, if it is distributed."""
-    if plan.sharded_state is None or session.directory is None:
+    if not plan.is_distributed or session.directory is None:
         write(plan, here, writes=session.is_main)
         return
 
     def collect_and_save() -> None:
-        write(plan, here, writes=session.is_main, optimizer=collect_optimizer(session, plan))
+        write(plan, here, writes=session.is_main, whole=collect_parts(session, plan))
 
     session.calls.make("run.save", collect_and_save)
 
@@ -204,7 +235,7 @@ def is_save_due(session: Session, plan: TrainingPlan, batch: Batch) -> bool:
     """Whether to save after this batch. Saving a distributed state is a collective call, so all workers agree on it."""
     saver = session.checkpoints.saver
     is_due = partial(saver.is_due, batch.number, ends_epoch=batch.ends_epoch)
-    if plan.sharded_state is None or not saver.is_by_time:
+    if not plan.is_distributed or not saver.is_by_time:
         return is_due()
 
     def ask() -> bool:

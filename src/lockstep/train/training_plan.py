@@ -23,9 +23,10 @@ from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
-from lockstep.step.run_options import RunOptions
+from lockstep.step.residuals import Residuals
+from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
-from lockstep.step.shard_bucket import Compression
+from lockstep.step.shard_bucket import Compression, LowRank, Rounding
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
@@ -70,6 +71,8 @@ def make_plan(
             f"audit_every={audit_every} with {synced[0]}, a SyncBatchNorm: one worker alone cannot compute a "
             "shard again; use BatchNorm, or audit_every=0"
         )
+    if config.options.grad_comm is GradComm.POWERSGD and not config.exact:
+        raise ValueError('grad_comm="powersgd" needs exact=True: what is left of a gradient belongs to a shard')
     return TrainingPlan(
         model=model,
         leaves=leaves,
@@ -80,7 +83,13 @@ def make_plan(
         large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
         audits=AuditSchedule(audit_every),
         tuner=GradCommTuner(config.options.grad_comm),
+        residuals=_make_residuals(model, batches, config) if config.options.grad_comm is GradComm.POWERSGD else None,
     )
+
+
+def _make_residuals(model: nn.Module, batches: Batches, config: RunConfig) -> Residuals:
+    rank, shards = config.options.powersgd_rank, batches.settings.shards
+    return Residuals(rank, shards, dict(model.named_parameters()), config.seed)
 
 
 def _check_optimizer_parameters(optimizer: torch.optim.Optimizer | OptimizerSet, leaves: Sequence[Leaf]) -> None:
@@ -110,6 +119,7 @@ def settings_of(
             "steps": steps,
             "precision": options.precision.value,
             "grad_comm": options.grad_comm.value,
+            **({"powersgd_rank": options.powersgd_rank} if options.grad_comm is GradComm.POWERSGD else {}),
             "max_grad_norm": options.max_grad_norm,
             "on_nonfinite": options.on_nonfinite.value,
             "threads": options.threads,
@@ -210,10 +220,11 @@ def make_shard_balance(plan: TrainingPlan, config: RunConfig, size: int) -> Shar
     """Return the assignment of shards to `size` workers, at first in equal shares.
 
     It changes with the speed of the workers only if the bits do not depend on it (`exact`), if no SyncBatchNorm needs
-    as many passes on all workers, and if the next batch can be read anywhere: not from a stream.
+    as many passes on all workers, if the next batch can be read anywhere: not from a stream; and if no shard has state.
     """
     may_change = config.exact and config.options.balance_shards and not plan.synced and not plan.batches.is_stream
-    return ShardBalance(plan.batches.settings.shards, size, enabled=may_change)
+    has_residuals = plan.residuals is not None  # which would have to move with the shards
+    return ShardBalance(plan.batches.settings.shards, size, enabled=may_change and not has_residuals)
 
 
 def assign_shards(
@@ -236,8 +247,16 @@ def assign_shards(
     determinism.check_sync_batch_norm(plan.model, shares, exact=config.exact, is_main=world.rank == 0)
     batches.set_rank(world.rank, world.size, shares[world.rank])
     comm, key = plan.tuner.current, (config.seed, "codec")
-    codec = comm.codec
-    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=codec is not None)
+    codec, low_rank = comm.codec, comm is GradComm.POWERSGD
+    compresses = codec is not None or low_rank
+    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=compresses)
+
+    def compression(part: int) -> Compression | None:
+        if low_rank and plan.residuals is not None:
+            return LowRank(options.powersgd_rank, plan.residuals)
+        if codec is None:
+            return None
+        return Rounding(codec, partial(derive_seed, *key, part), measures_noise=plan.tuner.is_trying)
 
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
@@ -254,12 +273,7 @@ def assign_shards(
                 leaves=leaves,
                 optimizer=optimizer,
                 sum=sum_,
-                gradients=ShardGradients(
-                    leaves,
-                    sum_,
-                    comm_dtype=comm.dtype,
-                    compression=None if codec is None else Compression(codec, partial(derive_seed, *key, part)),
-                ),
+                gradients=ShardGradients(leaves, sum_, comm_dtype=comm.dtype, compression=compression(part)),
                 buffers=buffers,
                 loss_scale=plan.loss_scale,
                 audit=ShardAudit(modules, leaves, schedule=plan.audits, fetch=fetch),
@@ -330,7 +344,8 @@ def memory_of(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[s
     return {
         "weights": sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers())),
         "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
-        "buckets": sum(one.gradients.buffer_bytes for one in contexts.values()),
+        "buckets": sum(one.gradients.buffer_bytes for one in contexts.values())
+        + (0 if plan.residuals is None else plan.residuals.size_bytes),
         "optimizer": sum(s.nbytes for s in states) if plan.sharded_state is None else plan.sharded_state.state_bytes(),
         "graphs": plan.graphs.memory_bytes,
     }

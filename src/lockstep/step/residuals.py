@@ -1,0 +1,200 @@
+"""What compressed gradients have lost so far, which is added to the gradients of the next step (error feedback).
+
+Note [Residuals of shards]
+An approximation of low rank (comm/low_rank_sum.py) lacks a part of the gradient in every step. That part must be sent
+later, or the model would not learn from it. Each shard has a residual of its own: its gradient plus its residual, less
+its share of the approximation of the sum. So the residuals do not depend on which worker runs a shard. A worker keeps
+those of its own shards. They are part of a checkpoint, and move with the shards when the workers change. If a worker is
+lost, so are its residuals: the others go back to the newest checkpoint, and compute the same bits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import _torch
+from lockstep.comm import abortable_wait
+from lockstep.comm.low_rank_sum import SMALLEST_NORM, Factors
+from lockstep.ddp.optimizer_state import Interval, StateHolders, States
+from lockstep.errors import LostStateError
+from lockstep.seed import derive_seed
+
+LEAST_GAIN: Final = 2  # a gradient is compressed if so many times fewer numbers are sent
+
+
+def matrix_rows(parameter: Tensor) -> int:
+    """Return the number of rows of the matrix as which a gradient is compressed, in the order of memory."""
+    outermost = max(range(parameter.dim()), key=lambda dim: (parameter.stride(dim), -dim))
+    return parameter.shape[outermost]
+
+
+def is_compressed(parameter: Tensor, rank: int) -> bool:
+    """Whether the gradient of a parameter is sent as a matrix of this rank; if not, it is sent as it is."""
+    if parameter.dim() < 2 or not parameter.numel() or not parameter.is_floating_point():
+        return False
+    rows = matrix_rows(parameter)
+    return LEAST_GAIN * rank * (rows + parameter.numel() // rows) <= parameter.numel()
+
+
+@final
+class Residuals:
+    """The residuals of this worker's shards, and the projections, which are equal on all workers."""
+
+    def __init__(self, rank: int, shards: int, parameters: Mapping[str, Tensor], seed: int) -> None:
+        """
+        rank        of the matrices
+        shards      of a global batch
+        parameters  of the model, by name
+        seed        of the first projections
+        """
+        self._rank, self._shards, self._seed = rank, shards, seed
+        self._names, self._parameters = list(parameters), dict(parameters)
+        self._found: dict[tuple[int, str], Tensor] = {}  # by shard and name; flat, in the order of memory
+        self._copies: States | None = None  # those of all workers: see `copy_to_all`
+        self._projections: dict[str, Tensor] = {}
+        self._first: dict[str, Tensor] = {}  # projections to begin with
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the residuals that this worker has."""
+        return sum(residual.nbytes for residual in self._found.values())
+
+    def add_to(self, shard: int, matrices: Mapping[str, Tensor]) -> None:
+        """Add its residual to each of these matrices, the gradients of a shard by name of the parameter."""
+        known = [name for name in matrices if (shard, name) in self._found]
+        if known:
+            _torch.foreach_add_([matrices[n].view(-1) for n in known], [self._found[shard, n] for n in known])
+
+    def keep(self, shard: int, name: str, matrix: Tensor, factors: Factors) -> None:
+        """Replace the residual of a parameter: the matrix, less one share of its approximation for each shard."""
+        self._copies = None  # they are those of the step before
+        out = self._found.get((shard, name))
+        if out is None:
+            out = self._found[shard, name] = torch.empty(matrix.numel(), device=matrix.device)
+        torch.addmm(matrix, factors.left, factors.right.t(), alpha=-1.0 / self._shards, out=out.view(matrix.shape))
+        self._projections[name] = factors.right
+
+    def projection(self, name: str, rows: int) -> Tensor:
+        """Return the matrix [rows, rank] with which the next approximation of a parameter begins."""
+        first, device = self._first.get(name), self._parameters[name].device
+        if first is None:
+            generator = torch.Generator("cpu").manual_seed(derive_seed(self._seed, "projection", name))
+            drawn = torch.randn(rows, self._rank, generator=generator, dtype=torch.float32, device="cpu")
+            first = self._first[name] = drawn.to(device)
+        last = self._projections.get(name)
+        if last is None or last.shape != first.shape:
+            return first
+        last = last.to(device)
+        return torch.where(last.norm(dim=0) > SMALLEST_NORM, last, first)  # a column of zeros would stay one
+
+    # -- moving them ---------------------------------------------------------------------------------------------------
+
+    def _number(self, shard: int, name: str) -> int:
+        return shard * len(self._names) + self._names.index(name)
+
+    def _held(self) -> States:
+        if self._copies is not None:
+            return self._copies
+        return {
+            Interval(self._number(shard, name), 0, residual.numel()): {"residual": residual}
+            for (shard, name), residual in self._found.items()
+        }
+
+    def _wanted(self, holders: StateHolders, shards: Sequence[int]) -> list[Interval]:
+        """All residuals of these shards: a parameter that has one in some shard has one in all of them."""
+        indices = sorted({number % len(self._names) for number in holders.numbers})
+        parameters = [self._parameters[name] for name in self._names]
+        return [
+            Interval(shard * len(self._names) + index, 0, parameters[index].numel())
+            for shard in shards
+            for index in indices
+        ]
+
+    def _take(self, states: States) -> None:
+        count, self._copies = len(self._names), None
+        self._found = {
+            (interval.parameter // count, self._names[interval.parameter % count]): state["residual"]
+            for interval, state in states.items()
+        }
+
+    def assign(self, group: dist.ProcessGroup, device: torch.device, shares: Sequence[Sequence[int]]) -> None:
+        """Give every worker the residuals of its shards, which others may have; a collective call.
+
+        Raises LostStateError, on all workers, if no worker has some of them any more.
+        """
+        mine = self._held()
+        holders = StateHolders(group, mine, device=device)
+        wanted = [self._wanted(holders, share) for share in shares]
+        devices = [self._parameters[name].device for name in self._names] * self._shards
+        try:
+            states = holders.move(wanted, devices)
+        except LostStateError as error:
+            shard, index = divmod(error.parameter, len(self._names))
+            raise LostStateError(
+                f"no worker has the residual of {self._names[index]} in shard {shard} any more: its worker is lost"
+            ) from None
+        self._take(mine | states)  # until all have theirs, none is dropped
+        if group.size() > 1:
+            abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "moving residuals")
+        self._take(states)
+
+    def copy_to_all(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Give every worker all residuals, until the next `assign` or step: some workers leave. A collective call."""
+        holders = StateHolders(group, self._held(), device=device)
+        wanted = self._wanted(holders, range(self._shards))
+        devices = [self._parameters[name].device for name in self._names] * self._shards
+        self._copies = holders.move([wanted] * group.size(), devices, on_cpu=True)
+
+    def keep_only(self, shards: Sequence[int]) -> None:
+        """Drop the residuals of other shards than these, and bring these to the device of their parameters.
+
+        Called before each step: a checkpoint has the residuals of all shards.
+        """
+        self._found = {
+            (shard, name): residual.to(self._parameters[name].device)
+            for (shard, name), residual in self._found.items()
+            if shard in shards
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def collect_alone(self) -> dict[str, Any] | None:
+        """Return the state if this worker has the residuals of all shards, else None."""
+        shards = {shard for shard, _ in self._found}
+        return self.collect(None, torch.device("cpu")) if len(shards) in (0, self._shards) else None
+
+    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any] | None:
+        """Return the state of all workers on rank 0, on the CPU, and None on the others; a collective call.
+
+        group  None: this worker has all residuals
+        """
+        holders = StateHolders(group, self._held(), device=device)
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        wanted: list[list[Interval]] = [[] for _ in range(size)]
+        wanted[0] = self._wanted(holders, range(self._shards))
+        states = holders.move(wanted, [torch.device("cpu")] * len(self._names) * self._shards, on_cpu=True)
+        if rank:
+            return None
+        shards: dict[str, dict[str, Tensor]] = {str(shard): {} for shard in range(self._shards)}
+        for interval, state in states.items():
+            shard, index = divmod(interval.parameter, len(self._names))
+            shards[str(shard)][self._names[index]] = state["residual"]
+        return self.state() | {"shards": shards}
+
+    def state(self) -> dict[str, Any]:
+        """Return what is equal on all workers."""
+        return {"projections": dict(self._projections)}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `collect` or `state` has returned; None: that of a run without residuals."""
+        found = state or {}
+        self._projections, self._copies = dict(found.get("projections", {})), None
+        residuals = found.get("shards", {})
+        self._found = {
+            (int(shard), name): residual for shard, by_name in residuals.items() for name, residual in by_name.items()
+        }
