@@ -22,8 +22,8 @@ DECISION: Final = WARM_UP + len(KINDS) * TURN * ROUNDS  # the first step after t
 REVIEW: Final = DECISION + 24  # then what was expected is compared with what is measured
 # A kind that loses more must be so much faster than the one before it.
 LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
-# A kind whose errors by rounding are larger is not used, however fast it is. Relative to the norm of the gradient.
-LARGEST_ERROR: Final = 0.3
+# A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
+LARGEST_ERROR: Final = 0.7
 
 
 def trial_kind(step: int) -> GradComm:
@@ -118,10 +118,9 @@ class GradCommTuner:
         if not is_known:
             return f'grad_comm="auto": the trial was interrupted; "fp32" from step {number} on'
         tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
-        large = [f"; errors of {kind.value} are {error:.2g} of the gradient, at most {LARGEST_ERROR} is used"
-                 for kind, error in errors.items() if error > LARGEST_ERROR]  # fmt: skip
-        told = f'grad_comm="auto": "{self.chosen.value}" from step {number} on (ms of a step: {tried})'
-        return told + "".join(large)
+        lost = ", ".join(f"{kind.value} {errors[kind]:.2g}" for kind in LEAST_GAIN)
+        about = f"ms of a step: {tried}; errors relative to the gradient: {lost}, at most {LARGEST_ERROR} is used"
+        return f'grad_comm="auto": "{self.chosen.value}" from step {number} on ({about})'
 
     def _review(self, chosen: GradComm) -> str:
         times = self._times[chosen]
