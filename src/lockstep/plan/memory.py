@@ -20,7 +20,12 @@ from lockstep.plan.profile import ProbeResult
 from lockstep.plan.sum_cost import rows_per_worker
 
 CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
-INT_SUM_BUFFERS = 2.5  # buffers of a sum of integers on a CPU, in sizes of the gradients
+# Measured on a CPU, in sizes of the gradients (campaigns/plan_accuracy.py):
+INT_SUM_BUFFERS = 2.5  # of a sum of integers
+TREE_SUM_BUFFERS = 3.5  # of a sum along the tree with one row for each worker, while buckets are packed again
+MOST_SHM_BUFFERS, MOST_SHM_BYTES = 3.5, 12 * 2**20  # of a sum over shm, with the memory of the group itself
+# Buffers of the exchange of new weights between hosts of one worker, and of several, in sizes of what is sent at once.
+EXCHANGE_BUFFERS, EXCHANGE_BUFFERS_BY_HOST, EXCHANGED_BYTES = 1.5, 5.0, 50 * 2**20
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class MemoryModel:
 
     def predict(self, config: Configuration) -> MemoryForecast:
         parts, size = {"weights": self.weights, "gradients": self.gradients}, config.workers
-        parts["buckets"] = self._buckets(config)
+        parts["buckets"] = self._buckets(config) + self._exchange(config)
         share = min(1.0, (1 + config.redundancy) / size) if config.shard_optimizer else 1.0
         parts["optimizer"] = self.optimizer * share
         parts["activations"] = self.by_sample * config.samples_per_shard
@@ -94,7 +99,17 @@ class MemoryModel:
         if uses_shm and tree_rows == 1:
             return self.shm_bytes + (0.0 if self.on_gpu else (config.workers_per_host - 2) * self.gradients)
         by_backend = config.workers == 2 or config.sums_by_host
-        return 0.0 if by_backend and tree_rows == 1 else 2 * tree_rows * self.gradients + self.shm_bytes * uses_shm
+        if by_backend and tree_rows == 1:
+            return 0.0
+        more = 0.0 if self.on_gpu else TREE_SUM_BUFFERS - 2
+        return (2 * tree_rows + more) * self.gradients + self.shm_bytes * uses_shm
+
+    def _exchange(self, config: Configuration) -> float:
+        """Memory of the exchange of new weights, if the optimiser's state is distributed over hosts."""
+        if not config.shard_optimizer or config.hosts == 1 or self.on_gpu:
+            return 0.0
+        buffers = EXCHANGE_BUFFERS if config.workers_per_host == 1 else EXCHANGE_BUFFERS_BY_HOST
+        return buffers * min(self.weights, EXCHANGED_BYTES)
 
 
 def _kept(shards: int, *, captures: bool) -> float:
@@ -148,4 +163,5 @@ def fit_memory(probes: Sequence[ProbeResult]) -> MemoryModel:
         return model
     pair = min(pairs, key=lambda one: one.workers)
     extra = pair.memory_bytes["peak"] - model.predict(configuration_of(pair)).total_bytes
-    return replace(model, shm_bytes=max(0.0, extra))
+    most = math.inf if model.on_gpu else MOST_SHM_BUFFERS * model.gradients + MOST_SHM_BYTES  # the rest is chance
+    return replace(model, shm_bytes=min(max(0.0, extra), most))
