@@ -20,7 +20,6 @@ from lockstep.errors import LostStateError
 from lockstep.step import grad_comm_tuner
 from lockstep.step.residuals import Residuals
 from lockstep.step.run_options import GradComm
-from lockstep.step.shard_bucket import relative_error
 from on_workers import on_workers
 from runs import CLASSES, PROGRAMS, Bags, Program, Resnet, adamw, mlp, sgd, train, use
 
@@ -202,12 +201,12 @@ def test_the_error_by_rounding_is_estimated_from_the_scales(bits: int) -> None:
             if grad_comm_tuner.trial_kind(batch.number) is GradComm(f"int{bits}"):
                 assert twin.weight.grad is not None
                 assert model.weight.grad is not None
-                exact, context = twin.weight.grad / 24, run._loop.state.context
-                assert context is not None
-                estimated.append(relative_error(context.gradients.buckets))
+                exact, plan = twin.weight.grad / 24, run._loop.plan
+                assert plan is not None
+                estimated.append(plan.tuner._errors[GradComm(f"int{bits}")])
                 found.append(float((model.weight.grad - exact).norm() / exact.norm()))
     assert len(found) >= 12
-    assert sum(estimated) == pytest.approx(sum(found), rel=0.1)
+    assert estimated[-1] == pytest.approx(sum(found) / len(found), rel=0.2)  # it is the largest of three steps
 
 
 # -- matrices of low rank ----------------------------------------------------------------------------------------------
@@ -318,7 +317,7 @@ def reference_powersgd(gradients: list[Tensor], projection: Tensor) -> list[Tens
 
 
 def test_it_is_powersgd() -> None:
-    x = torch.randn(96, 40, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(76, 40, generator=torch.Generator().manual_seed(3))  # the last batch of an epoch has 4 samples
     exact, sent = list[Tensor](), list[Tensor]()
     with lockstep.Run(seed=5, progress=False, grad_comm="powersgd", powersgd_rank=2) as run:
         model = run.replicate(nn.Linear(40, 30))
@@ -330,7 +329,7 @@ def test_it_is_powersgd() -> None:
             if batch.number >= grad_comm_tuner.WARM_UP:
                 assert twin.weight.grad is not None
                 assert model.weight.grad is not None
-                exact.append(twin.weight.grad / 24)
+                exact.append(twin.weight.grad / sum(shard.count for shard in batch.shards))
                 sent.append(model.weight.grad.clone())
         first = Residuals(2, 4, dict(model.named_parameters()), 5).projection("weight", 40)
     for found, wanted in zip(sent, reference_powersgd(exact, first), strict=True):
@@ -381,16 +380,14 @@ def make_residuals(*shards: int) -> tuple[Residuals, Tensor]:
     weight, gradient = nn.Parameter(torch.zeros(20, 30)), torch.ones(20, 30)
     residuals = Residuals(1, 4, {"weight": weight}, seed=1)
     nothing = Factors(torch.zeros(20, 1), torch.zeros(30, 1))
-    for shard in shards:
-        residuals.keep(shard, "weight", gradient * shard, nothing)
+    residuals.keep("weight", {shard: gradient * shard for shard in shards}, nothing)
     return residuals, gradient
 
 
-def added(residuals: Residuals, shard: int) -> float:
-    """The residual of a shard, of which all elements are equal."""
-    matrix = torch.zeros(20, 30)
-    residuals.add_to(shard, {"weight": matrix})
-    return float(matrix.mean())
+def residual_of(residuals: Residuals, shard: int) -> float:
+    """The residual of a shard, of which all elements are equal; 0 if there is none."""
+    found = residuals.find(shard, "weight")
+    return 0.0 if found is None else float(found.mean())
 
 
 def move_residuals(rank: int, size: int) -> list[object]:
@@ -399,15 +396,15 @@ def move_residuals(rank: int, size: int) -> list[object]:
     device = torch.device("cpu")
     residuals, _ = make_residuals(*[(0,), (1, 2), (3,)][rank])
     residuals.assign(group, device, [range(2), range(2, 3), range(3, 4)])
-    found.append([added(residuals, shard) for shard in range(4)])
+    found.append([residual_of(residuals, shard) for shard in range(4)])
     residuals.copy_to_all(group, device)  # some workers leave
     residuals.assign(group, device, [range(0), range(4), range(0)])
-    found.append([added(residuals, shard) for shard in range(4)])
+    found.append([residual_of(residuals, shard) for shard in range(4)])
     own = [(0, 1), (2,), (3,)][rank]
     residuals, gradient = make_residuals(*own)
     residuals.copy_to_all(group, device)
-    for shard in own:  # another step is taken, so that the copies are old
-        residuals.keep(shard, "weight", gradient * 10 * shard, Factors(torch.zeros(20, 1), torch.zeros(30, 1)))
+    sent = {shard: gradient * 10 * shard for shard in own}  # another step is taken, so that the copies are old
+    residuals.keep("weight", sent, Factors(torch.zeros(20, 1), torch.zeros(30, 1)))
     saved = residuals.collect(group, device)
     found.append(None if saved is None else [float(saved["shards"][str(n)]["weight"].mean()) for n in range(4)])
     residuals, _ = make_residuals(*[(0, 1), (2,), ()][rank])
@@ -428,16 +425,33 @@ def test_residuals_move_with_their_shards_and_are_missed_if_they_are_lost() -> N
     ] * 3
 
 
+def test_residuals_of_another_memory_format() -> None:
+    """A convolution that was trained as it is, and goes on in channels_last."""
+    before, factors = nn.Conv2d(6, 40, 3).weight, Factors(torch.zeros(40, 1), torch.zeros(54, 1))
+    residuals = Residuals(1, 1, {"weight": before}, seed=1)
+    values = torch.arange(before.numel(), dtype=torch.float32)
+    residuals.keep("weight", {0: values.view(40, 54)}, factors)
+    after = nn.Parameter(before.detach().to(memory_format=torch.channels_last))
+    restored = Residuals(1, 1, {"weight": after}, seed=1)
+    restored.restore(residuals.collect_alone())
+    found = restored.find(0, "weight")
+    assert found is not None
+    assert torch.equal(found.as_strided(after.shape, after.stride()), values.view(before.shape))
+    after.requires_grad_(False)
+    restored.keep_only(range(1))
+    assert restored.find(0, "weight") is None  # it would be added when it is trained again
+
+
 def test_residuals_of_other_shards_are_dropped_before_a_step() -> None:
     """A checkpoint has all; those that another worker changes from then on must not be taken for its own."""
     saved = make_residuals(0, 1, 2, 3)[0].collect_alone()
     residuals, _ = make_residuals()
     residuals.restore(saved)
     residuals.keep_only(range(1, 3))
-    assert [added(residuals, shard) for shard in range(4)] == [0, 1, 2, 0]
+    assert [residual_of(residuals, shard) for shard in range(4)] == [0, 1, 2, 0]
     assert residuals.collect_alone() is None
     residuals.restore(None)
-    assert added(residuals, 1) == 0
+    assert residual_of(residuals, 1) == 0
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,9 @@ def test_memory_by_kind() -> None:
     assert model.predict(config(4, shard_optimizer=True)).by_kind["optimizer"] == pytest.approx(GRADIENTS / 2)
     copies = model.predict(config(4, shard_optimizer=True, redundancy=1))
     assert copies.by_kind["optimizer"] == pytest.approx(GRADIENTS)
-    assert model.predict(config(4, backend="gloo")).by_kind["buckets"] == 2 * GRADIENTS  # the tree over workers
+    assert model.predict(config(4, backend="gloo")).by_kind["buckets"] == 3.5 * GRADIENTS  # the tree over workers
+    between_hosts = model.predict(config(1, shard_optimizer=True, hosts=2, backend="hierarchy"))
+    assert between_hosts.by_kind["buckets"] == 1.5 * GRADIENTS  # the exchange of weights
     assert model.predict(config(4, backend="shm")).by_kind["buckets"] == 2 * GRADIENTS  # of the third and the fourth
     assert model.predict(config(3, 128, 8)).by_kind["buckets"] == pytest.approx(2 * 5 / 3 * GRADIENTS)  # rows of a tree
     four = fit_memory([sample_probe(4, 128, 4)])

@@ -13,6 +13,7 @@ pipelined_collectives.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -66,6 +67,23 @@ class Route:
 
 
 @dataclass
+class RoundingErrors:
+    """About how large the squared errors by rounding of some sums are, and the squared norms of these sums."""
+
+    noise: float | Tensor = 0.0
+    energy: float | Tensor = 0.0
+    is_open: bool = True  # more is to be added
+
+    def add(self, noise: Tensor, energy: Tensor) -> None:
+        self.noise, self.energy = self.noise + noise, self.energy + energy
+
+    def close(self) -> float:
+        """Return the error relative to the norm; 0 if there is none. Nothing is added from now on."""
+        self.is_open, noise, energy = False, float(self.noise), float(self.energy)
+        return math.sqrt(noise / energy) if energy > 0 else 0.0
+
+
+@dataclass
 class CompressedBuffers:
     """Memory of one sum: a row of blocks for each shard of this worker. The result replaces the last row.
 
@@ -74,7 +92,7 @@ class CompressedBuffers:
     sent, started_s        the pending sum, and when it was started
     shard_keys, sum_key    of the random numbers, for each shard and for the sum
     scale    returns by what the sum is multiplied
-    noise    about how large the squared error of the sum is, without the scale; None: it is not computed
+    errors   to which the errors by rounding are added; None: they are not computed
     """
 
     rows: Tensor  # [shards, numel]
@@ -85,7 +103,7 @@ class CompressedBuffers:
     shard_keys: Sequence[int] = field(default_factory=list)
     sum_key: int = 0
     scale: Scale = field(default=lambda: 1.0)
-    noise: Tensor | None = None
+    errors: RoundingErrors | None = None
 
 
 class CompressedSum:
@@ -146,9 +164,11 @@ class CompressedSum:
             total = mine.to(self._total_dtype).view(-1, BLOCK)
             packed, shifts = yield from self._round_and_gather(buffers, total, at, scratch)
             out = buffers.rows[-1].view(-1, BLOCK)[at]
-            self._kernels.decode(packed, codes, shifts, buffers.scale(), out)
-            if buffers.noise is not None:
-                buffers.noise += self.codec.noise_energy(codes, shifts, self._shards)
+            scale = buffers.scale()
+            self._kernels.decode(packed, codes, shifts, scale, out)
+            if buffers.errors is not None:
+                noise = self.codec.noise_energy(codes, shifts, self._shards) * scale**2
+                buffers.errors.add(noise, out.double().square().sum())
 
     def _agree_on_codes(self, buffers: CompressedBuffers, shards: Tensor, at: slice) -> Generator[None, None, Tensor]:
         """Return the codes of blocks that fit the shards of all workers; in the first chunk agree on the flags, too."""

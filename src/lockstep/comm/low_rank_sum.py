@@ -19,11 +19,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep import faults
+from lockstep import _torch, faults
 from lockstep.comm.compressed_sum import run_on_current_stream
 from lockstep.comm.shard_sum import Scale, ShardSum, SumBuffers
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 
+ALIGN: Final = 16  # elements
 SMALLEST_NORM: Final = 1e-30  # of a column that counts
 
 
@@ -38,13 +39,18 @@ class Factors(NamedTuple):
 class LowRankBuffers:
     """Memory of one sum.
 
-    matrices     of each shard of this worker
-    rest         of each shard: all that is sent as it is, flat
+    rows         the gradients of each shard of this worker. `LowRankSum.run` multiplies them by the scale, and adds
+                 the residuals
+    matrices     those that are compressed, for each shard; parts of `rows`, as are these:
+    rest         for each shard, all that is sent as it is, flat
     total        of the matrices, and of the rest, where the result is written
+    residuals    what is added to the matrices of each shard; None: nothing
     projections  from which the columns of the first product are made: one for each matrix
+    scale        returns by what gradients are multiplied: the weights of global batches differ, and residuals are kept
     factors      the result: of each matrix; set by `LowRankSum.run`
     """
 
+    rows: Tensor  # [shards, numel]
     matrices: list[list[Tensor]]
     rest: list[Tensor]
     total: list[Tensor]
@@ -52,6 +58,7 @@ class LowRankBuffers:
     lefts: SumBuffers  # all P of a shard in one row, and then the rest
     rights: SumBuffers
     shards: Sequence[int] = ()
+    residuals: Sequence[Sequence[Tensor | None]] = ()
     projections: Sequence[Tensor] = ()
     scale: Scale = field(default=lambda: 1.0)
     factors: list[Factors] = field(default_factory=list)
@@ -62,11 +69,6 @@ class LowRankBuffers:
     def sent_bytes(self) -> int:
         return self.lefts.rows.nbytes + self.rights.rows.nbytes
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the products."""
-        return self.sent_bytes
-
 
 class LowRankSum:
     """Sums over all shards of a global batch, as matrices of low rank. See Note [Low rank]."""
@@ -75,21 +77,34 @@ class LowRankSum:
         self._sum, self._rank = sum_, rank
 
     def allocate(
-        self, matrices: list[list[Tensor]], rest: list[Tensor], total: list[Tensor], total_rest: Tensor
+        self, rows: Tensor, matrices: list[list[Tensor]], rest: list[Tensor], total: list[Tensor], total_rest: Tensor
     ) -> LowRankBuffers:
         """Allocate the buffers of a sum of these matrices and flat tensors. See `LowRankBuffers`."""
-        left = sum(self._rank * len(one) for one in total) + total_rest.numel()
-        right = sum(self._rank * one.shape[1] for one in total)
+        left = sum(self._size(len(one)) for one in total) + total_rest.numel()
+        right = sum(self._size(one.shape[1]) for one in total)
         lefts, rights = (self._sum.allocate(max(numel, 1), torch.float32) for numel in (left, right))
-        return LowRankBuffers(matrices, rest, total, total_rest, lefts, rights)
+        return LowRankBuffers(rows, matrices, rest, total, total_rest, lefts, rights)
+
+    def buffer_bytes(self, buffers: LowRankBuffers) -> int:
+        """Return the memory of the products."""
+        return sum(self._sum.buffer_bytes(one, without_result=False) for one in (buffers.lefts, buffers.rights))
+
+    def _size(self, rows: int) -> int:
+        """Return the elements of a product with so many rows: the next one begins at a multiple of 64 bytes."""
+        return -(-rows * self._rank // ALIGN) * ALIGN
 
     def run(self, buffers: LowRankBuffers) -> Tensor:
         """Compute the sum in a job of `ShardSum.submit`; all workers call it together. Returns the rest."""
-        written = [*buffers.total, buffers.total_rest, buffers.lefts.rows, buffers.rights.rows]
+        written = [buffers.rows, *buffers.total, buffers.total_rest, buffers.lefts.rows, buffers.rights.rows]
         run_on_current_stream(written, lambda: self._run(buffers))
         return buffers.total_rest
 
     def _run(self, buffers: LowRankBuffers) -> None:
+        buffers.rows.mul_(buffers.scale())
+        for matrices, residuals in zip(buffers.matrices, buffers.residuals, strict=True):
+            both = [(m.view(-1), one) for m, one in zip(matrices, residuals, strict=True) if one is not None]
+            if both:
+                _torch.foreach_add_([matrix for matrix, _ in both], [residual for _, residual in both])
         projections = [orthonormal(one) for one in buffers.projections]
         widths = [len(one) for one in buffers.total]
 
@@ -100,7 +115,7 @@ class LowRankSum:
 
         sums = self._add(buffers, buffers.lefts, write_lefts)
         lefts = [orthonormal(one) for one in self._cut(sums, widths)]
-        rest = sums[sum(widths) * self._rank :]
+        rest = sums[sum(map(self._size, widths)) :]
         faults.at("exchange")
         widths = [one.shape[1] for one in buffers.total]
 
@@ -113,10 +128,9 @@ class LowRankSum:
         buffers.factors = [
             Factors(left, right.clone()) for left, right in zip(lefts, self._cut(sums, widths), strict=True)
         ]
-        scale = buffers.scale()
         for factors, out in zip(buffers.factors, buffers.total, strict=True):
-            torch.mm(factors.left, factors.right.t(), out=out).mul_(scale)
-        torch.mul(rest[: len(buffers.total_rest)], scale, out=buffers.total_rest)
+            torch.mm(factors.left, factors.right.t(), out=out)
+        buffers.total_rest.copy_(rest[: len(buffers.total_rest)])
 
     def _add(self, buffers: LowRankBuffers, sums: SumBuffers, write: Callable[[Tensor, int], None]) -> Tensor:
         """Return the sum over all shards of what `write` writes into a row for each shard of this worker."""
@@ -126,7 +140,7 @@ class LowRankSum:
 
         accumulator = TreeAccumulator(self._sum.shards, add)
         for n, shard in enumerate(buffers.shards):
-            row = torch.empty(sums.numel, dtype=torch.float32, device=sums.rows.device)
+            row = torch.zeros(sums.numel, dtype=torch.float32, device=sums.rows.device)
             write(row, n)
             accumulator.push(Subtree(shard, 1), row)
         for row, (_, value) in zip(sums.rows, accumulator.pending, strict=True):
@@ -135,14 +149,14 @@ class LowRankSum:
 
     def _cut(self, flat: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """Return the matrices of these numbers of rows, which are one after the other in `flat`."""
-        ends, rank = list(accumulate(widths)), self._rank
-        return [
-            flat[(end - width) * rank : end * rank].view(width, rank) for end, width in zip(ends, widths, strict=True)
-        ]
+        ends = accumulate(map(self._size, widths))
+        starts = [end - self._size(width) for end, width in zip(ends, widths, strict=True)]
+        pairs = zip(starts, widths, strict=True)
+        return [flat[at : at + width * self._rank].view(width, self._rank) for at, width in pairs]
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns, computed from left to right; of columns that depend on others, 0."""
+    """Return the columns made orthonormal, from left to right; a column of zeros stays one."""
     done = columns.clone()
     for n in range(done.shape[1]):
         column = done[:, n]

@@ -210,7 +210,7 @@ class StateHolders:
             for one, at, part in _overlaps(streams[self._rank], start, start + width):
                 tensor = _bytes(self._mine[one.entry][one.name])
                 row[at : at + part.stop - part.start].copy_(tensor[one.start + part.start : one.start + part.stop])
-            abortable_wait.wait(group, group._allgather_base(rows, row), self._device, "moving the optimiser's state")
+            abortable_wait.wait(group, group._allgather_base(rows, row), self._device, "moving state between workers")
             for stream, received in zip(streams, torch.split(rows, width), strict=True):
                 for one, at, part in _overlaps(stream, start, start + width):
                     for target in targets.get(one, ()):

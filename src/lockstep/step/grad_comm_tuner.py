@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from lockstep.comm.compressed_sum import RoundingErrors
 from lockstep.step.run_options import GradComm
 
 WARM_UP: Final = 8  # steps
@@ -53,6 +54,7 @@ class GradCommTuner:
         self._expected_s = 0.0
         self._times: dict[GradComm, list[float]] = {kind: [] for kind in KINDS}
         self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
+        self._measured: RoundingErrors | None = None
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
     def state(self) -> dict[str, Any]:
@@ -69,14 +71,10 @@ class GradCommTuner:
             if state is not None and state["chosen"] is not None:
                 self.chosen = self.current = GradComm(state["chosen"])
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether errors by rounding are of interest."""
-        return self.chosen is None
-
-    def add_error(self, error: float) -> None:
-        """Note the error by rounding of the last step, relative to the norm of the gradient."""
-        self._errors[self.current] = max(self._errors[self.current], error)
+    def measure_errors(self) -> RoundingErrors | None:
+        """Return to what the errors by rounding in the next step are to be added; None: no trial is running."""
+        self._measured = RoundingErrors() if self.chosen is None else None
+        return self._measured
 
     def prepare(self, number: int, agree: Callable[[list[float]], list[float]]) -> str | None:
         """Set `current` for step `number` of the run. Called by all workers. Returns what is to be told, if anything.
@@ -90,6 +88,8 @@ class GradCommTuner:
         if self._began is None:
             self._began = number
         step, told = number - self._began, None
+        if self._measured is not None and self._measured.is_open:  # in the first step of a turn, which is not timed
+            self._errors[self.current] = max(self._errors[self.current], self._measured.close())
         self._record(step)
         if self.chosen is None and step >= DECISION:
             told = self._decide(number, agree)

@@ -2,10 +2,11 @@
 
 Note [Residuals of shards]
 An approximation of low rank (comm/low_rank_sum.py) lacks a part of the gradient in every step. That part must be sent
-later, or the model would not learn from it. Each shard has a residual of its own: its gradient plus its residual, less
-its share of the approximation of the sum. So the residuals do not depend on which worker runs a shard. A worker keeps
-those of its own shards. They are part of a checkpoint, and move with the shards when the workers change. If a worker is
-lost, so are its residuals: the others go back to the newest checkpoint, and compute the same bits again.
+later, or the model would not learn from it. Each shard has a residual of its own: its gradient, divided by the weight
+of the global batch, plus its residual, less its share of the approximation of the sum. So the residuals do not depend
+on which worker runs a shard. A worker keeps those of its own shards. They are part of a checkpoint, and move with the
+shards when the workers change. If a worker is lost, so are its residuals: the others go back to the newest checkpoint,
+and compute the same bits again.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import _torch
 from lockstep.comm import abortable_wait
 from lockstep.comm.low_rank_sum import SMALLEST_NORM, Factors
 from lockstep.ddp.optimizer_state import Interval, StateHolders, States
 from lockstep.errors import LostStateError
 from lockstep.seed import derive_seed
 
-LEAST_GAIN: Final = 2  # a gradient is compressed if so many times fewer numbers are sent
+LEAST_REDUCTION: Final = 2  # a gradient is compressed if so many times fewer numbers are sent
 
 
 def matrix_rows(parameter: Tensor) -> int:
@@ -38,7 +38,7 @@ def is_compressed(parameter: Tensor, rank: int) -> bool:
     if parameter.dim() < 2 or not parameter.numel() or not parameter.is_floating_point():
         return False
     rows = matrix_rows(parameter)
-    return LEAST_GAIN * rank * (rows + parameter.numel() // rows) <= parameter.numel()
+    return LEAST_REDUCTION * rank * (rows + parameter.numel() // rows) <= parameter.numel()
 
 
 @final
@@ -64,20 +64,26 @@ class Residuals:
         """Memory of the residuals that this worker has."""
         return sum(residual.nbytes for residual in self._found.values())
 
-    def add_to(self, shard: int, matrices: Mapping[str, Tensor]) -> None:
-        """Add its residual to each of these matrices, the gradients of a shard by name of the parameter."""
-        known = [name for name in matrices if (shard, name) in self._found]
-        if known:
-            _torch.foreach_add_([matrices[n].view(-1) for n in known], [self._found[shard, n] for n in known])
+    def follow(self, parameters: Mapping[str, Tensor]) -> None:
+        """Use the parameters that the model has now. Called by all workers, between two steps."""
+        self._found = {key: residual for key, residual in self._found.items() if key[1] in parameters}
+        self._names, self._parameters = list(parameters), dict(parameters)
 
-    def keep(self, shard: int, name: str, matrix: Tensor, factors: Factors) -> None:
-        """Replace the residual of a parameter: the matrix, less one share of its approximation for each shard."""
-        self._copies = None  # they are those of the step before
-        out = self._found.get((shard, name))
-        if out is None:
-            out = self._found[shard, name] = torch.empty(matrix.numel(), device=matrix.device)
-        torch.addmm(matrix, factors.left, factors.right.t(), alpha=-1.0 / self._shards, out=out.view(matrix.shape))
-        self._projections[name] = factors.right
+    def find(self, shard: int, name: str) -> Tensor | None:
+        """Return the residual of a parameter in a shard, flat; None: there is none."""
+        return self._found.get((shard, name))
+
+    def keep(self, name: str, matrices: Mapping[int, Tensor], factors: Factors) -> None:
+        """Replace the residuals of a parameter, and its projection, after a step.
+
+        matrices  what was sent, by shard; the residual is what remains of it without a share of the approximation
+        """
+        self._copies, self._projections[name] = None, factors.right
+        for shard, matrix in matrices.items():
+            out = self._found.get((shard, name))
+            if out is None:
+                out = self._found[shard, name] = torch.empty(matrix.numel(), device=matrix.device)
+            torch.addmm(matrix, factors.left, factors.right.t(), alpha=-1.0 / self._shards, out=out.view(matrix.shape))
 
     def projection(self, name: str, rows: int) -> Tensor:
         """Return the matrix [rows, rank] with which the next approximation of a parameter begins."""
@@ -96,6 +102,10 @@ class Residuals:
 
     def _number(self, shard: int, name: str) -> int:
         return shard * len(self._names) + self._names.index(name)
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self._parameters[name].device for name in self._names] * self._shards
 
     def _held(self) -> States:
         if self._copies is not None:
@@ -130,9 +140,8 @@ class Residuals:
         mine = self._held()
         holders = StateHolders(group, mine, device=device)
         wanted = [self._wanted(holders, share) for share in shares]
-        devices = [self._parameters[name].device for name in self._names] * self._shards
         try:
-            states = holders.move(wanted, devices)
+            states = holders.move(wanted, self._devices)
         except LostStateError as error:
             shard, index = divmod(error.parameter, len(self._names))
             raise LostStateError(
@@ -147,18 +156,23 @@ class Residuals:
         """Give every worker all residuals, until the next `assign` or step: some workers leave. A collective call."""
         holders = StateHolders(group, self._held(), device=device)
         wanted = self._wanted(holders, range(self._shards))
-        devices = [self._parameters[name].device for name in self._names] * self._shards
-        self._copies = holders.move([wanted] * group.size(), devices, on_cpu=True)
+        self._copies = holders.move([wanted] * group.size(), self._devices, on_cpu=True)
 
     def keep_only(self, shards: Sequence[int]) -> None:
         """Drop the residuals of other shards than these, and bring these to the device of their parameters.
 
-        Called before each step: a checkpoint has the residuals of all shards.
+        Called before each step: a checkpoint has the residuals of all shards. Those of parameters that are frozen, or
+        not compressed with this rank, are dropped, too: they would be added at some later time.
         """
+        own = {
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad and is_compressed(parameter, self._rank)
+        }
         self._found = {
             (shard, name): residual.to(self._parameters[name].device)
             for (shard, name), residual in self._found.items()
-            if shard in shards
+            if shard in shards and name in own
         }
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -184,7 +198,8 @@ class Residuals:
         for interval, state in states.items():
             shard, index = divmod(interval.parameter, len(self._names))
             shards[str(shard)][self._names[index]] = state["residual"]
-        return self.state() | {"shards": shards}
+        strides = {name: list(self._parameters[name].stride()) for name in shards["0"]}
+        return self.state() | {"shards": shards, "strides": strides}
 
     def state(self) -> dict[str, Any]:
         """Return what is equal on all workers."""
@@ -194,7 +209,18 @@ class Residuals:
         """Restore what `collect` or `state` has returned; None: that of a run without residuals."""
         found = state or {}
         self._projections, self._copies = dict(found.get("projections", {})), None
-        residuals = found.get("shards", {})
         self._found = {
-            (int(shard), name): residual for shard, by_name in residuals.items() for name, residual in by_name.items()
+            (int(shard), name): self._in_memory_order(name, residual, found["strides"][name])
+            for shard, by_name in found.get("shards", {}).items()
+            for name, residual in by_name.items()
+            if name in self._parameters
         }
+
+    def _in_memory_order(self, name: str, residual: Tensor, stride: Sequence[int]) -> Tensor:
+        """Return a residual that was saved with these strides, in the order of the parameter's memory now."""
+        parameter = self._parameters[name]
+        if list(parameter.stride()) == list(stride):
+            return residual
+        self._projections.pop(name, None)  # its rows would belong to other columns
+        now = torch.empty_strided(parameter.shape, parameter.stride(), dtype=residual.dtype)
+        return now.copy_(residual.as_strided(parameter.shape, tuple(stride))).as_strided((residual.numel(),), (1,))

@@ -7,10 +7,9 @@ depends on its address. In a bucket every gradient begins at a multiple of 64 by
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep import _torch
-from lockstep.comm.compressed_sum import CompressedBuffers
+from lockstep.comm.compressed_sum import CompressedBuffers, RoundingErrors
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.low_rank_sum import Factors, LowRankBuffers, LowRankSum
 from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum
@@ -145,13 +144,13 @@ class ShardBucket(GradientBucket):
 class Rounding:
     """Gradients are sent as small integers.
 
-    key             returns the key of random numbers for words such as a step
-    measures_noise  `relative_error` is to be known after each step
+    key     returns the key of random numbers for words such as a step
+    errors  to which the errors by rounding of all sums are added while it is open
     """
 
     codec: IntegerCodec
     key: Callable[..., int]
-    measures_noise: bool = False
+    errors: RoundingErrors | None = None
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,8 @@ class RoundedBucket(CompressedBucket):
             buffers.flags.copy_(torch.tensor(self.used, dtype=torch.uint8))
         buffers.shard_keys, buffers.sum_key = [key(step, shard) for shard in shards], key(step, "sum")
         buffers.scale, buffers.started_s = scale, time.monotonic()
-        if self._rounding.measures_noise:
-            buffers.noise = torch.zeros((), dtype=torch.float64, device=self.rows[0].device)
+        errors = self._rounding.errors
+        buffers.errors = errors if errors is not None and errors.is_open else None
         buffers.sent = self._sum.submit(lambda: self._compressed.run(buffers))
 
     @property
@@ -270,23 +269,11 @@ class RoundedBucket(CompressedBucket):
         self._sum.wait(self.buffers.sent, where)
         return self.views[-1], self.buffers.flags
 
-    def energies(self) -> tuple[float, float]:
-        """About how large the squared error of the last sum is, and its squared norm; see `Rounding.measures_noise`."""
-        noise, scale = self.buffers.noise, float(self.buffers.scale())
-        return 0.0 if noise is None else float(noise) * scale**2, float(self.rows[-1].double().square().sum())
-
-
-def relative_error(buckets: Iterable[GradientBucket]) -> float:
-    """Return about how large the error by rounding is in the last step, relative to the norm of the gradient."""
-    pairs = [bucket.energies() for bucket in buckets if isinstance(bucket, RoundedBucket)]
-    noise, energy = (sum(part) for part in zip(*pairs, strict=True)) if pairs else (0.0, 1.0)
-    return math.sqrt(noise / energy) if energy else 0.0
-
 
 class LowRankBucket(CompressedBucket):
     """Gradients that are sent as matrices of low rank (comm/low_rank_sum.py); small ones, and vectors, as they are.
 
-    A row holds the gradients of a shard, to which what the approximations of earlier steps lacked is added before it is
+    A row holds the gradients of a shard, to which what the approximations of earlier steps lacked is added when it is
     sent (step/residuals.py), and then a mark for each that was used. It is read once more when the step is applied.
     """
 
@@ -306,6 +293,7 @@ class LowRankBucket(CompressedBucket):
         at = self.offsets[self._matrices] if self._matrices < count else self.numel
         self._marks = total[self.numel : self.numel + count]
         self.buffers = self._low_rank.allocate(
+            memory[:-1],
             [self._matrices_of(row) for row in self.rows],
             [row[at:] for row in self.rows],
             self._matrices_of(total),
@@ -323,10 +311,9 @@ class LowRankBucket(CompressedBucket):
     def start(self, step: int, shards: Sequence[int], scale: Scale) -> None:
         buffers, names = self.buffers, self._compressed_names
         buffers.shards, buffers.scale, buffers.started_s = shards, scale, time.monotonic()
-        for shard, row, matrices in zip(shards, self.rows, buffers.matrices, strict=True):
-            marks = row[self.numel : self.numel + len(self.used)]
-            marks.fill_(1.0) if all(self.used) else marks.copy_(torch.tensor(self.used))
-            self._residuals.add_to(shard, dict(zip(names, matrices, strict=True)))
+        marks = buffers.rows[:, self.numel : self.numel + len(self.used)]
+        marks.fill_(USED) if all(self.used) else marks.copy_(torch.tensor(self.used) * USED)
+        buffers.residuals = [[self._residuals.find(shard, name) for name in names] for shard in shards]
         columns = [matrix.shape[1] for matrix in buffers.total]
         buffers.projections = [self._residuals.projection(*pair) for pair in zip(names, columns, strict=True)]
         buffers.sent = self._sum.submit(lambda: self._low_rank.run(buffers))
@@ -339,7 +326,7 @@ class LowRankBucket(CompressedBucket):
     def buffer_bytes(self) -> int:
         is_result = self.parameters[0].dtype == torch.float32
         rows = len(self.rows) + (not is_result)
-        return rows * self.rows[0].nbytes + self.buffers.buffer_bytes
+        return rows * self.rows[0].nbytes + self._low_rank.buffer_bytes(self.buffers)
 
     def result(self, where: str) -> tuple[list[Tensor], Tensor]:
         self._sum.wait(self.buffers.sent, where)
@@ -354,5 +341,5 @@ class LowRankBucket(CompressedBucket):
         """Keep what these approximations lack of the gradients of this worker's shards, for the next step."""
         for number, name in enumerate(self._compressed_names):
             if name in factors:
-                for shard, matrices in zip(self._shards, self.buffers.matrices, strict=True):
-                    self._residuals.keep(shard, name, matrices[number], factors[name])
+                matrices = [of_shard[number] for of_shard in self.buffers.matrices]
+                self._residuals.keep(name, dict(zip(self._shards, matrices, strict=True)), factors[name])

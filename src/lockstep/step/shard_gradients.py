@@ -445,6 +445,6 @@ class ShardGradients:
         Called when the step is applied. Raises DivergenceError if this worker has not sent its gradients in this step.
         """
         if factors and step != self._step:
-            raise DivergenceError(f"the residuals of step {step} are unknown to this worker, in step {self._step}")
+            raise DivergenceError(f"this worker was in step {self._step}, and applies step {step}; report this")
         for bucket in self._low_rank_buckets:
             bucket.keep_residuals(factors)

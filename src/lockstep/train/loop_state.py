@@ -22,7 +22,6 @@ from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
 from lockstep.step.audit import AuditSchedule
 from lockstep.step.shard_balance import ShardBalance
-from lockstep.step.shard_bucket import relative_error
 from lockstep.step.step_types import LastUpdate, StepContext, TrainingPlan
 from lockstep.train import sharded_training, training_plan
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
@@ -126,7 +125,9 @@ class WorkerState:
         """Everything that must be equal on all workers, by name."""
         if plan.sharded_state is not None:
             plan.sharded_state.compare_copies(number, self._session.group, self._session.device)
-        return named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests()
+        found = named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests()
+        projections = {} if plan.residuals is None else plan.residuals.state()["projections"]
+        return found | {f"projection of {name}": projection for name, projection in projections.items()}
 
     # -- assignment of shards ----------------------------------------------------------------------------------------
 
@@ -176,9 +177,7 @@ class WorkerState:
         limit, slowness = session.settings.drop_slower_than, context.balance.slowness(session.world.rank)
         if limit is not None and slowness >= limit:
             session.calls.report_slowness(slowness)
-        if plan.tuner.is_trying:
-            plan.tuner.add_error(relative_error(context.gradients.buckets))
-        choice = plan.tuner.prepare(plan.batches.position.number, self._agree_on_times)
+        choice = plan.tuner.prepare(plan.batches.position.number, self._agree_on_largest)
         for kind, text in (("shards", change), ("grad_comm", choice)):
             if text is not None:
                 session.trace_writer.event(kind, text=text)
@@ -187,8 +186,8 @@ class WorkerState:
             self.drop_context(clears_gradients=False)
             self._make_contexts(plan, context.balance, context.last)
 
-    def _agree_on_times(self, mine: list[float]) -> list[float]:
-        """Return the longest of all workers of each of these times; the same on all of them, also on newcomers."""
+    def _agree_on_largest(self, mine: list[float]) -> list[float]:
+        """Return the largest of all workers of each of these numbers; the same on all of them, also on newcomers."""
         session = self._session
 
         def call() -> list[float]:

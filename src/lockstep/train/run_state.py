@@ -233,11 +233,15 @@ class Checkpoints:
             return None
         optimizer = None if plan.sharded_state is None else plan.sharded_state.collect_alone()
         residuals = None if plan.residuals is None else plan.residuals.collect_alone()
-        if (plan.sharded_state is not None and optimizer is None) or (plan.residuals is not None and residuals is None):
-            what = "optimiser's state is" if plan.residuals is None else "residuals of gradients are"
+        missing = []
+        if plan.sharded_state is not None and optimizer is None:
+            missing.append("the optimiser's state")
+        if plan.residuals is not None and residuals is None:
+            missing.append("what compression has left of the gradients")
+        if missing:
             raise LockstepError(
-                f"the {what} distributed over the workers, which may have left; Run(save_every=...) sets how often to "
-                "save"
+                f"{' and '.join(missing)}: distributed over the workers, which may have left; "
+                "Run(save_every=...) sets how often to save"
             )
         return WholeParts(optimizer, residuals)
 

@@ -83,9 +83,7 @@ def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
         if not session.calls.is_elastic:
             raise
         name = [name for names in group_names(plan) for name in names][error.parameter]
-        why = f"no worker has the optimiser's state of {name} any more: those that kept it are lost"
-        # All workers are here. One may be writing a checkpoint, which counts only while none of the others has ended.
-        session.calls.restart(why, lambda: session.on_one.run(partial(_finish_writing, session)), is_wrong=None)
+        _go_back(session, f"no worker has the optimiser's state of {name} any more: those that kept it are lost")
 
 
 def assign_residuals(session: Session, plan: TrainingPlan, shares: Sequence[range]) -> None:
@@ -101,7 +99,13 @@ def assign_residuals(session: Session, plan: TrainingPlan, shares: Sequence[rang
     except LostStateError as error:
         if not session.calls.is_elastic:
             raise
-        session.calls.restart(str(error), lambda: session.on_one.run(partial(_finish_writing, session)), is_wrong=None)
+        _go_back(session, str(error))
+
+
+def _go_back(session: Session, why: str) -> None:
+    """End this process: others start in its place, from the newest checkpoint. Called by all workers."""
+    # All workers are here. One may be writing a checkpoint, which counts only while none of the others has ended.
+    session.calls.restart(why, lambda: session.on_one.run(partial(_finish_writing, session)), is_wrong=None)
 
 
 def _finish_writing(session: Session) -> None:
@@ -152,7 +156,7 @@ def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
                 if state is not None:
                     state.copy_to_all(session.group, session.device)
 
-    session.calls.make("the state of this worker, for others", copy)
+    session.calls.make("copies of what is distributed", copy)
 
 
 def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None:

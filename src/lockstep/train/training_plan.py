@@ -166,6 +166,8 @@ def update_trainable(plan: TrainingPlan) -> dict[str, Any]:
         )
     cover_groups(plan.optimizer, plan.schedule)
     plan.leaves = leaves
+    if plan.residuals is not None:
+        plan.residuals.follow(dict(plan.model.named_parameters()))
     return {
         "parameters that require a gradient": [leaf.name for leaf in leaves],
         "parameter groups of the optimizer": group_names(plan),
@@ -248,7 +250,7 @@ def assign_shards(
     batches.set_rank(world.rank, world.size, shares[world.rank])
     comm, key = plan.tuner.current, (config.seed, "codec")
     codec, low_rank = comm.codec, comm is GradComm.POWERSGD
-    compresses = codec is not None or low_rank
+    compresses, errors = codec is not None or low_rank, plan.tuner.measure_errors()
     sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=compresses)
 
     def compression(part: int) -> Compression | None:
@@ -256,7 +258,7 @@ def assign_shards(
             return LowRank(options.powersgd_rank, plan.residuals)
         if codec is None:
             return None
-        return Rounding(codec, partial(derive_seed, *key, part), measures_noise=plan.tuner.is_trying)
+        return Rounding(codec, partial(derive_seed, *key, part), errors)
 
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
