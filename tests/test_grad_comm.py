@@ -79,17 +79,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optim
     "no dimension, unused": (Scaled, sgd),
 }
 COMMS = ("", "bf16", "fp16", "int8", "int4")
+STEPS = 5  # the fourth is that of a smaller batch
 CASES = {f"{name}, {comm or 'as it is'}": with_comm(comm, *MODELS[name]) for name in MODELS for comm in COMMS}
 
 
 def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:
     use(backend, store, rank, size)
-    return {name: train(program) for name, program in CASES.items()}
+    return {name: train(program, steps=STEPS) for name, program in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, tuple[str, float]]:
-    return {name: train(program) for name, program in CASES.items()}
+    return {name: train(program, steps=STEPS) for name, program in CASES.items()}
 
 
 @pytest.mark.few(1)
@@ -243,7 +244,7 @@ LOW_RANK = {
 def train_low_rank(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:
     use(backend, store, rank, size)
     return {
-        name: train(program, epochs=4, **{"grad_comm": "powersgd", "powersgd_rank": 1} | options)
+        name: train(program, epochs=3, **{"grad_comm": "powersgd", "powersgd_rank": 1} | options)
         for name, (program, options) in LOW_RANK.items()
     }
 
@@ -255,7 +256,7 @@ def low_rank_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
@@ -272,7 +273,7 @@ def test_low_rank_has_the_same_bits_on_any_number_of_workers(
 
 def test_low_rank_changes_what_is_learned(low_rank_alone: dict[str, tuple[str, float]]) -> None:
     """Or the test above would compare gradients that are not compressed."""
-    assert train(Program(mlp, sgd), epochs=4)[0] != low_rank_alone["mlp, momentum"][0]
+    assert train(Program(mlp, sgd), epochs=3)[0] != low_rank_alone["mlp, momentum"][0]
 
 
 def gradients_of_fixed_weights(rank: int, size: int, powersgd_rank: int) -> tuple[float, float]:

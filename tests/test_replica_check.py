@@ -246,7 +246,9 @@ def audit_all(rank: int, size: int, backend: str, store: str) -> dict[str, Any]:
         flip(changed, bit=0, element=7)
         return changed
 
-    clean = {name: (train(PROGRAMS[name]), train(PROGRAMS[name], audit_every=1)) for name in DETERMINISTIC}
+    clean = {
+        name: (train(PROGRAMS[name], steps=5), train(PROGRAMS[name], steps=5, audit_every=1)) for name in DETERMINISTIC
+    }
     return clean | {
         "system": audited(stack(Noisy(lambda: system.random() * 1e-3 if last else 0.0))),
         "own generator": audited(stack(Noisy(lambda: float(torch.rand((), generator=own)) if last else 0.0))),
