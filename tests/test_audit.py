@@ -341,7 +341,8 @@ def test_a_faulty_machine_is_left_out_and_the_others_end_with_the_digest_of_a_cl
     assert digests(output) == clean, output
     assert "2 of 3 agree: rank 1 is wrong" in output
     assert "(slot 1) computed wrongly; no worker is started in its place" in output
-    assert "resumed from step 8 " in output  # audited in steps 4, 9 and 14, saved after 4, 8 and 12 of them
+    # Audited in steps 4, 9 and 14, saved after 4, 8 and 12 of them. If the disk is slow, the second is not written yet.
+    assert re.search("resumed from step [48] ", output), output
     assert [event["slot"] for event in events if event["event"] == "faulty"] == [1]
     sizes = [len(event["members"]) for event in events if event["event"] == "generation"]
     assert (sizes[0], sizes[-1]) == (3, 2)  # on a busy machine one of the two may begin alone
