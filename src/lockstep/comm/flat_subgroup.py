@@ -42,6 +42,9 @@ class FlatSubgroup:
         """Send so many elements of `sent` to each worker, and receive so many from it, one after the other by rank."""
         if self._backend == "gloo":
             return self._send_all(torch.split(received, list(receive_sizes)), torch.split(sent, list(send_sizes)))
+        if sent.is_complex():  # which not every backend sends
+            received, sent = torch.view_as_real(received).view(-1), torch.view_as_real(sent).view(-1)
+            receive_sizes, send_sizes = [2 * n for n in receive_sizes], [2 * n for n in send_sizes]
         work = self._group.alltoall_base(received, sent, list(receive_sizes), list(send_sizes))
         return self._finish(work, "the all_to_all of gradients")
 
@@ -49,6 +52,7 @@ class FlatSubgroup:
         """Fill every other row with the values that its owner has there."""
         if self._backend == "gloo":
             return self._send_all(rows.unbind(), [rows[self.rank]] * self.size)
+        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
         return self._finish(self._group._allgather_base(rows.view(-1), rows[self.rank]), "the all_gather of gradients")
 
     def _send_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
