@@ -134,6 +134,7 @@ FURTHER = {
     "several chunks": (Program(Wide, plain_sgd), {}),
     "sharded optimizer": (Program(mlp, adamw), {"shard_optimizer": True}),
     "audits": (Program(mlp, sgd), {"audit_every": 2}),
+    "complex beside it": (Program(lambda: Complex(mixed=True), sgd), {}),
     "fp16, clipped": (Program(mlp, sgd), {"precision": "fp16", "max_grad_norm": 0.5, "on_nonfinite": "skip"}),
 }
 

@@ -22,9 +22,7 @@ from lockstep.plan.sum_cost import rows_per_worker
 CAPTURED_AT_ONCE = 4  # shards that a GPU replays at the same time (step/shard_graphs.py)
 # Measured on a CPU, in sizes of the gradients (campaigns/plan_accuracy.py):
 INT_SUM_BUFFERS = 2.5  # of a sum of integers
-TREE_SUM_BUFFERS = (
-    3.5  # of a sum along the tree over Gloo, with one row for each worker, while buckets are packed again
-)
+TREE_SUM_BUFFERS = 3.5  # of a sum along the tree over Gloo, one row for each worker; while buckets are packed again
 MOST_SHM_BUFFERS, MOST_SHM_BYTES = 3.5, 12 * 2**20  # of a sum over shm, with the memory of the group itself
 # Buffers of the exchange of new weights between hosts of one worker, and of several, in sizes of what is sent at once.
 EXCHANGE_BUFFERS, EXCHANGE_BUFFERS_BY_HOST, EXCHANGED_BYTES = 1.5, 5.0, 50 * 2**20
