@@ -23,7 +23,7 @@ from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
-from lockstep.step.residuals import Residuals
+from lockstep.step.residuals import Residuals, is_compressed
 from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
 from lockstep.step.shard_bucket import Compression, LowRank, Rounding
@@ -383,6 +383,10 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
     if plan.sharded_state is not None and size > 1:
         copies = ", and a copy of another one's" if plan.sharded_state.redundancy else ""
         how += f", each worker keeps 1/{size} of the optimiser's state{copies}"
+    if plan.residuals is not None:
+        rank = config.options.powersgd_rank
+        count = sum(is_compressed(leaf.parameter, rank) for leaf in plan.leaves)
+        how += f", PowerSGD of rank {rank} for {count} of {len(plan.leaves)} parameters (the others are too small)"
     if config.exact and world.device.type == "cpu":
         threads = config.options.threads
         how += f", {threads} thread{'s' if threads > 1 else ''} each"
