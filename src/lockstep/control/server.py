@@ -108,11 +108,16 @@ class Server:
             for connection in list(self._connections):
                 self._serve(connection, 0)  # it may watch what has changed
         self._drop_all([one for one in self._unauthenticated if now_s >= one.accepted_s + AUTHENTICATE_WITHIN_S])
-        self._drop_all([one for one in self._connections if one.out and now_s >= one.last_sent_s + STALLED_S])
+        for connection in self._stalled(now_s):
+            self._serve(connection, 0)  # it may have read since: what was late is perhaps this process
+        self._drop_all(self._stalled(now_s))
         ends = [one.accepted_s + AUTHENTICATE_WITHIN_S for one in self._unauthenticated]
         ends += [one.last_sent_s + STALLED_S for one in self._connections if one.out]
         ends += [] if self._is_listening else [self._accept_at_s]
         return min([self._store.next_end_s(), *ends])
+
+    def _stalled(self, now_s: float) -> list[_Connection]:
+        return [one for one in self._connections if one.out and now_s >= one.last_sent_s + STALLED_S]
 
     def close(self) -> None:
         self._drop_all(list(self._connections))
