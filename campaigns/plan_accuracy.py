@@ -1,7 +1,7 @@
 """How good are the predictions of `lockstep plan`? Predicts configurations, and measures them later.
 
     python campaigns/plan_accuracy.py predict          measures programs and links, and writes predictions
-    git commit ...                                     so that nobody can change them afterwards
+    git commit ...                                     so that they cannot be changed afterwards
     python campaigns/plan_accuracy.py measure          measures those that are not measured yet, and compares
     python campaigns/plan_accuracy.py show             compares what was measured
     python campaigns/plan_accuracy.py fit --device cuda   trains with less memory than predicted, and with a little more
@@ -236,8 +236,8 @@ def measure_fits(data: Path, seed: int, count: int) -> int:
                 has_run = False
             predicted = number % 3 == 2
             done.append({"name": one.name, "limit_mib": limit_mib, "predicted_to_fit": predicted, "fits": has_run})
-            verdict = f"{'fits' if has_run else 'does not fit'}, {'as' if has_run is predicted else 'NOT as'} predicted"
-            say(f"{number + 1}: {one.name}, {limit_mib:.0f} MiB: {verdict}")
+            outcome = f"{'fits' if has_run else 'does not fit'}, {'as' if has_run is predicted else 'NOT as'} predicted"
+            say(f"{number + 1}: {one.name}, {limit_mib:.0f} MiB: {outcome}")
             path.write_text(json.dumps(done, indent=1) + "\n")
     for predicted in (False, True):
         group = [one for one in done if one["predicted_to_fit"] is predicted]

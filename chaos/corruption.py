@@ -284,7 +284,7 @@ def groups_of(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 @dataclass
-class Tally:
+class FaultCounts:
     """How many faults of one kind were injected, had no effect, were found, and were blamed on the right worker."""
 
     injected: int = 0
@@ -308,7 +308,7 @@ def run_faults(seed: int, count: int, folder: Path, within_s: float) -> tuple[in
     alone = [Case(n, name, 1, 0, None) for n, name in enumerate(PROGRAMS)]
     outcomes = lockstep.launch(train_all, alone, folder / "clean", True, workers=1)
     clean = {case.program: outcome.digest for case, outcome in zip(alone, outcomes, strict=True)}
-    wrong, tallies, began_s, done = list[str](), {kind: Tally() for kind in KINDS}, time.monotonic(), 0
+    wrong, counts_by_kind, began_s, done = list[str](), {kind: FaultCounts() for kind in KINDS}, time.monotonic(), 0
     for group in groups_of(plan(seed, count)):
         workers = group[0].workers
         outcomes = lockstep.launch(train_all, group, folder, False, workers=workers)
@@ -317,7 +317,7 @@ def run_faults(seed: int, count: int, folder: Path, within_s: float) -> tuple[in
         digests = {case.number: one.digest for case, one in zip(again, resumed, strict=True)}
         for case, outcome in zip(group, outcomes, strict=True):
             assert case.fault is not None
-            tallies[case.fault.kind].add(case, outcome, clean[case.program])
+            counts_by_kind[case.fault.kind].add(case, outcome, clean[case.program])
             problem = judge(case, outcome, digests.get(case.number), clean[case.program])
             if problem:
                 wrong.append(f"case {case.number} ({case.program}, {workers} workers): {problem}")
@@ -329,7 +329,7 @@ def run_faults(seed: int, count: int, folder: Path, within_s: float) -> tuple[in
         if took_s > within_s:
             break
     print(f"{'fault':<18}{'injected':>9}{'no effect':>11}{'found':>7}   on 3 to 5 workers{'found':>7}{'named':>7}")
-    for kind, one in tallies.items():
+    for kind, one in counts_by_kind.items():
         three = f"{'':>21}{one.found_by_three:>7}{one.named_by_three:>7}"
         print(f"{kind:<18}{one.injected:>9}{one.no_effect:>11}{one.found:>7}{three}")
     return done, wrong

@@ -104,12 +104,12 @@ def measure(loop: Loop, client: RemoteStoreClient, go_on: Callable[[int], bool])
     times: list[float] = []
     while go_on(len(times)):
         loop.spin(0.003)
-        entry = client.snapshot().get("job/pulse")
+        entry = client.snapshot().get("job/heartbeat")
         start_s = time.perf_counter()
-        made = loop.cas(client, "job/pulse", len(times), 0 if entry is None else entry.revision)
+        made = loop.cas(client, "job/heartbeat", len(times), 0 if entry is None else entry.revision)
         times.append(time.perf_counter() - start_s)
         assert made is not None
-        assert client.snapshot()["job/pulse"] == made
+        assert client.snapshot()["job/heartbeat"] == made
     return times
 
 
@@ -122,7 +122,7 @@ def test_ten_thousand_hostile_messages_and_two_hundred_idle_strangers(capsys: py
             loop.cas(client, f"job/record/{number}", {"n": number}, 0, leased=number % 2 == 0)
         quiet = measure(loop, client, lambda done: done < 300)
         memory, revision = resident_bytes(process.pid), client.revision
-        records = {key: entry for key, entry in client.snapshot().items() if key != "job/pulse"}
+        records = {key: entry for key, entry in client.snapshot().items() if key != "job/heartbeat"}
 
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), ANSWER_S)) for _ in range(200)]
         command = [sys.executable, strangers.__file__, str(port), "10000", "--seed", "7"]
@@ -139,7 +139,7 @@ def test_ten_thousand_hostile_messages_and_two_hundred_idle_strangers(capsys: py
         assert report["wrong"] == []
         assert min(report["kinds"].values()) > 50, report["kinds"]
         loop.until(lambda: client.revision == revision + len(disturbed) + report["writes"], "no one else has written")
-        assert {key: entry for key, entry in client.snapshot().items() if key != "job/pulse"} == records
+        assert {key: entry for key, entry in client.snapshot().items() if key != "job/heartbeat"} == records
         assert loop.lost == []
         assert grown < 8 << 20
         for sock in idle:

@@ -142,7 +142,7 @@ def rules(rank: int, size: int, what: str) -> None:
     def no_future(state: object, bucket: dist.GradBucket):
         return 1
 
-    def no_bucket(state: object, parcel: object):
+    def no_bucket(state: object, data: object):
         raise AssertionError
 
     if what == "twice":

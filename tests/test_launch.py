@@ -578,7 +578,7 @@ FAMILY = (
 def test_no_worker_outlives_a_launcher_that_is_killed(stage: Stage, kill: Callable[[int, int], None]) -> None:
     launcher = stage.start("-n", "2", stage.script(FAMILY))
     stage.wait_for_files("up0", "up1")
-    assert len(processes_of(stage.folder)) == 6  # launcher, guardian, two workers, two children
+    assert len(processes_of(stage.folder)) == 6  # launcher, watcher, two workers, two children
     kill(launcher.pid, signal.SIGKILL)
     launcher.communicate(timeout=DEADLINE_S)
     wait_for(lambda: not processes_of(stage.folder), "workers and their children to be gone")
@@ -591,8 +591,8 @@ def test_workers_do_not_outlive_launcher_and_guardian(stage: Stage) -> None:
     families = [tuple(map(int, (stage.folder / f"up{rank}").read_text().split())) for rank in range(2)]
     workers = {worker for worker, _ in families}
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    (guardian,) = {int(pid) for pid in children} - workers
-    os.kill(guardian, signal.SIGKILL)
+    (watcher,) = {int(pid) for pid in children} - workers
+    os.kill(watcher, signal.SIGKILL)
     launcher.kill()
     launcher.wait(timeout=DEADLINE_S)
     wait_for(lambda: not workers & set(processes_of(stage.folder)), "workers to be gone")

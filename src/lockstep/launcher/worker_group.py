@@ -1,5 +1,7 @@
 """The launcher of one machine: starts the workers, watches them, and returns when all have ended.
 
+Workers of elastic runs are started by elastic/host_processes.py, which extends this.
+
 One thread runs one loop over pipes and signals. exit_policy.py decides what to do next; parent_watch.py ensures that no
 worker outlives the launcher. The launcher imports no torch, so that it starts at once and cannot hang in torch.
 
