@@ -126,7 +126,7 @@ def _without_arrays(value: Any) -> Any:
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """(name, module, key) of every buffer, including those without a tensor."""
     for prefix, child in module.named_modules():
-        for key in child._buffers:
+        for key in child._buffers.keys():  # noqa: SIM118  (those of a scripted module cannot be iterated)
             yield (f"{prefix}.{key}" if prefix else key), child, key
 
 

@@ -200,7 +200,7 @@ class Owner:
 
     def __init__(self, prefix: str, module: nn.Module) -> None:
         self.prefix, self.module = prefix, module
-        self.keys = tuple(module._buffers)
+        self.keys = tuple(module._buffers.keys())
         self._norm_keys = ("running_mean", "running_var", "num_batches_tracked") if isinstance(module, NormBase) else ()
         self._numbers: dict[str, Any] | None = None
 
