@@ -139,6 +139,19 @@ def test_wrong_arguments(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hosts", "2", "--workers", "3", "--backends", "gloo"], "--workers 3 cannot be distributed evenly"),
+        (["--backends", "hierarchy"], "--backends hierarchy needs --hosts"),
+        (["--hosts", "2"], "--backends shm is for one host"),
+    ],
+)
+def test_wrong_hosts(arguments, says, capsys):
+    assert bench.main(["exact", *arguments]) == 1
+    assert says in capsys.readouterr().err
+
+
 def test_every_arm_is_first_equally_often():
     orders = [rotated_order("abc", number) for number in range(6)]
     assert orders[:3] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]

@@ -127,6 +127,18 @@ def test_hosts_reach_each_other_over_links_that_count():
 
 @pytest.mark.slow
 @needs_root
+@pytest.mark.timeout(600)
+def test_bench_exact_measures_sharded_steps_between_hosts(tmp_path):
+    arms = ("exact@hierarchy", "exact-sharded@hierarchy")
+    asked = ("--hosts", "2", "--backends", "hierarchy", "--models", "small", "--rounds", "2", "--steps", "2")
+    table, record = record_of("exact", tmp_path, *asked, "--arms", "exact,exact-sharded")
+    assert "2 hosts, links of 1000 Mbit/s" in table
+    assert set(record["models"]["small"]) >= {"none", *arms}
+    assert all(step_ms > 0 for arm in arms for step_ms in record["models"]["small"][arm])
+
+
+@pytest.mark.slow
+@needs_root
 @pytest.mark.timeout(900)
 def test_bench_hosts_counts_the_bytes_on_the_link(tmp_path):
     asked = ("--sizes", "4MiB", "--ops", "all-reduce,broadcast", "--rounds", "2")

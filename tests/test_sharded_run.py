@@ -17,7 +17,7 @@ import lockstep
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli import main as cli
 from lockstep.ddp.optimizer_cells import choose_buddies
-from lockstep.ddp.sharded_state import _choose_known, _Facts
+from lockstep.ddp.optimizer_state import WorkerFacts, choose_known
 from lockstep.errors import LostStateError
 from on_workers import Failure, on_workers, try_on_workers
 from runs import PROGRAMS, Cnn, Gpt, Program, classify, data, mlp, predict_tokens, train, use
@@ -459,20 +459,20 @@ def test_checkpoints_by_time_are_agreed_on(tmp_path: Path) -> None:
     assert saved.step == 8
 
 
-def facts(parameters: int = 0, initial: int | None = None, **more: Any) -> _Facts:
+def facts(parameters: int = 0, initial: int | None = None, **more: Any) -> WorkerFacts:
     values = {"host": "a", "trained": [parameters], "is_complete": True, "is_forgotten": False}
-    return _Facts(**(values | {"parameters": parameters, "initial": initial} | more))
+    return WorkerFacts(**(values | {"parameters": parameters, "initial": initial} | more))
 
 
 def test_which_state_is_divided() -> None:
     new, begun, forgotten = facts(initial=1), facts(4, initial=1), facts(initial=1, is_forgotten=True)
     trained, has_added = facts(4), facts(6)
-    assert _choose_known([new, begun, forgotten]) == (0, [0])  # every worker begins with what the program gave it
-    assert _choose_known([new, has_added, trained, forgotten]) == (4, [4])
+    assert choose_known([new, begun, forgotten]) == (0, [0])  # every worker begins with what the program gave it
+    assert choose_known([new, has_added, trained, forgotten]) == (4, [4])
     with pytest.raises(LostStateError):  # not an empty state: steps were taken, and only the weights are left
-        _choose_known([forgotten, forgotten])
+        choose_known([forgotten, forgotten])
     with pytest.raises(lockstep.ReplicaMismatchError, match="load it on all of them"):
-        _choose_known([new, facts(initial=2)])
+        choose_known([new, facts(initial=2)])
 
 
 @pytest.mark.parametrize(

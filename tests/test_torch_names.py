@@ -116,6 +116,33 @@ def test_nested_batches_have_leaves() -> None:
     assert _torch.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
 
 
+def test_attributes_are_read_without_the_subclass() -> None:
+    class Counted(nn.Parameter):
+        calls: list[object] = []
+
+        @classmethod
+        def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+            cls.calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[arg-type]
+
+    one = Counted(torch.ones(2))
+    one + 1
+    assert len(Counted.calls) == 1
+    with _torch.DisableTorchFunctionSubclass():
+        one + 1
+    assert len(Counted.calls) == 1
+
+
+def test_it_is_known_whether_code_was_compiled() -> None:
+    text = (
+        "import torch; from lockstep import _torch; assert not _torch.has_compiled_code(); import torch._dynamo;"
+        "assert not _torch.has_compiled_code(); torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1));"
+        "assert _torch.has_compiled_code()"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_loader_processes_are_watched_by_number() -> None:
     _torch.set_worker_pids(7, ())
     _torch.raise_if_worker_failed()

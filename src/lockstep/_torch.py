@@ -84,6 +84,8 @@ FutureBase: Final = _C.Future
 will_execute_node: Final[Callable[[Any], bool]] = _C._will_engine_execute_node
 # How many tensors share a storage: a bucket whose memory is shared by gradients cannot be used again.
 storage_use_count: Final[Callable[[int], int]] = _C._storage_Use_Count
+# Attributes of a parameter that do not depend on its values can be read while those are still to arrive.
+DisableTorchFunctionSubclass: Final = _C.DisableTorchFunctionSubclass
 # One call for all pieces of a flat buffer.
 unflatten: Final[Callable[..., Any]] = _C._nn.unflatten_dense_tensors
 # A loader process that dies raises an error in this one, through SIGCHLD.
@@ -114,6 +116,12 @@ foreach_sub_: Final = torch._foreach_sub_
 def distributed_state() -> Any:
     """Return torch's registry of groups: the store and the backends of each, and their number."""
     return distributed_c10d._world
+
+
+def has_compiled_code() -> bool:
+    """Return whether torch.compile has compiled a function of this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def call_when_backward_ends(call: Callable[[], None]) -> None:

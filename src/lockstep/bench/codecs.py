@@ -23,10 +23,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep import hooks
-from lockstep._torch import TCPStore
-from lockstep.bench.hosts import STORE_PORT
 from lockstep.bench.models import WORKLOADS, LabeledBatch, loss_of
-from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost, VirtualHosts, sent_bytes
+from lockstep.bench.network_namespaces import NamespaceHost, VirtualHosts, sent_bytes
 from lockstep.bench.rounds import Estimate, RoundSync, estimate, interleave, paired_ratio, show, slowest, time_calls
 from lockstep.bench.run_step import EXACT, EXACT_INT4, EXACT_INT8, EXACT_POWERSGD, RunArm
 from lockstep.bench.step import TORCH, WrapperArm
@@ -141,10 +139,7 @@ def kernel_calls(
 def work(worker: BenchWorker, job: CodecJob) -> None:
     torch.set_num_threads(1)
     settings = job.settings
-    job.hosts[worker.rank // settings.workers].enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    store = TCPStore(job.hosts[0].address, STORE_PORT, is_master=worker.rank == 0, timeout=worker.timeout)
-    dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.size, timeout=worker.timeout)
+    worker.join_on_host(job.hosts, worker.rank // settings.workers)
     over_hosts = dist.new_group(backend="hierarchy", timeout=worker.timeout)
     worker.send("all-reduce")
     worker.send(measure_all_reduce(worker, settings, over_hosts))

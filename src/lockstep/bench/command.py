@@ -23,6 +23,7 @@ import torch
 from lockstep.bench import codecs, comm, exact, hosts, step, trace, tuner, wrapper
 from lockstep.bench.collectives import Op, parse_size
 from lockstep.bench.models import DEFAULT_MODELS, WORKLOADS
+from lockstep.bench.network_namespaces import VirtualHosts
 from lockstep.bench.rounds import RoundPlan
 from lockstep.errors import LockstepError
 
@@ -54,7 +55,15 @@ def run_step(arguments: argparse.Namespace) -> int:
 def run_exact(arguments: argparse.Namespace) -> int:
     if "nccl" in arguments.backends and arguments.device != "cuda":
         raise LockstepError("--backends nccl needs --device cuda")
-    return exact.run(step_settings(arguments, arms=arguments.arms), arguments.backends, arguments.json)
+    hosts, backends = arguments.hosts, arguments.backends
+    if hosts is not None and arguments.workers % hosts:
+        raise LockstepError(f"--workers {arguments.workers} cannot be distributed evenly over --hosts {hosts}")
+    if hosts is None and "hierarchy" in backends:
+        raise LockstepError("--backends hierarchy needs --hosts")
+    if hosts is not None and "shm" in backends:
+        raise LockstepError("--backends shm is for one host: with --hosts use gloo, hierarchy")
+    link = None if hosts is None else VirtualHosts(hosts=hosts, mbit=arguments.mbit)
+    return exact.run(step_settings(arguments, arms=arguments.arms), backends, link, arguments.json)
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
@@ -156,9 +165,12 @@ def make_parser() -> argparse.ArgumentParser:
     links = "Mbit/s of a link between two hosts, or shm, with commas (default 10000,1000,100,shm)"
     of_tuner("--links", type=link_speeds, default="10000,1000,100,shm", metavar="LINKS", help=links)
     of_tuner("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    backends = partial(distinct, allowed=["shm", "gloo", "nccl"])
-    about = "with commas (default shm,gloo); nccl needs --device cuda"
+    backends = partial(distinct, allowed=["shm", "gloo", "nccl", "hierarchy"])
+    about = "with commas (default shm,gloo); nccl needs --device cuda, hierarchy needs --hosts"
     of_exact("--backends", type=backends, default="shm,gloo", metavar="NAMES", help=about)
+    about = "put the workers on so many network namespaces, connected by links (needs root; default: on this machine)"
+    of_exact("--hosts", type=positive, metavar="N", help=about)
+    of_exact("--mbit", type=positive, default=1000, metavar="N", help="speed of such a link (default 1000 Mbit/s)")
     by_default = "all but the compiled, audited and sharded ones; exact8-eager on a GPU only"
     about = f"of {', '.join(exact.NAMES)}, with commas (default: {by_default})"
     of_exact("--arms", type=partial(distinct, allowed=exact.NAMES), default=(), metavar="NAMES", help=about)

@@ -4,11 +4,13 @@ Compares the step of `lockstep.Run` with what a program has without it: the plai
 what one worker would take), the same loop with as many micro-batches as there are shards, and torch's DDP. Arms of
 `Run`: as many shards as workers, eight shards, and `exact=False`; on a GPU also eight shards without CUDA graphs. With
 `--arms` others can be chosen, such as those with `compile=True`, with audits or with a sharded optimiser. Processes and
-rounds are those of `lockstep bench step`.
+rounds are those of `lockstep bench step`. With `--hosts` the workers are on virtual hosts of this machine.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 
 from lockstep.bench import step
 from lockstep.bench.models import WORKLOADS
+from lockstep.bench.network_namespaces import VirtualHosts
 from lockstep.bench.rounds import estimate, paired_ratio, show
 from lockstep.bench.run_step import (
     EXACT,
@@ -105,7 +108,8 @@ def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[st
     return rows
 
 
-def run(settings: StepSettings, backends: tuple[str, ...], json_path: Path | None) -> int:
+def run(settings: StepSettings, backends: tuple[str, ...], link: VirtualHosts | None, json_path: Path | None) -> int:
+    """`link`: the hosts that the workers are on; None: this machine."""
     plan = settings.plan
     if settings.device.startswith("cuda"):
         plan = replace(plan, warmup=GPU_WARM_UP)
@@ -113,14 +117,18 @@ def run(settings: StepSettings, backends: tuple[str, ...], json_path: Path | Non
     rows: list[tuple[str, ...]] = []
     record: dict[str, Any] = {"torch": torch.__version__, "settings": asdict(settings), "models": {}}
     name = partial(worker_name, settings=settings)
-    with Workers(settings.processes, step.work, settings, wait_s=settings.wait_s, name=name) as workers:
-        for results in results_by_model(workers, settings):
+    with ExitStack() as resources:
+        if link is not None:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns that the hosts have no names
+            settings = replace(settings, hosts=resources.enter_context(link).hosts)
+        made = Workers(settings.processes, step.work, settings, wait_s=settings.wait_s, name=name)
+        for results in results_by_model(resources.enter_context(made), settings):
             rows += rows_of(results, settings)
             record["models"][results[0].model] = round_times(results)
+    where = f"{settings.device}, torch {torch.__version__}{f', {link}' if link else ''}"
     head = (
-        f"step time on {settings.device}, torch {torch.__version__}: {settings.workers} workers, {settings.threads} "
-        f"thread(s) each;\n{plan.rounds} interleaved rounds of {plan.steps} steps, each round as long as its slowest "
-        "worker"
+        f"step time on {where}: {settings.workers} workers, {settings.threads} thread(s) each;\n{plan.rounds} "
+        f"interleaved rounds of {plan.steps} steps, each round as long as its slowest worker"
     )
     legend = ["ratios: median of the ratios within each round, and its 95 % interval"]
     legend += ["peak: of a worker; on a GPU of its tensors, else of its process, for this and the models before it"]

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep._torch import TCPStore
 from lockstep.bench.collectives import Case, Op, calls_in_row, check, fill, make_buffers, make_call, size_text
-from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost, VirtualHosts, sent_bytes
+from lockstep.bench.network_namespaces import NamespaceHost, VirtualHosts, sent_bytes
 from lockstep.bench.rounds import Estimate, RoundSync, estimate, interleave, paired_ratio, show, slowest, time_calls
 from lockstep.bench.workers import BenchWorker, Workers, largest
 from lockstep.report.table import columns, render
@@ -29,7 +28,6 @@ GLOO, HIERARCHY, EXACT = "gloo", "hierarchy", "hierarchy, exact"
 ARMS = (GLOO, HIERARCHY, EXACT)
 SIZES = (4 * 2**10, 2**20, 25 * 2**20)
 QUICK_OPS, QUICK_SIZES = (Op.ALL_REDUCE,), (25 * 2**20,)
-STORE_PORT = 29500  # no other program runs on these hosts
 ROW_S = 0.6
 MAX_CALLS = 100
 
@@ -94,10 +92,7 @@ def planned_bytes(case: Case, arm: str, hosts: int) -> float | None:
 
 def work(worker: BenchWorker, job: HostsJob) -> None:
     torch.set_num_threads(1)
-    job.hosts[worker.rank // job.settings.workers].enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    store = TCPStore(job.hosts[0].address, STORE_PORT, is_master=worker.rank == 0, timeout=worker.timeout)
-    dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.size, timeout=worker.timeout)
+    worker.join_on_host(job.hosts, worker.rank // job.settings.workers)
     groups = {GLOO: dist.group.WORLD}
     for arm, exact in ((HIERARCHY, "0"), (EXACT, "1")):
         os.environ["LOCKSTEP_EXACT"] = exact

@@ -66,6 +66,9 @@ class VirtualHosts:
         self._resources = ExitStack()
         self.hosts: tuple[NamespaceHost, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self._count} hosts, links of {self._mbit} Mbit/s"
+
     def __enter__(self) -> Self:
         check_requirements()
         with ExitStack() as resources:

@@ -57,7 +57,7 @@ def interleave(
 
 
 def time_calls(call: Callable[[], object], calls: int, finish: Callable[[], None] = lambda: None) -> float:
-    """Milliseconds per call."""
+    """Milliseconds per call. `finish` waits until all of them are complete."""
     finish()
     started = time.perf_counter()
     for _ in range(calls):
@@ -66,14 +66,29 @@ def time_calls(call: Callable[[], object], calls: int, finish: Callable[[], None
     return 1e3 * (time.perf_counter() - started) / calls
 
 
+def time_chain(call: Callable[[], object], calls: int, finish: Callable[[], None]) -> float:
+    """Milliseconds per call, where each call completes what the one before it has left: the first one is not timed."""
+    finish()
+    call()
+    took_ms = time_calls(call, calls)
+    finish()
+    return took_ms
+
+
 def time_rounds(
-    names: Sequence[str], own_steps: Mapping[str, Callable[[], None]], plan: RoundPlan, sync: RoundSync
+    names: Sequence[str],
+    own_steps: Mapping[str, Callable[[], None]],
+    plan: RoundPlan,
+    sync: RoundSync,
+    *,
+    are_chained: bool = False,
 ) -> dict[str, list[float]]:
     """Milliseconds per step of each arm of this process, one value per round.
 
-    The caller has made the `plan.warmup` steps of each arm already.
+    The caller has made the `plan.warmup` steps of each arm already. `are_chained`: see `time_chain`.
     """
-    turns = {name: partial(time_calls, step, plan.steps, sync.finish) for name, step in own_steps.items()}
+    time_steps = time_chain if are_chained else time_calls
+    turns = {name: partial(time_steps, step, plan.steps, sync.finish) for name, step in own_steps.items()}
     return interleave(names, turns, plan.rounds, sync)
 
 

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.bench.models import OPTIMIZERS, LabeledBatch, Workload, digest_of
+from lockstep.bench.workers import finish_of
 from lockstep.comm.agreement import Broadcast
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.data.batches import Batch as GlobalBatch, Shard
 from lockstep.data.sample_order import shards_of_rank
+from lockstep.ddp.deferred_weights import DeferredWeights
 from lockstep.ddp.replica import Leaf, trained_leaves
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.seed import derive_seed
@@ -28,6 +30,7 @@ from lockstep.step.compiled_model import compile_model
 from lockstep.step.precision import LossScale
 from lockstep.step.residuals import Residuals
 from lockstep.step.run_options import GradComm, RunOptions
+from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import Compression, LowRank, Rounding
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import Capture, ShardGraphs
@@ -82,22 +85,30 @@ class RunArm:
             self._compression = LowRank(RANK, Residuals(RANK, shards, dict(self.model.named_parameters()), SEED))
         compresses = self._compression is not None
         leaves = trained_leaves(self.model, set())
-        sum_ = ShardSum(group, shares, device=device, exact=exact, compresses=compresses)
         capture = Capture.OFF if kind == EXACT_8_EAGER else Capture.AUTO
         optimizer = OPTIMIZERS[workload.optimizer](self.model)
-        self._sharded: ShardedState | None = None
+        sharded: ShardedState | None = None
+        self._weights: DeferredWeights | None = None
         if kind.endswith("-sharded"):
-            self._sharded = ShardedState([optimizer], whole_tensors=[False], redundancy=0)
-            self._sharded.assign(group, device)
+            sharded = ShardedState([optimizer], whole_tensors=[False], redundancy=0, scatters=device.type == "cpu")
+            sharded.assign(group, device)
+        self._sharded, scatters = sharded, sharded is not None and sharded.scatters
+        sum_ = ShardSum(group, shares, device=device, exact=exact, compresses=compresses, in_thread=scatters)
+        scattered: ScatteredGradients | None = None
+        if sharded is not None and scatters:
+            scattered = ScatteredGradients(sharded, leaves, sum_)
+            self._weights = DeferredWeights(self.model, announce=print)
+            self._weights.sum = sum_
         self._steps: dict[StepObserver, int] = {}
         self._observer: StepObserver = NullObserver(device)
         self._training = StepContext(
             model=self.model,
             leaves=leaves,
             optimizer=optimizer,
-            sharded_state=self._sharded,
+            sharded_state=sharded,
+            weights=self._weights,
             sum=sum_,
-            gradients=self._make_gradients(leaves, sum_),
+            gradients=self._make_gradients(leaves, sum_, scattered),
             buffers=BufferExchange(self.model, shards),
             loss_scale=LossScale(),
             audit=ShardAudit(
@@ -112,9 +123,11 @@ class RunArm:
             graphs=ShardGraphs.on_device(device, self.model, capture, exact=exact, announce=lambda text: None),
         )
 
-    def _make_gradients(self, leaves: list[Leaf], sum_: ShardSum) -> ShardGradients:
+    def _make_gradients(
+        self, leaves: list[Leaf], sum_: ShardSum, scattered: ScatteredGradients | None
+    ) -> ShardGradients:
         with self._stream.active():
-            return ShardGradients(leaves, sum_, compression=self._compression)
+            return ShardGradients(leaves, sum_, compression=self._compression, scattered=scattered)
 
     def set_observer(self, observer: StepObserver) -> None:
         """Use `observer` from the next step on. Each observer has its own step count."""
@@ -162,9 +175,21 @@ class RunArm:
         with self._stream.active():
             result = take_step(self._training, loss, whole)
             if self._sharded is not None:
-                self._sharded.exchange_weights(0, self._group, self._training.sum.device, confirms=False)
+                device = self._training.sum.device
+                self._sharded.exchange_weights(0, self._group, device, confirms=False, deferred=self._weights)
         facts = partial(lr_and_grad_norm, self._training, result)
         observer.end_step(number, result.loss, samples=whole.count, epoch=0, facts=facts)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a step leaves new weights to the next one."""
+        return self._weights is not None
+
+    def finish(self) -> None:
+        """Wait until all steps are complete, with the weights that would arrive in the next one."""
+        if self._weights is not None:
+            self._weights.finish()
+        finish_of(self._training.sum.device)()
 
     def bucket_bytes(self) -> tuple[int, ...]:
         return self._training.gradients.bucket_bytes

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lockstep.bench.models import OPTIMIZERS, WORKLOADS, LabeledBatch, Workload, count_parameters, digest_of, loss_of
+from lockstep.bench.network_namespaces import NamespaceHost
 from lockstep.bench.rounds import (
     Estimate,
     RoundPlan,
@@ -62,6 +63,7 @@ class StepSettings:
     device: str
     plan: RoundPlan
     wait_s: float  # the longest wait for a message of a worker
+    hosts: tuple[NamespaceHost, ...] = ()  # virtual ones, with as many workers of each arm on each; none: this machine
 
     @property
     def processes(self) -> int:
@@ -227,9 +229,11 @@ class ArmWorker:
         own_turns: dict[str, Callable[[], None]] = {self.arm: partial(arm.step, batch)}
         if self.arm not in (NONE, NONE_8):
             own_turns[communication_name(self.arm)] = communication(arm.bucket_bytes(), device, self.group)
-        sync = RoundSync(dist.barrier, finish_of(device), lambda text: self.worker.send(f"{model}: {text}"))
+        is_deferred = isinstance(arm, RunArm) and arm.is_deferred
+        finish = arm.finish if isinstance(arm, RunArm) else finish_of(device)
+        sync = RoundSync(dist.barrier, finish, lambda text: self.worker.send(f"{model}: {text}"))
         turns = [*settings.arms, *(communication_name(arm) for arm in settings.arms if arm != NONE)]
-        times = time_rounds(turns, own_turns, settings.plan, sync)
+        times = time_rounds(turns, own_turns, settings.plan, sync, are_chained=is_deferred)
         peak, parameters = peak_bytes(device), count_parameters(arm.model)
         return WorkerTimes(model, self.arm, parameters, times, arm.bucket_bytes(), arm.digest(), peak)
 
@@ -241,7 +245,10 @@ def work(worker: BenchWorker, settings: StepSettings) -> None:
     device = use_device(settings.device, rank_in_arm)
     if "nccl" in map(backend_of, settings.arms) and settings.workers > torch.cuda.device_count():
         share_gpu_over_nccl(rank_in_arm)
-    worker.join()
+    if settings.hosts:
+        worker.join_on_host(settings.hosts, rank_in_arm * len(settings.hosts) // settings.workers)
+    else:
+        worker.join()
     groups = [
         dist.new_group(list(range(first, first + settings.workers)), timeout=worker.timeout, backend=backend_of(arm))
         for first, arm in zip(range(0, worker.size, settings.workers), settings.arms, strict=True)

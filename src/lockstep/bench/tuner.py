@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep._torch import TCPStore
-from lockstep.bench.hosts import STORE_PORT
 from lockstep.bench.models import OPTIMIZERS, WORKLOADS, LabeledBatch
-from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost, VirtualHosts
+from lockstep.bench.network_namespaces import NamespaceHost, VirtualHosts
 from lockstep.bench.rounds import show
 from lockstep.bench.run_step import loss
 from lockstep.bench.workers import BenchWorker, Workers
@@ -63,11 +60,7 @@ class TunerTimes:
 def work(worker: BenchWorker, job: TunerJob) -> None:
     torch.set_num_threads(1)
     if job.hosts:
-        job.hosts[worker.rank].enter()
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-        store = TCPStore(job.hosts[0].address, STORE_PORT, is_master=worker.rank == 0, timeout=worker.timeout)
-        where: dict[str, Any] = {"store": store, "rank": worker.rank, "world_size": worker.size}
-        dist.init_process_group("hierarchy", timeout=worker.timeout, **where)
+        worker.join_on_host(job.hosts, worker.rank, "hierarchy")
     else:
         worker.join(SHM)
     for model in job.models:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch import TCPStore
+from lockstep.bench.network_namespaces import INTERFACE, NamespaceHost
 from lockstep.errors import LockstepError
 
 LOOPBACK = "127.0.0.1"
+STORE_PORT = 29500  # on virtual hosts, where no other program runs
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ class BenchWorker:
     def join(self, backend: str = "gloo") -> None:
         """Create the default process group. A worker sleeps in the barrier of Gloo."""
         store = TCPStore(LOOPBACK, self.port, is_master=False, timeout=self.timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
+
+    def join_on_host(self, hosts: Sequence[NamespaceHost], number: int, backend: str = "gloo") -> None:
+        """Move to the virtual host of this number, and create the default process group. Rank 0 is on the first one."""
+        hosts[number].enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        store = TCPStore(hosts[0].address, STORE_PORT, is_master=self.rank == 0, timeout=self.timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
     def leave(self) -> None:

@@ -5,7 +5,9 @@ Over Gloo both are point-to-point messages: its own all-to-all and all-gather co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +57,38 @@ class FlatSubgroup:
         rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
         return self._finish(self._group._allgather_base(rows.view(-1), rows[self.rank]), "the all_gather of gradients")
 
+    def reduce_scatter(self, received: Tensor, rows: Tensor) -> Finish:
+        """Let the group add up the rows of all workers; this worker gets the sum of the row of its rank."""
+        group: Any = self._group
+        return self._finish(group._reduce_scatter_base(received, rows), "the reduce_scatter of gradients")
+
+    def exchange_chunks(
+        self, outputs: Sequence[Sequence[Sequence[Tensor]]], inputs: Sequence[Iterable[Sequence[Tensor]]]
+    ) -> tuple[list[Finish], Finish]:
+        """Send the chunks `inputs[rank]` to every other worker, and receive `outputs[rank]` from it; over Gloo only.
+
+        A chunk is a list of tensors. Chunks are sent as they are yielded, the first ones of all workers first.
+
+        Returns how to wait for each chunk from all workers, and for everything.
+        """
+        group, me, self._tag = self._group, self.rank, (self._tag + 1) % TAGS
+        others = [(me + n) % self.size for n in range(1, self.size)]
+        arriving = [
+            [group.recv([one], rank, self._tag) for rank, chunk in zip(others, chunks, strict=True) for one in chunk]
+            for chunks in zip(*(outputs[rank] for rank in others), strict=True)
+        ]
+        sent = list[Any]()
+        for chunks in itertools.zip_longest(*(inputs[rank] for rank in others), fillvalue=()):
+            sent += [
+                group.send([one], rank, self._tag) for rank, chunk in zip(others, chunks, strict=True) for one in chunk
+            ]
+        return [partial(self._wait_all, works) for works in arriving], partial(self._wait_all, sent)
+
+    def _wait_all(self, works: Iterable[Any]) -> None:
+        with self._watch.explain_errors("the exchange of gradients"):
+            for work in works:
+                work.wait()  # no time limit: if one expires, Gloo closes all connections
+
     def _send_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Send `inputs[rank]` to every worker, and receive `outputs[rank]` from it."""
         group, me, self._tag = self._group, self.rank, (self._tag + 1) % TAGS
@@ -64,12 +98,7 @@ class FlatSubgroup:
         works = [group.recv([outputs[rank]], rank, self._tag) for rank in reversed(others) if outputs[rank].numel()]
         works += [group.send([inputs[rank]], rank, self._tag) for rank in others if inputs[rank].numel()]
 
-        def finish() -> None:
-            with self._watch.explain_errors("the exchange of gradients"):
-                for work in works:
-                    work.wait()  # no time limit: if one expires, Gloo closes all connections
-
-        return finish
+        return partial(self._wait_all, works)
 
     def _finish(self, work: Any, where: str) -> Finish:
         return lambda: self._watch.wait(work, where)

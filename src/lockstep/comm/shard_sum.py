@@ -8,6 +8,9 @@ many bytes as a ring all-reduce. Where the backend's own all-reduce adds along t
 summands, whose order does not matter, a single all-reduce is used. `shm` does, and so does `hierarchy` where hosts have
 equal powers of two of workers: then only the sum of a host leaves it.
 
+If each worker needs the sums of some elements only, the last part is left out, and half of the bytes with it
+(comm/reduce_scatter.py). The bits of these sums are the same.
+
 Note [Half-precision rows]
 Gradients may be sent in half precision. Then the gradient of every *shard* is rounded, sums are computed in float32,
 and the result is rounded once, so that the distribution of shards does not matter here either. A row that is a sum of
@@ -17,7 +20,7 @@ several shards stays float32.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -36,6 +39,7 @@ from lockstep.comm.flat_subgroup import FlatSubgroup
 from lockstep.comm.host_groups import NativeSubgroup, SingleWorker
 from lockstep.comm.integer_codec import IntegerCodec
 from lockstep.comm.peer_watch import PeerWatch
+from lockstep.comm.reduce_scatter import ReduceScatter, ScatterMethod
 from lockstep.comm.register_backends import backend_name
 from lockstep.comm.tree_order import Subtree
 from lockstep.errors import PeerLostError
@@ -65,6 +69,7 @@ class SumBuffers:
     started_s: float = 0.0
     finished_s: float | None = None  # None if the time of completion was not recorded
     scale: Scale = field(default=lambda: 1.0)
+    scatter: ReduceScatter | None = None  # if every worker gets the sums of some elements only
 
     def set_finished(self, _done: Any) -> None:
         self.finished_s = time.monotonic()
@@ -108,8 +113,13 @@ class ShardSum:
         device: torch.device,
         exact: bool = True,
         compresses: bool = False,
+        in_thread: bool = False,
     ) -> None:
-        """`compresses`: `submit` will be called, so that every collective has to run in the collective thread."""
+        """
+        compresses  the sums are computed by jobs of `submit`
+        in_thread   every collective has to run in the collective thread: the caller will `submit` jobs, or sums of
+                    sections. Implied by `compresses`
+        """
         self.group, self.device, self.shares = group, device, list(shares)
         self.shards = sum(map(len, shares))
         self._rank, self.size = group.rank(), group.size()
@@ -130,7 +140,7 @@ class ShardSum:
         self._watch = PeerWatch(group, polls=device.type == "cpu")
         self._all = FlatSubgroup(group, self._watch, backend)
         by_tree = self._method is ReduceMethod.TREE
-        needs_thread = by_tree or (compresses and self.size > 1)
+        needs_thread = by_tree or ((compresses or in_thread) and self.size > 1)
         self._thread = CollectiveThread(device, threaded=backend != "nccl") if needs_thread else None
         self._via_host = backend == "gloo" and device.type == "cuda"  # Gloo cannot exchange CUDA tensors
         # On the CPU the shm backend allocates the buffers, and scales the sum itself.
@@ -153,8 +163,12 @@ class ShardSum:
             joined[share.start] = sum(counts[n] for n in share)
         return joined
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> SumBuffers:
-        """Allocate the buffers of a sum of `numel` elements. The caller fills `rows`, one row per subtree."""
+    def allocate(self, numel: int, dtype: torch.dtype, sections: Sequence[Sequence[range]] | None = None) -> SumBuffers:
+        """Allocate the buffers of a sum of `numel` elements. The caller fills `rows`, one row per subtree.
+
+        sections  the elements whose sums each worker gets; the result is those of this worker. Needs `in_thread`. None:
+                  every worker gets all
+        """
         rows = len(self.subtrees)
         padded = -(-numel // (self.size * ALIGN)) * ALIGN * self.size if self._method is ReduceMethod.TREE else numel
         sends_half = self._row_per_shard and self._method is not ReduceMethod.SINGLE_WORKER
@@ -166,14 +180,26 @@ class ShardSum:
         else:
             memory = torch.empty(rows * padded, dtype=row_dtype, device=self.device)
         memory.zero_()  # padding is never written, and must not hold values that slow sums down
-        return SumBuffers(numel, dtype, memory.view(rows, padded))
+        buffers = SumBuffers(numel, dtype, memory.view(rows, padded))
+        if sections is not None and self._method is not ReduceMethod.SINGLE_WORKER:
+            group: Any = self.group
+            adds_on_hosts = self._backend == "hierarchy" and len(group.layout.hosts) < self.size
+            how = ScatterMethod.WHOLE if adds_on_hosts else ScatterMethod.CHUNKS
+            if adds_on_hosts and self._method is ReduceMethod.ALL_REDUCE:
+                how = ScatterMethod.NATIVE
+            counts = [len(nodes) for nodes in self._trees]
+            buffers.scatter = ReduceScatter(
+                buffers.rows, sections, dtype=dtype, method=how, workers=self._all, counts=counts, add=self._add
+            )
+        return buffers
 
     def buffer_bytes(self, buffers: SumBuffers, *, without_result: bool) -> int:
         """Return the memory of the buffers on the device; `without_result`: without that of the result."""
         result = buffers.whole if self._method is ReduceMethod.TREE else buffers.rows
         tensors = [t for t in (buffers.rows, buffers.received, buffers.whole) if t is not None]
         there = [t for t in tensors if t.device.type == self.device.type]
-        return sum(t.nbytes for t in there if not (without_result and t is result and t.dtype == buffers.dtype))
+        used = sum(t.nbytes for t in there if not (without_result and t is result and t.dtype == buffers.dtype))
+        return used + (buffers.scatter.nbytes if buffers.scatter is not None else 0)
 
     # -- sums --------------------------------------------------------------------------------------------------------
 
@@ -204,6 +230,8 @@ class ShardSum:
         """Compute a sum inside a job of `submit`. Returns it, flat; valid until the rows are written again."""
         if self._method is ReduceMethod.SINGLE_WORKER:
             return buffers.rows[0]
+        if buffers.scatter is not None:
+            return buffers.scatter.run(buffers.scale())
         by_tree = self._method is ReduceMethod.TREE
         return (self._reduce_by_tree(buffers) if by_tree else self._all_reduce(buffers))[: buffers.numel]
 
@@ -298,6 +326,14 @@ class ShardSum:
             pending.wait()
         elif pending is not None:
             self._watch.wait(pending, where)
+
+    def explain_errors(self, where: str) -> AbstractContextManager[None]:
+        """Return a context that turns errors of other collectives of the group into one that names the lost worker."""
+        return self._watch.explain_errors(where)
+
+    def wait_until(self, done_within: Callable[[float], bool], where: str) -> None:
+        """Wait until `done_within`, called with seconds, returns True. Raises PeerLostError if a worker was lost."""
+        self._watch.wait_for(done_within, where)
 
     def wait_for_values(self, pending: Any, where: str) -> None:
         """Wait for a small sum whose values the host reads: verified, if a lost worker may have cut it off."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 CELL_NUMEL: Final = 64
+STRIPE_NUMEL: Final = 512 * 1024  # see `assign_cells`
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,31 @@ class Piece:
         return self.stop - self.start
 
 
-def assign_cells(sizes: Sequence[int], loads: list[int]) -> list[list[Piece]]:
+# The gradients of pieces, by the parameter and the piece's first element; each is flat.
+PartGradients = dict[tuple[Tensor, int], Tensor]
+
+
+def assign_cells(sizes: Sequence[int], loads: list[int], *, stripe: int | None = None) -> list[list[Piece]]:
     """Divide parameters of these sizes evenly between workers, at cells. See Note [Cells].
 
-    loads  The number of elements that each worker has already; it is updated. Workers with few elements come first, so
-           that many small groups of parameters are divided evenly, too.
+    loads   The number of elements that each worker has already; it is updated. Workers with few elements come first, so
+            that many small groups of parameters are divided evenly, too.
+    stripe  Divide every run of so many consecutive elements evenly, so that all workers have a part of every bucket:
+            then each of them sends as much as the others at any time. None: each worker has consecutive parameters.
 
     Returns the pieces of each parameter, in order.
     """
     workers = sorted(range(len(loads)), key=lambda worker: loads[worker])
     total, first = sum(sizes), 0
+    stripe = max(total if stripe is None else stripe, 1)
     found: list[list[Piece]] = []
     for size in sizes:
         pieces, start = list[Piece](), 0
         while start < size:
-            place = min((first + start) * len(workers) // max(total, 1), len(workers) - 1)
-            end = -(-total * (place + 1) // len(workers)) - first  # of this worker's share, in this parameter
+            base = (first + start) // stripe * stripe
+            length = min(stripe, total - base)
+            place = min((first + start - base) * len(workers) // length, len(workers) - 1)
+            end = base + -(-length * (place + 1) // len(workers)) - first  # of this worker's share, in this parameter
             stop = size if end >= size else min(size, max(-(-end // CELL_NUMEL), start // CELL_NUMEL + 1) * CELL_NUMEL)
             pieces.append(Piece(workers[place], start, stop))
             loads[workers[place]] += stop - start
@@ -84,7 +95,12 @@ def is_whole(parameter: Tensor, *, whole_tensors: bool) -> bool:
 
 
 def assign_group(
-    parameters: Sequence[Tensor], loads: list[int], *, trained: Container[Tensor], whole_tensors: bool
+    parameters: Sequence[Tensor],
+    loads: list[int],
+    *,
+    trained: Container[Tensor],
+    whole_tensors: bool,
+    stripe: int | None = None,
 ) -> dict[Tensor, list[Piece]]:
     """Assign the parameters of a group to workers: see `assign_cells` and `assign_tensors`."""
     found: dict[Tensor, list[Piece]] = {}
@@ -95,7 +111,7 @@ def assign_group(
             for one in parameters
             if (is_whole(one, whole_tensors=whole_tensors), one in trained) == (is_one, is_trained)
         ]
-        assign = assign_tensors if is_one else assign_cells
+        assign = assign_tensors if is_one else partial(assign_cells, stripe=stripe)
         pieces = assign([parameter.numel() for parameter in chosen], loads if is_trained else list(loads))
         found |= dict(zip(chosen, pieces, strict=True))
     return found
@@ -143,8 +159,14 @@ class OwnedPart:
             self.tensor.data = self._view(self.parameter)
             self._pointer = self.parameter.data_ptr()
 
-    def set_gradient(self) -> None:
-        """Let the inner optimiser see this piece of the parameter's gradient."""
+    def set_gradient(self, parts: PartGradients | None = None) -> None:
+        """Let the inner optimiser see this piece of the gradient: that of the parameter, or one of `parts`."""
+        if parts is not None:
+            flat = parts.get((self.parameter, self.piece.start))
+            if flat is not None and self.is_whole:
+                flat = flat.as_strided(self.tensor.shape, self.tensor.stride())
+            self.tensor.grad = flat
+            return
         if self.is_whole:
             return
         gradient = self.parameter.grad
@@ -152,8 +174,9 @@ class OwnedPart:
             gradient = torch.empty_like(self.parameter).copy_(gradient)
         self.tensor.grad = None if gradient is None else self._view(gradient)
 
-    def drop_gradient(self) -> None:
-        if not self.is_whole:
+    def drop_gradient(self, parts: PartGradients | None = None) -> None:
+        """Undo `set_gradient`."""
+        if parts is not None or not self.is_whole:
             self.tensor.grad = None
 
     def cut(self, value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.comm import abortable_wait, agreement
 from lockstep.ddp.optimizer_cells import OwnedPart, Piece, flat_view
-from lockstep.errors import LockstepError, LostStateError
+from lockstep.errors import LockstepError, LostStateError, ReplicaMismatchError
 
 CHUNK_BYTES: Final = 32 * 1024 * 1024  # that all workers send at once
 SMALL_NUMEL: Final = 8  # tensors up to this size, such as the number of steps, are sent with the layout
@@ -344,3 +344,65 @@ def _in_dtype_of(saved: Any, loaded: Any) -> Any:
     elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
         return type(saved)(_in_dtype_of(one, other) for one, other in zip(saved, loaded, strict=True))
     return loaded
+
+
+class WorkerFacts(NamedTuple):
+    """What a worker tells all others before the state is divided; JSON."""
+
+    host: str
+    parameters: int  # how many it has parts of; 0: it has no parts
+    trained: list[int]  # the numbers of those that are trained
+    is_complete: bool  # its weights: see Note [Incomplete weights] in sharded_state.py
+    initial: int | None  # a digest of the state with which the program began; None: it has taken steps since
+    is_forgotten: bool  # it got its weights from another worker, and no part yet
+
+    @property
+    def has_trained(self) -> bool:
+        return self.parameters > 0 and self.initial is None
+
+
+def choose_known(facts: Sequence[WorkerFacts]) -> tuple[int, list[int]]:
+    """Return how many parameters have a state that is divided, and the numbers of those that are trained.
+
+    0 if no step was taken yet: then every worker has the state with which the program began. Raises LostStateError or
+    ReplicaMismatchError: see `ShardedState.assign`.
+    """
+    have_trained = [one for one in facts if one.has_trained]
+    if have_trained:  # parameters that only some of them know were added since the last step
+        first = min(have_trained, key=lambda one: one.parameters)
+        return first.parameters, first.trained
+    if all(one.is_forgotten for one in facts):
+        raise LostStateError("no worker has the optimiser's state any more: those that kept it are lost")
+    if len({one.initial for one in facts if one.initial is not None}) > 1:
+        raise ReplicaMismatchError(
+            "the state of the optimiser is not the same on all workers when training begins: load it on all of them, "
+            "not on one"
+        )
+    return 0, facts[0].trained
+
+
+def refuse_unmovable(states: Iterable[Mapping[str, Any]], optimizer: str) -> None:
+    """Raise TypeError if the state of an optimiser has values that cannot be sent to another worker."""
+    for state in states:
+        for name, value in state.items():
+            if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+                raise TypeError(
+                    f"shard_optimizer=True: the state of {optimizer} has a {type(value).__name__} ({name}); only "
+                    "tensors, numbers and strings can be distributed"
+                )
+
+
+def refuse_other_parameters(old: Sequence[Tensor], strides: Sequence[tuple[int, ...]], new: Sequence[Tensor]) -> None:
+    """Raise ValueError if `new` does not begin with the old parameters, with their strides."""
+    if len(old) > len(new) or any(one is not other for one, other in zip(old, new, strict=False)):
+        raise ValueError(
+            "shard_optimizer=True: the program has removed parameters from the groups of the optimizer, or changed "
+            "their order; freeze them with requires_grad_(False), and add new ones with add_param_group"
+        )
+    for parameter, stride in zip(old, strides, strict=False):
+        if parameter.stride() != stride:
+            raise ValueError(
+                f"shard_optimizer=True: the memory format of a parameter of shape {tuple(parameter.shape)} has "
+                "changed, so that parts of the state would belong to other elements; change it before run.train "
+                "(model.to(memory_format=...))"
+            )

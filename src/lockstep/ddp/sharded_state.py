@@ -1,6 +1,6 @@
 """Optimisers of a run whose state is distributed over the workers (ZeRO, stage 1).
 
-Every worker has all weights and all gradients of a step, and the optimiser's state of its own part of them; with
+Every worker has all weights, and the gradients and the optimiser's state of its own part of them at least; with
 redundancy 1 it also has a copy of the part of one other worker, which it updates from the same gradients. After the
 step the new weights are exchanged. When workers are lost, those that remain have the whole state, unless a worker and
 the one with its copy are lost together.
@@ -8,8 +8,8 @@ the one with its copy are lost together.
 Note [Incomplete weights]
 Between its own step and the end of the exchange a worker has new weights in its own part and old ones elsewhere. If
 workers are lost then, the others complete their weights in `assign`, from those that have each part. This must not
-overwrite what a program does to the weights after the step, in its loop. So no worker returns from an exchange before
-all have received everything: if one has incomplete weights, no program has continued.
+overwrite what a program does to the weights after the step, in its loop. So in an elastic run no worker returns from an
+exchange before all have received everything: if one has incomplete weights, no program has continued.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -25,52 +25,60 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.comm import abortable_wait, agreement
-from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, choose_buddies, is_whole
+from lockstep.ddp.deferred_weights import DeferredWeights
+from lockstep.ddp.optimizer_cells import (
+    STRIPE_NUMEL,
+    OwnedPart,
+    PartGradients,
+    Piece,
+    assign_group,
+    choose_buddies,
+    is_whole,
+)
 from lockstep.ddp.optimizer_state import (
     DistributedState,
     Interval,
     StateHolders,
     States,
     WholeState,
+    WorkerFacts,
+    choose_known,
     cut_state,
     load_optimizer,
     options_of,
+    refuse_other_parameters,
+    refuse_unmovable,
 )
 from lockstep.ddp.replica import cheap_digests
 from lockstep.ddp.weight_exchange import WeightExchange
-from lockstep.errors import DivergenceError, LockstepError, LostStateError, ReplicaMismatchError
+from lockstep.errors import DivergenceError, LockstepError
 from lockstep.process_identity import identify_host
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
-
-
-class _Facts(NamedTuple):
-    """What a worker tells all others before the state is divided; JSON."""
-
-    host: str
-    parameters: int  # how many it has parts of; 0: it has no parts
-    trained: list[int]  # the numbers of those that are trained
-    is_complete: bool  # its weights: see Note [Incomplete weights]
-    initial: int | None  # a digest of the state with which the program began; None: it has taken steps since
-    is_forgotten: bool  # it got its weights from another worker, and no part yet
-
-    @property
-    def has_trained(self) -> bool:
-        return self.parameters > 0 and self.initial is None
+DEFERRED_BUCKET_BYTES: Final = 4 * 1024 * 1024  # for each of which a layer of the next forward pass may wait
 
 
 @final
 class ShardedState:
     """The parts of optimisers that this worker has. Collective calls are marked."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, whole_tensors: Sequence[bool], redundancy: int) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        whole_tensors: Sequence[bool],
+        redundancy: int,
+        scatters: bool = False,
+    ) -> None:
         """
         optimizers     with all parameters; from now on they keep no state of their own
         whole_tensors  of each optimiser: whether it looks at whole tensors (optimizer_cells.py)
         redundancy     1: every part is kept by two workers; 0: by one
+        scatters       between hosts, workers get the gradients of their parts only (step/scattered_gradients.py)
         """
+        self._may_scatter = scatters
         self._optimizers, self._whole_tensors, self.redundancy = tuple(optimizers), tuple(whole_tensors), redundancy
-        self._rank, self._size, self._spans_hosts = 0, 1, False
+        self._rank, self._size, self._hosts = 0, 1, 1
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._buddies: list[int] = [0]
         self._parts: list[list[list[OwnedPart]]] = [[] for _ in optimizers]  # by optimiser and group
@@ -130,34 +138,27 @@ class ShardedState:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def step(self, number: int) -> None:
-        """Take the step of an optimiser with this worker's part. Waits for no other worker."""
+    def step(self, number: int, gradients: PartGradients | None = None) -> None:
+        """Take the step of an optimiser with this worker's part. Waits for no other worker.
+
+        gradients  of this worker's part; None: those of the parameters
+        """
         self._is_complete, self._copy, self._initial = self._has_all, None, None
         parts = [part for group in self._parts[number] for part in group]
         for part in parts:
             part.follow()
-            part.set_gradient()
+            part.set_gradient(gradients)
         with self._on_parts(number) as optimizer:
             optimizer.step()
         for part in parts:
-            part.drop_gradient()
+            part.drop_gradient(gradients)
         if number not in self._checked:
             self._checked.add(number)
-            self._refuse_unmovable(number)
+            refuse_unmovable(self._states[number].values(), type(self._optimizers[number]).__name__)
 
     def has_stepped(self, number: int) -> bool:
         """Whether an optimiser has a state already, as far as this worker knows."""
         return bool(self._states[number])
-
-    def _refuse_unmovable(self, number: int) -> None:
-        """Raise TypeError if the state of an optimiser has values that cannot be sent to another worker."""
-        for state in self._states[number].values():
-            for name, value in state.items():
-                if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
-                    raise TypeError(
-                        f"shard_optimizer=True: the state of {type(self._optimizers[number]).__name__} has a "
-                        f"{type(value).__name__} ({name}); only tensors, numbers and strings can be distributed"
-                    )
 
     @contextmanager
     def _on_parts(self, number: int) -> Iterator[Optimizer]:
@@ -184,10 +185,29 @@ class ShardedState:
         """Whether every worker has all parts."""
         return self._size == 1 or (self._size == 2 and bool(self.redundancy))
 
-    def exchange_weights(self, number: int, group: dist.ProcessGroup, device: torch.device, *, confirms: bool) -> None:
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are to be reduce-scattered with the current workers."""
+        return self._may_scatter and self.sends_between_hosts
+
+    @property
+    def sends_between_hosts(self) -> bool:
+        """Whether weights are sent from one host to another after a step."""
+        return self._hosts > 1 and not self._has_all
+
+    def exchange_weights(
+        self,
+        number: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        confirms: bool,
+        deferred: DeferredWeights | None = None,
+    ) -> None:
         """Send the weights that an optimiser has updated to all workers; a collective call.
 
         confirms  wait until all workers have received everything: see Note [Incomplete weights]
+        deferred  only start the exchange, which these wait for (deferred_weights.py); None: return when it is complete
         """
         if self._has_all:
             return
@@ -196,16 +216,32 @@ class ShardedState:
             own = [parameter for one in self._optimizers[number].param_groups for parameter in one["params"]]
             changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
             if (exchange := self._exchanges.get(number)) is None or exchange.has_moved(changed):
+                sent = changed if deferred is None else deferred.in_order(changed)
                 exchange = self._exchanges[number] = WeightExchange(
-                    group, changed, BUCKET_BYTES, spans_hosts=self._spans_hosts, has_own=self._has
+                    group,
+                    sent,
+                    BUCKET_BYTES if deferred is None else DEFERRED_BUCKET_BYTES,
+                    spans_hosts=self._hosts > 1,
+                    sends=deferred is not None and self._hosts == self._size,
+                    has_own=self._has,
                 )
-            exchange.run()
+            if deferred is None:
+                exchange.run()
+            else:
+                deferred.start(exchange, [part.tensor for part, _ in self._all_parts() if not part.is_whole])
             self._is_complete = True
         if confirms:
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
 
     def _has(self, _parameter: Tensor, piece: Piece) -> bool:
-        return self._rank == piece.owner or (bool(self.redundancy) and self._rank == self._buddies[piece.owner])
+        return self._needs(piece, self._rank)
+
+    def _needs(self, piece: Piece, rank: int) -> bool:
+        return rank == piece.owner or (bool(self.redundancy) and rank == self._buddies[piece.owner])
+
+    def pieces_needed(self, parameter: Tensor, rank: int) -> list[Piece]:
+        """Return the pieces of a parameter that a worker updates, copies included."""
+        return [piece for piece in self._pieces[parameter] if self._needs(piece, rank)]
 
     def compare_copies(self, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raise DivergenceError, on all workers, if a part and its copy differ after step `number`; a collective call.
@@ -243,15 +279,15 @@ class ShardedState:
         if the program has given the optimisers other states on other workers; ValueError if it has changed the order
         or the memory format of parameters since the last time.
         """
-        self._refuse_other_parameters()
+        refuse_other_parameters(list(self._pieces), self._strides, self.parameters)
         mine, size = self._held(), group.size()
         trained = [number for number, parameter in enumerate(self.parameters) if parameter.requires_grad]
         initial = None if self._initial is None else self._digest_initial()
-        own = _Facts(identify_host(), len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
+        own = WorkerFacts(identify_host(), len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
         holders = StateHolders(group, mine, device=device, facts=own)
-        facts = [_Facts(*one) for one in holders.facts]
-        self._spans_hosts = len({one.host for one in facts}) > 1
-        known, trained = _choose_known(facts)
+        facts = [WorkerFacts(*one) for one in holders.facts]
+        self._hosts = len({one.host for one in facts})
+        known, trained = choose_known(facts)
         all_known = known or len(self.parameters)  # if no step was taken, all divide by what one of them trains
         pieces = self._divide(size, trained, all_known)
         buddies = choose_buddies([one.host for one in facts]) if size > 1 else [0]
@@ -282,21 +318,6 @@ class ShardedState:
         else:
             self._initial = None
 
-    def _refuse_other_parameters(self) -> None:
-        old, new = list(self._pieces), self.parameters
-        if len(old) > len(new) or any(one is not other for one, other in zip(old, new, strict=False)):
-            raise ValueError(
-                "shard_optimizer=True: the program has removed parameters from the groups of the optimizer, or changed "
-                "their order; freeze them with requires_grad_(False), and add new ones with add_param_group"
-            )
-        for parameter, stride in zip(old, self._strides, strict=False):
-            if parameter.stride() != stride:
-                raise ValueError(
-                    f"shard_optimizer=True: the memory format of a parameter of shape {tuple(parameter.shape)} has "
-                    "changed, so that parts of the state would belong to other elements; change it before run.train "
-                    "(model.to(memory_format=...))"
-                )
-
     def _digest_initial(self) -> int:
         states = [self._initial.get(parameter, {}) for parameter in self.parameters] if self._initial else []
         tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -323,9 +344,10 @@ class ShardedState:
         loads, found = [0] * size, dict[Tensor, list[Piece]]()
         trained = {self.parameters[number] for number in numbers if number < known}
         trained |= {parameter for parameter in self.parameters[known:] if parameter.requires_grad}
-        for optimizer, whole_tensors in zip(self._optimizers, self._whole_tensors, strict=True):
+        stripe = STRIPE_NUMEL if self._may_scatter and self._hosts > 1 else None
+        for optimizer, whole in zip(self._optimizers, self._whole_tensors, strict=True):
             for group in optimizer.param_groups:
-                found |= assign_group(group["params"], loads, trained=trained, whole_tensors=whole_tensors)
+                found |= assign_group(group["params"], loads, trained=trained, whole_tensors=whole, stripe=stripe)
         return {parameter: found[parameter] for parameter in self.parameters}
 
     def _send_weights(
@@ -345,7 +367,7 @@ class ShardedState:
             parameter: [piece for piece, _ in holders.pieces(Interval(number, 0, parameter.numel()))]
             for parameter, number in numbers.items()
         }
-        WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=self._spans_hosts, has_own=has_own).run()
+        WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=self._hosts > 1, has_own=has_own).run()
 
     def _set_parts(self, states: States) -> None:
         numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
@@ -425,23 +447,3 @@ class ShardedState:
                 count += len(own)
             with self._on_parts(number) as on_parts:
                 load_optimizer(on_parts, {"state": states, "param_groups": inner})
-
-
-def _choose_known(facts: Sequence[_Facts]) -> tuple[int, list[int]]:
-    """Return how many parameters have a state that is divided, and the numbers of those that are trained.
-
-    0 if no step was taken yet: then every worker has the state with which the program began. Raises LostStateError or
-    ReplicaMismatchError: see `ShardedState.assign`.
-    """
-    have_trained = [one for one in facts if one.has_trained]
-    if have_trained:  # parameters that only some of them know were added since the last step
-        first = min(have_trained, key=lambda one: one.parameters)
-        return first.parameters, first.trained
-    if all(one.is_forgotten for one in facts):
-        raise LostStateError("no worker has the optimiser's state any more: those that kept it are lost")
-    if len({one.initial for one in facts if one.initial is not None}) > 1:
-        raise ReplicaMismatchError(
-            "the state of the optimiser is not the same on all workers when training begins: load it on all of them, "
-            "not on one"
-        )
-    return 0, facts[0].trained

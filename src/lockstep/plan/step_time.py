@@ -29,6 +29,7 @@ from lockstep.plan.sum_cost import overlap, sum_costs
 
 Curve = tuple[tuple[float, float], ...]  # (argument, value), ascending
 FIRST_BUCKET_BYTES: Final = MIB
+FIRST_WEIGHTS: Final = 0.3  # share of the exchange of weights before a forward pass can begin, or that it waits for
 SMALLEST: Final = 0.3  # share of the time of the smallest measured shard that any smaller one takes
 NOISE: Final = 0.04  # of a step between two runs, at least; relative standard deviation
 UNMEASURED_SD: Final = 0.20  # relative standard deviation of parts that were not measured, but computed from a formula
@@ -256,6 +257,10 @@ class StepModel:
         if config.shard_optimizer and config.workers > 1:
             update_s *= min(1.0, (1 + config.redundancy) / config.workers)
             gather_s = self._gather_s(config)
+            if config.hosts > 1 and self._on_cpu:  # it runs during the next forward pass
+                shard_s = interpolate(compute.shard, config.samples_per_shard) * busy[0]
+                forward_s = config.shards_per_worker * shard_s * (1 - compute.backward_share)
+                gather_s = max(FIRST_WEIGHTS * gather_s, gather_s - forward_s)
             if not self.gather[1]:
                 computed.append("exchange of weights")
         parts = {
@@ -300,8 +305,8 @@ class StepModel:
         return _Exchanged(whole_s - backward_s + found.backward_s, found.exposed_s + costs.at(256).seconds)
 
     def _gather_s(self, config: Configuration) -> float:
-        """The exchange of new weights: as measured, or from an all-reduce; nothing is computed meanwhile."""
-        plain, total = replace(config, grad_comm=FP32), self.profile.base.memory_bytes["weights"]
+        """The exchange of new weights: as measured, or from an all-reduce, if nothing is computed meanwhile."""
+        plain, total = replace(config, grad_comm=FP32, shard_optimizer=False), self.profile.base.memory_bytes["weights"]
         cost_s = sum_costs(self.profile, plain).at(total).seconds
         measured_s, workers = self.gather
         # Between hosts the parts are gathered, as in the second half of an all-reduce; within one they are broadcast.
@@ -309,7 +314,8 @@ class StepModel:
         if not workers:
             return share * cost_s
         probe = next(one for one in self.profile.probes if one.shard_optimizer and one.workers == workers)
-        there_s = sum_costs(self.profile, replace(configuration_of(probe), grad_comm=FP32)).at(total).seconds
+        there = sum_costs(self.profile, replace(configuration_of(probe), grad_comm=FP32, shard_optimizer=False))
+        there_s = there.at(total).seconds
         return measured_s + share * max(0.0, cost_s - there_s)
 
     def _relative_error(

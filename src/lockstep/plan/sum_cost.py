@@ -105,7 +105,9 @@ def sum_costs(profile: ProgramProfile, config: Configuration) -> SumCosts:
     if config.grad_comm in (INT8, INT4):
         costs = _computed_costs(profile, config, 1.0) if exact is None else _with_more_bits(exact, config)
         return SumCosts(_rounded_by_shard(costs, config) if profile.device == "cpu" else costs, exact is not None)
-    factor = (rows_per_worker(config.shards, config.workers) + 1) / 2
+    is_sharded = config.shard_optimizer and config.hosts > 1 and profile.device == "cpu"
+    scatters = is_sharded and config.grad_comm in (FP32, *HALF)
+    factor = (rows_per_worker(config.shards, config.workers) + (not scatters)) / 2  # a reduce-scatter sends no results
     if exact is not None:
         return SumCosts(lambda size: _scale(exact.at(size), factor), True)
     return SumCosts(_computed_costs(profile, config, factor), False)

@@ -58,8 +58,12 @@ class CheckpointSaver:
         if self._every is None:
             return ends_epoch
         if self.is_by_time:
-            return time.monotonic() - self._saved_s >= self._every
+            return self.is_time_over()
         return (number + 1) % self._every == 0
+
+    def is_time_over(self) -> bool:
+        """Whether checkpoints are saved after some time, and it has passed since the last one."""
+        return isinstance(self._every, float) and time.monotonic() - self._saved_s >= self._every
 
     def is_saved(self, step: int) -> bool:
         return self._saved_at == step

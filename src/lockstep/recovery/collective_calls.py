@@ -28,6 +28,7 @@ class CollectiveCalls:
         # Turns an error about collectives into one about the calls that made them, if those differ (call_check.py).
         self.explain_desync: Callable[[CollectiveCalls, DesyncError], DesyncError] = lambda calls, error: error
         self._count = 0
+        self.finish_weights: Callable[[], None] = lambda: None  # waits for weights that are still to arrive
         self.failed: Exception | None = None  # the error of a step that the other workers cannot take without this one
 
     @property
@@ -49,14 +50,18 @@ class CollectiveCalls:
         decode: Callable[[Any], T] = unchanged,
         begins_loop: bool = False,
         may_repeat: bool = False,
+        reads_weights: bool = True,
     ) -> T:
         """Execute `call` and return its result; or return the result that another worker got for the same call.
 
         encode, decode  convert the result to JSON and back
         begins_loop     this is the last call before the loop: its result depends on when it is made
         may_repeat      a worker may fail alone, before anything is exchanged, and make the call again
+        reads_weights   wait for weights that are still to arrive (ddp/deferred_weights.py), and for their collectives
         """
         self._refuse_after_failure(what)
+        if reads_weights:
+            self.finish_weights()
         self._count += 1
         self.current_call = what
         try:

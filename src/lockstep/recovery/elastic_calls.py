@@ -246,8 +246,9 @@ class ElasticCalls(CollectiveCalls):
         decode: Callable[[Any], T] = unchanged,
         begins_loop: bool = False,
         may_repeat: bool = False,
+        reads_weights: bool = True,
     ) -> T:
-        # `may_repeat` is not needed: here a call is counted only when it has a result.
+        # `may_repeat` is not needed: here a call is counted only when it has a result. Weights are always here.
         self._refuse_after_failure(what)
         if begins_loop:
             self._history.call_log_end = self._history.position[1]

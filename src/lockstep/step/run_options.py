@@ -93,6 +93,7 @@ class OptionNames(TypedDict, total=False):
     audit_every: int | str
     balance_shards: bool
     shard_optimizer: bool
+    defer_weights: bool
     redundancy: int | None
     save_every: int | str | None
     exit_on_interrupt: bool
@@ -126,6 +127,8 @@ class RunOptions:
     balance_shards  with more shards than workers, give slow workers fewer shards; the bits are the same
     shard_optimizer  every worker keeps 1/N of the optimiser's state (ZeRO, stage 1); the bits are the same. Then
                   `Run.digest` in the loop, `save` and `save_best` are collective calls
+    defer_weights  with shard_optimizer, between hosts: new weights arrive during the next forward pass, or when the
+                  program reads them; False: before run.step returns
     redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
                   worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
                   run or with audits, else 0
@@ -153,6 +156,7 @@ class RunOptions:
     audit_every: int | str = 0
     balance_shards: bool = True
     shard_optimizer: bool = False
+    defer_weights: bool = True
     redundancy: int | None = None
     save_every: int | str | None = None
     exit_on_interrupt: bool = True
@@ -192,7 +196,7 @@ class RunOptions:
             if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 instead = "" if word == least else f", or {word!r}"
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{instead}")
-        for name in ("balance_shards", "shard_optimizer"):
+        for name in ("balance_shards", "shard_optimizer", "defer_weights"):
             if not isinstance(value := values.get(name, True), bool):
                 raise ValueError(f"{name}={value!r} must be True or False")
         _check_redundancy(values.get("redundancy"), is_sharded=values.get("shard_optimizer", False))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, final
 
@@ -49,9 +49,12 @@ class SpeedMeter:
         self._began_s: float | None = None
 
     @contextmanager
-    def measure(self, samples: int) -> Iterator[None]:
-        """Measure the forward and backward passes of a step, which run in this context."""
-        now_s = time.perf_counter()
+    def measure(self, samples: int, waited_s: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+        """Measure the forward and backward passes of a step, which run in this context.
+
+        waited_s  how long this worker has waited for others so far; what is added meanwhile does not count
+        """
+        now_s, waited_before_s = time.perf_counter(), waited_s()
         if self._began_s is not None:
             self._step_s = now_s - self._began_s
         self._began_s = now_s
@@ -60,7 +63,8 @@ class SpeedMeter:
         if self._on_gpu:
             self._pending.append((begin, _record_event(), samples))
         else:
-            self._sample_s = (time.perf_counter() - now_s) / samples if samples else 0.0
+            took_s = time.perf_counter() - now_s - (waited_s() - waited_before_s)
+            self._sample_s = took_s / samples if samples else 0.0
 
     def read(self) -> StepSpeed:
         """Return the times of the last step that is complete."""

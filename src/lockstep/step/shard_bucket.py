@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch
@@ -24,6 +25,7 @@ from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum
 from lockstep.ddp.bucket import piece_of
 from lockstep.ddp.replica import Leaf
 from lockstep.step.residuals import Residuals, is_compressed, matrix_rows
+from lockstep.step.scattered_gradients import ScatteredGradients
 
 ALIGN_BYTES = 64  # Note [Alignment]
 USED = 32768.0  # the mark: nonzero after division by any weight times loss scale up to 5e11, also in float16
@@ -102,11 +104,21 @@ class ShardBucket(GradientBucket):
     """Gradients that are sent as they are, followed by the marks of those that were used."""
 
     def __init__(
-        self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, comm_dtype: torch.dtype | None
+        self,
+        indices: Sequence[int],
+        leaves: Sequence[Leaf],
+        sum_: ShardSum,
+        comm_dtype: torch.dtype | None,
+        scattered: ScatteredGradients | None = None,
     ) -> None:
         own = leaves[indices[0]].parameter.dtype
-        super().__init__(indices, leaves, ALIGN_BYTES // own.itemsize)
-        self.buffers = sum_.allocate(self.numel + len(self.indices), comm_dtype_of(own, comm_dtype) or own)
+        self.align = ALIGN_BYTES // own.itemsize
+        super().__init__(indices, leaves, self.align)
+        numel, dtype, sections = self.numel + len(self.indices), comm_dtype_of(own, comm_dtype) or own, None
+        if scattered is not None:
+            found = scattered.sections(self.parameters, self.offsets, self.align)
+            sections = [[*ranges, range(self.numel, numel)] for ranges in found]  # every worker gets the marks
+        self.buffers = sum_.allocate(numel, dtype, sections)
         self._sum = sum_
         self.rows = list(self.buffers.rows)
         self.views = [self.cut(row) for row in self.rows]
@@ -133,8 +145,14 @@ class ShardBucket(GradientBucket):
         return self.buffers.started_s, self._sum.finished_s(self.buffers)
 
     def result(self, where: str) -> tuple[list[Tensor], Tensor]:
-        """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero)."""
+        """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero).
+
+        If gradients are scattered, they are one tensor, with the elements that this worker needs.
+        """
         flat = self._sum.result(self.buffers, where)
+        if self.buffers.scatter is not None:
+            own, marks = torch.split(flat, [len(flat) - len(self.indices), len(self.indices)])
+            return [own], marks
         in_place = flat.data_ptr() == self.rows[0].data_ptr() and flat.dtype == self.rows[0].dtype
         pieces = self.views[0] if in_place else self.cut(flat)
         return pieces, flat[self.numel : self.numel + len(self.indices)]
@@ -343,3 +361,23 @@ class LowRankBucket(CompressedBucket):
             if name in factors:
                 matrices = [of_shard[number] for of_shard in self.buffers.matrices]
                 self._residuals.keep(name, dict(zip(self._shards, matrices, strict=True)), factors[name])
+
+
+def agree_on_order(sum_: ShardSum, arrivals: Sequence[int], count: int) -> tuple[set[int], list[int]]:
+    """Return which of `count` gradients arrive more than once on some worker, and the order of all of them on rank 0,
+    those last that have not arrived, or more than once; a collective call.
+
+    arrivals  the gradients that have arrived on this worker in a backward pass, by number
+    """
+    times = torch.zeros(count, dtype=torch.int64, device=sum_.device)
+    for index in arrivals:
+        times[index] += 1
+    options, first, where = dist.AllreduceOptions(), dist.BroadcastOptions(), "the exchange of the order of gradients"
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    first.rootRank, first.rootTensor = 0, 0
+    sum_.wait_for_values(sum_.group.allreduce([times], options), where)
+    late = {i for i, n in enumerate(times.tolist()) if n > 1}
+    seen = [i for i in dict.fromkeys(arrivals) if i not in late]
+    order = torch.tensor(seen + [i for i in range(count) if i not in seen], device=sum_.device)
+    sum_.wait_for_values(sum_.group.broadcast([order], first), where)
+    return late, order.tolist()

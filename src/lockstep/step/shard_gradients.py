@@ -4,9 +4,6 @@ A worker runs its shards one after the other. The gradients of each shard are ke
 this worker has the summands (comm/tree_order.py). The gradients of its last shard are added to their partial sums as
 they arrive, and sent in buckets while the rest of the backward pass runs.
 
-The reducer of the DDP drop-in has to handle any backward pass of a program. Here there is exactly one backward pass per
-shard, started by this library, which makes this file short.
-
 Note [Zeros]
 A parameter that a shard does not use has no gradient there, which counts as zeros: x + 0. That is not always x (-0 +
 0 is 0), so 0 is added wherever a zero gradient would have been, on any number of workers. A parameter that no shard
@@ -25,7 +22,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch, faults
@@ -37,6 +33,7 @@ from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DivergenceError
+from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
@@ -45,11 +42,14 @@ from lockstep.step.shard_bucket import (
     LowRankBucket,
     RoundedBucket,
     ShardBucket,
+    agree_on_order,
     comm_dtype_of,
     copy_rounded,
     round_gradient,
 )
 from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, copies_of, no_rows, own_their_memory
+
+SCATTERED_CAP_BYTES = 4 * 1024 * 1024  # small: a slow link shall begin early and end soon after the backward pass
 
 
 class ShardGradients:
@@ -66,11 +66,14 @@ class ShardGradients:
         *,
         comm_dtype: torch.dtype | None = None,
         compression: Compression | None = None,
+        scattered: ScatteredGradients | None = None,
     ) -> None:
         """
         comm_dtype   the dtype in which gradients are sent, if not their own
         compression  how real, dense gradients are compressed; None: not
+        scattered    where the sums are kept, if each worker gets those that it needs; None: all get all of them
         """
+        self.scattered = scattered
         self._leaves, self._sum, self._comm_dtype, self._compression = list(leaves), sum_, comm_dtype, compression
         self._parameters = [leaf.parameter for leaf in leaves]
         self._device = self._parameters[0].device
@@ -96,7 +99,8 @@ class ShardGradients:
 
     def _pack(self, order: Sequence[int] | None) -> None:
         sparse = [leaf.sparse for leaf in self._leaves]
-        plan = pack(self._parameters, (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), sparse=sparse, order=order)
+        cap_bytes = DEFAULT_CAP_BYTES if self.scattered is None else SCATTERED_CAP_BYTES
+        plan = pack(self._parameters, (FIRST_CAP_BYTES, cap_bytes), sparse=sparse, order=order)
         self.buckets = []  # frees their memory before the new ones are allocated
         dense = [p.indices for p in plan if not sparse[p.indices[0]]]
         self.buckets = [self._make_bucket(indices) for indices in dense]
@@ -104,7 +108,7 @@ class ShardGradients:
 
     def _make_bucket(self, indices: Sequence[int]) -> ShardBucket | CompressedBucket:
         if self._compression is None or not self._parameters[indices[0]].is_floating_point():
-            return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype)
+            return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype, self.scattered)
         if isinstance(self._compression, LowRank):
             return LowRankBucket(indices, self._leaves, self._sum, self._compression)
         blocks = [-(-parameter.numel() // BLOCK) for parameter in self._parameters]
@@ -143,6 +147,8 @@ class ShardGradients:
         """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
+        if self.scattered is not None:
+            self.scattered.clear()
         self._reset()
 
     def stop(self) -> None:
@@ -351,7 +357,7 @@ class ShardGradients:
             self._assign(bucket, f"bucket {n + 1} of {len(self.buckets)}")
         for index in self._sparse:
             self._parameters[index].grad = self._sum_sparse(index)
-        if self.buckets and not self._has_order:
+        if self.buckets and not self._has_order and self._sum.size > 1:  # else nothing is sent
             self._repack()
         self._reset()
 
@@ -363,7 +369,10 @@ class ShardGradients:
         else:
             rows = self._rows
             is_known = all(self._is_used[i] or any(k.values[i] is not None for k in rows) for i in bucket.indices)
-        used = [True] * len(pieces) if is_known else (marks != 0).tolist()
+        used = [True] * len(bucket.indices) if is_known else (marks != 0).tolist()
+        if self.scattered is not None and isinstance(bucket, ShardBucket):
+            self.scattered.keep(bucket.parameters, used, pieces[0], bucket.align)
+            return
         for parameter, piece, is_used in zip(bucket.parameters, pieces, used, strict=True):
             parameter.grad = piece.to(parameter.dtype) if is_used else None
 
@@ -402,22 +411,8 @@ class ShardGradients:
 
     def _repack(self) -> None:
         """Pack the buckets again in the order of arrival. See Note [First step]."""
-        if self._sum.size == 1:
-            return  # nothing is sent, so the order does not matter
-        count = len(self._leaves)
-        times = torch.zeros(count, dtype=torch.int64, device=self._device)
-        for index in self._arrivals:
-            times[index] += 1
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._sum.wait_for_values(self._sum.group.allreduce([times], options), "the exchange of the order of gradients")
-        self._late = {i for i, n in enumerate(times.tolist()) if n > 1}
-        seen = [i for i in dict.fromkeys(self._arrivals) if i not in self._late]
-        order = torch.tensor(seen + [i for i in range(count) if i not in seen], device=self._device)
-        first = dist.BroadcastOptions()
-        first.rootRank, first.rootTensor = 0, 0
-        self._sum.wait_for_values(self._sum.group.broadcast([order], first), "the exchange of the order of gradients")
-        self._has_order, self._new_order = True, order.tolist()
+        self._late, self._new_order = agree_on_order(self._sum, self._arrivals, len(self._leaves))
+        self._has_order = True
         if not isinstance(self._compression, LowRank):  # whose rows are read once more
             self._pack_again()
 

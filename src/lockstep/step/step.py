@@ -44,7 +44,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     t.buffers.begin()
     with preserve_random_state(t.sum.device), t.sum.in_step(), without_gradients(t.frozen):
         t.audit.begin(batch, t.sum, partial(compute_again, t, loss, batch))
-        with t.meter.measure(sum(shard.count for shard in batch.shards)):
+        with t.meter.measure(sum(shard.count for shard in batch.shards), t.waited_for_weights_s):
             compute_gradients(t, loss, batch, table, requests)
         outcome, waited_s = finish_exchange(t, loss, batch, table)
 
@@ -52,7 +52,10 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     if is_first:
         t.balance.add_step(outcome.speeds)
     waits = t.options.on_nonfinite is OnNonFinite.SKIP or t.loss_scale.is_dynamic
-    check = step_check.check_gradients(t.leaves, outcome, t.options, wait=waits, shares=t.sum.shares)
+    scattered = t.gradients.scattered
+    check = step_check.check_gradients(
+        t.leaves, outcome, t.options, wait=waits, shares=t.sum.shares, scattered=scattered
+    )
     t.norm_check.defer(batch.number, check.norm if not waits else None, t.options, t.leaves)
     if is_first:
         observer.add_gradient(check.norm if check.finite else None, batch.count, t.loss_scale.value)
@@ -76,6 +79,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
         waited_s=waited_s,
         stop=Stop(outcome.stop),
         move=outcome.move,
+        save=outcome.save,
         samples=outcome.fingerprint,
         metrics={name: Mean(*pair) for name, pair in outcome.metrics.items()},
     )
@@ -200,10 +204,19 @@ def begin_exchange(t: StepContext, batch: Batch, table: StepTable, requests: Ste
     """Send the table before the last backward pass, so that the weight of the global batch is known when the first
     bucket arrives. From here on the step cannot be repeated by this worker alone."""
     faults.at("table")
+    if t.weights is not None:
+        t.weights.finish()
     t.is_exchanging = True
     names = metric_names(t, table)
-    speed, report = t.meter.read(), t.observer.active.pop_report()
-    table.send(batch, stop=requests.stop, move=requests.move, speed=speed, report=report, names=names)
+    table.send(
+        batch,
+        stop=requests.stop,
+        move=requests.move,
+        save=requests.save,
+        speed=t.meter.read(),
+        report=t.observer.active.pop_report(),
+        names=names,
+    )
     drop_update(t)  # the gradients of this step overwrite those of the previous one
     t.gradients.begin_last_shard(batch.shards[-1].number, table.scale)
 
@@ -290,7 +303,8 @@ def apply(t: StepContext, update: Update) -> None:
             if t.sharded_state is None:
                 t.optimizer.step()
             else:
-                t.sharded_state.step(t.part)
+                scattered = t.gradients.scattered
+                t.sharded_state.step(t.part, None if scattered is None else scattered.parts)
     if not update.bad_loss:  # a loss is not scaled
         t.loss_scale.update(finite=update.finite)
     t.last.update = update if t.keeps_update else None

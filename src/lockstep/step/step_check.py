@@ -17,6 +17,7 @@ from lockstep.ddp.replica import Leaf
 from lockstep.errors import DesyncError, NonFiniteError, UnevenDataError
 from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.run_options import OnNonFinite, RunOptions
+from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.step_table import StepOutcome
 
 REMOVE_SPLIT: Final = (
@@ -91,19 +92,33 @@ def refuse_bad_data(outcome: StepOutcome, number: int) -> None:
 
 
 def check_gradients(
-    leaves: Sequence[Leaf], outcome: StepOutcome, options: RunOptions, *, wait: bool, shares: Sequence[Sequence[int]]
+    leaves: Sequence[Leaf],
+    outcome: StepOutcome,
+    options: RunOptions,
+    *,
+    wait: bool,
+    shares: Sequence[Sequence[int]],
+    scattered: ScatteredGradients | None = None,
 ) -> GradientCheck:
     """Check that the gradient is finite, compute its norm, and clip it if `max_grad_norm` is set.
 
-    wait    False: do not wait for a GPU to compute the norm; see `DeferredNormCheck`
-    shares  the shards of every worker
+    wait       False: do not wait for a GPU to compute the norm; see `DeferredNormCheck`
+    shares     the shards of every worker
+    scattered  the gradients, if they are distributed over the workers. Then this is a collective call
     """
     if options.on_nonfinite is OnNonFinite.IGNORE and options.max_grad_norm is None:
         return GradientCheck(finite=True)
     if outcome.bad_shards and options.on_nonfinite is not OnNonFinite.IGNORE:
         ranks = [rank for rank, share in enumerate(shares) if set(share) & set(outcome.bad_shards)]
         why = f"the loss of {_shards(outcome.bad_shards)} is not a finite number, on rank {_list(ranks)}"
-        return GradientCheck(finite=False, why=f"{why}; of the gradient, {_first_bad(leaves, 'gradient')}")
+        more = "" if scattered is not None else f"; of the gradient, {_first_bad(leaves, 'gradient')}"
+        return GradientCheck(finite=False, why=f"{why}{more}")
+    if scattered is not None:
+        length, bad = scattered.norm()
+        if bad is not None and options.on_nonfinite is not OnNonFinite.IGNORE:
+            why = f"the gradient is not finite: elements of {bad} are infinite or not a number"
+            return GradientCheck(finite=False, norm=length, why=why)
+        return GradientCheck(finite=True, norm=length)
     gradients = [leaf.parameter.grad for leaf in leaves if leaf.parameter.grad is not None]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     norm = torch.nn.utils.get_total_norm(values)

@@ -27,7 +27,7 @@ from lockstep.trace.step_observer import NO_REPORT, REPORT_FIELDS
 # Columns of a shard. The last two are the fingerprint of its samples, in two halves of 32 bits.
 LOSS, WEIGHT, HIGH, LOW = range(4)
 # Columns of a worker. Its report takes all the rest.
-NUMBER, PART, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, CONTENT_HIGH, CONTENT_LOW, SPEED = range(10)
+NUMBER, PART, STOP, ENDED, SAMPLES, ENDS_EPOCH, MOVE, SAVE, CONTENT_HIGH, CONTENT_LOW, SPEED = range(11)
 REPORT = SPEED + len(StepSpeed._fields)
 
 
@@ -42,6 +42,7 @@ class StepOutcome:
     stop: int  # the strongest request of any worker (`Stop`)
     stop_asked_by: list[int]  # ranks that asked to stop
     move: int  # see `StepRequests`
+    save: bool  # what rank 0 asks
     ended: list[int]  # ranks that have no more data
     numbers: list[int]  # the step that each rank takes
     parts: list[int]  # the optimiser of that step, by rank
@@ -109,15 +110,16 @@ class StepTable:
         *,
         stop: int = 0,
         move: int = 0,
+        save: bool = False,
         speed: StepSpeed = StepSpeed(),  # noqa: B008  (immutable)
         report: Sequence[float] = NO_REPORT,
         names: Sequence[str] = (),
     ) -> None:
         """Start the sum of the tables.
 
-        batch       None if this worker has no more data
-        stop, move  what this worker asks of all workers: see `StepRequests`
-        names       names of the metrics; equal on all workers
+        batch             None if this worker has no more data
+        stop, move, save  what this worker asks of all workers: see `StepRequests`
+        names             names of the metrics; equal on all workers
         """
         shards, self._names = self._sum.shards, names
         by_rank_shape = (self._sum.size, REPORT + REPORT_FIELDS)
@@ -132,7 +134,7 @@ class StepTable:
         number, samples, ends_epoch, content = (
             (batch.number, batch.count, batch.ends_epoch, batch.content) if batch is not None else (0, 0, False, 0)
         )
-        asks = [number, self._part, stop, batch is None, samples, ends_epoch, move]
+        asks = [number, self._part, stop, batch is None, samples, ends_epoch, move, save]
         mine = [*asks, content >> 32, content & 0xFFFFFFFF, *speed, *report]
         first = starts[1] + self._rank * len(mine)
         values[first : first + len(mine)] = mine
@@ -185,6 +187,7 @@ class StepTable:
             stop=int(max(row[STOP] for row in by_rank)),
             stop_asked_by=[rank for rank, row in enumerate(by_rank) if row[STOP]],
             move=int(max(row[MOVE] for row in by_rank)),
+            save=bool(by_rank[0][SAVE]),
             ended=[rank for rank, row in enumerate(by_rank) if row[ENDED]],
             numbers=[int(row[NUMBER]) for row in by_rank],
             parts=[int(row[PART]) for row in by_rank],

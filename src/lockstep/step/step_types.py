@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.low_rank_sum import Factors
 from lockstep.comm.shard_sum import AsyncBarrier, ShardSum
 from lockstep.data.batches import Batches
+from lockstep.ddp.deferred_weights import DeferredWeights
 from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step.audit import AuditSchedule, ShardAudit
@@ -51,6 +52,7 @@ class StepRequests:
     move: int = 0  # number of the generation that is to end after this step; 0: none
     commit: Callable[[], None] = lambda: None  # called before the step is applied; raises if it must not be applied
     check_left: Callable[[], None] = lambda: None  # called before each shard; raises if a worker was lost meanwhile
+    save: bool = False  # save after this step; counts on rank 0 only
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Result:
     waited_s: float  # for the other workers, after this worker's backward pass
     stop: Stop = Stop.NO
     move: int = 0
+    save: bool = False  # rank 0 has asked to save after this step
     samples: int = 0  # fingerprint of the samples of the global batch (data/ledger.py)
     metrics: Mapping[str, Mean] = field(default_factory=dict)  # of the loss function, over the global batch
 
@@ -159,6 +162,7 @@ class TrainingPlan:
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
     audits: AuditSchedule = field(default_factory=lambda: AuditSchedule(0))
     sharded_state: ShardedState | None = None  # of the optimisers; None: every worker has the whole state
+    weights: DeferredWeights | None = None  # of the step before, which arrive in the forward pass; None: all are here
     known_digest: tuple[list[int], str] | None = None  # of a distributed state: see `Run.digest`
     residuals: Residuals | None = None  # of compressed gradients; None: nothing is kept of them
     tuner: GradCommTuner = field(default_factory=lambda: GradCommTuner(GradComm.FP32))  # how gradients are sent
@@ -190,6 +194,7 @@ class StepContext:
     applied_steps: int = 0  # before the step that is taken: see `Update.index`
     large_batch: LargeBatch | None = None
     sharded_state: ShardedState | None = None
+    weights: DeferredWeights | None = None
     norm_check: DeferredNormCheck = field(default_factory=DeferredNormCheck)
     gradient_writes: GradientWrites = field(default_factory=lambda: GradientWrites())
     graphs: ShardGraphs = field(default_factory=lambda: ShardGraphs.disabled())
@@ -200,3 +205,7 @@ class StepContext:
     is_exchanging: bool = False  # this worker is in the exchange of a step, and cannot repeat the step alone
     keeps_update: bool = False  # workers may be lost; one that missed a step gets it from another worker
     last: LastUpdate = field(default_factory=LastUpdate)  # shared by the contexts of all optimisers
+
+    def waited_for_weights_s(self) -> float:
+        """Return how long this worker has waited for deferred weights so far."""
+        return 0.0 if self.weights is None else self.weights.waited_s

@@ -195,10 +195,10 @@ class TrainLoop:
                 check.end_iteration()
                 if plan.finished and not is_batch_done(plan):
                     self._record_samples(plan, batch)
-                self.state.end_batch(plan, ends_epoch=batch.ends_epoch)
+                asked = self.state.end_batch(plan, ends_epoch=batch.ends_epoch)
                 sharded_training.prepare_for_move(session, plan)
                 self._in_hand = False
-                if sharded_training.is_save_due(session, plan, batch) and not self._should_stop:
+                if sharded_training.is_save_due(session, plan, batch, asked=asked) and not self._should_stop:
                     self.save(plan)
 
     def end(self, *, is_stopped: bool = False) -> None:
@@ -257,8 +257,8 @@ class TrainLoop:
         """Release what belongs to this worker alone."""
         if self._check is not None:
             self._check.close()
-        if self.state.context is not None:
-            self.state.context.sum.close()
+        if (context := self.state.context) is not None:
+            context.sum.close()
 
     # -- positions and checkpoints -----------------------------------------------------------------------------------
 
@@ -319,9 +319,10 @@ class TrainLoop:
             self._update_trainable(plan, check)
         check.is_stepping = True
         try:
-            take = partial(self._take_step, plan, loss, batch, part)
             what = f"run.step of optimizer {part}" if part else "run.step"
-            result = session.calls.make(what, take, encode=Result.to_json, decode=Result.from_json, may_repeat=True)
+            make = partial(session.calls.make, encode=Result.to_json, decode=Result.from_json)
+            take = partial(self._take_step, plan, loss, batch, part)
+            result = make(what, take, may_repeat=True, reads_weights=False)
         except BaseException as error:
             check.note_failure(part, error)
             self._end_failed_step(error)
@@ -340,7 +341,7 @@ class TrainLoop:
         if is_batch_done(plan):
             self._record_samples(plan, batch)
         compare = partial(self.state.compare_replicas, batch.number)
-        if session.calls.make("the comparison of replicas", compare):
+        if session.calls.make("the comparison of replicas", compare, reads_weights=False):
             session.checkpoints.verified_steps = batch.number  # not what is saved now, before the next round
         if session.state_log is not None:
             self._loss = loss
@@ -371,12 +372,11 @@ class TrainLoop:
 
     def _end_failed_step(self, error: BaseException) -> None:
         """Restore the buffers after a failed step. If it failed in the exchange of gradients, no call can follow."""
-        context = self.state.context
-        if context is not None:
-            context.buffers.abort()
-            # Errors of Lockstep are raised by all workers at the same place, so that their calls still match.
-            if context.is_exchanging and isinstance(error, Exception) and not isinstance(error, LockstepError):
-                self._session.calls.failed = error
+        context = self.state.abort_step(error)
+        # Errors of Lockstep are raised by all workers at the same place, so that their calls still match.
+        is_ours = isinstance(error, LockstepError)
+        if context is not None and context.is_exchanging and isinstance(error, Exception) and not is_ours:
+            self._session.calls.failed = error
 
     def _take_step(self, plan: TrainingPlan, loss: Loss, batch: Batch, part: int) -> Result:
         session, context = self._session, self.state.begin_step(part)
@@ -399,8 +399,8 @@ class TrainLoop:
                 f"step {batch.number} would be applied twice: this worker has applied {self.state.applied_steps} steps "
                 f"in all, and {self._steps_before} with earlier batches; report this"
             )
-        calls = session.calls
-        requests = StepRequests(session.stops.asked, calls.wants_to_move, self.state.commit, calls.check_left)
+        calls, save = session.calls, session.checkpoints.saver.is_time_over()
+        requests = StepRequests(session.stops.asked, calls.wants_to_move, self.state.commit, calls.check_left, save)
         versions = versions_of(batch) if isinstance(plan.optimizer, OptimizerSet) else []
         with session.step_stream.active():
             result = take_step(context, loss, batch, requests)

@@ -72,6 +72,15 @@ class WorkerState:
             self.plan.residuals.keep_only(context.sum.own_shards)
         return context
 
+    def abort_step(self, error: BaseException) -> StepContext | None:
+        """Called after a step has failed with this error. Returns its context."""
+        context = self.context
+        if context is not None:
+            context.buffers.abort()
+            if context.weights is not None and (note := context.weights.describe_hidden()):
+                error.add_note(note)
+        return context
+
     def end_step(self, plan: TrainingPlan, part: int, *, ends_epoch: bool, skipped: bool) -> None:
         """Called after a step of this optimiser was applied."""
         plan.known_digest = None
@@ -79,8 +88,8 @@ class WorkerState:
             plan.schedule.step(*([part] if isinstance(plan.schedule, SchedulerSet) else []))
         self.applied_steps, self.is_applying = self.applied_steps + 1, False
 
-    def end_batch(self, plan: TrainingPlan, *, ends_epoch: bool) -> None:
-        """Called when the program asks for the next batch.
+    def end_batch(self, plan: TrainingPlan, *, ends_epoch: bool) -> bool:
+        """Called when the program asks for the next batch. Returns whether rank 0 has asked to save after this one.
 
         At the end of an epoch, step the schedulers of optimisers that took no step with the last batch.
         """
@@ -88,8 +97,9 @@ class WorkerState:
             for part in range(len(parts_of(plan.optimizer))):
                 if part not in plan.finished:
                     plan.schedule.step(part)
-        plan.finished = {}
+        asked, plan.finished = any(result.save for result in plan.finished.values()), {}
         plan.known_digest = None  # of new workers, too, none is known
+        return asked
 
     def start_receipt(self) -> None:
         """Start the barrier that shows, by the next backward pass, that all workers have applied this `Update`."""
@@ -123,6 +133,7 @@ class WorkerState:
 
     def _replicated_state(self, plan: TrainingPlan, context: StepContext, number: int) -> dict[str, Tensor]:
         """Everything that must be equal on all workers, by name."""
+        self._session.calls.finish_weights()
         if plan.sharded_state is not None:
             plan.sharded_state.compare_copies(number, self._session.group, self._session.device)
         found = named_state(context.model, plan.optimizer) | context.buffers.overwritten_digests()

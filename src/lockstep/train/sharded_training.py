@@ -15,12 +15,14 @@ from typing import Final
 from lockstep import faults
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Position
+from lockstep.ddp.deferred_weights import DeferredWeights, why_not_deferrable
 from lockstep.ddp.optimizer_cells import flat_view
 from lockstep.ddp.optimizer_state import WholeState
 from lockstep.ddp.replica import cheap_digests, named_state, sha256_of
 from lockstep.ddp.sharded_optimizer import needs_whole_tensors
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.errors import LockstepError, LostStateError
+from lockstep.step.compiled_model import is_compiled
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
 from lockstep.train.run_state import WholeParts
@@ -65,7 +67,14 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
             "worker has cannot be compared with anything"
         )
     whole_tensors = [needs_whole_tensors(type(one), None) for one in optimizers]
-    plan.sharded_state = ShardedState(optimizers, whole_tensors=whole_tensors, redundancy=redundancy)
+    # A lost worker is replaced with the gradients and weights of a step, and audits compare gradients: of all workers.
+    is_fixed = session.device.type == "cpu" and not session.calls.is_elastic and not options.audit_every
+    plan.sharded_state = ShardedState(optimizers, whole_tensors=whole_tensors, redundancy=redundancy, scatters=is_fixed)
+    # Synchronised batch norms would exchange values meanwhile.
+    may_defer = options.defer_weights and not plan.synced and not is_compiled(plan.model)
+    if is_fixed and may_defer and why_not_deferrable(plan.model) is None:
+        plan.weights = DeferredWeights(plan.model, session.announce)
+        session.calls.finish_weights = plan.weights.finish
 
 
 def assign_optimizer(session: Session, plan: TrainingPlan) -> None:
@@ -134,9 +143,15 @@ def exchange_weights(session: Session, plan: TrainingPlan, part: int) -> None:
     def exchange() -> None:
         faults.at("weights")
         with session.step_stream.active(), session.call_check.explain_errors("run.step"):
-            sharded.exchange_weights(part, session.group, session.device, confirms=session.calls.is_elastic)
+            sharded.exchange_weights(
+                part,
+                session.group,
+                session.device,
+                confirms=session.calls.is_elastic,
+                deferred=plan.weights if sharded.sends_between_hosts else None,
+            )
 
-    session.calls.make("the exchange of weights", exchange)
+    session.calls.make("the exchange of weights", exchange, reads_weights=False)
 
 
 def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
@@ -235,15 +250,12 @@ def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[.
     session.calls.make("run.save", collect_and_save)
 
 
-def is_save_due(session: Session, plan: TrainingPlan, batch: Batch) -> bool:
-    """Whether to save after this batch. Saving a distributed state is a collective call, so all workers agree on it."""
+def is_save_due(session: Session, plan: TrainingPlan, batch: Batch, *, asked: bool) -> bool:
+    """Whether to save after this batch. Saving a distributed state is a collective call, so all workers agree on it.
+
+    asked  whether rank 0 has asked for it in a step of this batch (`StepRequests`)
+    """
     saver = session.checkpoints.saver
-    is_due = partial(saver.is_due, batch.number, ends_epoch=batch.ends_epoch)
-    if not plan.is_distributed or not saver.is_by_time:
-        return is_due()
-
-    def ask() -> bool:
-        session.call_check.wait_for_all("whether to save")
-        return bool(agreement.gather_rows(session.group, [int(is_due())], device=session.device)[0][0])
-
-    return session.calls.make("whether to save", ask)
+    if plan.is_distributed and saver.is_by_time:
+        return asked
+    return saver.is_due(batch.number, ends_epoch=batch.ends_epoch)

@@ -25,6 +25,7 @@ from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
 from lockstep.step.residuals import Residuals, is_compressed
 from lockstep.step.run_options import GradComm, RunOptions
+from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
 from lockstep.step.shard_bucket import Compression, LowRank, Rounding
 from lockstep.step.shard_gradients import ShardGradients
@@ -251,7 +252,18 @@ def assign_shards(
     comm, key = plan.tuner.current, (config.seed, "codec")
     codec, low_rank = comm.codec, comm is GradComm.POWERSGD
     compresses, errors = codec is not None or low_rank, plan.tuner.measure_errors()
-    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=compresses)
+    sharded = plan.sharded_state
+    scatters = sharded is not None and sharded.scatters and not compresses and options.max_grad_norm is None
+    weights = plan.weights if sharded is not None and sharded.sends_between_hosts else None
+    in_thread = scatters or weights is not None
+    sum_ = ShardSum(group, shares, device=world.device, exact=config.exact, compresses=compresses, in_thread=in_thread)
+    if weights is not None:
+        weights.sum = sum_
+
+    def scattered(leaves: Sequence[Leaf]) -> ScatteredGradients | None:
+        """Where gradients are kept if each worker gets those that it needs; None: all workers get all of them."""
+        is_alike = len({leaf.parameter.dtype for leaf in leaves}) == 1 and leaves[0].parameter.is_floating_point()
+        return ScatteredGradients(sharded, leaves, sum_) if sharded is not None and scatters and is_alike else None
 
     def compression(part: int) -> Compression | None:
         if low_rank and plan.residuals is not None:
@@ -275,7 +287,13 @@ def assign_shards(
                 leaves=leaves,
                 optimizer=optimizer,
                 sum=sum_,
-                gradients=ShardGradients(leaves, sum_, comm_dtype=comm.dtype, compression=compression(part)),
+                gradients=ShardGradients(
+                    leaves,
+                    sum_,
+                    comm_dtype=comm.dtype,
+                    compression=compression(part),
+                    scattered=scattered(leaves),
+                ),
                 buffers=buffers,
                 loss_scale=plan.loss_scale,
                 audit=ShardAudit(modules, leaves, schedule=plan.audits, fetch=fetch),
@@ -286,6 +304,7 @@ def assign_shards(
                 frozen=[leaf.parameter for leaf in plan.leaves if leaf.name not in own],
                 large_batch=plan.large_batch,
                 sharded_state=plan.sharded_state,
+                weights=weights,
                 norm_check=plan.norm_check,
                 gradient_writes=plan.gradient_writes,
                 graphs=plan.graphs,

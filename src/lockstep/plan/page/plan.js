@@ -106,9 +106,9 @@ function memoryBar(label, forecast, whole) {
   const limit = forecast.memory_limit_mib, why = known(forecast.does_not_fit_by) ? `: ${forecast.does_not_fit_by}` : "";
   const without = forecast.fits_without_graphs ? ": fits without CUDA graphs, slower" : "";
   const fits = isNumber(limit) ? el("small", {}, `of ${mebibytes(limit)}${without}`) : null;
-  const verdict = forecast.fits === false ? el("small", { class: "bad" }, `does not fit${why}`) : fits;
+  const fits_text = forecast.fits === false ? el("small", { class: "bad" }, `does not fit${why}`) : fits;
   const marks = isNumber(limit) ? [{ kind: "limit", from: limit, tip: `limit\n${mebibytes(limit)}` }] : [];
-  return bar(label, memoryParts(forecast), whole, [mebibytes(total(forecast)), verdict], marks);
+  return bar(label, memoryParts(forecast), whole, [mebibytes(total(forecast)), fits_text], marks);
 }
 function memoryLegend(forecasts, whole) {
   const found = new Map(forecasts.flatMap(memoryParts).map((part) => [part.key, [part.name, part.title]]));
