@@ -182,6 +182,7 @@ def _be_program(script: Path, arguments: tuple[str, ...], output: Path, env: dic
 def run_to_end(run: Callable[[], object]) -> NoReturn:
     """Run a program in this forked process, and end as an interpreter does, not as a child of multiprocessing."""
     atexit._clear()  # what the process has registered that this one was forked from
+    mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
     status = 0
     try:
         run()

@@ -17,6 +17,7 @@ import torch
 from lockstep.checkpoint.manifest import STATE, TENSORS
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.checkpoint import main
+from on_workers import run_program
 from test_checkpoint import bits
 from test_checkpoint_damage import small_state
 
@@ -169,8 +170,9 @@ torch.save(ema.state_dict(), "wanted.pt")
 
 def test_export_of_what_was_registered(tmp_path: Path, capsys: Any) -> None:
     """Of a program that keeps an average of its weights, as torch's own class does."""
-    done = subprocess.run([sys.executable, "-c", EMA], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "train.py").write_text(EMA)
+    status, said = run_program(tmp_path / "train.py")
+    assert status == 0, said
     wanted = torch.load(tmp_path / "wanted.pt", weights_only=True)
     out = tmp_path / "ema.safetensors"
     assert main(["export", str(tmp_path / "run"), str(out), "--what", "ema"]) == 0

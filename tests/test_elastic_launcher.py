@@ -356,6 +356,7 @@ with lockstep.Run(seed=1, device="cpu", progress=False, compile={"backend": "aot
 """
 
 
+@pytest.mark.slow
 def test_the_replacement_of_a_worker_that_compiles_has_the_compiler(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(COMPILED)
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "--log-dir", "logs", "program.py"]

@@ -4,6 +4,7 @@ dtype have the same bits on any number of workers, and complex ones lose nothing
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,37 +84,39 @@ STEPS = 5  # the fourth is that of a smaller batch
 CASES = {f"{name}, {comm or 'as it is'}": with_comm(comm, *MODELS[name]) for name in MODELS for comm in COMMS}
 
 
-def train_all(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:
+QUICK = list(CASES)[::4]  # of each model one or two: `make test` has these, `make test-all` all
+
+
+def train_all(rank: int, size: int, backend: str, store: str, names: list[str]) -> dict[str, tuple[str, float]]:
     use(backend, store, rank, size)
-    return {name: train(program, steps=STEPS) for name, program in CASES.items()}
+    return {name: train(CASES[name], steps=STEPS) for name in names}
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, tuple[str, float]]:
-    return {name: train(program, steps=STEPS) for name, program in CASES.items()}
+@functools.cache
+def alone(name: str) -> tuple[str, float]:
+    return train(CASES[name], steps=STEPS)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("size", "backend"),
+    ("size", "backend", "names"),
     [
-        (2, "shm"),
-        (3, "gloo"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, "shm"), (2, "gloo"), (8, "shm")]),
+        (2, "shm", QUICK),
+        *(
+            pytest.param(size, backend, list(CASES), marks=pytest.mark.slow)
+            for size, backend in [(2, "shm"), (3, "gloo"), (3, "shm"), (2, "gloo"), (8, "shm")]
+        ),
     ],
 )
-def test_the_same_bits_on_any_number_of_workers(
-    tmp_path: Path, size: int, backend: str, alone: dict[str, tuple[str, float]]
-) -> None:
-    for found in on_workers(train_all, size, backend, str(tmp_path / "store")):
-        assert {name: found[name] for name in alone if found[name] != alone[name]} == {}
+def test_the_same_bits_on_any_number_of_workers(tmp_path: Path, size: int, backend: str, names: list[str]) -> None:
+    for found in on_workers(train_all, size, backend, str(tmp_path / "store"), names):
+        assert {name: found[name] for name in names if found[name] != alone(name)} == {}
 
 
-def test_complex_gradients_are_not_narrowed(alone: dict[str, tuple[str, float]]) -> None:
+def test_complex_gradients_are_not_narrowed() -> None:
     for name in ("complex64", "complex128"):
-        assert len({alone[f"{name}, {comm or 'as it is'}"] for comm in COMMS}) == 1
-    assert alone["complex and real, bf16"] != alone["complex and real, as it is"]  # the real ones are
-    assert alone["float64, bf16"] != alone["float64, as it is"]
+        assert len({alone(f"{name}, {comm or 'as it is'}") for comm in COMMS}) == 1
+    assert alone("complex and real, bf16") != alone("complex and real, as it is")  # the real ones are
+    assert alone("float64, bf16") != alone("float64, as it is")
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ def train_further(rank: int, size: int, backend: str, store: str) -> dict[str, t
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
@@ -242,39 +245,35 @@ LOW_RANK = {
 }
 
 
-def train_low_rank(rank: int, size: int, backend: str, store: str) -> dict[str, tuple[str, float]]:
+def train_low_rank(rank: int, size: int, backend: str, store: str, names: list[str]) -> dict[str, tuple[str, float]]:
     use(backend, store, rank, size)
-    return {
-        name: train(program, epochs=3, **{"grad_comm": "powersgd", "powersgd_rank": 1} | options)
-        for name, (program, options) in LOW_RANK.items()
-    }
+    options = {"grad_comm": "powersgd", "powersgd_rank": 1}
+    return {name: train(LOW_RANK[name][0], epochs=3, **options | LOW_RANK[name][1]) for name in names}
 
 
-@pytest.fixture(scope="module")
-def low_rank_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, float]]:
-    folder = tmp_path_factory.mktemp("one")
-    found: dict[str, tuple[str, float]] = on_workers(train_low_rank, 1, "gloo", str(folder / "store"))[0]
-    return found
+QUICK_LOW_RANK = ["mlp, momentum", "two buckets", "convolutions", "arrives twice", "12 shards, clipped", "bfloat16"]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("size", "backend"),
+    ("size", "backend", "names"),
     [
-        *[(3, "shm"), (4, "hierarchy")],
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, "gloo"), (2, "shm"), (3, "gloo"), (8, "shm")]),
+        (3, "shm", QUICK_LOW_RANK),
+        *(
+            pytest.param(size, backend, list(LOW_RANK), marks=pytest.mark.slow)
+            for backend, sizes in [("shm", (2, 3, 8)), ("gloo", (2, 3)), ("hierarchy", (4,))]
+            for size in sizes
+        ),
     ],
 )
 def test_low_rank_has_the_same_bits_on_any_number_of_workers(
-    tmp_path: Path, size: int, backend: str, low_rank_alone: dict[str, tuple[str, float]]
+    tmp_path: Path, size: int, backend: str, names: list[str]
 ) -> None:
-    for found in on_workers(train_low_rank, size, backend, str(tmp_path / "store")):
-        assert {name: found[name] for name in low_rank_alone if found[name] != low_rank_alone[name]} == {}
-
-
-def test_low_rank_changes_what_is_learned(low_rank_alone: dict[str, tuple[str, float]]) -> None:
-    """Or the test above would compare gradients that are not compressed."""
-    assert train(Program(mlp, sgd), epochs=3)[0] != low_rank_alone["mlp, momentum"][0]
+    (tmp_path / "one").mkdir()
+    (alone,) = on_workers(train_low_rank, 1, "gloo", str(tmp_path / "one" / "store"), names)
+    for found in on_workers(train_low_rank, size, backend, str(tmp_path / "store"), names):
+        assert {name: found[name] for name in names if found[name] != alone[name]} == {}
+    # Or gradients that are not compressed would be compared.
+    assert train(Program(mlp, sgd), epochs=3)[0] != alone["mlp, momentum"][0]
 
 
 def gradients_of_fixed_weights(rank: int, size: int, powersgd_rank: int) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import lockstep
 from lockstep.checkpoint.differences import setting_changes
 from lockstep.errors import LockstepError
 from lockstep.step.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
-from on_workers import on_workers, try_on_workers
+from on_workers import on_workers, run_program, try_on_workers
 from test_launch import Stage, stage, wait_for  # noqa: F401
 from test_run import error_of
 
@@ -154,10 +154,8 @@ def test_how_a_process_ends_decides_whether_it_trains_on(
     tmp_path: Path, how: str, status: int, next_steps: Any
 ) -> None:
     (tmp_path / "train.py").write_text(LEAVES.format(tests=str(Path(__file__).parent), how=how))
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == status, done.stderr
+    ended, said = run_program(tmp_path / "train.py")
+    assert ended == status, said
     assert checkpoints(tmp_path / "run")[-1] == 8
     assert train(tmp_path / "run") == next_steps
 
@@ -246,8 +244,8 @@ def test_a_signal_to_python_finishes_the_step_and_saves(tmp_path: Path, number: 
     assert 4 <= last_step(tmp_path) < 300
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("elastic", [False, True])
 def test_ctrl_c_under_the_launcher(stage: Stage, elastic: bool) -> None:  # noqa: F811
     script = stage.script(SLOW.format(tests=str(Path(__file__).parent)))
     launcher = stage.start("-n", "2", *(["--min", "1"] if elastic else []), "--grace-s", "0.3", script, PAUSE="0.4")

@@ -15,6 +15,7 @@ import torch
 
 import lockstep
 from lockstep.errors import LockstepError
+from on_workers import run_program
 from test_launch import nothing_left_behind, processes_of, wait_for  # noqa: F401  (a fixture)
 
 DEADLINE_S = 300.0
@@ -22,11 +23,15 @@ SOON_S = 30.0
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_BACKEND")
 
 
-def start(folder: Path, text: str) -> subprocess.Popen[str]:
+def write_script(folder: Path, text: str) -> Path:
     script = folder / "script.py"
     script.write_text("import os, signal, sys, time\nimport torch, lockstep\n" + textwrap.dedent(text))
+    return script
+
+
+def start(folder: Path, text: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(write_script(folder, text))],
         cwd=folder,
         env={name: value for name, value in os.environ.items() if name not in TOLD} | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -48,9 +53,14 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def run(folder: Path, text: str) -> str:
-    done = finish(start(folder, text))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, out = run_program(write_script(folder, text))
+    assert status == 0, out
+    return out
+
+
+def own_lines(out: str) -> list[str]:
+    """Return the lines that the script has printed itself, without those of workers."""
+    return [line for line in out.splitlines() if not line.startswith("[rank")]
 
 
 # ---- what comes back -------------------------------------------------------------------------------------------------
@@ -114,7 +124,7 @@ def test_the_state_of_the_caller_does_no_harm(tmp_path: Path) -> None:
         print("sizes", first[1], second[1], "me", os.getpid())
         """,
     )
-    lines = [line for line in out.splitlines() if not line.startswith("[rank")]
+    lines = own_lines(out)
     me = lines[0].split()[-1]
     assert lines == [f"sizes 1 2 me {me}", f"the end of {me}"]
 
@@ -155,7 +165,7 @@ def test_the_traceback_of_the_first_that_failed(tmp_path: Path) -> None:
         print("soon", time.monotonic() - began < 30)
         """,
     )
-    lines = out.splitlines()
+    lines = own_lines(out)
     assert lines[0] == "1 1 True"
     assert lines[1] == "rank 1 of 3 failed first: ValueError: a bad number"
     assert lines[3] == "Traceback (most recent call last):"
@@ -189,7 +199,7 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path, deed: str, words: str
             print(error)
         """,
     )
-    assert out.startswith(words)
+    assert own_lines(out)[0].startswith(words)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

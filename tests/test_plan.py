@@ -563,6 +563,7 @@ with lockstep.Run("own-run", seed=7) as run:
 """
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     """`lockstep plan profile.json --json | head` ends without a traceback."""
     (tmp_path / "profile.json").write_text(json.dumps(sample_profile().to_json()))

@@ -376,7 +376,7 @@ TWO_AT_ONCE: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [

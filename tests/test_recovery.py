@@ -477,12 +477,12 @@ OTHERS = (
 )  # fmt: skip
 ENDS_WELL = [name for name in PLAYS if name not in OTHERS]
 SLOW = (
-    "in a step, gloo", "while they gather, shm", "the source, shm", "the source, gloo", "killed before its Run",
-    "in a checkpoint", "between steps", "raises once", "raises after its Run", "two Runs", "a step behind",
-    "all in backward, shm", "all in backward, gloo", "in the midst of a step",
-    "a step behind, and the source is lost, shm", "a step behind, and the source is lost, gloo",
-    "only the newcomer has the state", "while they gather, gloo", "two at once, and then all",
-    "the source, and no other has a state", "no route for a moment",
+    "in a step, shm", "in a step, gloo", "all at once, saved", "while they gather, shm", "the source, shm",
+    "the source, gloo", "killed before its Run", "in a checkpoint", "between steps", "raises once",
+    "raises after its Run", "two Runs", "a step behind", "all in backward, shm", "all in backward, gloo",
+    "in the midst of a step", "a step behind, and the source is lost, shm",
+    "a step behind, and the source is lost, gloo", "only the newcomer has the state", "while they gather, gloo",
+    "two at once, and then all", "the source, and no other has a state", "no route for a moment",
     "in the last checkpoint", "stopped", "no Run", "watched", "scaled", "SyncBatchNorm", "sharded, gloo",
     "sharded, scaled", "sharded, a step behind", "sharded without copies", "sharded without copies, scaled",
     "sharded, and only the newcomer has the weights",
@@ -532,7 +532,6 @@ def of(*names: str) -> Any:
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
 @of(*ENDS_WELL)
 def test_the_digest_is_that_of_the_undisturbed_run(show: Show, undisturbed: str) -> None:
     assert show.status == 0, show.text
@@ -551,7 +550,6 @@ def test_the_newcomer_goes_on_where_the_others_were(show: Show) -> None:
     assert show.steps_of(2)[0][0] >= 2, show.text
 
 
-@pytest.mark.few(3)
 @of(*(name for name in ENDS_WELL if not name.startswith("raises")))
 def test_no_worker_fails_because_another_was_lost(show: Show, request: pytest.FixtureRequest) -> None:
     """The run would end well all the same: a worker that fails is replaced, too."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep import _torch
+from on_workers import on_workers
 
 SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
 # Registered while torch.distributed is being imported, so it can import nothing that needs all of it.
@@ -133,14 +134,14 @@ def test_attributes_are_read_without_the_subclass() -> None:
     assert len(Counted.calls) == 1
 
 
+def compile_something(rank: int, size: int) -> tuple[bool, bool]:
+    before = _torch.has_compiled_code()  # torch._dynamo is imported in this process already
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    return before, _torch.has_compiled_code()
+
+
 def test_it_is_known_whether_code_was_compiled() -> None:
-    text = (
-        "import torch; from lockstep import _torch; assert not _torch.has_compiled_code(); import torch._dynamo;"
-        "assert not _torch.has_compiled_code(); torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1));"
-        "assert _torch.has_compiled_code()"
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert on_workers(compile_something, 1) == [(False, True)]
 
 
 def test_loader_processes_are_watched_by_number() -> None:
