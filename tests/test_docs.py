@@ -54,16 +54,20 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def run_pages() -> tuple[str, list[dict[str, Any]]]:
-    """Runs all pages in one process that imports torch once. What went wrong with it, and the outcomes of blocks."""
+    """Runs all pages in one process that has torch. What went wrong with it, and the outcomes of blocks."""
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results"
-        command = [sys.executable, str(TESTS / "page_driver.py"), str(results), *WITH_PYTHON]
-        try:
-            done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired as late:
-            return str(late), []
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-    return done.stdout + done.stderr if done.returncode != 0 else "", found
+        script, results = write_caller(Path(folder), TESTS / "page_driver.py"), Path(folder) / "results"
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": environment()["PYTHONPATH"]}
+        status, said = run_program(script, str(results), *WITH_PYTHON, timeout_s=DEADLINE_S, **env)
+        found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    return f"{status}: {said}" if status != 0 else "", found
+
+
+def write_caller(folder: Path, script: Path) -> Path:
+    """Write a script that runs another one: `run_program` writes beside the script what it prints."""
+    caller = folder / "caller.py"
+    caller.write_text(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
+    return caller
 
 
 def outcomes() -> dict[str, list[dict[str, Any]]]:
@@ -173,9 +177,7 @@ def test_a_picture_is_used_and_says_what_it_shows(path: Path) -> None:
 
 
 def test_the_api_reference_is_up_to_date(tmp_path: Path) -> None:
-    script = tmp_path / "check.py"
-    script.write_text(f"import runpy; runpy.run_path({str(ROOT / 'docs' / 'make_api.py')!r}, run_name='__main__')")
-    status, said = run_program(script, "--check")
+    status, said = run_program(write_caller(tmp_path, ROOT / "docs" / "make_api.py"), "--check")
     assert status == 0, said
 
 
