@@ -461,7 +461,7 @@ def test_a_panel_for_each_operation_and_number_of_workers():
     assert panels[0].lines[GLOO] == [Point(4, Estimate(8.0, 8.0, 80.0)), Point(16, Estimate(8.0, 8.0, 80.0))]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", bench_comm.PLOT_KINDS)
 def test_a_plot_is_drawn(kind, tmp_path):
     pytest.importorskip("matplotlib")

@@ -751,7 +751,7 @@ def compiled(rank: int, size: int, where: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow  # tests/test_ddp_arguments.py has one that is not
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_torch_compile(where: str) -> None:
     on_workers(compiled, 2, where)

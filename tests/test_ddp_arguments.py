@@ -86,7 +86,7 @@ def test_install_reaches_names_that_were_imported_before() -> None:
 # -- compile -----------------------------------------------------------------------------------------------------
 
 
-def compiled_graphs(rank: int, size: int, wrapper: type, where: str) -> tuple[int, list[str]]:
+def compiled_graphs(rank: int, size: int, wrapper: type, where: str) -> tuple[int, list[str], list[float]]:
     from torch._dynamo.convert_frame import register_bytecode_hook
 
     graphs, ours = [], []
@@ -107,16 +107,17 @@ def compiled_graphs(rank: int, size: int, wrapper: type, where: str) -> tuple[in
         ddp.module.compile(backend=backend)
         model = ddp
     for _ in range(3):
-        model(torch.ones(3, 16)).sum().backward()
-    return len(graphs), ours
+        model(torch.full((3, 16), rank + 1.0)).sum().backward()
+    return len(graphs), ours, torch.cat([parameter.grad.flatten() for parameter in ddp.parameters()]).tolist()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_compiled_graphs_are_cut_at_bucket_borders_and_the_wrapper_is_not_compiled(where: str) -> None:
-    ours = on_workers(compiled_graphs, 2, OurDDP, where)
-    assert ours[0][0] > 1, "one graph: Dynamo did not see the wrapper that was running"
-    assert ours == on_workers(compiled_graphs, 2, TorchDDP, where)
+    found, wanted = (on_workers(compiled_graphs, 2, wrapper, where) for wrapper in (OurDDP, TorchDDP))
+    assert found[0][0] > 1, "one graph: Dynamo did not see the wrapper that was running"
+    assert found == wanted
+    assert found[0][2] == found[1][2]  # gradients are averaged
 
 
 # -- delay_all_reduce_named_params -------------------------------------------------------------------------------

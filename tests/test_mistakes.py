@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lockstep
-from on_workers import on_workers
+from on_workers import Failure, on_workers, try_on_workers
 from runs import classify, data
 from test_launch import (  # noqa: F401  (fixtures)
     DEADLINE_S,
@@ -379,15 +379,23 @@ with lockstep.Run(seed=1, progress=False) as run:
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "calls"),
-    [
-        ("shm", ["run.evaluate", "run.log"]),
-        pytest.param("shm", ["run.log", "run.on_main"], marks=pytest.mark.slow),
-        pytest.param("gloo", ["run.evaluate", "run.log"], marks=pytest.mark.slow),
-        pytest.param("gloo", ["run.log", "run.on_main"], marks=pytest.mark.slow),
-    ],
-)
+def make_other_calls(rank: int, size: int, calls: list[str]) -> None:
+    sys.argv[1:] = calls
+    exec(OTHER_CALLS, {"sys": sys, "rank": rank})
+
+
+def test_workers_in_different_calls_are_named_to_both() -> None:
+    calls = ["run.evaluate", "run.log"]
+    for text in try_on_workers(make_other_calls, 2, calls):
+        assert isinstance(text, Failure)
+        assert re.search(
+            r"DesyncError: rank (0 called run.evaluate, but rank 1|1 called run.log, but rank 0) called", text
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [["run.evaluate", "run.log"], ["run.log", "run.on_main"]])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_workers_in_different_calls_of_the_run(stage: Stage, backend: str, calls: list[str]) -> None:  # noqa: F811
     """On every backend both workers and both calls are named."""
     script = stage.script(OTHER_CALLS)
