@@ -38,9 +38,9 @@ from lockstep.launcher.job import reserve_port
 from lockstep.recovery import run_on_one
 from lockstep.seed import seed_all
 from lockstep.step import determinism
-from on_workers import Failure, on_workers, try_on_workers
+from on_workers import Failure, on_workers, run_program, try_on_workers
 from runs import PROGRAMS, Program, adamw, classify, data, mlp, sgd, train, use
-from test_launch import Stage, stage, wait_for  # noqa: F401  (stage is a fixture)
+from test_launch import wait_for
 
 WORLDS = [1, 2, 3, 4]
 SAMPLES = 1797
@@ -679,7 +679,7 @@ def test_checkpoints_come_when_they_are_due_and_have_plain_names(size: int) -> N
 
 
 STOPPABLE = """
-import pathlib
+import os, sys
 import lockstep
 sys.path.insert(0, {tests!r})
 from runs import adamw, classify, data, mlp
@@ -690,30 +690,24 @@ with lockstep.Run("run", seed=7, progress=False, exit_on_interrupt=False) as run
     for batch in run.train(run.batches(data(100), global_batch_size=32, shards=8, epochs=2), adamw(model.parameters())):
         run.step(classify, batch)
         steps.append(batch.number)
-        if os.environ.get("PAUSE_AT") == str(batch.number):
-            pathlib.Path(f"pid-{{rank}}").write_text(str(os.getpid()))
-            while rank == 1 and not run._session.stops.asked:
-                time.sleep(0.01)
+        if batch.number == 2 and run.world.rank == 1:
+            os.kill(os.getpid(), {number})
     print("steps", steps, run.should_stop, run.digest(), flush=True)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_a_signal_to_one_worker_ends_all_after_the_same_step(stage: Stage, number: int) -> None:  # noqa: F811
-    script = stage.script(STOPPABLE.format(tests=str(Path(__file__).parent)))
-    launcher = stage.start("-n", "2", script, PAUSE_AT="2")
-    wait_for(lambda: (stage.folder / "pid-1").exists(), "the workers to train", within_s=90)
-    time.sleep(0.1)  # it writes its number
-    os.kill(int((stage.folder / "pid-1").read_text()), number)
-    done = stage.end(launcher)
-    assert done.returncode == PREEMPTED, done.stderr
-    lines = [line.partition("steps ")[2] for line in done.stdout.splitlines() if "steps " in line]
+def test_a_signal_to_one_worker_ends_all_after_the_same_step(tmp_path: Path, number: int) -> None:
+    (tmp_path / "script.py").write_text(STOPPABLE.format(tests=str(Path(__file__).parent), number=int(number)))
+    status, said = run_program(tmp_path / "script.py", workers=2)
+    assert status == PREEMPTED, said
+    lines = [line.partition("steps ")[2] for line in said.splitlines() if "steps " in line]
     assert len(lines) == 2
     assert lines[0] == lines[1]
     assert lines[0].startswith("[0, 1, 2, 3] True")  # the step after the signal is the last
-    assert [path.name for path in (stage.folder / "run" / "checkpoints").iterdir()] == ["step-000000004"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000004"]
     # One worker goes on.
-    with quiet(stage.folder / "run") as run:
+    with quiet(tmp_path / "run") as run:
         model = run.replicate(mlp())
         for batch in run.train(
             run.batches(data(100), global_batch_size=32, shards=8, epochs=2), adamw(model.parameters())

@@ -590,6 +590,7 @@ def told(folder: Path) -> list[list[object]]:
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "join.py").write_text(JOIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -8,15 +8,15 @@ imported on demand. The same holds for torch's compiler, which must not trace in
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    import importlib.abc  # at run time it would load twenty modules in every process
     from datetime import timedelta
 
     import torch
@@ -36,7 +36,7 @@ def register_backends() -> None:
             sys.meta_path.insert(0, _ImportHook(name, action))
 
 
-class _ImportHook(importlib.abc.MetaPathFinder):
+class _ImportHook:
     """Runs an action after the import of one module, and then removes itself. Does not affect other modules."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
@@ -48,11 +48,11 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoaderWithAction(spec.loader, self._action)
+            spec.loader = cast(Any, _LoaderWithAction(spec.loader, self._action))
         return spec
 
 
-class _LoaderWithAction(importlib.abc.Loader):
+class _LoaderWithAction:
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
         self._loader, self._action = loader, action
 
