@@ -209,6 +209,12 @@ WORKLOADS = {
         optimizer=SGD,
         about="4 residual blocks with BatchNorm, 32 images of 32x32",
     ),
+    "cnn-small": Workload(
+        build=partial(cnn, width=16, classes=10),
+        batch=partial(draw_images, images=32, side=20, classes=10),
+        optimizer=SGD,
+        about="the same blocks, half as wide, 32 images of 20x20: a step takes some tens of milliseconds",
+    ),
     "gpt": Workload(
         build=partial(GptModel, GPT_SMALL),
         batch=partial(draw_tokens, rows=4, length=128, vocabulary=4096),

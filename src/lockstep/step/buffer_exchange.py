@@ -19,10 +19,9 @@ overwritten goes into a digest, which is compared as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Final, final
+from dataclasses import astuple
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -31,80 +30,20 @@ from lockstep.comm import agreement
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.replica import cheap_digests, sum_of_bits
 from lockstep.errors import LockstepError
-from lockstep.step.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner, bytes_of
+from lockstep.step.buffer_changes import (
+    BufferChange,
+    BufferKind,
+    NewBuffer,
+    NewNumber,
+    NormLayers,
+    compatible_change,
+    read_value,
+    to_words,
+)
+from lockstep.step.buffer_snapshot import BufferSnapshot, BufferValue, Gone, Owner
 
 # How a change of a buffer was noticed: see Note [Silent writes] in buffer_snapshot.py.
 COUNTED, FOUND_BY_VALUE = 1, 2
-WORD_BYTES: Final = 4
-
-
-@dataclass(frozen=True)
-class BufferKind:
-    """Description of a buffer without its values, which can be sent as JSON."""
-
-    dtype: str | None  # None: it has no tensor
-    shape: tuple[int, ...] = ()
-    is_persistent: bool = True
-    is_gone: bool = False
-    is_on_host: bool = False
-
-    @property
-    def words(self) -> int:
-        """Number of table cells for the bytes of the buffer. See Note [One table]."""
-        if self.dtype is None:
-            return 0
-        return -(-math.prod(self.shape) * self.torch_dtype.itemsize // WORD_BYTES)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found = getattr(torch, str(self.dtype))
-        assert isinstance(found, torch.dtype)
-        return found
-
-    @staticmethod
-    def of(value: BufferValue, *, is_persistent: bool) -> BufferKind:
-        if not isinstance(value, Tensor):
-            return BufferKind(None, (), is_persistent, is_gone=value is Gone.GONE)
-        dtype = str(value.dtype).removeprefix("torch.")
-        return BufferKind(dtype, tuple(value.shape), is_persistent, is_on_host=value.device.type == "cpu")
-
-
-@dataclass(frozen=True)
-class BufferChange:
-    """A buffer that gets a value in this step: from one shard, or as the mean over several."""
-
-    owner: Owner
-    key: str
-    kind: BufferKind
-    shards: tuple[int, ...]
-    place: BufferPlace | None  # its tensor is written in place; None: the buffer becomes a new tensor
-    averages: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.owner.name_of(self.key)
-
-    @property
-    def width(self) -> int:
-        """Number of cells in the table. See Note [One table]."""
-        return len(self.shards) * math.prod(self.kind.shape) if self.averages else self.kind.words
-
-
-@dataclass(frozen=True)
-class NewBuffer:
-    """A buffer and its value after the step."""
-
-    change: BufferChange
-    value: BufferValue
-
-
-@dataclass(frozen=True)
-class NewNumber:
-    """An attribute beside a buffer, and its value after the step."""
-
-    owner: Owner
-    key: str
-    value: Any
 
 
 @final
@@ -123,7 +62,9 @@ class BufferExchange:
         self._shards = shards
         self._new_values: dict[tuple[int, str], Tensor] = {}  # (shard, name) -> what its forward pass wrote
         self._incompatible: dict[int, list[list[Any]]] = {}  # shard -> changes without a column, as JSON
-        self._overwritten: dict[str, Tensor] = {}  # digests: Note [Overwritten differences]
+        self._overwritten: dict[
+            tuple[str, ...], Tensor
+        ] = {}  # names, and their digests: Note [Overwritten differences]
         self._in_step = False
 
     def __len__(self) -> int:
@@ -221,7 +162,7 @@ class BufferExchange:
         if any(map(any, changed)):
             for n, place in enumerate(self._snapshot.places):
                 if shards := [shard for shard, row in enumerate(changed) if row[n]]:
-                    changes.append(_compatible_change(place, shards))
+                    changes.append(compatible_change(place, shards))
         numbers: list[NewNumber] = []
         if any(row[-1] for row in changed):
             mine = [[shard, entries] for shard, entries in self._incompatible.items()]
@@ -231,13 +172,16 @@ class BufferExchange:
         self._compare_less(changed)
         if not changes:
             return [*numbers]
-        widths = [change.width for change in changes]
+        norms, others = NormLayers.split(changes)
+        widths = [norms.width, *(change.width for change in others)]
         table = torch.zeros(sum(widths), dtype=torch.float64, device=sum_.device)
-        parts = torch.split(table, widths)
-        for change, part in zip(changes, parts, strict=True):
+        head, *parts = torch.split(table, widths)
+        norms.fill(head, self._new_values)
+        for change, part in zip(others, parts, strict=True):
             self._fill(change, part)
         sum_.wait_for_values(sum_.start_small_sum(table), "the exchange of buffers")
-        return [*(NewBuffer(c, _read(c, part, counts)) for c, part in zip(changes, parts, strict=True)), *numbers]
+        read = (NewBuffer(c, read_value(c, part, counts)) for c, part in zip(others, parts, strict=True))
+        return [*norms.read(head, counts), *read, *numbers]
 
     def _merge(
         self, compatible: Sequence[BufferChange], incompatible: Sequence[tuple[int, list[list[Any]]]]
@@ -275,7 +219,7 @@ class BufferExchange:
         for row, shard in zip(rows, change.shards, strict=True):
             value = self._new_values.get((shard, change.name))
             if value is not None and value.numel():
-                row += (value.reshape(-1) if change.averages else _to_words(value)).to(row.device)
+                row += (value.reshape(-1) if change.averages else to_words(value)).to(row.device)
 
     def _compare_less(self, changed: Sequence[Sequence[float]]) -> None:
         """After the first step, equally on all workers: see Note [Silent writes] in buffer_snapshot.py."""
@@ -286,19 +230,29 @@ class BufferExchange:
     def apply(self, new: Sequence[NewBuffer | NewNumber]) -> None:
         """Write what `gather` returned, and end the step."""
         self._in_step = False
+        norms, others = NormLayers.split([one.change for one in new if isinstance(one, NewBuffer)], any_shards=True)
+        values = {one.change.name: one.value for one in new if isinstance(one, NewBuffer)}
+        for names, digests in norms.write(values):
+            self._add_digests(names, digests)
+        remaining = {change.name for change in others}
         for one in new:
             if isinstance(one, NewNumber):
                 setattr(one.owner.module, one.key, one.value)
                 continue
             change, place = one.change, one.change.place
+            if change.name not in remaining:
+                continue
             before = change.owner.module._buffers.get(change.key)
             if before is not None:
-                past, digest = self._overwritten.get(change.name), sum_of_bits(before)
-                self._overwritten[change.name] = digest if past is None else past * 3 + digest
+                self._add_digests((change.name,), sum_of_bits(before).view(1))
             if place is None:
                 put_buffer(change.owner.module, change.key, one.value, is_persistent=change.kind.is_persistent)
             elif place.tensor is not None and isinstance(one.value, Tensor):
                 place.tensor.copy_(one.value.view(place.tensor.shape))
+
+    def _add_digests(self, names: tuple[str, ...], digests: Tensor) -> None:
+        past = self._overwritten.get(names)
+        self._overwritten[names] = digests if past is None else past * 3 + digests
 
     def encode(self, new: Sequence[NewBuffer | NewNumber]) -> list[dict[str, Any]]:
         """Convert what `gather` returned to dicts of plain values and tensors, for a worker that has missed it."""
@@ -338,7 +292,11 @@ class BufferExchange:
 
     def overwritten_digests(self) -> dict[str, Tensor]:
         """Digests for comparing the replicas. See Note [Overwritten differences]."""
-        return {f"{name} before a step": digest for name, digest in sorted(self._overwritten.items())}
+        found: dict[str, Tensor] = {}
+        for names, digests in sorted(self._overwritten.items(), key=lambda item: item[0]):
+            for name, digest in zip(names, digests, strict=True):
+                found[name] = digest if name not in found else found[name] * 3 + digest
+        return {f"{name} before a step": found[name] for name in sorted(found)}
 
 
 def put_buffer(module: nn.Module, key: str, value: BufferValue, *, is_persistent: bool) -> None:
@@ -352,38 +310,3 @@ def put_buffer(module: nn.Module, key: str, value: BufferValue, *, is_persistent
     else:
         module.register_buffer(key, value)
     (set.discard if is_persistent else set.add)(module._non_persistent_buffers_set, key)
-
-
-def _compatible_change(place: BufferPlace, shards: Sequence[int]) -> BufferChange:
-    saved = place.saved
-    assert saved is not None
-    kind = BufferKind.of(saved, is_persistent=True)
-    which = tuple(shards) if place.is_norm_average else (shards[0],)
-    return BufferChange(place.owner, place.key, kind, which, place, averages=place.is_norm_average)
-
-
-def _read(change: BufferChange, part: Tensor, counts: Sequence[int]) -> BufferValue:
-    """Read the value of a buffer after the step from its part of the summed table."""
-    if change.averages:
-        values = part.view(len(change.shards), -1)
-        weight = sum(counts[s] for s in change.shards)
-        weighed = (row * (counts[s] / weight) for row, s in zip(values, change.shards, strict=True))
-        return sum(weighed, torch.zeros_like(values[0]))
-    if change.kind.is_gone:
-        return Gone.GONE
-    return None if change.kind.dtype is None else _from_words(part, change.kind)
-
-
-def _to_words(value: Tensor) -> Tensor:
-    """The bytes of a tensor, four in each float64."""
-    flat = bytes_of(value)
-    missing = -flat.numel() % WORD_BYTES
-    padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat.clone()
-    return padded.view(torch.int32).to(torch.float64)
-
-
-def _from_words(words: Tensor, kind: BufferKind) -> Tensor:
-    dtype, count = kind.torch_dtype, math.prod(kind.shape)
-    flat = words.to(torch.int32).view(torch.uint8)[: count * dtype.itemsize]
-    found = flat.clone().view(dtype).view(kind.shape)
-    return found.cpu() if kind.is_on_host else found

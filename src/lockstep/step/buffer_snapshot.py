@@ -127,9 +127,10 @@ class BufferPlace:
         current, tensor = self.current(), self.tensor
         if tensor is None or current is not tensor:
             return current is not tensor
+        if self._versions_of(tensor) != self.versions:
+            return True
         # Instance norm does not even count its batches.
-        is_uncounted = self.is_norm_average and self.owner.module.training and not _counts(self.owner.module)
-        return self._versions_of(tensor) != self.versions or is_uncounted
+        return self.is_norm_average and self.owner.module.training and not _counts(self.owner.module)
 
     def compare_less(self, *, is_found: bool) -> None:
         """Compare values only where that is needed, from the second step on.
@@ -311,10 +312,12 @@ class BufferSnapshot:
         waits   compare values on a GPU as well, and write nothing where the value is unchanged
         """
         incompatible = self.incompatible_owners()
-        counted = [place for place in self._norm_places if place.is_counted() and (always or place.is_written())]
+        intact = [place for place in self._norm_places if place.is_counted()]
+        counted = intact if always else [place for place in intact if place.is_written()]
         if counted:  # most of the buffers, in few calls
             _torch.foreach_copy_([place.tensor for place in counted], [place.saved for place in counted])  # type: ignore[misc]
-        others = [place for place in self.places if not place.is_counted()]
+        is_usual = len(intact) == len(self._norm_places)
+        others = self._other_places if is_usual else [place for place in self.places if not place.is_counted()]
         touched = [place for place in others if always or place.detection.compares or place.has_changed()]
         for place in touched:
             place.restore(always=always, waits=waits)

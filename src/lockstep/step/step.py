@@ -21,7 +21,7 @@ from lockstep.data.batches import Batch, Shard
 from lockstep.errors import PeerLostError
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.step import loss_check, step_check
-from lockstep.step.buffer_exchange import NewBuffer, NewNumber
+from lockstep.step.buffer_changes import NewBuffer, NewNumber
 from lockstep.step.captured_shard import CapturedShard, ShardPass
 from lockstep.step.loss_check import ShardLoss, parse_loss
 from lockstep.step.run_options import OnNonFinite

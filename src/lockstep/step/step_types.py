@@ -17,7 +17,8 @@ from lockstep.ddp.deferred_weights import DeferredWeights
 from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step.audit import AuditSchedule, ShardAudit
-from lockstep.step.buffer_exchange import BufferExchange, NewBuffer, NewNumber
+from lockstep.step.buffer_changes import NewBuffer, NewNumber
+from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.precision import LossScale

@@ -1,0 +1,227 @@
+"""What changes in the buffers of a model in a step, and how the new values are written into the table of a step.
+
+Note [Norm layers together]
+Most buffers are those of batch norm: a model has some hundred of them, of a few numbers each. The running averages that
+the same shards have changed are one matrix at the head of the table, with a row for each shard, followed by the
+counters of batches, so that they are exchanged, averaged and written with a few calls for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from lockstep import _torch
+from lockstep.step.buffer_snapshot import BufferPlace, BufferValue, Gone, Owner, WriteDetection, bytes_of
+
+WORD_BYTES: Final = 4
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """Description of a buffer without its values, which can be sent as JSON."""
+
+    dtype: str | None  # None: it has no tensor
+    shape: tuple[int, ...] = ()
+    is_persistent: bool = True
+    is_gone: bool = False
+    is_on_host: bool = False
+
+    @property
+    def words(self) -> int:
+        """Number of table cells for the bytes of the buffer. See Note [One table]."""
+        if self.dtype is None:
+            return 0
+        return -(-math.prod(self.shape) * self.torch_dtype.itemsize // WORD_BYTES)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found = getattr(torch, str(self.dtype))
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @staticmethod
+    def of(value: BufferValue, *, is_persistent: bool) -> BufferKind:
+        if not isinstance(value, Tensor):
+            return BufferKind(None, (), is_persistent, is_gone=value is Gone.GONE)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return BufferKind(dtype, tuple(value.shape), is_persistent, is_on_host=value.device.type == "cpu")
+
+
+@dataclass(frozen=True)
+class BufferChange:
+    """A buffer that gets a value in this step: from one shard, or as the mean over several."""
+
+    owner: Owner
+    key: str
+    kind: BufferKind
+    shards: tuple[int, ...]
+    place: BufferPlace | None  # its tensor is written in place; None: the buffer becomes a new tensor
+    averages: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.owner.name_of(self.key)
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of the tensor that is written in place."""
+        return None if self.place is None or self.place.tensor is None else self.place.tensor.device
+
+    @property
+    def width(self) -> int:
+        """Number of cells in the table. See Note [One table]."""
+        return len(self.shards) * math.prod(self.kind.shape) if self.averages else self.kind.words
+
+
+@dataclass(frozen=True)
+class NewBuffer:
+    """A buffer and its value after the step."""
+
+    change: BufferChange
+    value: BufferValue
+
+
+@dataclass(frozen=True)
+class NewNumber:
+    """An attribute beside a buffer, and its value after the step."""
+
+    owner: Owner
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class NormLayers:
+    """Changes of buffers of batch norm that are exchanged together. See Note [Norm layers together].
+
+    averages  running averages in float32; all were changed by the same shards
+    counters  counters of batches, which were changed by the same shards
+    """
+
+    averages: list[BufferChange]
+    counters: list[BufferChange]
+
+    @staticmethod
+    def split(changes: Sequence[BufferChange], *, any_shards: bool = False) -> tuple[NormLayers, list[BufferChange]]:
+        """Return the changes that fit together, and the others. The same on all workers.
+
+        any_shards  which shards have made the changes does not matter
+        """
+        averages, counters, others = list[BufferChange](), list[BufferChange](), list[BufferChange]()
+        for change in changes:
+            place, group = change.place, others
+            if place is not None and place.tensor is not None and change.kind.dtype is not None:
+                dtype = place.tensor.dtype
+                if place.is_norm_average and (change.averages or any_shards) and dtype is torch.float32:
+                    group = averages
+                elif place.detection is WriteDetection.NORM_COUNTER and dtype is torch.int64:
+                    group = counters
+            first = group[0] if group and group is not others else change
+            is_alike = first.device == change.device and (any_shards or first.shards == change.shards)
+            (group if is_alike else others).append(change)
+        return NormLayers(averages, counters), others
+
+    @property
+    def width(self) -> int:
+        """Number of cells at the head of the table."""
+        return sum(change.width for change in (*self.averages, *self.counters))
+
+    def _rows(self, head: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the averages [shard, element] and the words of the counters."""
+        shards = len(self.averages[0].shards) if self.averages else 1
+        words = len(self.counters) * (torch.int64.itemsize // WORD_BYTES)
+        return head[: len(head) - words].view(shards, -1), head[len(head) - words :]
+
+    def fill(self, head: Tensor, values: Mapping[tuple[int, str], Tensor]) -> None:
+        """Write what the shards of this worker have changed; `values` by shard and name."""
+        rows, words = self._rows(head)
+        for row, shard in zip(rows, self.averages[0].shards if self.averages else (), strict=False):
+            found = [values.get((shard, change.name)) for change in self.averages]
+            if all(value is not None for value in found):  # else another worker runs this shard
+                row.copy_(torch.cat([value.reshape(-1) for value in found if value is not None]))
+        if self.counters:
+            found = [values.get((self.counters[0].shards[0], change.name)) for change in self.counters]
+            if all(value is not None for value in found):
+                words.copy_(torch.cat([value.reshape(-1) for value in found if value is not None]).view(torch.int32))
+
+    def read(self, head: Tensor, counts: Sequence[int]) -> Iterator[NewBuffer]:
+        """Yield the values after the step: means over the shards, weighted by their samples, and counters."""
+        rows, words = self._rows(head)
+        if self.averages:
+            shards = self.averages[0].shards
+            weight, mean = sum(counts[s] for s in shards), torch.zeros_like(rows[0])
+            for row, shard in zip(rows, shards, strict=True):
+                mean = mean + row * (counts[shard] / weight)
+            sizes = [math.prod(change.kind.shape) for change in self.averages]
+            yield from map(NewBuffer, self.averages, torch.split(mean.to(torch.float32), sizes))
+        if self.counters:
+            found = words.to(torch.int32).view(torch.int64)
+            yield from map(NewBuffer, self.counters, found.cpu() if self.counters[0].kind.is_on_host else found)
+
+    def write(self, values: Mapping[str, BufferValue]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Write new values, by name. Yields names, and digests of the values before: Note [Overwritten differences]."""
+        for changes in (self.averages, self.counters):
+            targets = [change.place.tensor for change in changes if change.place is not None]
+            there = [target for target in targets if target is not None]
+            if there:
+                yield tuple(change.name for change in changes), bit_sums(there)
+                sources = [
+                    cast(Tensor, values[change.name]).view(t.shape) for change, t in zip(changes, there, strict=True)
+                ]
+                _torch.foreach_copy_(there, sources)
+
+
+def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the bit patterns of each tensor; all have the same dtype, of 4 or 8 bytes."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    bits = flat.view(torch.int32).to(torch.int64) if flat.itemsize == WORD_BYTES else flat.view(torch.int64)
+    numbers = _numbers_of_elements(tuple(tensor.numel() for tensor in tensors), bits.device)
+    return bits.new_zeros(len(tensors)).index_add_(0, numbers, bits)
+
+
+@cache
+def _numbers_of_elements(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return for each element of concatenated tensors of these sizes the number of its tensor."""
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(device)
+
+
+def compatible_change(place: BufferPlace, shards: Sequence[int]) -> BufferChange:
+    saved = place.saved
+    assert saved is not None
+    kind = BufferKind.of(saved, is_persistent=True)
+    which = tuple(shards) if place.is_norm_average else (shards[0],)
+    return BufferChange(place.owner, place.key, kind, which, place, averages=place.is_norm_average)
+
+
+def read_value(change: BufferChange, part: Tensor, counts: Sequence[int]) -> BufferValue:
+    """Read the value of a buffer after the step from its part of the summed table."""
+    if change.averages:
+        values = part.view(len(change.shards), -1)
+        weight = sum(counts[s] for s in change.shards)
+        weighed = (row * (counts[s] / weight) for row, s in zip(values, change.shards, strict=True))
+        return sum(weighed, torch.zeros_like(values[0]))
+    if change.kind.is_gone:
+        return Gone.GONE
+    return None if change.kind.dtype is None else from_words(part, change.kind)
+
+
+def to_words(value: Tensor) -> Tensor:
+    """The bytes of a tensor, four in each float64."""
+    flat = bytes_of(value)
+    missing = -flat.numel() % WORD_BYTES
+    padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat.clone()
+    return padded.view(torch.int32).to(torch.float64)
+
+
+def from_words(words: Tensor, kind: BufferKind) -> Tensor:
+    dtype, count = kind.torch_dtype, math.prod(kind.shape)
+    flat = words.to(torch.int32).view(torch.uint8)[: count * dtype.itemsize]
+    found = flat.clone().view(dtype).view(kind.shape)
+    return found.cpu() if kind.is_on_host else found
