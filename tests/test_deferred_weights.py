@@ -10,6 +10,7 @@ import hashlib
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,41 @@ def read_in_thread(model: nn.Module) -> list[Tensor]:
     thread.start()
     thread.join()
     return found
+
+
+def train_beside_a_thread(rank: int, size: int, options: dict[str, Any]) -> tuple[str, int, int]:
+    """A thread uses the weights all the time, as an evaluation in the background does."""
+    on_hosts_of_their_own(rank)
+    sys.setswitchinterval(1e-6)
+    deferred, reads, ended = 0, 0, threading.Event()
+
+    def read() -> None:
+        nonlocal reads
+        while not ended.is_set():
+            for parameter in model.parameters():
+                assert (parameter + 0).shape == parameter.shape
+                reads += 1
+
+    with lockstep.Run(None, seed=3, progress=False, device="cpu", **options) as run:
+        model = run.replicate(mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            for batch in run.train(run.batches(data(256), global_batch_size=8, shards=4), optimizer):
+                run.step(classify, batch)
+                deferred += is_pending(model)
+        finally:
+            ended.set()
+            thread.join()
+        return run.digest(), deferred, reads
+
+
+def test_nothing_is_deferred_while_the_program_has_other_threads() -> None:
+    ((expected, _, _),) = on_workers(train_beside_a_thread, 1, {})
+    for digest, deferred, reads in on_workers(train_beside_a_thread, 2, {"shard_optimizer": True}):
+        assert (digest, deferred) == (expected, 0)
+        assert reads > 100
 
 
 class ParameterList(list[Tensor]):

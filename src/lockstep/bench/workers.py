@@ -86,7 +86,7 @@ Work = Callable[[BenchWorker, Any], None]
 
 def run_worker(work: Work, worker: BenchWorker, job: Any) -> None:
     """Entry point of a worker process."""
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="lockstep-exit", daemon=True).start()
     # Ctrl-C reaches all processes of a terminal; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -14,6 +14,8 @@ finds old weights. What else there is:
   are some, nothing is deferred.
 - A tensor that shares memory with a parameter (a view, or what `detach()` returned) may be kept by the program. The
   storage then has more references than ours, and run.step waits for all weights.
+- A thread of the program may be inside an operation on a parameter, without the interpreter's lock, when its elements
+  are taken away: torch reads freed memory then, or waits for ever. So nothing is deferred while there are such threads.
 - A process that is forked has no thread in which weights arrive: all are waited for before.
 """
 
@@ -55,6 +57,9 @@ _OF_DATA: Final = frozenset[Any](
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.storage_offset),
     }
 )
+# Threads that use no weights: ours, those of multiprocessing's queues, and those of progress displays.
+HARMLESS_NAMES: Final = ("lockstep", "hierarchy", "QueueFeederThread")
+HARMLESS_MODULES: Final = ("rich", "tqdm")
 # These compute otherwise, with other bits, if an argument has a `__torch_function__`.
 _ASK_FOR_FUNCTIONS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -73,7 +78,7 @@ class PendingWeight:
             return func(cls.weights.data_of(args[0]), *args[1:], **(kwargs or {}))
         found = [one for one in _torch.tree_leaves((args, kwargs)) if isinstance(one, PendingWeight)]
         for one in found:
-            type(one).weights.wait_for(one)
+            _wait_for(one)
         if not found:  # it is in a collection that is not searched
             cls.weights.finish()
         return func(*args, **(kwargs or {}))
@@ -81,13 +86,19 @@ class PendingWeight:
     # Copies are made by methods of the class, which torch does not tell of.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own: Any = self
-        type(own).weights.wait_for(own)
+        _wait_for(own)
         return own.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own: Any = self
-        type(own).weights.wait_for(own)
+        _wait_for(own)
         return own.__reduce_ex__(protocol)
+
+
+def _wait_for(parameter: Any) -> None:
+    weights = getattr(type(parameter), "weights", None)
+    if weights is not None:  # None: another thread has waited for it meanwhile
+        weights.wait_for(parameter)
 
 
 class _Waiting(NamedTuple):
@@ -114,7 +125,8 @@ class DeferredWeights:
         self._exchange: WeightExchange | None = None
         self._pending: PendingResult | None = None
         self.sum: ShardSum | None = None  # in whose thread exchanges run
-        self.waited_s = 0.0  # in all
+        self.waited_s = 0.0  # in all, the thread that trains
+        self._training_thread: threading.Thread | None = None
         self._storage_references = _storage_references(torch.ones(1))
         _finish_before_fork(self)
 
@@ -131,6 +143,7 @@ class DeferredWeights:
         self.finish()
         assert self.sum is not None
         self._exchange = None  # one that is out of date has views of parameters
+        self._training_thread = threading.current_thread()
         why = self._why_not_deferred(exchange, parts)
         with self._lock:
             self._exchange, self._arrived, self._has_ended = exchange, 0, False
@@ -163,6 +176,8 @@ class DeferredWeights:
 
     def _why_not_deferred(self, exchange: WeightExchange, parts: Iterable[Tensor]) -> str | None:
         """Return why the program could read old weights without notice; None if it cannot."""
+        if any(map(_is_of_program, threading.enumerate())):
+            return "the program has other threads, which may be reading weights at this moment"
         if _torch.has_compiled_code():
             return "torch.compile has compiled code of this program, which reads weights without notice"
         if self._own_references is None or self._own_references[0] is not exchange:
@@ -204,7 +219,7 @@ class DeferredWeights:
     def wait_for(self, parameter: Any) -> None:
         """Wait until the weights of a parameter are here. Raises PeerLostError if a worker was lost meanwhile."""
         with self._lock:
-            if self._pending is not None:
+            if self._pending is not None and parameter in self._waiting:
                 assert self._exchange is not None
                 self._wait_until(self._exchange.buckets_until(parameter))
             self._show(parameter)
@@ -221,7 +236,11 @@ class DeferredWeights:
         self.sum.wait_until(done_within, WHERE)
         if self._has_ended:
             self._end_exchange()
-        self.waited_s += time.perf_counter() - began_s
+        self._add_wait(began_s)
+
+    def _add_wait(self, began_s: float) -> None:
+        if threading.current_thread() is self._training_thread:  # that of another thread is no time of the step
+            self.waited_s += time.perf_counter() - began_s
 
     def finish(self) -> None:
         """Wait until all weights are here. Raises PeerLostError, each time, if a worker was lost meanwhile."""
@@ -230,7 +249,7 @@ class DeferredWeights:
             self._end_exchange()
             for parameter in list(self._waiting):
                 self._show(parameter)
-            self.waited_s += time.perf_counter() - began_s
+            self._add_wait(began_s)
 
     def _end_exchange(self) -> None:
         if self._pending is not None:
@@ -240,7 +259,7 @@ class DeferredWeights:
 
     def describe_hidden(self) -> str:
         """Return what to tell with an error of the forward pass: names of parameters that had no elements, if any."""
-        hidden = [self._names.get(parameter, "a parameter") for parameter in self._waiting]
+        hidden = [self._names.get(parameter, "a parameter") for parameter in list(self._waiting)]
         if not hidden:
             return ""
         more = f" and {len(hidden) - 3} more" if len(hidden) > 3 else ""
@@ -248,6 +267,12 @@ class DeferredWeights:
             f"The new weights of {', '.join(hidden[:3])}{more} were still to arrive, and no operation had been seen to "
             "use them. If this program uses them in an extension in C++ or in torch.func, set Run(defer_weights=False)"
         )
+
+
+def _is_of_program(thread: threading.Thread) -> bool:
+    """Whether this thread may use weights: another one than this, and than those of which it is known what they do."""
+    is_known = thread.name.startswith(HARMLESS_NAMES) or type(thread).__module__.partition(".")[0] in HARMLESS_MODULES
+    return thread is not threading.current_thread() and not is_known
 
 
 def _storage_references(tensor: Tensor) -> int:
