@@ -40,7 +40,7 @@ from lockstep.step.buffer_changes import (
     read_value,
     to_words,
 )
-from lockstep.step.buffer_snapshot import BufferSnapshot, BufferValue, Gone, Owner
+from lockstep.step.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner
 
 # How a change of a buffer was noticed: see Note [Silent writes] in buffer_snapshot.py.
 COUNTED, FOUND_BY_VALUE = 1, 2
@@ -87,19 +87,23 @@ class BufferExchange:
         registered, deleted or changed their shape. Raises ValueError if the first forward pass has written to weights.
         """
         self._refuse_written_weights()
-        changed = []
+        changed, replaced = list[int](), list[BufferPlace]()
         for place in self._snapshot.places:
-            if place.is_counted():
-                is_written = place.is_written()
+            is_written = place.counted_write()
+            if is_written is not None:
                 if is_written and place.tensor is not None:
                     self._new_values[shard, place.name] = place.tensor.clone()
                 changed.append(COUNTED if is_written else 0)
                 continue
+            if place.detection.is_norm:
+                replaced.append(place)
             is_compatible = place.has_changed() and not place.is_incompatible()
             if is_compatible:
                 self._save(shard, place.name, place.current())
             changed.append((COUNTED if place.is_written() else FOUND_BY_VALUE) if is_compatible else 0)
-        entries = [entry for owner in self._snapshot.incompatible_owners() for entry in self._describe(shard, owner)]
+        entries = [
+            entry for owner in self._snapshot.incompatible_owners(replaced) for entry in self._describe(shard, owner)
+        ]
         if entries:
             self._incompatible[shard] = entries
         return [*changed, int(bool(entries))]

@@ -21,7 +21,7 @@ exchanged, together with its buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, final
@@ -79,10 +79,18 @@ class BufferPlace:
         self.name = self.owner.name_of(self.key)
         self.is_norm_average = self.detection is WriteDetection.NORM_AVERAGE  # which never changes
 
-    def is_counted(self) -> bool:
-        """Whether it is a buffer of batch norm and still the captured tensor: counters tell whether it was written."""
-        tensor = self.tensor
-        return self.detection.is_norm and tensor is not None and self.owner.module._buffers.get(self.key) is tensor
+    def counted_write(self) -> bool | None:
+        """Whether it was written, if counters tell: it is a buffer of batch norm, and still the captured tensor.
+
+        Returns None if they do not. Called for every buffer after every shard, so it looks up each thing once.
+        """
+        tensor, module = self.tensor, self.owner.module
+        if not self.detection.is_norm or tensor is None or module._buffers.get(self.key) is not tensor:
+            return None
+        if self._versions_of(tensor) != self.versions:
+            return True
+        # Instance norm does not even count its batches.
+        return self.is_norm_average and module.training and not _counts(module)
 
     def current(self) -> BufferValue:
         return self.owner.module._buffers.get(self.key, Gone.GONE)
@@ -127,10 +135,7 @@ class BufferPlace:
         current, tensor = self.current(), self.tensor
         if tensor is None or current is not tensor:
             return current is not tensor
-        if self._versions_of(tensor) != self.versions:
-            return True
-        # Instance norm does not even count its batches.
-        return self.is_norm_average and self.owner.module.training and not _counts(self.owner.module)
+        return bool(self.counted_write()) if self.detection.is_norm else self._versions_of(tensor) != self.versions
 
     def compare_less(self, *, is_found: bool) -> None:
         """Compare values only where that is needed, from the second step on.
@@ -181,6 +186,10 @@ class BufferPlace:
     def update_versions(self) -> None:
         if self.tensor is not None:
             self.versions = self._versions_of(self.tensor)
+
+    def fits(self) -> bool:
+        """Whether the captured tensor still has the shape and dtype of the copy of its value."""
+        return self.tensor is not None and self._fits(self.tensor)
 
     def _fits(self, current: Tensor) -> bool:
         saved = self.saved
@@ -283,7 +292,13 @@ class BufferSnapshot:
     def capture(self) -> None:
         """Keep the buffers as they are now."""
         self.refresh()
-        for place in self.places:
+        written = [place for place in self._norm_places if place.counted_write() and place.fits()]
+        if written:  # most of the buffers, in few calls
+            _torch.foreach_copy_([place.saved for place in written], [place.tensor for place in written])  # type: ignore[misc]
+            for place in written:
+                place.update_versions()
+        is_usual = len(written) == len(self._norm_places)
+        for place in self._other_places if is_usual else self.places:
             if not place.is_up_to_date():
                 place.capture()
         for owner in self._numbered:
@@ -296,9 +311,11 @@ class BufferSnapshot:
         for place in self._other_places:
             place.compare_less(is_found=place.has_changed() and not place.is_written())
 
-    def incompatible_owners(self) -> list[Owner]:
-        """Modules in which a buffer was registered or deleted, or has another shape or dtype than before."""
-        replaced = [place for place in self._norm_places if not place.is_counted()]
+    def incompatible_owners(self, replaced: Sequence[BufferPlace]) -> list[Owner]:
+        """Modules in which a buffer was registered or deleted, or has another shape or dtype than before.
+
+        replaced  the buffers of batch norm of which `counted_write` is not known
+        """
         found = {id(place.owner) for place in (*self._other_places, *replaced) if place.is_incompatible()}
         if not found and not self._has_other_number():
             return []
@@ -311,13 +328,14 @@ class BufferSnapshot:
         always  also buffers to which torch has counted no write and whose values are not compared
         waits   compare values on a GPU as well, and write nothing where the value is unchanged
         """
-        incompatible = self.incompatible_owners()
-        intact = [place for place in self._norm_places if place.is_counted()]
-        counted = intact if always else [place for place in intact if place.is_written()]
+        writes = [place.counted_write() for place in self._norm_places]
+        pairs = list(zip(self._norm_places, writes, strict=True))
+        replaced = [place for place, is_written in pairs if is_written is None]
+        counted = [place for place, is_written in pairs if is_written or (always and is_written is not None)]
+        incompatible = self.incompatible_owners(replaced)
         if counted:  # most of the buffers, in few calls
             _torch.foreach_copy_([place.tensor for place in counted], [place.saved for place in counted])  # type: ignore[misc]
-        is_usual = len(intact) == len(self._norm_places)
-        others = self._other_places if is_usual else [place for place in self.places if not place.is_counted()]
+        others = [*self._other_places, *replaced]
         touched = [place for place in others if always or place.detection.compares or place.has_changed()]
         for place in touched:
             place.restore(always=always, waits=waits)

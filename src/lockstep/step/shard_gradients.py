@@ -239,7 +239,10 @@ class ShardGradients:
                 f"the gradient of {self._leaves[index].name} arrived twice in one backward pass, and not in the first "
                 "step. Reentrant checkpoints must be the same in every step; or use checkpoint(use_reentrant=False)"
             )
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # not in a backward pass; a context for every gradient takes longer than its copy
+            with torch.no_grad():
+                self._mark_ready(index)
+        else:
             self._mark_ready(index)
 
     @torch.no_grad()
