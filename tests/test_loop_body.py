@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.seed import preserve_random_state, seed_all
 from lockstep.train.loop_check import LoopCheck
 from on_workers import Failure, on_workers, run_program, try_on_workers
 from test_launch import Stage, outer_env, stage  # noqa: F401
@@ -490,3 +491,25 @@ def test_so_it_is_on_shm(stage: Stage, how: str) -> None:  # noqa: F811
     else:
         assert done.returncode == 1
         assert SAID[how] in done.stderr
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_what_is_drawn_in_a_block_does_not_show_after_it(is_seeded: bool) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    seed_all(5)
+    expected = draw() + draw()
+    seed_all(5)
+    found = draw()
+    with preserve_random_state(is_seeded=is_seeded):
+        seed_all(6)
+        inner = draw()
+        with preserve_random_state(is_seeded=is_seeded):
+            seed_all(7)
+            draw()
+        inner += draw()
+    found += draw()
+    seed_all(6)
+    assert found == expected
+    assert inner == draw() + draw()

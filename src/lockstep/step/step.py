@@ -42,7 +42,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     t.gradients.on_gradients = observer.begin_step(batch.number) if is_first else None
     t.sum.is_timed = observer.is_detailed
     t.buffers.begin()
-    with preserve_random_state(t.sum.device), t.sum.in_step(), without_gradients(t.frozen):
+    with preserve_random_state(t.sum.device, is_seeded=True), t.sum.in_step(), without_gradients(t.frozen):
         t.audit.begin(batch, t.sum, partial(compute_again, t, loss, batch))
         with t.meter.measure(sum(shard.count for shard in batch.shards), t.waited_for_weights_s):
             compute_gradients(t, loss, batch, table, requests)
