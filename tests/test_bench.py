@@ -121,7 +121,7 @@ def wait_until(condition, wait_s: float = 30) -> None:
     [
         ([], "required"),
         (["stop"], "stop"),
-        (["step", "--models", "mlp,rnn"], "'rnn' is not one of small, mlp, cnn, gpt"),
+        (["step", "--models", "mlp,rnn"], "'rnn' is not one of small, mlp, cnn, cnn-small, gpt"),
         (["step", "--models", "mlp,mlp"], "'mlp' is named twice"),
         (["step", "--workers", "0"], "'0' is not a positive number"),
         (["step", "--rounds", "many"], "'many' is not a positive number"),
