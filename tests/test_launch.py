@@ -754,11 +754,19 @@ def test_cores_are_shared_out(workers: int, cores: int, threads: str) -> None:
     assert (mine["OMP_NUM_THREADS"], mine["GLOO_SOCKET_IFNAME"]) == ("7", "eth9")
 
 
-def test_malloc_keeps_memory_between_steps_unless_the_user_has_set_it_up() -> None:
-    job = Job(("x",), 2, Path("/logs"))
-    assert int(worker_env({}, rank=0, job=job, port=1, cores=2)["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
-    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
-        assert "MALLOC_TRIM_THRESHOLD_" not in worker_env({name: "1"}, rank=0, job=job, port=1, cores=2)
+def test_workers_keep_freed_memory_unless_the_user_has_chosen_settings(stage: Stage) -> None:
+    script = stage.script(
+        "import resource\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for n in range(5):\n"
+        "    before = faults()\n"
+        "    large = b'x' * 2**26\n"
+        "    del large\n"
+        "print(faults() - before)\n"
+    )
+    kept = stage.run("-n", "1", script)
+    not_kept = stage.run("-n", "1", script, MALLOC_MMAP_THRESHOLD_="131072")
+    assert int(kept.stdout.split()[-1]) < 100 < 2**26 // 4096 <= int(not_kept.stdout.split()[-1])
 
 
 def test_an_elastic_run_has_shards_for_the_largest_number_of_workers() -> None:

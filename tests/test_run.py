@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -917,3 +918,60 @@ def test_what_memory_is_used_for(size: int, backend: str, models: list[float], t
         assert after["optimizer"] == 2 * weights + 4 * 4  # two moments, and a counter of each parameter
         assert after["graphs"] == 0
         assert after["buckets"] == inside["buckets"] == pytest.approx(expected * weights, rel=0.02)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def page_faults(rank: int, size: int) -> list[int]:
+    """Page faults of five steps that allocate and free 64 MiB in each shard."""
+    found = list[int]()
+
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return classify(model, batch)
+
+    with quiet() as run:
+        model = run.replicate(mlp())
+        for batch in run.train(run.batches(data(40), global_batch_size=8, shards=2), sgd(model.parameters())):
+            run.step(loss, batch)
+    return found
+
+
+def test_memory_that_a_step_frees_is_used_by_the_next() -> None:
+    (found,) = on_workers(page_faults, 1)
+    assert len(found) == 10
+    assert max(found[2:]) < 2**24 * 4 // 4096 // 10  # in the first step the heap grows
+
+
+class KeptGradient(torch.autograd.Function):
+    """The gradient of its input is a view of a tensor that the program keeps."""
+
+    kept = torch.full((4, 16), 0.5)
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return KeptGradient.kept.view(16, 4).view(4, 16)
+
+
+def train_with_kept_gradients(rank: int, size: int) -> tuple[str, list[float]]:
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        return KeptGradient.apply(model.weight) * 1.0, len(batch[0])  # type: ignore[no-untyped-call]
+
+    with quiet() as run:
+        model = run.replicate(nn.Linear(16, 4, bias=False))
+        for batch in run.train(run.batches(data(40), global_batch_size=8, shards=8), sgd(model.parameters())):
+            run.step(loss, batch)
+        return run.digest(), KeptGradient.kept.unique().tolist()
+
+
+def test_sums_are_not_written_into_tensors_that_the_program_keeps() -> None:
+    (alone,), both = on_workers(train_with_kept_gradients, 1), on_workers(train_with_kept_gradients, 2)
+    assert alone[1] == [0.5]
+    assert both == [alone, alone]

@@ -5,6 +5,7 @@ Each worker has one shard, except in the arms whose name begins with `exact8`, i
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any, final
 
@@ -38,6 +39,7 @@ from lockstep.step.step import take_step
 from lockstep.step.step_types import StepContext
 from lockstep.trace.step_observer import NullObserver, ObserverConfig, StepObserver
 from lockstep.train.training_plan import lr_and_grad_norm
+from lockstep.world.freed_memory import keep_freed_memory
 
 EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
 EXACT_COMPILED, EXACT_8_COMPILED = "exact-compiled", "exact8-compiled"
@@ -74,6 +76,8 @@ class RunArm:
         self._mine, self._shards, self._shares, self._group = shares[self._rank], shards, shares, group
         self._is_audited = kind.endswith("-audited")
         self._batch: LabeledBatch | None = None  # with audits all workers compute the same batch, so that any can audit
+        if device.type == "cpu":
+            keep_freed_memory(os.environ)
         self._settings = determinism.arithmetic(device, exact=exact, threads=torch.get_num_threads())
         self._settings.__enter__()
         compile_model(self.model, kind.endswith("-compiled"), device)

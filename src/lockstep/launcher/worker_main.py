@@ -24,6 +24,7 @@ from lockstep.failures.crash_record import CrashHook
 from lockstep.launcher.exit_policy import PREEMPTED
 from lockstep.launcher.parent_watch import name_semaphores
 from lockstep.settings import Settings
+from lockstep.world.freed_memory import keep_freed_memory
 
 
 class TorchFinder:
@@ -71,6 +72,7 @@ def run_as_main(program: list[str]) -> None:
     """Runs the program as `python` would. Its traceback begins with the program's own frames."""
     hook = CrashHook(Settings.from_env(os.environ))
     hook.install()
+    keep_freed_memory(os.environ)
     settings = Settings.from_env(os.environ)
     if settings.launcher == os.getppid():
         name_semaphores(settings.run_id)

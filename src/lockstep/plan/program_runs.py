@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from lockstep.bench.network_namespaces import INTERFACE, VirtualHosts
 from lockstep.errors import LockstepError
-from lockstep.launcher.job import allocator_settings
 
 STORE_PORT: Final = 29500  # no other program runs on virtual hosts
 LINES_SHOWN: Final = 15
@@ -100,7 +99,6 @@ def run_on_virtual_hosts(
                 "LOCKSTEP_BACKEND": how.backend or "hierarchy",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns that the hosts have no names
                 "OMP_NUM_THREADS": "1",
-                **allocator_settings(env),
             }
             enter = ["nsenter", f"--net=/proc/{host.holder_pid}/ns/net"]
             started.append(_start([*enter, *command], {**env, **place}, folder / f"output{rank}.txt"))

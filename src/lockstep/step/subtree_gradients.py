@@ -11,6 +11,8 @@ from torch import Tensor
 from lockstep import _torch
 from lockstep.comm.shard_sum import add_coalesced, coalesced
 
+TENSOR_AND_STORAGE = 2  # uses of the memory of a tensor: by it, and by Python's object for the storage
+
 
 @dataclass
 class SubtreeGradients:
@@ -23,11 +25,11 @@ class SubtreeGradients:
     is_owned: bool = False
 
     def add(self, right: SubtreeGradients, dense: Sequence[int], sparse: Sequence[int]) -> SubtreeGradients:
-        """Return the sum. Gradients may share memory with each other, so only owned sums are written to."""
+        """Return the sum, written to the memory of this one if nothing else uses that: new memory costs page faults."""
         total = list(self.values)
         both = [i for i in dense if self.values[i] is not None and right.values[i] is not None]
         a, b = [self.values[i] for i in both], [right.values[i] for i in both]
-        if self.is_owned and both:
+        if both and (self.is_owned or own_their_memory(a)):
             _torch.foreach_add_(a, b)  # type: ignore[arg-type]
         elif both:
             for i, value in zip(both, _torch.foreach_add(a, b), strict=True):  # type: ignore[arg-type]
@@ -58,8 +60,10 @@ def add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 def own_their_memory(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether no two gradients share memory: autograd may return two views of one tensor."""
-    return len({g.untyped_storage().data_ptr() for g in gradients if g is not None}) == len(gradients)
+    """Whether no other tensor has the memory of one of these: autograd may return views of one tensor, or of a tensor
+    that the program keeps."""
+    dense = (g.untyped_storage() for g in gradients if g is not None and g.layout is torch.strided)
+    return all(_torch.storage_use_count(storage._cdata) <= TENSOR_AND_STORAGE for storage in dense)
 
 
 def no_rows(parameter: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from lockstep.trace.trace_writer import TraceWriter
 from lockstep.train.probe import Probe
 from lockstep.train.run_state import BEST, Checkpoints
 from lockstep.train.signals import StopRequests
+from lockstep.world.freed_memory import keep_freed_memory
 from lockstep.world.world import World, choose_device, init, wanted_backend
 
 
@@ -134,6 +135,8 @@ class Session:
         self.agree("Run", {"seed": self.seed, "exact": self.exact, "options": repr(chosen)})
         self._open_files()  # not before: from here on this run has the lock of the directory
         self._stack.enter_context(preserve_random_state(self.device))
+        if self.device.type == "cpu":
+            keep_freed_memory(os.environ)
         self._stack.enter_context(determinism.arithmetic(self.device, exact=self.exact, threads=options.threads))
         if agent is None:
             self._stack.enter_context(signals)
