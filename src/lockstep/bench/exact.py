@@ -1,10 +1,11 @@
 """`lockstep bench exact`: what steps with the same bits on any number of workers cost.
 
 Compares the step of `lockstep.Run` with what a program has without it: the plain loop (without communication, so it is
-what one worker would take), the same loop with as many micro-batches as there are shards, and torch's DDP. Arms of
-`Run`: as many shards as workers, eight shards, and `exact=False`; on a GPU also eight shards without CUDA graphs. With
-`--arms` others can be chosen, such as those with `compile=True`, with audits or with a sharded optimiser. Processes and
-rounds are those of `lockstep bench step`. With `--hosts` the workers are on virtual hosts of this machine.
+what one worker would take), the same loop with as many micro-batches as there are shards, and torch's DDP, with one
+pass in each step or with these micro-batches. Arms of `Run`: as many shards as workers, eight shards, and
+`exact=False`; on a GPU also eight shards without CUDA graphs. With `--arms` others can be chosen, such as those with
+`compile=True`, with audits or with a sharded optimiser. Processes and rounds are those of `lockstep bench step`. With
+`--hosts` the workers are on virtual hosts of this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from lockstep.bench.step import (
     NONE_8,
     OURS,
     OURS_SHARDED,
+    PLAIN,
     TORCH,
+    TORCH_8,
     TORCH_SHARDED,
     StepSettings,
     WorkerTimes,
@@ -58,6 +61,7 @@ NAMES = {
     NONE: "plain loop",
     NONE_8: "plain loop, 8 micro-batches",
     TORCH: "torch DDP",
+    TORCH_8: "torch DDP, 8 micro-batches",
     OURS: "lockstep DDP",
     FAST: "Run, exact=False",
     EXACT: "Run, a shard per worker",
@@ -76,10 +80,11 @@ NAMES = {
     EXACT_POWERSGD: 'Run, a shard per worker, grad_comm="powersgd"',
     EXACT_8_INT8: 'Run, 8 shards, grad_comm="int8"',
 }
-BY_DEFAULT = (NONE, NONE_8, TORCH, OURS, FAST, EXACT, EXACT_8)
+BY_DEFAULT = (NONE, NONE_8, TORCH, TORCH_8, OURS, FAST, EXACT, EXACT_8)
 ONLY_ON_GPU = (EXACT_8_EAGER,)  # by default
 COLUMNS = columns(
-    "model", "backend", "arm", ">step ms", "over the plain loop", "with 8 micro-batches", "over torch DDP", ">peak MiB"
+    *("model", "backend", "arm", ">step ms", "over the plain loop", "with 8 micro-batches"),
+    *("over torch DDP", "torch DDP on Gloo", ">peak MiB"),
 )
 GPU_WARM_UP = 40  # steps: shards are captured in the fifth, and compared with eager ones up to the 37th
 
@@ -87,8 +92,8 @@ GPU_WARM_UP = 40  # steps: shards are captured in the fifth, and compared with e
 def arms_for(kinds: tuple[str, ...], backends: tuple[str, ...], device: str) -> tuple[str, ...]:
     """Return the arms of these kinds, or of the default ones if there are none; the plain loop is always measured."""
     kinds = kinds or (*BY_DEFAULT, *(ONLY_ON_GPU if device.startswith("cuda") else ()))
-    plain = [kind for kind in (NONE, NONE_8) if kind == NONE or kind in kinds]
-    return (*plain, *(f"{kind}@{backend}" for backend in backends for kind in kinds if kind not in (NONE, NONE_8)))
+    plain = [kind for kind in PLAIN if kind == NONE or kind in kinds]
+    return (*plain, *(f"{kind}@{backend}" for backend in backends for kind in kinds if kind not in PLAIN))
 
 
 def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[str, ...]]:
@@ -96,15 +101,22 @@ def rows_of(results: list[WorkerTimes], settings: StepSettings) -> list[tuple[st
     rows: list[tuple[str, ...]] = []
     for arm in settings.arms:
         kind, _, backend = arm.partition("@")
-        torchs = times.get(f"{TORCH}@{backend}")
-        over_torch = str(paired_ratio(times[arm], torchs)) if torchs and kind != TORCH else ""
-        over_plain = str(paired_ratio(times[arm], times[NONE])) if kind != NONE else ""
-        is_cut = kind.startswith(EXACT_8) and NONE_8 in times
-        over_micro = str(paired_ratio(times[arm], times[NONE_8])) if is_cut else ""
+        is_cut = kind == TORCH_8 or kind.startswith(EXACT_8)
+        peer = TORCH_8 if is_cut and kind != TORCH_8 and f"{TORCH_8}@{backend}" in times else TORCH
+
+        def over(other: str, times: dict[str, list[float]] = times, arm: str = arm) -> str:
+            return str(paired_ratio(times[arm], times[other])) if other in times and other != arm else ""
+
+        ratios = (
+            over(NONE),
+            over(NONE_8) if is_cut else "",
+            over(f"{peer}@{backend}") if kind not in PLAIN else "",
+            over(f"{peer}@gloo") if backend not in ("", "gloo") else "",
+        )
         model = results[0].model if arm == NONE else ""
         step_ms = f"{estimate(times[arm]).median:.2f}"
         peak = megabytes(max(one.peak_bytes for one in results if one.arm == arm))
-        rows.append((model, backend, NAMES[kind], step_ms, over_plain, over_micro, over_torch, peak))
+        rows.append((model, backend, NAMES[kind], step_ms, *ratios, peak))
     return rows
 
 
@@ -131,6 +143,7 @@ def run(settings: StepSettings, backends: tuple[str, ...], link: VirtualHosts | 
         f"interleaved rounds of {plan.steps} steps, each round as long as its slowest worker"
     )
     legend = ["ratios: median of the ratios within each round, and its 95 % interval"]
+    legend += ["over torch DDP: with 8 micro-batches, of which the last communicates, for 8 shards, if measured"]
     legend += ["peak: of a worker; on a GPU of its tensors, else of its process, for this and the models before it"]
     legend += [f"{model}: {WORKLOADS[model].about}; {WORKLOADS[model].optimizer}" for model in settings.models]
     show(head, render(COLUMNS, rows), legend, record, json_path)

@@ -63,7 +63,7 @@ def loss(model: nn.Module, batch: LabeledBatch) -> tuple[Tensor, int]:
 class RunArm:
     """A model that is trained by Run's step. All arms initialise their models from the same seed.
 
-    It sets what the arithmetic of its kind requires, for the rest of the process.
+    Until `close` it sets what the arithmetic of its kind requires.
     """
 
     def __init__(self, name: str, workload: Workload, device: torch.device, *, group: Any) -> None:
@@ -194,6 +194,10 @@ class RunArm:
         if self._weights is not None:
             self._weights.finish()
         finish_of(self._training.sum.device)()
+
+    def close(self) -> None:
+        """Restore the settings of the process."""
+        self._settings.__exit__(None, None, None)
 
     def bucket_bytes(self) -> tuple[int, ...]:
         return self._training.gradients.bucket_bytes

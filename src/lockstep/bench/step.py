@@ -45,10 +45,13 @@ from lockstep.report.table import columns, megabytes, percent, render
 
 NONE, TORCH, OURS = "none", "torch", "lockstep"
 TORCH_SHARDED, OURS_SHARDED = "torch-sharded", "lockstep-sharded"  # with an optimiser whose state is distributed
-NONE_8 = "none8"  # without communication; eight micro-batches over all workers
+# Eight micro-batches over all workers: without communication, and with torch's class, whose last one communicates.
+NONE_8, TORCH_8 = "none8", "torch8"
+PLAIN = (NONE, NONE_8)  # arms without a wrapper
 DEFAULT_ARMS = (NONE, TORCH, OURS)
 STEP_ARMS = (*DEFAULT_ARMS, f"{OURS}@shm")
-CLASSES = {TORCH: "torch.nn.parallel.DistributedDataParallel", OURS: "lockstep.DistributedDataParallel"}
+TORCH_CLASS = "torch.nn.parallel.DistributedDataParallel"
+CLASSES = {TORCH: TORCH_CLASS, TORCH_8: TORCH_CLASS, OURS: "lockstep.DistributedDataParallel"}
 SEED = 7
 
 Wrapper = Callable[..., nn.Module]
@@ -141,8 +144,9 @@ class WrapperArm:
         """`options`: further arguments of the wrapper."""
         torch.manual_seed(SEED)
         model = workload.build().to(device)
-        self._micro_batches = max(1, workload.shards(group.size()) // group.size()) if name == NONE_8 else 1
-        if name not in (NONE, NONE_8):
+        is_cut = name.partition("@")[0] in (NONE_8, TORCH_8)
+        self._micro_batches = max(1, workload.shards(group.size()) // group.size()) if is_cut else 1
+        if name not in PLAIN:
             ids = None if device.type == "cpu" else [device.index]
             model = load_wrapper(name)(model, device_ids=ids, process_group=group, **options)
         self.name, self.model = name, model
@@ -154,15 +158,17 @@ class WrapperArm:
     def step(self, batch: LabeledBatch) -> None:
         self.optimizer.zero_grad()
         parts = self._micro_batches
-        for inputs, targets in zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True):
-            with self._precision:
-                loss = loss_of(self.model(inputs), targets)
-            torch.autograd.backward(loss if parts == 1 else loss / parts)
+        pairs = zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)
+        for number, (inputs, targets) in enumerate(pairs, 1):
+            with nullcontext() if number == parts or self.name in PLAIN else cast(Any, self.model).no_sync():
+                with self._precision:
+                    loss = loss_of(self.model(inputs), targets)
+                torch.autograd.backward(loss if parts == 1 else loss / parts)
         self.optimizer.step()
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Sizes of the gradient buckets, in the order in which they are reduced; empty without a wrapper."""
-        if self.name in (NONE, NONE_8):
+        if self.name in PLAIN:
             return ()
         log = cast(Any, self.model)._get_ddp_logging_data()
         sizes = log.get("rebuilt_bucket_sizes") or log["bucket_sizes"]
@@ -227,7 +233,7 @@ class ArmWorker:
             for _ in range(settings.plan.warmup if turn == self.arm else 0):  # then the buckets are final
                 arm.step(batch)
         own_turns: dict[str, Callable[[], None]] = {self.arm: partial(arm.step, batch)}
-        if self.arm not in (NONE, NONE_8):
+        if self.arm not in PLAIN:
             own_turns[communication_name(self.arm)] = communication(arm.bucket_bytes(), device, self.group)
         is_deferred = isinstance(arm, RunArm) and arm.is_deferred
         finish = arm.finish if isinstance(arm, RunArm) else finish_of(device)
@@ -235,7 +241,10 @@ class ArmWorker:
         turns = [*settings.arms, *(communication_name(arm) for arm in settings.arms if arm != NONE)]
         times = time_rounds(turns, own_turns, settings.plan, sync, are_chained=is_deferred)
         peak, parameters = peak_bytes(device), count_parameters(arm.model)
-        return WorkerTimes(model, self.arm, parameters, times, arm.bucket_bytes(), arm.digest(), peak)
+        result = WorkerTimes(model, self.arm, parameters, times, arm.bucket_bytes(), arm.digest(), peak)
+        if isinstance(arm, RunArm):
+            arm.close()
+        return result
 
 
 def work(worker: BenchWorker, settings: StepSettings) -> None:
