@@ -122,6 +122,17 @@ def forbidden_imports(path: Path) -> list[str]:
     return found
 
 
+def test_no_class_has_more_than_25_methods() -> None:
+    """Process groups and the wrapper have what torch asks for."""
+    as_torch = {"HierarchicalGroup", "ShmGroup", "TorchInterface"}
+    found = {}
+    for path in FILES:
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef) and node.name not in as_torch:
+                found[node.name] = sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
+    assert {name: count for name, count in found.items() if count > 25} == {}
+
+
 def test_packages_import_only_what_the_table_allows() -> None:
     assert {name_of(path): names for path in FILES if (names := forbidden_imports(path))} == {}
 

@@ -131,7 +131,8 @@ def test_the_tensors_are_a_safetensors_file(tmp_path: Path) -> None:
 def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
     path = write(tmp_path, {"weight": torch.ones(3), "lr": 0.1}, 42)
     assert sorted(file.name for file in path.iterdir()) == [MANIFEST, STATE, TENSORS]
-    text, seal = (path / MANIFEST).read_bytes()[: -manifest.SEAL_BYTES], (path / MANIFEST).read_text().split("\n")[-2]
+    text = (path / MANIFEST).read_bytes()[: -manifest.CHECKSUM_LINE_BYTES]
+    seal = (path / MANIFEST).read_text().split("\n")[-2]
     fields = json.loads(text)
     assert seal == hashlib.sha256(text).hexdigest()
     assert fields["version"] == 2

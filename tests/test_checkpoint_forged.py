@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import CheckpointError
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.manifest import MANIFEST, SEAL_BYTES, STATE, TENSORS
+from lockstep.checkpoint.manifest import CHECKSUM_LINE_BYTES, MANIFEST, STATE, TENSORS
 from test_checkpoint import everything, fast_path, same, write  # noqa: F401  (fast_path is a fixture)
 from test_checkpoint_damage import overwrite
 from test_checkpoint_malice import seal, seal_text
@@ -46,7 +46,7 @@ def forge(folder: Path, count: int, *, seed: int) -> dict[str, int]:
     for _ in range(count):
         name = generator.choice([*whole])
         if name == MANIFEST:
-            text = mutate(whole[name][:-SEAL_BYTES], generator)
+            text = mutate(whole[name][:-CHECKSUM_LINE_BYTES], generator)
             seal_text(path, text.decode("latin-1"))
         elif name == STATE:
             overwrite(path / name, mutate(whole[name], generator))
@@ -77,5 +77,5 @@ def test_random_forgeries(fast_path: Path, seed: int) -> None:  # noqa: F811
 
 def test_a_forged_manifest_that_is_right_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, everything())
-    seal_text(path, json.dumps(json.loads((path / MANIFEST).read_bytes()[:-SEAL_BYTES])))
+    seal_text(path, json.dumps(json.loads((path / MANIFEST).read_bytes()[:-CHECKSUM_LINE_BYTES])))
     assert same(layout.read(path), everything())

@@ -16,7 +16,7 @@ import torch
 
 from lockstep import CheckpointError
 from lockstep.checkpoint import format as layout
-from lockstep.checkpoint.manifest import MANIFEST, SEAL_BYTES, STATE, TENSORS, verify
+from lockstep.checkpoint.manifest import CHECKSUM_LINE_BYTES, MANIFEST, STATE, TENSORS, verify
 from test_checkpoint import fast_path, split_tensors, write  # noqa: F401  (fast_path is a fixture)
 
 WEIGHT = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -34,7 +34,7 @@ def path(fast_path: Path) -> Path:  # noqa: F811
 
 def seal(path: Path, **changes: Any) -> None:
     """A manifest that fits the files as they are now, but for `changes`."""
-    fields = json.loads((path / MANIFEST).read_bytes()[:-SEAL_BYTES])
+    fields = json.loads((path / MANIFEST).read_bytes()[:-CHECKSUM_LINE_BYTES])
     for name in fields["files"]:
         data = (path / name).read_bytes()
         fields["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -147,7 +147,7 @@ def test_more_than_there_is_memory(path: Path) -> None:
     (path / TENSORS).write_bytes(len(text).to_bytes(8, "little") + text)
     seal(path)
     os.truncate(path / TENSORS, 8 + len(text) + 2**42)  # it takes no room
-    fields = json.loads((path / MANIFEST).read_bytes()[:-SEAL_BYTES])
+    fields = json.loads((path / MANIFEST).read_bytes()[:-CHECKSUM_LINE_BYTES])
     fields["files"][TENSORS]["bytes"] += 2**42
     seal_text(path, json.dumps(fields))
     with pytest.raises(CheckpointError, match="does not fit into the memory of this machine, from 'weight' on"):
@@ -243,7 +243,7 @@ NAMES = ["../x.safetensors", "a/b.safetensors", "/etc/x.safetensors", "..", ".",
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_absurd_manifests(path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, reason = MANIFESTS[case]
-    fields = json.loads((path / MANIFEST).read_bytes()[:-SEAL_BYTES])
+    fields = json.loads((path / MANIFEST).read_bytes()[:-CHECKSUM_LINE_BYTES])
     seal_text(path, json.dumps(change(fields)))
     refused(path, rf"{MANIFEST} is not what .*{reason}", monkeypatch)
 
@@ -257,7 +257,7 @@ def test_manifests_that_are_no_json(path: Path, text: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", NAMES)
 def test_names_that_lead_elsewhere(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (path.parent / "x.safetensors").write_bytes((path / TENSORS).read_bytes())
-    fields = json.loads((path / MANIFEST).read_bytes()[:-SEAL_BYTES])
+    fields = json.loads((path / MANIFEST).read_bytes()[:-CHECKSUM_LINE_BYTES])
     fields["files"][name] = fields["files"].pop(TENSORS)
     seal_text(path, json.dumps(fields))
     refused(path, NAME, monkeypatch)

@@ -432,7 +432,7 @@ def test_a_worker_that_says_hello_is_welcomed_and_none_joins_before_all_are_ther
     first = stage.enter(slot=0)
     (welcome,) = first.told("welcome")
     assert welcome == {
-        "do": "welcome", "id": "h0.0", "slot": 0, "wanted": 2, "journal": [], "loop": False, "generation": 0,
+        "do": "welcome", "id": "h0.0", "slot": 0, "wanted": 2, "call_log": [], "loop": False, "generation": 0,
     }  # fmt: skip
     assert first.local.pid == 101
     second = stage.enter(slot=1)
@@ -537,8 +537,8 @@ def test_the_lease_is_told_again_and_again(stages: Any, monkeypatch: pytest.Monk
 def test_a_newcomer_hears_the_call_log_and_is_taken_in_at_the_top_of_a_step(stages: Any) -> None:
     stage = stages(workers=2)
     first, second = stage.cast(2)
-    first.say("journal", first=0, entries=[["Run", None], ["run.replicate", None]])
-    second.say("journal", first=0, entries=[["Run", None]])
+    first.say("call_log", first=0, entries=[["Run", None], ["run.replicate", None]])
+    second.say("call_log", first=0, entries=[["Run", None]])
     stage.act()
     stage.host_workers.remove(second.id, done=False)
     stage.act()
@@ -546,19 +546,19 @@ def test_a_newcomer_hears_the_call_log_and_is_taken_in_at_the_top_of_a_step(stag
     stage.act()
     first.inside()
     third = stage.enter(slot=1)
-    assert third.told("welcome")[0]["journal"] == [["Run", None], ["run.replicate", None]]
+    assert third.told("welcome")[0]["call_log"] == [["Run", None], ["run.replicate", None]]
     assert third.told("welcome")[0]["loop"] is False
     assert third.told("welcome")[0]["generation"] == 2
     # More is settled while it is on its way.
-    first.say("journal", first=2, entries=[["run.batches", {"a": [1, 2.5]}]])
+    first.say("call_log", first=2, entries=[["run.batches", {"a": [1, 2.5]}]])
     stage.act()
-    assert third.told("journal") == [
-        {"do": "journal", "entries": [["run.batches", {"a": [1, 2.5]}]], "loop": False, "generation": 2}
+    assert third.told("call_log") == [
+        {"do": "call_log", "entries": [["run.batches", {"a": [1, 2.5]}]], "loop": False, "generation": 2}
     ]
     first.say("loop")
     stage.act()
-    assert [one["loop"] for one in third.told("journal")] == [False, True]
-    assert third.told("journal")[1]["entries"] == []
+    assert [one["loop"] for one in third.told("call_log")] == [False, True]
+    assert third.told("call_log")[1]["entries"] == []
     third.ready(calls=3, told=2)
     stage.act()
     assert first.told("close")[-1]["generation"] == 2
@@ -570,37 +570,37 @@ def test_a_newcomer_hears_the_call_log_and_is_taken_in_at_the_top_of_a_step(stag
     assert (now.number, now.members, now.position, now.source) == (3, (first.id, third.id), (6, 0), first.id)
     assert third.told("join")[-1]["generation"]["number"] == 3
     # Nothing is said to it any more once it is ready.
-    first.say("journal", first=3, entries=[["x", 1]])
+    first.say("call_log", first=3, entries=[["x", 1]])
     stage.act()
-    assert len(third.told("journal")) == 2
+    assert len(third.told("call_log")) == 2
 
 
 def test_what_is_in_the_call_log_stays(stages: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
-    first.say("journal", first=0, entries=[["a", 1]])
-    first.say("journal", first=0, entries=[["a", 2], ["b", 3]])
+    first.say("call_log", first=0, entries=[["a", 1]])
+    first.say("call_log", first=0, entries=[["a", 2], ["b", 3]])
     stage.act()
-    assert stage.enter(slot=1).told("welcome")[0]["journal"] == [["a", 1], ["b", 3]]
+    assert stage.enter(slot=1).told("welcome")[0]["call_log"] == [["a", 1], ["b", 3]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, '"' * (LARGEST_RESULT_BYTES // 2)], ids=["nan", "inf", "large"])
 def test_whatever_a_call_may_give_is_told_to_newcomers(stages: Any, value: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
-    first.say("journal", first=0, entries=[["run.log", {"loss": value}]])
+    first.say("call_log", first=0, entries=[["run.log", {"loss": value}]])
     stage.act()
-    assert repr(stage.enter(slot=1).told("welcome")[0]["journal"]) == repr([["run.log", {"loss": value}]])
+    assert repr(stage.enter(slot=1).told("welcome")[0]["call_log"]) == repr([["run.log", {"loss": value}]])
 
 
 def test_the_call_log_is_dropped_when_its_results_are_lost_for_all(stages: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
-    first.say("journal", first=0, entries=[["Run", None]])
+    first.say("call_log", first=0, entries=[["Run", None]])
     stage.act()
     second = stage.enter(slot=0)
     second.ready(calls=1, told=1)
-    first.say("journal", first=1, entries=[["once", 5]])
+    first.say("call_log", first=1, entries=[["once", 5]])
     stage.act()
     assert len(stage.keys(CALL_LOG)) == 2
     stage.host_workers.remove(first.id, done=False)
@@ -609,19 +609,19 @@ def test_the_call_log_is_dropped_when_its_results_are_lost_for_all(stages: Any) 
     assert (now.number, now.anew, now.position, now.source) == (2, 2, (-1, 1), second.id)
     assert len(stage.keys(CALL_LOG)) == 1  # what the source has
     third = stage.enter(slot=1)
-    assert third.told("welcome")[0]["journal"] == [["Run", None]]
+    assert third.told("welcome")[0]["call_log"] == [["Run", None]]
     assert third.told("welcome")[0]["loop"] is False
 
 
 def test_a_newcomer_that_came_before_the_others_were_in_the_loop_is_killed(stages: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
-    first.say("journal", first=0, entries=[["Run", None]])
+    first.say("call_log", first=0, entries=[["Run", None]])
     stage.act()
     second = stage.enter(slot=1)
     second.ready(calls=1, told=1)
     assert stage.act() == []
-    first.say("journal", first=1, entries=[["once", 5]])
+    first.say("call_log", first=1, entries=[["once", 5]])
     first.say("loop")
     assert stage.act() == [second.id]
 
@@ -629,7 +629,7 @@ def test_a_newcomer_that_came_before_the_others_were_in_the_loop_is_killed(stage
 def test_a_newcomer_that_heard_what_was_done_again_is_killed(stages: Any) -> None:
     stage = stages(workers=1)
     (first,) = stage.cast(1)
-    first.say("journal", first=0, entries=[["once", 5]])
+    first.say("call_log", first=0, entries=[["once", 5]])
     stage.act()
     second, third = stage.enter(slot=0), stage.enter(slot=1)
     stage.host_workers.remove(first.id, done=False)

@@ -32,7 +32,7 @@ def test_no_worker_is_blamed_for_being_slow() -> None:
 
 
 def test_one_that_left_is_named_with_its_reason() -> None:
-    error = diagnose(US, [peer(rank=2), peer(left="ValueError: x", inside=False)], dead=[], where="bucket 3")
+    error = diagnose(US, [peer(rank=2), peer(exit_reason="ValueError: x", inside=False)], dead=[], where="bucket 3")
     assert isinstance(error, PeerLostError)
     for word in ("rank 1", "pid 11", "ValueError: x", "bucket 3", "5 backward passes"):
         assert word in str(error)

@@ -296,7 +296,7 @@ def corrupt(rank: int, size: int) -> None:
         for batch in run.train(run.batches(data(64), global_batch_size=8), optimizer):
             run.step(classify, batch)
             if batch.number == 2 and rank == 1:
-                state = run._loop.plan.sharded_state._states[0]
+                state = run._loop.plan.sharded_state.parts._states[0]
                 next(iter(state.values()))["exp_avg_sq"][3] += 1e-3
 
 

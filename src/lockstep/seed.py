@@ -1,7 +1,7 @@
 """Random numbers that depend on their purpose, never on the worker that draws them.
 
 A seed is derived from words: the user's seed, the purpose of the numbers, and an index. Two workers with the same words
-draw the same numbers, independently of all other draws.
+draw the same numbers, independently of all other draws. Those of a shard are in `seed_of` of step/step.py.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class RunArm:
         self._settings.__exit__(None, None, None)
 
     def bucket_bytes(self) -> tuple[int, ...]:
-        return self._training.gradients.bucket_bytes
+        return self._training.gradients.buckets.sent_bytes
 
     def digest(self) -> str:
         return digest_of(self.model)

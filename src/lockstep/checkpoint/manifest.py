@@ -22,7 +22,7 @@ from lockstep.errors import CheckpointError
 
 VERSION = 2
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
-SEAL_BYTES = 66
+CHECKSUM_LINE_BYTES = 66
 
 _STEP = re.compile(r"step-(\d{9,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -73,7 +73,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     text = json.dumps({"version": VERSION, **asdict(manifest)}, allow_nan=False, indent=1).encode()
-    return text + _seal(text)
+    return text + _checksum_line(text)
 
 
 def read(directory: Path, *, step: int | None = None, fresh: bool = False) -> Manifest:
@@ -90,8 +90,8 @@ def read(directory: Path, *, step: int | None = None, fresh: bool = False) -> Ma
     if not is_directory:
         raise CheckpointError(f"{directory} is not a directory, or a link to one; it cannot be a checkpoint")
     data = file_io.read_whole(path, fresh=fresh)
-    text, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-    if seal != _seal(text):
+    text, checksum_line = data[:-CHECKSUM_LINE_BYTES], data[-CHECKSUM_LINE_BYTES:]
+    if checksum_line != _checksum_line(text):
         raise file_io.damaged(path)
     manifest = _decode(file_io.parse_json(text, path), path)
     expected = step_of(directory.name) if step is None else step
@@ -160,7 +160,7 @@ def _decode_file(name: str, fields: Any, path: Path) -> file_io.FileDigest:
     raise file_io.malformed(path, f"{name} has no size or no SHA-256")
 
 
-def _seal(text: bytes) -> bytes:
+def _checksum_line(text: bytes) -> bytes:
     return f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
 
 

@@ -45,7 +45,7 @@ examples:
 
 Ctrl-C and SIGTERM are passed on: a lockstep.Run finishes its step, saves and ends; a second Ctrl-C kills at once. If a
 worker fails, the others are stopped, the exit status is the one of the first that failed (128 + the signal if it died
-of one). Its last words are shown, and as the very last thing a card: who failed, where, why, and what to do.
+of one). The end of its output is shown, and last of all a card: who failed, where, why, and what to do.
 The exit status is 2, and nothing is started, if the command line makes no sense.
 """
 
@@ -135,7 +135,7 @@ def add_parser(commands: Any) -> None:
         (
             "--stuck-s",
             300.0,
-            "of hosts that do not reach each other while training does not continue for so long, leave one out",
+            "if hosts cannot reach each other and training has stopped for so long, leave one of them out",
         ),
     ):
         add(name, type=seconds, default=default_s, metavar="S", help=f"{what} (default: {default_s:g})")

@@ -62,8 +62,8 @@ class WorkerReport:
     passes: int = 0  # backward passes that were reduced
     inside: bool = False  # whether it is in a backward pass now
     calls: int = 0  # collectives started on this group
-    left: str | None = None  # why it exited; None while it runs
-    answers_at: str = ""  # address of its stack service (peer_stacks.py)
+    exit_reason: str | None = None  # None while it runs
+    stack_address: str = ""  # address of its stack service (peer_stacks.py)
     position: tuple[int, int] = (0, 0)  # of its call of the Run (recovery/collective_calls.py)
     doing: str = ""  # that call, "" for none
 
@@ -79,11 +79,11 @@ def diagnose(
     for peer in peers:
         who = f"rank {peer.rank} (pid {peer.pid} on {peer.host})"
         text = ""
-        if peer.left is not None:
+        if peer.exit_reason is not None:
             text = (
-                f"{who} left after {peer.passes} backward passes: {peer.left}. Rank {own.rank} was waiting for it in "
-                f"{where}. If it merely had fewer batches, wrap the training loop in `with model.join():`, or give "
-                "every worker the same number."
+                f"{who} left after {peer.passes} backward passes: {peer.exit_reason}. Rank {own.rank} was waiting for "
+                f"it in {where}. If it merely had fewer batches, wrap the training loop in `with model.join():`, or "
+                "give every worker the same number."
             )
         elif peer.rank in dead:
             text = (
@@ -141,7 +141,7 @@ class Reporter:
         self.passes = 0
         self.depth = 0  # backward passes that are being reduced now: there may be several wrappers
         self.current_call: Callable[[], tuple[tuple[int, int], str]] = lambda: ((0, 0), "")  # position, doing
-        self._answers_at = peer_stacks.serve()
+        self._stack_address = peer_stacks.serve()
         self._published: WorkerReport | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -151,7 +151,7 @@ class Reporter:
         self._thread = threading.Thread(target=self._publish_changes, name="lockstep-report", daemon=True)
         self._thread.start()
 
-    def make_report(self, left: str | None = None) -> WorkerReport:
+    def make_report(self, exit_reason: str | None = None) -> WorkerReport:
         group, (position, doing) = self._group(), self.current_call()
         return WorkerReport(
             rank=self.rank,
@@ -160,8 +160,8 @@ class Reporter:
             passes=self.passes,
             inside=self.depth > 0,
             calls=_calls(group) if group is not None else 0,
-            left=left,
-            answers_at=self._answers_at,
+            exit_reason=exit_reason,
+            stack_address=self._stack_address,
             position=position,
             doing=doing,
         )
@@ -186,7 +186,7 @@ class Reporter:
         error = getattr(sys, "last_value", None)
         why = "its program ended" if error is None else f"{type(error).__name__}: {error}"[:500]
         with suppress(Exception):
-            self._publish(self.make_report(left=why))
+            self._publish(self.make_report(exit_reason=why))
 
     def read_reports(self) -> list[WorkerReport]:
         """Return the newest report of every other worker, or the last one read if the store no longer answers."""
@@ -217,7 +217,7 @@ class Reporter:
         """Describe which workers are in the collective, which are missing, and what those are doing."""
         here, arrived, missing = socket.gethostname(), [f"rank {self.rank}"], []
         for peer in self.read_reports():
-            reply = request_stack(peer.answers_at, peer.pid) if peer.answers_at and peer.host == here else None
+            reply = request_stack(peer.stack_address, peer.pid) if peer.stack_address and peer.host == here else None
             if reply.waits if reply is not None else peer.inside:
                 arrived.append(f"rank {peer.rank}")
             else:

@@ -20,7 +20,7 @@ several shards stays float32.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -137,8 +137,8 @@ class ShardSum:
         may_change = exact and not compresses and backend == "hierarchy"
         adds_by_tree = backend == "shm" or (may_change and cast(Any, group).add_by_tree())
         self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=adds_by_tree)
-        self._watch = PeerWatch(group, polls=device.type == "cpu")
-        self._all = FlatSubgroup(group, self._watch, backend)
+        self.watch = PeerWatch(group, polls=device.type == "cpu")
+        self._all = FlatSubgroup(group, self.watch, backend)
         by_tree = self._method is ReduceMethod.TREE
         needs_thread = by_tree or ((compresses or in_thread) and self.size > 1)
         self._thread = CollectiveThread(device, threaded=backend != "nccl") if needs_thread else None
@@ -179,7 +179,7 @@ class ShardSum:
             memory: Tensor = self._shm.allocate_tensor(padded, dtype=row_dtype, device=self.device)
         else:
             memory = torch.empty(rows * padded, dtype=row_dtype, device=self.device)
-        memory.zero_()  # padding is never written, and must not hold values that slow sums down
+        memory.zero_()  # padding is never written, and must not hold subnormal numbers, which are slow to add
         buffers = SumBuffers(numel, dtype, memory.view(rows, padded))
         if sections is not None and self._method is not ReduceMethod.SINGLE_WORKER:
             group: Any = self.group
@@ -264,10 +264,10 @@ class ShardSum:
     def result(self, buffers: SumBuffers, where: str) -> Tensor:
         """Wait for the sum, and return it times the scale, flat. Valid until the rows are written again."""
         if isinstance(buffers.sent, PendingResult):
-            self._watch.wait_for(buffers.sent.done_within, where)
+            self.watch.wait_for(buffers.sent.done_within, where)
             return buffers.sent.wait()
         if buffers.sent is not None:
-            self._watch.wait(buffers.sent, where)
+            self.watch.wait(buffers.sent, where)
         total = buffers.rows[0]
         if buffers.sent is None or self._shm is None:
             total.mul_(buffers.scale())
@@ -281,7 +281,7 @@ class ShardSum:
             return self.group.allreduce([table], dist.AllreduceOptions())
 
         def job() -> Tensor:
-            self._watch.wait(self.group.allreduce([table], dist.AllreduceOptions()), "a sum over all workers")
+            self.watch.wait(self.group.allreduce([table], dist.AllreduceOptions()), "a sum over all workers")
             return table
 
         return self._thread.submit(job)
@@ -322,21 +322,13 @@ class ShardSum:
 
     def wait(self, pending: Any, where: str) -> None:
         if isinstance(pending, PendingResult):
-            self._watch.wait_for(pending.done_within, where)
+            self.watch.wait_for(pending.done_within, where)
             pending.wait()
         elif pending is not None:
-            self._watch.wait(pending, where)
-
-    def explain_errors(self, where: str) -> AbstractContextManager[None]:
-        """Return a context that turns errors of other collectives of the group into one that names the lost worker."""
-        return self._watch.explain_errors(where)
-
-    def wait_until(self, done_within: Callable[[float], bool], where: str) -> None:
-        """Wait until `done_within`, called with seconds, returns True. Raises PeerLostError if a worker was lost."""
-        self._watch.wait_for(done_within, where)
+            self.watch.wait(pending, where)
 
     def wait_for_values(self, pending: Any, where: str) -> None:
-        """Wait for a small sum whose values the host reads: verified, if a lost worker may have cut it off."""
+        """Wait for a small sum whose values the host reads. Raises PeerLostError if a lost worker has cut it off."""
         self.wait(pending, where)
         self.wait_on_device(where)
 
@@ -347,7 +339,7 @@ class ShardSum:
         """
         with abortable_wait.device_wait(self.group, self.device, where) as done_within:
             if done_within is not None:
-                self._watch.wait_for(done_within, where)
+                self.watch.wait_for(done_within, where)
 
     @cached_property
     def _side_stream(self) -> Any:
@@ -366,11 +358,11 @@ class ShardSum:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Mark this worker as inside a step, for the reports of other workers that wait for it."""
-        self._watch.enter()
+        self.watch.enter()
         try:
             yield
         finally:
-            self._watch.leave()
+            self.watch.leave()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -382,7 +374,7 @@ class ShardSum:
         total = buffers.rows[0]
 
         def add() -> None:
-            self._watch.wait(self.group.allreduce([total], dist.AllreduceOptions()), "the all_reduce of gradients")
+            self.watch.wait(self.group.allreduce([total], dist.AllreduceOptions()), "the all_reduce of gradients")
             total.mul_(buffers.scale())
 
         run_on_current_stream([total], add)

@@ -181,7 +181,7 @@ class ReducerHooks(GradHooks):
         if self.mode is not HookMode.ALL_PARAMETERS:
             self._switch(HookMode.ALL_PARAMETERS, range(len(self._parameters)))
 
-    def reduce_to(self, mode: HookMode, indices: Sequence[int]) -> None:
+    def keep_hooks_on(self, mode: HookMode, indices: Sequence[int]) -> None:
         self.remove_and_renew_nodes()
         self._switch(mode, indices)
 

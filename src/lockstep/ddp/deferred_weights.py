@@ -200,7 +200,7 @@ class DeferredWeights:
         assert self._exchange is not None
         assert self.sum is not None
         try:
-            with self.sum.explain_errors(WHERE):
+            with self.sum.watch.explain_errors(WHERE):
                 self._exchange.run(lambda: self._note_arrival(has_ended=False))
         finally:
             self._note_arrival(has_ended=True)
@@ -233,7 +233,7 @@ class DeferredWeights:
                 return self._changed.wait_for(lambda: self._has_ended or self._arrived >= count, seconds)
 
         began_s = time.perf_counter()
-        self.sum.wait_until(done_within, WHERE)
+        self.sum.watch.wait_for(done_within, WHERE)
         if self._has_ended:
             self._end_exchange()
         self._add_wait(began_s)

@@ -4,7 +4,8 @@ Autograd hooks report which gradients have arrived. When the last one of a bucke
 order of the buckets, so that every worker makes the same calls. When the backward pass ends, the reducer waits for the
 collectives that are still running and assigns the mean to every parameter's `.grad`.
 
-`bucket_queue.py` fills and sends the buckets; `backward_pass.py` holds the state of the running backward pass.
+`autograd_graph.py` registers the hooks; `bucket_queue.py` fills and sends the buckets; `backward_pass.py` holds the
+state of the running backward pass.
 """
 
 from __future__ import annotations
@@ -254,9 +255,9 @@ class Reducer:
         if self.hooks.count_step(steady=steady):
             last = [b.plan.indices[-1] for b in queue.buckets]
             if queue.nothing_to_send:
-                self.hooks.reduce_to(HookMode.LAST_PARAMETER, last[-1:])
+                self.hooks.keep_hooks_on(HookMode.LAST_PARAMETER, last[-1:])
             else:
-                self.hooks.reduce_to(HookMode.LAST_OF_BUCKET, last)
+                self.hooks.keep_hooks_on(HookMode.LAST_OF_BUCKET, last)
 
     def _finalize(self) -> None:
         self._pass.end()

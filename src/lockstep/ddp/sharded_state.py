@@ -14,9 +14,7 @@ exchange before all have received everything: if one has incomplete weights, no 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -28,7 +26,6 @@ from lockstep.comm import abortable_wait, agreement
 from lockstep.ddp.deferred_weights import DeferredWeights
 from lockstep.ddp.optimizer_cells import (
     STRIPE_NUMEL,
-    OwnedPart,
     PartGradients,
     Piece,
     assign_group,
@@ -36,22 +33,19 @@ from lockstep.ddp.optimizer_cells import (
     is_whole,
 )
 from lockstep.ddp.optimizer_state import (
-    DistributedState,
     Interval,
     StateHolders,
     States,
     WholeState,
     WorkerFacts,
     choose_known,
-    cut_state,
-    load_optimizer,
     options_of,
     refuse_other_parameters,
-    refuse_unmovable,
 )
+from lockstep.ddp.owned_parts import OwnedParts
 from lockstep.ddp.replica import cheap_digests
 from lockstep.ddp.weight_exchange import WeightExchange
-from lockstep.errors import DivergenceError, LockstepError
+from lockstep.errors import DivergenceError
 from lockstep.process_identity import identify_host
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
@@ -81,8 +75,6 @@ class ShardedState:
         self._rank, self._size, self._hosts = 0, 1, 1
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._buddies: list[int] = [0]
-        self._parts: list[list[list[OwnedPart]]] = [[] for _ in optimizers]  # by optimiser and group
-        self._states: list[dict[Tensor, dict[str, Any]]] = [defaultdict(dict) for _ in optimizers]
         self._exchanges: dict[int, WeightExchange] = {}
         self._copy: States | None = None  # what this worker has beside its parts: see `copy_to_all` and `assign`
         self._is_complete = True  # the weights: see Note [Incomplete weights]
@@ -90,22 +82,9 @@ class ShardedState:
         self._initial: dict[Tensor, dict[str, Any]] | None = {
             parameter: state for one in optimizers for parameter, state in one.state.items()
         }
-        self._is_forgotten, self._is_on_parts = False, False  # see `forget` and `_on_parts`
+        self._is_forgotten = False  # see `forget`
         self._strides: list[tuple[int, ...]] = []
-        self._checked: set[int] = set()  # optimisers of which it is known that their state can be moved
-        for optimizer in optimizers:
-            optimizer.state = DistributedState()  # type: ignore[assignment]
-            optimizer.register_state_dict_pre_hook(self._refuse_state_dict)
-            optimizer.register_load_state_dict_pre_hook(self._refuse_state_dict)
-
-    def _refuse_state_dict(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise LockstepError if the program reads or loads a state dict, which would lack the state."""
-        if not self._is_on_parts:
-            raise LockstepError(
-                f"the state of this {type(optimizer).__name__} is distributed over the workers (shard_optimizer=True): "
-                "state_dict() and load_state_dict() cannot be used: the Run saves and restores it, and `lockstep "
-                "checkpoint export RUN optimizer.pt --what optimizer` writes it. Load a state before run.train"
-            )
+        self.parts = OwnedParts(optimizers, whole_tensors)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -120,21 +99,9 @@ class ShardedState:
         """Whether this worker has a part of the state: a new worker has none before `assign`."""
         return bool(self._pieces)
 
-    def state_bytes(self) -> int:
-        """Return how many bytes of state this worker has."""
-        values = (value for states in self._states for state in states.values() for value in state.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
     def whole_state_bytes(self) -> int:
         """Return how many bytes the state of all workers has, without copies; an estimate from the own part."""
-        own = sum(part.piece.numel for part, _ in self._all_parts())
-        return self.state_bytes() * sum(parameter.numel() for parameter in self._pieces) // max(own, 1)
-
-    def _all_parts(self) -> Iterator[tuple[OwnedPart, dict[str, Any]]]:
-        """Yield the parts that this worker has, copies included, with the state of each."""
-        for groups, states in zip(self._parts, self._states, strict=True):
-            for group in groups:
-                yield from ((part, states.get(part.tensor, {})) for part in group)
+        return self.parts.nbytes * sum(parameter.numel() for parameter in self._pieces) // max(self.parts.numel, 1)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -144,41 +111,7 @@ class ShardedState:
         gradients  of this worker's part; None: those of the parameters
         """
         self._is_complete, self._copy, self._initial = self._has_all, None, None
-        parts = [part for group in self._parts[number] for part in group]
-        for part in parts:
-            part.follow()
-            part.set_gradient(gradients)
-        with self._on_parts(number) as optimizer:
-            optimizer.step()
-        for part in parts:
-            part.drop_gradient(gradients)
-        if number not in self._checked:
-            self._checked.add(number)
-            refuse_unmovable(self._states[number].values(), type(self._optimizers[number]).__name__)
-
-    def has_stepped(self, number: int) -> bool:
-        """Whether an optimiser has a state already, as far as this worker knows."""
-        return bool(self._states[number])
-
-    @contextmanager
-    def _on_parts(self, number: int) -> Iterator[Optimizer]:
-        """Let an optimiser see this worker's parts as its parameters, with their state."""
-        optimizer, parts = self._optimizers[number], self._parts[number]
-        groups, state = optimizer.param_groups, optimizer.state
-        optimizer.param_groups = [
-            options_of(group) | {"params": [part.tensor for part in own]}
-            for group, own in zip(groups, parts, strict=True)
-        ]
-        optimizer.state = self._states[number]  # type: ignore[assignment]
-        self._is_on_parts = True
-        try:
-            yield optimizer
-        finally:
-            self._is_on_parts = False
-            self._states[number] = optimizer.state
-            for group, inner in zip(groups, optimizer.param_groups, strict=True):
-                group.update(options_of(inner))  # an optimiser may write to its options
-            optimizer.param_groups, optimizer.state = groups, state
+        self.parts.step(number, gradients)
 
     @property
     def _has_all(self) -> bool:
@@ -223,18 +156,15 @@ class ShardedState:
                     BUCKET_BYTES if deferred is None else DEFERRED_BUCKET_BYTES,
                     spans_hosts=self._hosts > 1,
                     sends=deferred is not None and self._hosts == self._size,
-                    has_own=self._has,
+                    has_own=lambda _, piece: self._needs(piece, self._rank),
                 )
             if deferred is None:
                 exchange.run()
             else:
-                deferred.start(exchange, [part.tensor for part, _ in self._all_parts() if not part.is_whole])
+                deferred.start(exchange, [part.tensor for part, _ in self.parts if not part.is_whole])
             self._is_complete = True
         if confirms:
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
-
-    def _has(self, _parameter: Tensor, piece: Piece) -> bool:
-        return self._needs(piece, self._rank)
 
     def _needs(self, piece: Piece, rank: int) -> bool:
         return rank == piece.owner or (bool(self.redundancy) and rank == self._buddies[piece.owner])
@@ -251,7 +181,7 @@ class ShardedState:
         if self._size == 1 or not self.redundancy:
             return
         totals = [0, 0]  # of the own part and of the copy of another one
-        parts = list(self._all_parts())
+        parts = list(self.parts)
         tensors = [[part.tensor, *(v for v in state.values() if isinstance(v, Tensor))] for part, state in parts]
         digests = iter(cheap_digests(tensor for of_part in tensors for tensor in of_part))
         for (part, _), of_part in zip(parts, tensors, strict=True):
@@ -333,8 +263,7 @@ class ShardedState:
     def forget(self) -> None:
         """Drop this worker's part: it gets another one from other workers, by `assign`."""
         self._pieces, self._is_complete, self._copy, self._is_forgotten = {}, True, None, True
-        self._parts = [[] for _ in self._optimizers]
-        self._states = [defaultdict(dict) for _ in self._optimizers]
+        self.parts.clear()
 
     def _divide(self, size: int, numbers: Sequence[int], known: int) -> dict[Tensor, list[Piece]]:
         """Return the pieces of all parameters, in the order of `parameters`, for so many workers.
@@ -370,32 +299,12 @@ class ShardedState:
         WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=self._hosts > 1, has_own=has_own).run()
 
     def _set_parts(self, states: States) -> None:
-        numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
-        for number, (optimizer, whole_tensors) in enumerate(zip(self._optimizers, self._whole_tensors, strict=True)):
-            self._parts[number] = [
-                [
-                    OwnedPart(parameter, piece, is_whole=is_whole(parameter, whole_tensors=whole_tensors))
-                    for parameter in group["params"]
-                    for piece in self._pieces[parameter]
-                    if self._has(parameter, piece)
-                ]
-                for group in optimizer.param_groups
-            ]
-            self._states[number] = defaultdict(dict)
-            for part in (part for group in self._parts[number] for part in group):
-                state = states.get(Interval(numbers[part.parameter], part.piece.start, part.piece.stop))
-                if state:
-                    self._states[number][part.tensor] = state
+        needed = {parameter: self.pieces_needed(parameter, self._rank) for parameter in self._pieces}
+        self.parts.assign(needed, states)
 
     def _held(self) -> States:
         """The states of the parts that this worker has; empty for a new worker."""
-        if self._copy is not None:
-            return self._copy
-        numbers = {parameter: number for number, parameter in enumerate(self._pieces)}
-        return {
-            Interval(numbers[part.parameter], part.piece.start, part.piece.stop): state
-            for part, state in self._all_parts()
-        }
+        return self.parts.states() if self._copy is None else self._copy
 
     # -- the whole state -----------------------------------------------------------------------------------------------
 
@@ -425,25 +334,13 @@ class ShardedState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this worker's part of a whole state, in the format of torch; with or without sharding it is the same."""
-        groups, saved, parameters = list(state_dict["param_groups"]), state_dict["state"], self.parameters
         if not self._pieces:  # a new worker, which gets its part from other workers
-            for ours, theirs in zip(self.param_groups, groups, strict=True):
+            for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 ours.update(options_of(theirs))
             return
         self._initial, self._copy, self._exchanges = None, None, {}
-        if len(self._pieces) != len(parameters):  # groups were added since
+        if len(self._pieces) != len(self.parameters):  # groups were added since
             self._pieces = self._divide(self._size, [], 0)
-            self._strides = [parameter.stride() for parameter in parameters]
+            self._strides = [parameter.stride() for parameter in self._pieces]
         self._set_parts(States())
-        keys = dict(zip(parameters, (key for group in groups for key in group["params"]), strict=True))
-        for number, optimizer in enumerate(self._optimizers):
-            its_groups, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-            states, inner, count = dict[int, Any](), list[dict[str, Any]](), 0
-            for group, own in zip(its_groups, self._parts[number], strict=True):
-                inner.append(options_of(group) | {"params": list(range(count, count + len(own)))})
-                for n, part in enumerate(own, count):
-                    if keys[part.parameter] in saved:
-                        states[n] = cut_state(part, saved[keys[part.parameter]])
-                count += len(own)
-            with self._on_parts(number) as on_parts:
-                load_optimizer(on_parts, {"state": states, "param_groups": inner})
+        self.parts.load(state_dict)

@@ -218,8 +218,8 @@ class AgentClient:
             match message["do"]:
                 case "welcome":
                     self._identity = WorkerIdentity(message["id"], message["slot"], message["wanted"])
-                    self._read_call_log(message, message["journal"])
-                case "journal":
+                    self._read_call_log(message, message["call_log"])
+                case "call_log":
                     self._read_call_log(message, message["entries"])
                 case "lease":
                     self._lease_until_s = message["until_s"]

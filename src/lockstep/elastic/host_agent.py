@@ -18,7 +18,15 @@ from lockstep.elastic.host_workers import HostWorkers
 from lockstep.elastic.membership import OrderAction, Standing, Want
 from lockstep.elastic.other_hosts import OtherHosts, RunEnd
 from lockstep.elastic.records import Records
-from lockstep.elastic.worker_state import LocalWorker, RestartRequest, WorkerFailure, start_at_s, why_dead, why_give_up
+from lockstep.elastic.worker_state import (
+    LocalWorker,
+    LossBeforeRun,
+    RestartRequest,
+    WorkerFailure,
+    start_at_s,
+    why_dead,
+    why_give_up,
+)
 from lockstep.failures.card import Card
 from lockstep.failures.postmortem import show
 from lockstep.launcher import scale_request
@@ -42,7 +50,6 @@ LOOK_EVERY_S: Final = 0.1
 SCREEN_S: Final = 1.0  # how long a write to the screen may block
 START_AGAIN_S: Final = 5.0  # the pause after a worker could not be started
 SIGNALS_WITHIN_S: Final = 0.5  # between signals that a scheduler sends to all processes of a job
-RUN_WITHIN_S: Final = 20.0  # how long a program may take to create its Run after a worker was killed before that
 NO_RUN: Final = "the program has no Run, so the others cannot continue without it"
 
 
@@ -56,6 +63,11 @@ def _describe_early(local: LocalWorker) -> str:
     return f"{EARLY}{f' ({where})' if where else ''}"
 
 
+def tick(connection: StoreConnection, now_s: float) -> float:
+    """Tick the store connection. Returns how long to wait before the next tick."""
+    return min(LOOK_EVERY_S, max(0.0, connection.tick(now_s) - now_s))
+
+
 class HostAgent(HostProcesses):
     def __init__(self, job: Job, parent_watch: ParentWatch) -> None:
         super().__init__(job, parent_watch)
@@ -63,7 +75,7 @@ class HostAgent(HostProcesses):
         self._elastic = job.elastic
         self._failures: list[WorkerFailure] = []
         self._gave_up: WorkerFailure | None = None
-        self._undecided: list[WorkerFailure] = []  # see `_resolve_undecided`
+        self._early_loss = LossBeforeRun()
         self._published_most = -1
         self._last_pass_s = time.monotonic()
         self._start_at_s = 0.0
@@ -103,15 +115,11 @@ class HostAgent(HostProcesses):
 
     def _publish_bounds(self) -> None:
         """Write the bounds to the file that `lockstep scale` reads."""
-        most = self._most()
+        most = self._host_workers.most(self._elastic.most)
         if most != self._published_most:
             self._published_most = most
             with suppress(OSError):
                 scale_request.publish_launcher(self._job.log_dir, least=self._elastic.least, most=most)
-
-    def _most(self) -> int:
-        """The largest number of workers that may be requested: a run may have fewer shards than --max."""
-        return min(self._elastic.most, self._host_workers.limit or self._elastic.most)
 
     # -- watch -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +162,9 @@ class HostAgent(HostProcesses):
                 local.last_heard_s = now_s
         self._last_pass_s = now_s
         self._resolve_quits(now_s)
-        self._resolve_undecided(now_s)
+        has_run, is_running = self._host_workers.is_elastic, bool(self._running())
+        if (lost := self._early_loss.resolve(now_s, has_run=has_run, is_running=is_running)) is not None:
+            self._give_up(lost, NO_RUN)
         self._resolve_signals(now_s)
         self._end_restart(now_s)
         # Before a generation is proposed: if no worker is left, it has to wait for those that are being started.
@@ -179,7 +189,7 @@ class HostAgent(HostProcesses):
         self._release_surplus()
         if self._host_workers.is_over:
             self._kill_latecomers()
-        return self._tick(now_s)
+        return tick(self._connection, now_s)
 
     def _resolve_signals(self, now_s: float) -> None:
         """Decide what a signal to a worker means: it leaves, or the whole run ends.
@@ -198,12 +208,8 @@ class HostAgent(HostProcesses):
                 local.signalled_s = None
                 self._let_leave(self._number_of(local), "it was sent a signal")
 
-    def _tick(self, now_s: float) -> float:
-        """Tick the store connection. Returns how long to wait before the next tick."""
-        return min(LOOK_EVERY_S, max(0.0, self._connection.tick(now_s) - now_s))
-
     def _is_start_due(self) -> bool:
-        over = self._has_ended or self._host_workers.is_over or self._host_workers.has_quits or self._undecided
+        over = self._has_ended or self._host_workers.is_over or self._host_workers.has_quits or self._early_loss.failure
         if self._is_ending or self._gave_up is not None or self._run_end is not None or over:
             return False
         if self._restart_end_s is not None:  # workers that go back are still ending
@@ -265,7 +271,7 @@ class HostAgent(HostProcesses):
                 self._let_leave(number, "lockstep drain")
 
     def _scale(self, wanted: int) -> None:
-        least, most = self._elastic.least, self._most()
+        least, most = self._elastic.least, self._host_workers.most(self._elastic.most)
         if least <= wanted <= most:
             print_message(f"{wanted} workers are wanted")
             self._records.set_want(Want(wanted, least, self._elastic.most))
@@ -305,7 +311,7 @@ class HostAgent(HostProcesses):
         end_s = time.monotonic() + other_hosts.stay_s
         while other_hosts.must_stay and time.monotonic() < end_s and self._interrupts < 2:
             self._records.flush_pending()
-            self._wait_for_events(self._tick(time.monotonic()))
+            self._wait_for_events(tick(self._connection, time.monotonic()))
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -378,28 +384,11 @@ class HostAgent(HostProcesses):
             self._gave_up = failure
             return
         why = why_give_up(self._failures, self._job.workers)
-        if why is None and self._may_continue(failure):
+        if why is None and (self._host_workers.is_elastic or not self._running()):  # a single one is started again
             return
-        self._give_up(self._undecided[0] if self._undecided else failure, why or NO_RUN)
-
-    def _may_continue(self, failure: WorkerFailure) -> bool:
-        """Whether the run continues after this loss, at least until `_resolve_undecided`.
-
-        A worker that is killed before any worker has created a Run may belong to a program that will create one.
-        """
-        if self._host_workers.is_elastic or not self._running():  # a single worker may be started again
-            return True
-        if failure.error or self._undecided:
-            return False
-        self._undecided.append(failure)
-        return True
-
-    def _resolve_undecided(self, now_s: float) -> None:
-        """Give up if no worker creates a Run in time: without one, a lost worker cannot be replaced."""
-        if self._host_workers.is_elastic:
-            self._undecided.clear()
-        elif self._undecided and (now_s > self._undecided[0].at_s + RUN_WITHIN_S or not self._running()):
-            self._give_up(self._undecided.pop(), NO_RUN)
+        if why is None and self._early_loss.note(failure):
+            return
+        self._give_up(self._early_loss.failure or failure, why or NO_RUN)
 
     def _give_up(self, failure: WorkerFailure, why: str) -> None:
         same = (one for one in self._failures if one.newest == failure.newest and one.error == failure.error)
@@ -422,8 +411,8 @@ class HostAgent(HostProcesses):
 
     def report(self) -> int:
         clear_write_timeout()
-        if self._gave_up is None and self._undecided:  # the others ended before it was decided
-            self._gave_up = self._undecided[0]
+        if self._gave_up is None:
+            self._gave_up = self._early_loss.failure  # if the others ended before a Run was created
         if self._gave_up is None:
             if self._run_end is not None:
                 print_message(self._run_end.why)  # once more, at the end

@@ -1,6 +1,7 @@
 """The workers of one host in an elastic run: the messages that they send, and the orders that they get.
 
-It carries out `membership`: keeps this host's record, proposes the next generation, and sends the orders.
+It carries out `membership`: keeps this host's record, proposes the next generation, and sends the orders. The loss of a
+worker is handled in `host_agent`; what the other workers do then is in recovery/elastic_calls.py.
 """
 
 from __future__ import annotations
@@ -168,6 +169,10 @@ class HostWorkers:
         elsewhere = [one for host in self._records.hosts if host.name != self._records.name for one in host.workers]
         return [*(local.record for local in self.workers.values()), *elsewhere]
 
+    def most(self, most: int) -> int:
+        """The largest number of workers that may be requested: a run may have fewer shards than `--max`."""
+        return min(most, self.limit or most)
+
     @property
     def want(self) -> Want:
         """How many workers are wanted, limited to what the run can use."""
@@ -212,7 +217,7 @@ class HostWorkers:
                     local.record, standing=Standing.LEFT, generation=int(message["generation"]), position=position
                 )
                 self._record_progress(position)
-            case "journal":
+            case "call_log":
                 self._call_log.publish(local.record, int(message["first"]), message["entries"])
             case "training":
                 self.limit = max(1, int(message["workers"]))

@@ -27,7 +27,7 @@ class Keys:
         self.hosts = prefix + "host/"  # a record for each host, bound to its lease
         self.networks = prefix + "network/"  # another for each host, about the hosts that it reaches
         self.values = prefix + "kv/"  # see GenerationStore
-        self.call_log = prefix + "journal/"
+        self.call_log = prefix + "call_log/"
         self.run_options = prefix + "terms"  # options that must be the same on all hosts
         self.over = prefix + "over"  # the program has ended for a member
         self.failure = prefix + "blame"  # a host has given up the run
@@ -267,7 +267,7 @@ class CallLog:
         now, entries = self._records.generation, self.entries
         local.known_calls, local.known_in_loop, local.known_anew = len(entries), self.in_loop, now.anew
         message = {"do": "welcome", "id": local.id, "slot": local.slot, "wanted": self._records.want.workers}
-        local.pipe.send({**message, "journal": entries, "loop": local.known_in_loop, "generation": now.number})
+        local.pipe.send({**message, "call_log": entries, "loop": local.known_in_loop, "generation": now.number})
 
     def send_updates(self, workers: Iterable[LocalWorker]) -> list[tuple[LocalWorker, str]]:
         """Send new entries to newcomers that have not reached the loop yet.
@@ -281,7 +281,7 @@ class CallLog:
                 void.append((local, f"what it replayed was done again in generation {now.anew}"))
             elif len(entries) > local.known_calls or loop != local.known_in_loop:
                 more = entries[local.known_calls :]
-                local.pipe.send({"do": "journal", "entries": more, "loop": loop, "generation": now.number})
+                local.pipe.send({"do": "call_log", "entries": more, "loop": loop, "generation": now.number})
                 local.known_calls, local.known_in_loop, local.known_anew = len(entries), loop, now.anew
         return void
 

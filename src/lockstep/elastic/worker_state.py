@@ -12,6 +12,7 @@ from lockstep.elastic.agent_client import JsonPipe
 from lockstep.elastic.membership import OrderAction, Standing, Worker
 from lockstep.process_identity import read_stat
 
+RUN_WITHIN_S: Final = 20.0  # how long a program may take to create its Run after a worker was killed before that
 LEAVE_WITHIN_S: Final = 30.0
 BUSY_STALLS: Final = 30  # a worker that uses the CPU may be silent this many times as long
 
@@ -109,6 +110,32 @@ class WorkerFailure:
     newest: int  # the furthest step that the run had reached by then
     current: int  # the step that it was at: an earlier one if it had returned to a checkpoint
     error: str = ""  # the last line of its traceback; "" if it was killed
+
+
+class LossBeforeRun:
+    """The loss of a worker before any worker has created a Run: the program may create one, or not."""
+
+    def __init__(self) -> None:
+        self.failure: WorkerFailure | None = None
+
+    def note(self, failure: WorkerFailure) -> bool:
+        """Note a loss. Returns whether the run continues, at least until `resolve`: it was killed, and is the first."""
+        if failure.error or self.failure is not None:
+            return False
+        self.failure = failure
+        return True
+
+    def resolve(self, now_s: float, *, has_run: bool, is_running: bool) -> WorkerFailure | None:
+        """Return the loss if no worker creates a Run in time: without one, a lost worker cannot be replaced.
+
+        has_run     a worker has created a Run
+        is_running  a worker is left
+        """
+        failure = self.failure
+        if failure is None or (not has_run and is_running and now_s <= failure.at_s + RUN_WITHIN_S):
+            return None
+        self.failure = None
+        return None if has_run else failure
 
 
 def why_give_up(failures: Sequence[WorkerFailure], workers: int) -> str | None:

@@ -21,9 +21,8 @@ from lockstep.plan.profile import MIB, MeasuredSums, ProgramProfile, SumPoint
 ASSUMED_INSIDE: Final = Link("assumed", 3e-4, 3e9, "assumed")  # between workers of a host, if nothing was measured
 WIRE_OVERHEAD: Final = 1.05  # bytes on a network over bytes of the message: headers and acknowledgements
 ENCODE_SHARE: Final = 0.4  # of the CPU time that each byte of a sum of integers takes: rounding it, for one shard
-WIRE_CPU_NORM: Final = (
-    1.25  # how time on the wire and CPU time combine: 1: one after the other, infinite: behind each other
-)
+# How time on the wire and CPU time combine. 1: no overlap, both times add; infinite: full overlap, the longer counts.
+WIRE_CPU_NORM: Final = 1.25
 
 
 # ---- overlap of sums and the backward pass ---------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class CallHistory:
                         f"{what} gave {size} bytes. Of a call before the loop an elastic run keeps the result, for "
                         f"workers that join later: at most {LARGEST_RESULT_BYTES} bytes. Return less, or a path"
                     )
-            self._agent.send("journal", first=self._published, entries=entries)
+            self._agent.send("call_log", first=self._published, entries=entries)
             self._published = settled
         if top >= 0 and not self._has_sent_loop:
             self._has_sent_loop = True
@@ -204,6 +204,22 @@ class CallHistory:
         return max(self.position, (top, len(self.known.get(top, []))))
 
 
+class GenerationGarbage:
+    """What is left of earlier generations: reference cycles that keep memory and descriptors."""
+
+    def __init__(self) -> None:
+        self._calls, self._took_s = 0, 0.0
+
+    def collect(self) -> None:
+        """Free it, after a recovery. A garbage collection that takes long is left out most times."""
+        self._calls += 1
+        if self._took_s < COLLECT_WITHIN_S or self._calls % COLLECT_EVERY == 0:
+            began_s = time.monotonic()
+            gc.collect()
+            self._took_s = time.monotonic() - began_s
+        deferred_destroy.destroy_unreferenced()
+
+
 class ElasticCalls(CollectiveCalls):
     """Executes the collective calls of an elastic run: see Note [Positions] and Note [New workers]."""
 
@@ -225,7 +241,7 @@ class ElasticCalls(CollectiveCalls):
         self._history = CallHistory(agent)
         self._is_member = False
         self._ending_generation = 0  # the generation that ends at the next top of the loop; 0: none
-        self._recoveries, self._collecting_s = 0, 0.0
+        self._garbage = GenerationGarbage()
 
     @property
     def position(self) -> tuple[int, int]:
@@ -259,7 +275,8 @@ class ElasticCalls(CollectiveCalls):
                 result = decode(known[1])
                 break
             if not self._is_member:
-                self._join_first()
+                self._agent.report_ready(self._history.position)
+                self._join()
                 if begins_loop and self._listener.applied_steps >= 0:
                     self.current_call = ""
                     return decode(None)  # the others are in the loop, and this worker has their state
@@ -339,10 +356,6 @@ class ElasticCalls(CollectiveCalls):
 
     # -- generations -------------------------------------------------------------------------------------------------
 
-    def _join_first(self) -> None:
-        self._agent.report_ready(self._history.position)
-        self._join()
-
     def _leave_generation(self) -> None:
         self._groups.leave()
         self._agent.report_left(self._history.reachable_position(self._listener.applied_steps))
@@ -366,16 +379,7 @@ class ElasticCalls(CollectiveCalls):
         self._leave_generation()
         self._join()
         self._agent.send("recovered", took_s=time.monotonic() - began)
-        self._recoveries += 1
-        self._collect()
-
-    def _collect(self) -> None:
-        """Free what is left of earlier generations: reference cycles that keep memory and descriptors."""
-        if self._collecting_s < COLLECT_WITHIN_S or self._recoveries % COLLECT_EVERY == 0:
-            began_s = time.monotonic()
-            gc.collect()
-            self._collecting_s = time.monotonic() - began_s
-        deferred_destroy.destroy_unreferenced()
+        self._garbage.collect()
 
     def _join(self) -> None:
         tries = 0

@@ -18,29 +18,25 @@ checkpoints) is complete only at the end, so it is always read there. None of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep import _torch, faults
-from lockstep.comm.integer_codec import BLOCK
 from lockstep.comm.low_rank_sum import Factors
 from lockstep.comm.shard_sum import Scale, ShardSum
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
-from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DivergenceError
+from lockstep.step.bucket_set import Bucket, BucketSet
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
     GradientMark,
     LowRank,
-    LowRankBucket,
-    RoundedBucket,
     ShardBucket,
     agree_on_order,
     comm_dtype_of,
@@ -48,8 +44,6 @@ from lockstep.step.shard_bucket import (
     round_gradient,
 )
 from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, copies_of, no_rows, own_their_memory
-
-SCATTERED_CAP_BYTES = 4 * 1024 * 1024  # small: a slow link shall begin early and end soon after the backward pass
 
 
 class ShardGradients:
@@ -88,52 +82,14 @@ class ShardGradients:
         self._late: set[int] = set()
         self._new_order: list[int] | None = None  # of parameters, if the buckets are to be packed again
         self._send_stream: Any = None  # for buckets that are sent while a captured backward pass runs
-        self.buckets: list[ShardBucket | CompressedBucket] = []
+        self.buckets = BucketSet(leaves, sum_, comm_dtype=comm_dtype, compression=compression, scattered=scattered)
         # One worker needs no buckets, unless gradients are compressed there as they would be with more workers.
         self._is_single = sum_.size == 1 and compression is None
         self._step = 0
         if not self._is_single:
-            self._pack(order=None)
+            self.buckets.pack()
             self._grad_hooks.register(self._dense, self._on_gradient)
         self._reset()
-
-    def _pack(self, order: Sequence[int] | None) -> None:
-        sparse = [leaf.sparse for leaf in self._leaves]
-        cap_bytes = DEFAULT_CAP_BYTES if self.scattered is None else SCATTERED_CAP_BYTES
-        plan = pack(self._parameters, (FIRST_CAP_BYTES, cap_bytes), sparse=sparse, order=order)
-        self.buckets = []  # frees their memory before the new ones are allocated
-        dense = [p.indices for p in plan if not sparse[p.indices[0]]]
-        self.buckets = [self._make_bucket(indices) for indices in dense]
-        self._bucket_of = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.indices)}
-
-    def _make_bucket(self, indices: Sequence[int]) -> ShardBucket | CompressedBucket:
-        if self._compression is None or not self._parameters[indices[0]].is_floating_point():
-            return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype, self.scattered)
-        if isinstance(self._compression, LowRank):
-            return LowRankBucket(indices, self._leaves, self._sum, self._compression)
-        blocks = [-(-parameter.numel() // BLOCK) for parameter in self._parameters]
-        first = list(accumulate(blocks, initial=0))
-        return RoundedBucket(indices, self._leaves, self._sum, self._compression, first)
-
-    @property
-    def bucket_bytes(self) -> tuple[int, ...]:
-        """Bytes that each bucket sends, in the order of sending; empty if there are no buckets."""
-        return tuple(bucket.sent_bytes for bucket in self.buckets)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the buckets on this device, without the part in which the gradients of parameters are."""
-        return sum(bucket.buffer_bytes for bucket in self.buckets)
-
-    @property
-    def bucket_names(self) -> list[tuple[str, str, int]]:
-        """(first parameter, last parameter, number of parameters) of each bucket."""
-        named = [[self._leaves[i].name for i in bucket.indices] for bucket in self.buckets]
-        return [(names[0], names[-1], len(names)) for names in named]
-
-    def bucket_times(self) -> list[tuple[float, float]]:
-        """For each bucket of the last finished step: when it was sent, and when its sum arrived, in seconds."""
-        return [bucket.times for bucket in self.buckets]
 
     # -- the shards before the last ----------------------------------------------------------------------------------
 
@@ -267,7 +223,7 @@ class ShardGradients:
                     self._on_gradient(index)
 
     def _mark_ready(self, index: int) -> None:
-        bucket, slot = self._bucket_of[index]
+        bucket, slot = self.buckets.place_of(index)
         self._is_ready[index] = True
         if self._on_cpu:  # while it is in the cache; on a GPU, few large kernels are faster (`_write_bucket`)
             self._write_gradient(bucket, slot)
@@ -276,7 +232,7 @@ class ShardGradients:
             self._send(self.buckets[self._next])
             self._next += 1
 
-    def _write_gradient(self, bucket: ShardBucket | CompressedBucket, slot: int) -> None:
+    def _write_gradient(self, bucket: Bucket, slot: int) -> None:
         """Write one gradient, added to its partial sums, into the last row of its bucket."""
         index, view = bucket.indices[slot], bucket.views[-1][slot]
         gradient = self._parameters[index].grad
@@ -301,7 +257,7 @@ class ShardGradients:
             more = kept.values[index]
             view.add_(0.0 if more is None else more)
 
-    def _write_bucket(self, bucket: ShardBucket | CompressedBucket) -> None:
+    def _write_bucket(self, bucket: Bucket) -> None:
         """Write all gradients of a bucket: with few large kernels instead of many small ones, if none is missing."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         if isinstance(bucket, CompressedBucket):
@@ -326,7 +282,7 @@ class ShardGradients:
         for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
             self._is_used[index], parameter.grad = True, None
 
-    def _send(self, bucket: ShardBucket | CompressedBucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         if not self._on_cpu:
             self._write_bucket(bucket)
         if isinstance(bucket, CompressedBucket):
@@ -364,7 +320,7 @@ class ShardGradients:
             self._repack()
         self._reset()
 
-    def _assign(self, bucket: ShardBucket | CompressedBucket, where: str) -> None:
+    def _assign(self, bucket: Bucket, where: str) -> None:
         """Wait for the sum of a bucket, and make it the gradients of its parameters."""
         pieces, marks = bucket.result(where)
         if isinstance(bucket, CompressedBucket):
@@ -423,18 +379,10 @@ class ShardGradients:
         """Pack the buckets in the new order, if there is one."""
         if self._new_order is not None:
             # The gradients are views of the old buckets, whose memory is freed with the last of them.
-            self._pack(order=self._new_order)
+            self.buckets.pack(self._new_order)
             self._new_order = None
 
     # -- what compression has lost -----------------------------------------------------------------------------------
-
-    @property
-    def _low_rank_buckets(self) -> list[LowRankBucket]:
-        return [bucket for bucket in self.buckets if isinstance(bucket, LowRankBucket)]
-
-    def factors(self) -> dict[str, Factors]:
-        """The approximations of gradients in this step, by the names of parameters."""
-        return {name: factors for bucket in self._low_rank_buckets for name, factors in bucket.factors().items()}
 
     @torch.no_grad()
     def keep_residuals(self, step: int, factors: Mapping[str, Factors]) -> None:
@@ -444,5 +392,4 @@ class ShardGradients:
         """
         if factors and step != self._step:
             raise DivergenceError(f"this worker was in step {self._step}, and applies step {step}; report this")
-        for bucket in self._low_rank_buckets:
-            bucket.keep_residuals(factors)
+        self.buckets.keep_residuals(factors)

@@ -1,4 +1,4 @@
-"""One step of training, from the batch to the new weights: the table of contents of the library.
+"""One step of training, from the batch to the new weights. It calls all other parts of a step, in order.
 
 The result depends only on the weights, the state of the optimiser, the seed, the number of the step and the global
 batch: every shard has its own samples and its own random numbers, and the gradients of the shards are added up along
@@ -139,7 +139,7 @@ def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss
 
 def has_stepped(t: StepContext) -> bool:
     """Whether the optimiser has a state already."""
-    return bool(t.optimizer.state) if t.sharded_state is None else t.sharded_state.has_stepped(t.part)
+    return bool(t.optimizer.state) if t.sharded_state is None else t.sharded_state.parts.has_stepped(t.part)
 
 
 @contextmanager
@@ -249,7 +249,7 @@ def finish_exchange(t: StepContext, loss: Loss, batch: Batch, table: StepTable) 
     waited_s = time.perf_counter() - began_s
     observer.lap("wait")
     observer.end_shard(table.weight_of(shard.number), shard.count)
-    observer.add_buckets(t.gradients.bucket_times)
+    observer.add_buckets(t.gradients.buckets.times)
     t.audit.compare(batch, t.sum, partial(compute_again, t, loss, batch))
     t.is_exchanging = False
     return outcome, waited_s
@@ -286,7 +286,7 @@ def make_update(
         gradients=gradients,
         versions=[0 if gradient is None else gradient._version for gradient in gradients],
         digests=t.gradient_writes.digests(gradients) if t.keeps_update else None,
-        factors=t.gradients.factors() if finite else {},
+        factors=t.gradients.buckets.factors() if finite else {},
     )
 
 

@@ -276,7 +276,7 @@ class TraceWriter:
     def _close_window(self, totals: TimerTotals) -> None:
         at_s = self._last_step_s
         if self._window.count:
-            self._last = self._window.close(at_s, totals, self._last.get("phases")) | self._memory()
+            self._last = self._window.close(at_s, totals, self._last.get("phases")) | memory_of(self._device)
             self._line = merge(self._line, self._last)
         self._window = StepWindow(at_s, totals)
 
@@ -296,10 +296,6 @@ class TraceWriter:
         metrics = {"loss": window["loss"], "learning rate": facts.get("lr"), "gradient norm": facts.get("grad_norm")}
         noise = self._noise["scale"] if self._noise is not None else None
         return {**metrics, "samples per second": window["samples"] / took_s if took_s else None, "noise scale": noise}
-
-    def _memory(self) -> dict[str, int | None]:
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
-        return {"rss": _resident_bytes(), "peak": peak}
 
     def event(self, what: str, **facts: Any) -> None:
         file = self._file  # another thread may close it
@@ -384,6 +380,12 @@ class TraceWriter:
 
 def _row(span: TimedSpan) -> list[Any]:
     return [span.name, span.track, round(span.start_s * 1e6, 1), round(span.took_s * 1e6, 1)]
+
+
+def memory_of(device: torch.device) -> dict[str, int | None]:
+    """Return the memory of this process, and on a GPU the peak of its tensors, in bytes."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"rss": _resident_bytes(), "peak": peak}
 
 
 def _resident_bytes() -> int:

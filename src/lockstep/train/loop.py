@@ -29,7 +29,7 @@ from lockstep.step.step_table import StepTable, agree_on_metrics
 from lockstep.step.step_types import Loss, Result, StepRequests, Stop, TrainingPlan
 from lockstep.train import sharded_training
 from lockstep.train.evaluation import evaluate_for_state_log
-from lockstep.train.loop_check import LoopCheck, describe_untrained
+from lockstep.train.loop_check import LoopCheck, warn_untrained
 from lockstep.train.loop_state import WorkerState
 from lockstep.train.optimizer_set import OptimizerSet, parts_of
 from lockstep.train.progress import Progress
@@ -56,7 +56,7 @@ class LoopStage(Enum):
 
 @final
 class TrainLoop:
-    """One loop over the batches of a plan. Its workers may change (worker_state.py)."""
+    """One loop over the batches of a plan. Its workers may change (loop_state.py)."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -168,7 +168,8 @@ class TrainLoop:
                 print_message(nothing)
             elif options.progress:
                 print_message(describe_start(plan, RunConfig(options, session.seed, session.exact), session.world))
-        self._warn_untrained(plan)
+        if self._session.is_main:
+            warn_untrained(plan.leaves, plan.optimizer)
 
     def _yield_batches(self, plan: TrainingPlan, check: LoopCheck) -> Iterator[Batch]:
         batches, session, steps = plan.batches, self._session, self.state.step_limit
@@ -426,12 +427,8 @@ class TrainLoop:
         if is_current:
             self._assignment = self.state.assignments
         check.follow(plan.leaves)
-        self._warn_untrained(plan)
-
-    def _warn_untrained(self, plan: TrainingPlan) -> None:
-        untrained = describe_untrained(plan.leaves, plan.optimizer)
-        if untrained is not None and self._session.is_main:
-            print_message(untrained)
+        if self._session.is_main:
+            warn_untrained(plan.leaves, plan.optimizer)
 
     def _agree_on_end(self, batches: Batches) -> None:
         """Check that a stream has ended on all workers; raises UnevenDataError if not. It may end at any step."""

@@ -14,6 +14,7 @@ from lockstep.data.batches import Batch
 from lockstep.ddp.optimizer_state import DistributedState
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import LockstepError
+from lockstep.recovery.collective_calls import print_message
 from lockstep.step.buffer_snapshot import is_expanded
 
 WATCHED: Final = 3  # parameters whose gradients are watched: the first, the middle and the last
@@ -90,17 +91,16 @@ def refuse_model(model: nn.Module, who: str) -> None:
             )
 
 
-def describe_untrained(leaves: Sequence[Leaf], optimizer: Any) -> str | None:
-    """Return a line about parameters that require a gradient and are not in the optimiser; None if there are none."""
+def warn_untrained(leaves: Sequence[Leaf], optimizer: Any) -> None:
+    """Print a line about parameters that require a gradient and are not in the optimiser, if there are any."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [leaf.name for leaf in leaves if id(leaf.parameter) not in covered]
-    if not missing:
-        return None
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return (
-        f"the optimizer has {len(leaves) - len(missing)} of the {len(leaves)} parameters that require a gradient; not "
-        f"trained: {', '.join(missing[:NAMED])}{more}. Add them, or freeze them with requires_grad_(False)"
-    )
+    if missing:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        print_message(
+            f"the optimizer has {len(leaves) - len(missing)} of the {len(leaves)} parameters that require a gradient; "
+            f"not trained: {', '.join(missing[:NAMED])}{more}. Add them, or freeze them with requires_grad_(False)"
+        )
 
 
 @final

@@ -352,8 +352,8 @@ def describe(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[st
     if sharded is not None:
         memory["saved"] = max(0, sharded.whole_state_bytes() - memory["optimizer"])
     return {
-        "buckets": list(gradients.bucket_bytes),
-        "bucket_names": gradients.bucket_names,
+        "buckets": list(gradients.buckets.sent_bytes),
+        "bucket_names": gradients.buckets.names,
         "memory": memory,
     }
 
@@ -365,9 +365,9 @@ def memory_of(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[s
     return {
         "weights": sum(t.nbytes for t in (*plan.model.parameters(), *plan.model.buffers())),
         "gradients": sum(leaf.parameter.nbytes for leaf in plan.leaves),
-        "buckets": sum(one.gradients.buffer_bytes for one in contexts.values())
+        "buckets": sum(one.gradients.buckets.buffer_bytes for one in contexts.values())
         + (0 if plan.residuals is None else plan.residuals.size_bytes),
-        "optimizer": sum(s.nbytes for s in states) if plan.sharded_state is None else plan.sharded_state.state_bytes(),
+        "optimizer": sum(s.nbytes for s in states) if plan.sharded_state is None else plan.sharded_state.parts.nbytes,
         "graphs": plan.graphs.memory_bytes,
     }
 
