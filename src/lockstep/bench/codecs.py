@@ -121,7 +121,11 @@ def kernel_calls(
     """Return how to encode the gradient of one shard to packed integers, and how to decode such integers."""
     blocks, device = gradient.shape[1], gradient.device
     numbers, sums = torch.arange(blocks, device=device), torch.empty_like(gradient[0], dtype=torch.uint8)
-    packed = torch.empty(1, blocks * BLOCK * codec.bits // 8, dtype=torch.uint8, device=device)
+    packed, rounded = (
+        torch.empty(1, blocks * BLOCK * bits // 8, dtype=torch.uint8, device=device)
+        for bits in (codec.bits, codec.result_bits)
+    )
+    kernels.pack(torch.full_like(sums, codec.largest).view(1, -1), codec.result_bits, rounded)
     codes, out = kernels.block_codes(gradient), torch.empty_like(gradient[0])
     shifts = torch.zeros_like(codes)
 
@@ -130,7 +134,7 @@ def kernel_calls(
         if codec.bits < 8:  # those of 8 bits are packed already
             kernels.pack(sums.view(1, -1), codec.bits, packed)
 
-    return encode, lambda: kernels.decode(packed, codes, shifts, 0.5, out)
+    return encode, lambda: kernels.decode(rounded, codes, shifts, 0.5, out)
 
 
 # ---------------------------------------------------------------------------------------------------- inside a worker

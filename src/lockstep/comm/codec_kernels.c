@@ -7,38 +7,56 @@
 
 typedef uint64_t word __attribute__((aligned(1), may_alias)); /* eight bytes at any address */
 
-#define BLOCK 128
+#define BLOCK 64
 #define NON_FINITE 255
-#define SMALLEST_CODE 8
-#define BIAS 128
+#define CODE_SHIFT 21
+#define CODE_OFFSET 363
 
-/* The row of the dither table for a block: `dither_rows`. */
-static const float *dither_row(const float *table, int64_t number, uint32_t key, int64_t rows) {
-    uint32_t mixed = (uint32_t)number * 0x9E3779B1u + key;
-    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
-    mixed = (mixed ^ (mixed >> 16)) * 0xC2B2AE35u;
-    return table + ((mixed ^ (mixed >> 13)) & (uint32_t)(rows - 1)) * BLOCK;
-}
-
-static float power_of_two(int32_t biased) {
-    int32_t bits = biased << 23;
+static float float_of_bits(int32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
+static float scale_of(int code) { return float_of_bits((code + CODE_OFFSET) << CODE_SHIFT); }
+
+/* What belongs to a block is computed for several blocks at once, which takes a fraction of the time. */
+#define TOGETHER 64
+
+/* The rows of the dither table for `count` blocks: `dither_rows`. */
+static void dither_rows(const int64_t *numbers, uint32_t key, int64_t rows, uint32_t *found, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t mixed = (uint32_t)numbers[i] * 0x9E3779B1u + key;
+        mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
+        mixed = (mixed ^ (mixed >> 16)) * 0xC2B2AE35u;
+        found[i] = (mixed ^ (mixed >> 13)) & (uint32_t)(rows - 1);
+    }
+}
+
+/* By what the rounded sums of `count` blocks are multiplied: `IntegerCodec.factors`. */
+static void find_factors(const uint8_t *codes, const uint8_t *shifts, float scale, float *factors, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float multiple = 8.0f / (float)((shifts[i] & 7) + 8) * float_of_bits(((shifts[i] >> 3) + 127) << 23);
+        float factor = scale_of(codes[i]) * multiple;
+        factor = codes[i] == 0 ? 0.0f : codes[i] == NON_FINITE ? NAN : factor;
+        factors[i] = factor * scale;
+    }
+}
+
 /* The code of each block. The bits of a float without its sign have the order of the values, NaN last. With `more`, the
    maximum with what is in `codes`. */
 void block_codes(const int32_t *gradient, uint8_t *codes, int64_t blocks, int bits, int more) {
-    uint32_t largest = (1u << (bits - 1)) - 1, carry = (1u << 23) - 1 - ((largest << (25 - bits)) - (1u << 23));
+    float inverse = 1.0f / (float)((1 << (bits - 1)) - 1);
     for (int64_t b = 0; b < blocks; b++) {
-        int32_t found = 0;
+        int32_t found = 0, scale;
         for (int j = 0; j < BLOCK; j++) {
             int32_t value = gradient[b * BLOCK + j] & 0x7fffffff;
             found = value > found ? value : found;
         }
-        int32_t code = (int32_t)(((uint32_t)found + carry) >> 23) - (126 + bits - 1) + BIAS;
-        code = code < SMALLEST_CODE ? SMALLEST_CODE : code >= NON_FINITE ? NON_FINITE - 1 : code;
+        float smallest = float_of_bits(found) * inverse;
+        memcpy(&scale, &smallest, sizeof scale);
+        int32_t code = ((scale + (1 << CODE_SHIFT) - 1) >> CODE_SHIFT) - CODE_OFFSET;
+        code = code < 1 ? 1 : code > NON_FINITE ? NON_FINITE : code;
         code = found == 0 ? 0 : found >= 0x7f800000 ? NON_FINITE : code;
         codes[b] = (uint8_t)(more && codes[b] > code ? codes[b] : code);
     }
@@ -48,16 +66,23 @@ void block_codes(const int32_t *gradient, uint8_t *codes, int64_t blocks, int bi
 #define ENCODE(NAME, INTEGER)                                                                                        \
     void NAME(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key, const float *table, \
               int64_t rows, INTEGER *sums, int64_t blocks, int more) {                                               \
-        for (int64_t b = 0; b < blocks; b++) {                                                                       \
-            const float *x = gradient + b * BLOCK, *dither = dither_row(table, numbers[b], key, rows);               \
-            float scale = codes[b] == 0 ? 0.0f : power_of_two(127 + BIAS - codes[b]);                                \
-            INTEGER *out = sums + b * BLOCK;                                                                         \
-            if (codes[b] == NON_FINITE)                                                                              \
-                memset(out, 0, BLOCK * sizeof *out);                                                                 \
-            else if (more)                                                                                           \
-                for (int j = 0; j < BLOCK; j++) out[j] += (INTEGER)(int32_t)(dither[j] + x[j] * scale);              \
-            else                                                                                                     \
-                for (int j = 0; j < BLOCK; j++) out[j] = (INTEGER)(int32_t)(dither[j] + x[j] * scale);               \
+        uint32_t row[TOGETHER];                                                                                      \
+        float inverse[TOGETHER];                                                                                     \
+        for (int64_t from = 0; from < blocks; from += TOGETHER) {                                                    \
+            int64_t count = blocks - from < TOGETHER ? blocks - from : TOGETHER;                                     \
+            dither_rows(numbers + from, key, rows, row, count);                                                      \
+            for (int64_t i = 0; i < count; i++) inverse[i] = 1.0f / scale_of(codes[from + i]);                       \
+            for (int64_t i = 0; i < count; i++) {                                                                    \
+                const float *x = gradient + (from + i) * BLOCK, *dither = table + row[i] * BLOCK;                    \
+                const float by = codes[from + i] == 0 ? 0.0f : inverse[i];                                           \
+                INTEGER *out = sums + (from + i) * BLOCK;                                                            \
+                if (codes[from + i] == NON_FINITE)                                                                   \
+                    memset(out, 0, BLOCK * sizeof *out);                                                             \
+                else if (more)                                                                                       \
+                    for (int j = 0; j < BLOCK; j++) out[j] += (INTEGER)(int32_t)(dither[j] + x[j] * by);             \
+                else                                                                                                 \
+                    for (int j = 0; j < BLOCK; j++) out[j] = (INTEGER)(int32_t)(dither[j] + x[j] * by);              \
+            }                                                                                                        \
         }                                                                                                            \
     }
 
@@ -156,41 +181,62 @@ void unpack(const uint8_t *packed, int16_t *values, int64_t numel, int bits, int
     }
 }
 
-/* Rounds sums of integers with the offset `offset` to `bits` bits, each block shifted by as many bits as it needs. */
+/* Rounds sums of integers with the offset `offset` to `bits` bits, each block with a shift of its own. */
 void round_sums(const int16_t *sums, int32_t offset, const int64_t *numbers, uint32_t key, const float *table,
                 int64_t rows, uint8_t *values, uint8_t *shifts, int64_t blocks, int bits) {
     int32_t limit = (1 << (bits - 1)) - 1;
+    uint32_t row[TOGETHER];
     for (int64_t b = 0; b < blocks; b++) {
         const int16_t *x = sums + b * BLOCK;
-        const float *dither = dither_row(table, numbers[b], key, rows);
-        int32_t found = 0, shift = 0;
-        for (int j = 0; j < BLOCK; j++) {
-            int32_t size = x[j] - offset < 0 ? offset - x[j] : x[j] - offset;
-            found = size > found ? size : found;
+        if (b % TOGETHER == 0) dither_rows(numbers + b, key, rows, row, blocks - b < TOGETHER ? blocks - b : TOGETHER);
+        const float *dither = table + row[b % TOGETHER] * BLOCK;
+        int16_t least = x[0], most = x[0];
+        for (int j = 1; j < BLOCK; j++) {
+            least = x[j] < least ? x[j] : least;
+            most = x[j] > most ? x[j] : most;
         }
-        while (((int64_t)limit << shift) < found) shift++;
-        float scale = power_of_two(127 - shift);
+        int32_t found = offset - least > most - offset ? offset - least : most - offset, power = 0, eighths = 8;
+        while ((limit << power) < found) power++;
+        if (power) {
+            eighths = (8 * limit << power) / found;
+            eighths = eighths > 15 ? 15 : eighths;
+        }
+        float inverse = (float)eighths * float_of_bits((124 - power) << 23);
         for (int j = 0; j < BLOCK; j++)
-            values[b * BLOCK + j] = (uint8_t)(int32_t)(dither[j] + (float)(x[j] - offset) * scale);
-        shifts[b] = (uint8_t)shift;
+            values[b * BLOCK + j] = (uint8_t)(int32_t)(dither[j] + (float)(x[j] - offset) * inverse);
+        shifts[b] = (uint8_t)(power << 3 | (eighths - 8));
     }
 }
 
-/* Converts packed values of 8 or 4 bits, which have the offset of these bits, back to gradients. */
+/* Values of 5 bits: four are in the bytes at `low`, shifted by `down`, and one in those at `high`, at place `slice`. */
+static inline void decode_few(const uint8_t *restrict low, const uint8_t *restrict high, int down, int slice,
+                              float factor, float *restrict out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint8_t value = (uint8_t)((low[i] >> down & 15) | (high[i] >> slice & 1) << 4);
+        out[i] = (float)((int32_t)value - 15) * factor;
+    }
+}
+
+/* Converts packed values of 8 or 5 bits, which have the offset of these bits, back to gradients. */
 void decode(const uint8_t *packed, const uint8_t *codes, const uint8_t *shifts, float scale, float *gradient,
             int64_t blocks, int bits) {
-    const int largest = (1 << (bits - 1)) - 1, half = BLOCK / 2;
-    for (int64_t h = 0; h < 2 * blocks; h++) { /* half a block: with 4 bits its values are all low or all high bits */
-        int code = codes[h / 2], power = code + shifts[h / 2] + 127 - BIAS;
-        float factor = code == 0 ? 0.0f : code == NON_FINITE ? NAN : power_of_two(power > 255 ? 255 : power);
-        float *out = gradient + h * half;
-        const uint8_t *from = packed + (bits == 8 || h < blocks ? h : h - blocks) * half;
-        factor *= scale;
-        if (bits == 8)
-            for (int j = 0; j < half; j++) out[j] = (float)((int32_t)from[j] - largest) * factor;
-        else if (h < blocks)
-            for (int j = 0; j < half; j++) out[j] = (float)((int32_t)(from[j] & 15) - largest) * factor;
-        else
-            for (int j = 0; j < half; j++) out[j] = (float)((int32_t)(from[j] >> 4) - largest) * factor;
+    float factors[TOGETHER];
+    int slices = bits == 8 ? 1 : 8; /* see PACK */
+    int64_t length = blocks * BLOCK / slices;
+    for (int slice = 0; slice < slices; slice++) {
+        const uint8_t *low = packed + slice % 4 * length, *high = packed + 4 * length;
+        const int64_t begin = slice * length, end = begin + length, first = begin / BLOCK;
+        for (int64_t b = first; b * BLOCK < end; b++) {
+            int64_t i = (b - first) % TOGETHER, left = blocks - b < TOGETHER ? blocks - b : TOGETHER;
+            if (i == 0) find_factors(codes + b, shifts + b, scale, factors, left);
+            /* the first and the last block of a slice may belong to two of them */
+            int64_t at = b == first ? begin : b * BLOCK, until = (b + 1) * BLOCK < end ? (b + 1) * BLOCK : end;
+            if (bits == 8)
+                for (int j = 0; j < BLOCK; j++) gradient[at + j] = (float)((int32_t)packed[at + j] - 127) * factors[i];
+            else if (until - at == BLOCK)
+                decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], gradient + at, BLOCK);
+            else
+                decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], gradient + at, until - at);
+        }
     }
 }

@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.comm.integer_codec import BLOCK, ROWS, TorchKernels, dither_table, planes_of
+from lockstep.comm.integer_codec import BLOCK, CODE_OFFSET, CODE_SHIFT, ROWS, TorchKernels, dither_table, planes_of
 
-PER_PROGRAM = 16  # blocks
+PER_PROGRAM = 32  # blocks
 ELEMENTS = 2048  # of a program that packs or unpacks
+UNFUSED = {"enable_fp_fusion": False}  # Note [Exactness] in integer_codec.py
+SHIFT, OFFSET = tl.constexpr(CODE_SHIFT), tl.constexpr(CODE_OFFSET)
 
 
 @triton.jit
@@ -26,9 +28,12 @@ def _dither_row(number, key, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _block_codes(
-    gradients, codes, blocks, shards, stride, carry, BITS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr
-):
+def _scale_of(code):
+    return ((code + OFFSET) << SHIFT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _block_codes(gradients, codes, blocks, shards, stride, inverse, BLOCK: tl.constexpr, PER: tl.constexpr):
     block = tl.program_id(0) * PER + tl.arange(0, PER)
     inside = block < blocks
     at = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -37,8 +42,9 @@ def _block_codes(
     for shard in range(shards):
         bits = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0) & 0x7FFFFFFF
         found = tl.maximum(found, tl.max(bits, axis=1))  # the order of these bits is that of the values, NaN last
-    code = ((found + carry) >> 23) - (126 + BITS - 1) + 128
-    code = tl.minimum(tl.maximum(code, 8), 254)
+    smallest = (found.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
+    code = ((smallest + ((1 << SHIFT) - 1)) >> SHIFT) - OFFSET
+    code = tl.minimum(tl.maximum(code, 1), 255)
     code = tl.where(found == 0, 0, tl.where(found >= 0x7F800000, 255, code))
     tl.store(codes + block, code.to(tl.uint8), mask=inside)
 
@@ -56,8 +62,7 @@ def _encode(
     code = tl.load(codes + block, mask=inside, other=0).to(tl.int32)
     number = tl.load(numbers + block, mask=inside, other=0)
     good = (code != 255)[:, None]
-    power = tl.where((code == 0) | (code == 255), 0, 255 - code)
-    scale = (power << 23).to(tl.float32, bitcast=True)[:, None]
+    inverse = tl.where((code == 0) | (code == 255), 0.0, tl.div_rn(1.0, _scale_of(code)))[:, None]
     total = tl.zeros([PER, BLOCK], dtype=tl.int32)
     stride = stride.to(tl.int64)
     for shard in range(shards):
@@ -66,7 +71,7 @@ def _encode(
             key = tl.load(keys + shard)
         row = _dither_row(number, key, ROWS)
         dither = tl.load(table + row[:, None] * BLOCK + lane)
-        total += (dither + tl.where(good, value, 0.0) * scale).to(tl.int32)
+        total += (dither + tl.where(good, value, 0.0) * inverse).to(tl.int32)
     total = tl.where(good, total, 0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None])
 
@@ -81,14 +86,17 @@ def _round_sums(
     lane = tl.arange(0, BLOCK)[None, :]
     at = block.to(tl.int64)[:, None] * BLOCK + lane
     total = tl.load(sums + at, mask=inside[:, None], other=0).to(tl.int32) - offset
-    largest = tl.max(tl.abs(total), axis=1).to(tl.float32).to(tl.int32, bitcast=True)
-    shift = tl.maximum(((largest + carry) >> 23) - (126 + BITS - 1), 0)
-    scale = ((127 - shift) << 23).to(tl.float32, bitcast=True)[:, None]
+    found = tl.max(tl.abs(total), axis=1)
+    largest = found.to(tl.float32).to(tl.int32, bitcast=True)
+    power = tl.maximum(((largest + carry) >> 23) - (126 + BITS - 1), 0)
+    eighths = tl.minimum(((8 * ((1 << (BITS - 1)) - 1)) << power) // tl.maximum(found, 1), 15)
+    eighths = tl.where(power == 0, 8, eighths)
+    inverse = (eighths.to(tl.float32) * ((124 - power) << 23).to(tl.float32, bitcast=True))[:, None]
     row = _dither_row(tl.load(numbers + block, mask=inside, other=0), key, ROWS)
     dither = tl.load(table + row[:, None] * BLOCK + lane)
-    rounded = (dither + total.to(tl.float32) * scale).to(tl.int32)
+    rounded = (dither + total.to(tl.float32) * inverse).to(tl.int32)
     tl.store(values + at, rounded.to(tl.uint8), mask=inside[:, None])
-    tl.store(shifts + block, shift.to(tl.uint8), mask=inside)
+    tl.store(shifts + block, ((power << 3) + eighths - 8).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -97,26 +105,28 @@ def _decode(
     BITS: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Program (part, section): some blocks of one section. The factor is a number, or with AT where it is stored."""
-    half: tl.constexpr = BLOCK // 2
     section = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * PER + tl.arange(0, PER)
     inside = block < per_section
     first = section * per_section
     code = tl.load(codes + first + block, mask=inside, other=0).to(tl.int32)
     shift = tl.load(shifts + first + block, mask=inside, other=0).to(tl.int32)
-    scale = (tl.minimum(code + shift - 1, 255) << 23).to(tl.float32, bitcast=True)
+    power = (((shift >> 3) + 127) << 23).to(tl.float32, bitcast=True)
+    scale = _scale_of(code) * (tl.div_rn(8.0, ((shift & 7) + 8).to(tl.float32)) * power)
     scale = tl.where(code == 0, 0.0, tl.where(code == 255, float("nan"), scale))
     if AT:
         factor = tl.load(factor_at)
     scale = (scale * factor)[:, None]
     index = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    rows = packed + section * stride
     if BITS == 8:
-        value = tl.load(packed + section * stride + index, mask=inside[:, None], other=0).to(tl.int32)
-    else:
-        low = index < per_section * half
-        place = tl.where(low, index, index - per_section * half)
-        value = tl.load(packed + section * stride + place, mask=inside[:, None], other=0).to(tl.int32)
-        value = tl.where(low, value & 15, value >> 4)
+        value = tl.load(rows + index, mask=inside[:, None], other=0).to(tl.int32)
+    else:  # 5: four bits of half of the values, and then one of an eighth
+        eighth = per_section.to(tl.int64) * (BLOCK // 8)
+        low = tl.load(rows + index % (4 * eighth), mask=inside[:, None], other=0).to(tl.int32)
+        high = tl.load(rows + 4 * eighth + index % eighth, mask=inside[:, None], other=0).to(tl.int32)
+        low = (low >> (4 * (index // (4 * eighth))).to(tl.int32)) & 15
+        value = low | (((high >> (index // eighth).to(tl.int32)) & 1) << 4)
     value = (value - ((1 << (BITS - 1)) - 1)).to(tl.float32) * scale
     tl.store(out + first * BLOCK + index, value, mask=inside[:, None])
 
@@ -163,16 +173,16 @@ class TritonKernels(TorchKernels):
 
     @property
     def _carry(self) -> int:
-        """What turns a mantissa that needs the next scale into an overflow: see `exponents`."""
-        bits, largest = self.codec.bits, self.codec.largest
+        """What turns a mantissa that needs the next power of two into an overflow: see `exponents`."""
+        bits, largest = self.codec.result_bits, self.codec.largest_result
         return 2**23 - 1 - ((largest << (25 - bits)) - 2**23)
 
     def block_codes(self, shards: Tensor) -> Tensor:
-        blocks, sizes = shards.shape[1], (self.codec.bits, BLOCK, PER_PROGRAM)
+        blocks, inverse = shards.shape[1], 1 / self.codec.largest
         codes = torch.empty(blocks, dtype=torch.uint8, device=shards.device)
         with _on(shards.device):
             _block_codes[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards.view(torch.int32), codes, blocks, len(shards), shards.stride(0), self._carry, *sizes
+                shards.view(torch.int32), codes, blocks, len(shards), shards.stride(0), inverse, BLOCK, PER_PROGRAM
             )
         return codes
 
@@ -181,11 +191,11 @@ class TritonKernels(TorchKernels):
             return
         blocks, table = shards.shape[1], dither_table(shards.device, self.codec.largest)
         key, several = keys[0] & 0xFFFFFFFF | 2**32, len(keys) > 1
-        sizes = (several, ROWS, BLOCK, PER_PROGRAM)
+        sizes, stride = (several, ROWS, BLOCK, PER_PROGRAM), shards.stride(0)
         all_keys = torch.tensor(keys, device="cpu").to(shards.device, non_blocking=True) if several else codes
         with _on(shards.device):
             _encode[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards, codes, numbers, key, all_keys, table, out, blocks, len(shards), shards.stride(0), *sizes
+                shards, codes, numbers, key, all_keys, table, out, blocks, len(shards), stride, *sizes, **UNFUSED
             )
 
     def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
@@ -210,18 +220,18 @@ class TritonKernels(TorchKernels):
                 at, shift = at + size, shift + width
 
     def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        blocks, table = len(sums), dither_table(sums.device, self.codec.largest)
-        key, sizes = (key & 0xFFFFFFFF) | 2**32, (self.codec.bits, ROWS, BLOCK, PER_PROGRAM)
+        blocks, table = len(sums), dither_table(sums.device, self.codec.largest_result)
+        key, sizes = (key & 0xFFFFFFFF) | 2**32, (self.codec.result_bits, ROWS, BLOCK, PER_PROGRAM)
         with _on(sums.device):
             _round_sums[(triton.cdiv(blocks, PER_PROGRAM),)](
-                sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes
+                sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes, **UNFUSED
             )
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         sections, blocks = len(packed), len(out) // len(packed)
-        is_tensor, sizes = isinstance(scale, Tensor), (BLOCK, PER_PROGRAM)
+        sizes = (self.codec.result_bits, isinstance(scale, Tensor), BLOCK, PER_PROGRAM)
         number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
         with _on(out.device):
             _decode[(triton.cdiv(blocks, PER_PROGRAM), sections)](
-                packed, codes, shifts, number, where, out, blocks, packed.stride(0), self.codec.bits, is_tensor, *sizes
+                packed, codes, shifts, number, where, out, blocks, packed.stride(0), *sizes
             )

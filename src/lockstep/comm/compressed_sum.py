@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import faults
@@ -29,7 +30,7 @@ from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
 
 CHUNKS: Final = 3  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
-MIN_CHUNK_BLOCKS: Final = 2048  # 1 MiB of float32
+MIN_CHUNK_BLOCKS: Final = 4096  # 1 MiB of float32
 
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
 
@@ -129,7 +130,7 @@ class CompressedSum:
 
     def wire_bytes(self, buffers: CompressedBuffers) -> int:
         """Return about how many bytes of a sum a worker sends, if it is one of two hosts."""
-        bits = self.codec.sum_bits(self._route.shards) + self.codec.bits
+        bits = self.codec.sum_bits(self._route.shards) + self.codec.result_bits
         return buffers.rows[-1].numel() * bits // 16 + len(buffers.numbers)
 
     def run(self, buffers: CompressedBuffers) -> Tensor:
@@ -176,14 +177,35 @@ class CompressedSum:
         codes = torch.zeros(count, dtype=torch.uint8, device=self._device)
         if self._own:
             codes = self._kernels.block_codes(shards)
-        agreed = (torch.cat([codes, buffers.flags]) if is_first else codes).to(self._route.device)
-        self._route.local.all_reduce_small(agreed, OpType.MAX)()
-        finish = self._route.across.all_reduce_small(agreed, OpType.MAX)
-        yield
-        finish()
+        agreed = yield from self._find_largest(torch.cat([codes, buffers.flags]) if is_first else codes)
         if is_first:
             buffers.flags.copy_(agreed[count:])
         return agreed[:count].to(self._device)
+
+    def _find_largest(self, values: Tensor) -> Generator[None, None, Tensor]:
+        """Return the largest of each byte over all workers.
+
+        Two hosts send each other all of them, which takes one message. Otherwise each worker of a host sends one part.
+        """
+        local, across = self._route.local, self._route.across
+        found = F.pad(values.to(self._route.device), (0, -len(values) % self._sections))
+        local.all_reduce_small(found, OpType.MAX)()
+        if across.size <= 2:
+            finish = across.all_reduce_small(found, OpType.MAX)
+            yield
+            finish()
+            return found[: len(values)]
+        parts = found.view(local.size, across.size, -1)
+        mine = parts[local.rank]
+        inbox, finish = across.exchange_rows(mine)
+        yield
+        finish()
+        mine[across.rank] = inbox.amax(dim=0)
+        finish = across.all_gather(mine)
+        yield
+        finish()
+        local.all_gather(parts.flatten(1))()
+        return found[: len(values)]
 
     def _exchange(
         self, subgroup: RowSubgroup, sums: Tensor, width: int, scratch: ScratchScope
@@ -210,11 +232,11 @@ class CompressedSum:
         """Round the sums of this worker's section. Returns those of all sections, packed, and their shifts."""
         codec, local, across, where = self.codec, self._route.local, self._route.across, self._route.device
         numbers = buffers.numbers[at].view(local.size, across.size, -1)[local.rank, across.rank].to(where)
-        offset, size = codec.largest * self._shards, total.numel() * codec.bits // 8
+        offset, size = codec.largest * self._shards, total.numel() * codec.result_bits // 8
         gathered = scratch.empty(torch.uint8, (local.size, across.size, size + len(total)))
         section, values = gathered[local.rank, across.rank], scratch.empty(torch.uint8, (1, total.numel()))
         self._there.round_sums(total, offset, numbers, buffers.sum_key, values, section[size:])
-        self._there.pack(values, codec.bits, section[:size].unsqueeze(0))
+        self._there.pack(values, codec.result_bits, section[:size].unsqueeze(0))
         finish = across.all_gather(gathered[local.rank])
         yield
         yield

@@ -1,10 +1,16 @@
 """Gradients as small integers, whose sums do not depend on the order. No communication here.
 
-A gradient is divided into blocks of BLOCK elements. All shards use the same scale for a block, a power of two, which is
-found from the largest element of any shard. Each element is divided by the scale and rounded to one of the two nearest
-integers at random, so that the mean of the rounded values is the element itself. Integers are added exactly, so the sum
-has the same bits on any number of workers, whichever of them adds first. At the end the sum is rounded once more, to
-the same number of bits, again at random. Nothing is remembered from one step to the next.
+A gradient is divided into blocks of BLOCK elements. All shards use the same scale for a block, which is found from the
+largest element of any shard. Each element is divided by the scale and rounded to one of the two nearest integers at
+random, so that the mean of the rounded values is the element itself. Integers are added exactly, so the sum has the
+same bits on any number of workers, whichever of them adds first. At the end the sum is rounded once more, again at
+random. Nothing is remembered from one step to the next.
+
+Note [Scales]
+Squared errors grow with the square of the scale, so it should be close to the smallest that is possible. That of a
+block is m / 4 * 2**n, with 4 <= m < 8: a byte, its code, says which. The sum is multiplied by c / 8 / 2**k, with
+8 <= c < 16, before it is rounded; another byte, its shift, has k and c. The sum of 4-bit integers is rounded to 5 bits,
+since with 4 this last rounding would have the largest errors of all.
 
 Note [Dither]
 Rounding at random is rounding down after a number in [0, 1) was added. These numbers come from a table of ROWS rows,
@@ -13,8 +19,9 @@ table contains each of ROWS evenly spaced numbers once, so over all rows the mea
 stays in the cache; to compute as many hashes would cost several times as much.
 
 Note [Exactness]
-The product of a gradient and a power of two is exact, and the sum with a number of the table is rounded once. So a
-kernel that fuses these operations returns the same bits as one operation after the other (comm/codec_kernels.py).
+Every product and every sum of floats is rounded by itself, so that fused kernels (comm/codec_kernels.py) return the
+same bits as one operation of torch after the other: nothing may be contracted to a fused multiply-add, neither by a
+compiler nor by `addcmul`.
 
 Note [Offset]
 Rounded values are stored with `largest` added, which makes them non-negative. So conversion to an integer rounds down,
@@ -32,11 +39,13 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-BLOCK: Final = 128  # elements
+BLOCK: Final = 64  # elements
 ROWS: Final = 1024  # Note [Dither]
-NON_FINITE: Final = 255  # code of a block with an element that is not finite
-_SMALLEST_CODE: Final = 8  # smaller gradients are rounded as if they were of this scale, 2**-120
-_BIAS: Final = 128  # code of the scale 1
+NON_FINITE: Final = 255  # code of a block with an element that is not finite, or too large for every scale
+# The bits of a scale as a float, shifted by so many, are its code plus this number. Code 1 is the scale 2**-36, which
+# smaller gradients get, too; the largest one is 1.25 * 2**27.
+CODE_SHIFT: Final = 21
+CODE_OFFSET: Final = 363
 
 
 class Kernels(Protocol):
@@ -63,9 +72,9 @@ class Kernels(Protocol):
         """Write the sum over the rows of what was packed to `out`, int16 or int32 [numel]."""
 
     def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        """Subtract `offset` from the sums [blocks, BLOCK], int16 or int32, and round them to the bits of the codec.
+        """Subtract `offset` from the sums [blocks, BLOCK], int16 or int32, and round them to `result_bits`.
 
-        values, shifts  the result, and by how many bits each block was shifted, both uint8
+        values, shifts  the result, and the shift of each block (Note [Scales]), both uint8
         """
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
@@ -76,8 +85,7 @@ class Kernels(Protocol):
 class IntegerCodec:
     """Rounds gradients to integers of `bits` bits, 4 or 8.
 
-    `codes` [blocks] are the scales of blocks as uint8: 0 for a block of zeros, NON_FINITE, or the exponent of the scale
-    + 128.
+    `codes` [blocks] are the scales of blocks as uint8, see Note [Scales]: 0 for a block of zeros, or NON_FINITE.
     """
 
     bits: int
@@ -86,6 +94,16 @@ class IntegerCodec:
     def largest(self) -> int:
         """The largest rounded value; the smallest is its negative."""
         return largest_of(self.bits)
+
+    @property
+    def result_bits(self) -> int:
+        """The bits to which sums are rounded."""
+        return 5 if self.bits == 4 else self.bits
+
+    @property
+    def largest_result(self) -> int:
+        """The largest rounded sum; the smallest is its negative."""
+        return largest_of(self.result_bits)
 
     def sum_bits(self, shards: int) -> int:
         """Return the number of bits of a sum of the rounded values of so many shards. See Note [Offset]."""
@@ -98,34 +116,43 @@ class IntegerCodec:
 
     def codes(self, largest: Tensor) -> Tensor:
         """Return the codes of blocks whose largest absolute values are given."""
-        codes = (exponents(largest, self.bits) + _BIAS).clamp_(_SMALLEST_CODE, NON_FINITE - 1)
-        codes = codes.masked_fill_(largest == 0, 0).masked_fill_(~largest.isfinite(), NON_FINITE)
-        return codes.to(torch.uint8)
+        bits = (largest * (1 / self.largest)).view(torch.int32)
+        codes = (((bits + (2**CODE_SHIFT - 1)) >> CODE_SHIFT) - CODE_OFFSET).clamp_(1, NON_FINITE)
+        return codes.masked_fill_(largest == 0, 0).masked_fill_(~largest.isfinite(), NON_FINITE).to(torch.uint8)
 
     def inverse_scales(self, codes: Tensor) -> Tensor:
         """Return 1 / scale of each block, 0 for blocks of zeros and for those that are not finite."""
-        powers = 127 + _BIAS - codes.int()
-        powers = powers.masked_fill_((codes == 0) | (codes == NON_FINITE), 0)
-        return (powers << 23).view(torch.float32)
+        return (1.0 / scales_of(codes)).masked_fill_((codes == 0) | (codes == NON_FINITE), 0.0)
 
     def factors(self, codes: Tensor, shifts: Tensor, scale: float | Tensor) -> Tensor:
         """Return by what the rounded sums of each block are to be multiplied; NaN where a gradient is not finite."""
-        powers = (codes.int() + shifts.int() + (127 - _BIAS)).clamp_(max=255)
-        factors = (powers << 23).view(torch.float32).masked_fill_(codes == 0, 0.0)
+        factors = (scales_of(codes) * multiples_of(shifts)).masked_fill_(codes == 0, 0.0)
         return factors.masked_fill_(codes == NON_FINITE, math.nan) * scale
 
     def noise_energy(self, codes: Tensor, shifts: Tensor, shards: int) -> Tensor:
         """Return about how large the squared error of a sum over so many shards is, from the scales of its blocks.
 
         Rounding a number at random to one of the two nearest integers has a variance of 1 / 6 on average. Every shard
-        is rounded, and once more the sum, to multiples of 2**shift.
+        is rounded, and the sum once more if it has a shift.
         """
         scales = self.factors(codes, torch.zeros_like(shifts), 1.0).double().square()
-        return (BLOCK / 6) * (scales * (shards + torch.where(shifts > 0, 4.0 ** shifts.double(), 0.0))).sum()
+        last = multiples_of(shifts).double().square().masked_fill_(shifts == 0, 0.0)
+        return (BLOCK / 6) * (scales * (shards + last)).sum()
 
 
 def largest_of(bits: int) -> int:
     return (1 << (bits - 1)) - 1
+
+
+def scales_of(codes: Tensor) -> Tensor:
+    """Return the scale of each code, of a finite block that is not 0."""
+    return ((codes.int() + CODE_OFFSET) << CODE_SHIFT).view(torch.float32)
+
+
+def multiples_of(shifts: Tensor) -> Tensor:
+    """Return of what the rounded sums of each block are multiples: 2**k * 8 / c."""
+    powers = (((shifts >> 3).int() + 127) << 23).view(torch.float32)
+    return 8.0 / ((shifts & 7) + 8).float() * powers
 
 
 def exponents(largest: Tensor, bits: int) -> Tensor:
@@ -177,7 +204,7 @@ class TorchKernels:
         table, inverse = dither_table(shards.device, self.codec.largest), self.codec.inverse_scales(codes).unsqueeze(1)
         bad = (codes == NON_FINITE).unsqueeze(1)
         for n, (one, key) in enumerate(zip(shards, keys, strict=True)):
-            rounded = table[dither_rows(numbers, key)].addcmul_(one.masked_fill(bad, 0.0), inverse)
+            rounded = one.masked_fill(bad, 0.0).mul_(inverse).add_(table[dither_rows(numbers, key)])
             out.copy_(rounded) if n == 0 else out.add_(rounded.to(out.dtype))
         out.masked_fill_(bad, 0)
 
@@ -205,14 +232,18 @@ class TorchKernels:
             at, shift = at + size, shift + width
 
     def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        total, table = sums.int() - offset, dither_table(sums.device, self.codec.largest)
-        needed = exponents(total.abs().amax(dim=1), self.codec.bits).clamp_(min=0)
-        inverse = ((127 - needed) << 23).view(torch.float32).unsqueeze(1)
-        values.copy_(table[dither_rows(numbers, key)].addcmul_(total.float(), inverse).view(values.shape))
-        shifts.copy_(needed)
+        codec, total = self.codec, sums.int() - offset
+        found, table = total.abs().amax(dim=1), dither_table(sums.device, codec.largest_result)
+        powers = exponents(found, codec.result_bits).clamp_(min=0)
+        eighths = torch.div(8 * codec.largest_result << powers, found.clamp(min=1), rounding_mode="floor")
+        eighths = eighths.clamp_(8, 15).masked_fill_(powers == 0, 8)
+        inverse = (eighths.float() * ((124 - powers) << 23).view(torch.float32)).unsqueeze(1)
+        values.copy_(total.float().mul_(inverse).add_(table[dither_rows(numbers, key)]).view(values.shape))
+        shifts.copy_((powers << 3) + eighths - 8)
 
     def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        if self.codec.bits == 4:
-            packed = torch.stack([packed & 15, packed >> 4], dim=1)
-        values = (packed.reshape(out.shape) - self.codec.largest).view(torch.int8)
-        torch.mul(values, self.codec.factors(codes, shifts, scale).unsqueeze(1), out=out)
+        values = torch.empty(len(packed), out.numel() // len(packed), dtype=torch.int16, device=out.device)
+        for n, section in enumerate(values):
+            self.unpack_sum(packed[n : n + 1], self.codec.result_bits, section)
+        values -= self.codec.largest_result
+        torch.mul(values.view(out.shape), self.codec.factors(codes, shifts, scale).unsqueeze(1), out=out)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.tree_order import subtrees
 from lockstep.plan import collective_cost
 from lockstep.plan.configuration import FP32, HALF, INT4, INT8, Configuration
@@ -75,10 +76,9 @@ def wire_bytes(size_bytes: float, config: Configuration) -> float:
     hosts, workers, per_host = config.hosts, config.workers, config.workers_per_host
     share = (hosts - 1) / hosts
     if config.grad_comm in (INT8, INT4):
-        bits = 8 if config.grad_comm == INT8 else 4
-        sum_bits = (((1 << bits) - 2) * -(-config.shards // hosts)).bit_length()
-        numel = size_bytes / 4
-        return share * numel * (sum_bits + bits) / 8 + 2 * numel / 128
+        codec, numel = IntegerCodec(8 if config.grad_comm == INT8 else 4), size_bytes / 4
+        bits = codec.sum_bits(-(-config.shards // hosts)) + codec.result_bits
+        return share * numel * bits / 8 + 2 * numel / BLOCK
     is_ring = config.backend == "ring"  # what other libraries do: it passes through each host once
     if is_ring or config.sums_by_host or workers == 2:
         sent = collective_cost.sent_bytes_per_host(size_bytes, hosts, per_host, hierarchical=not is_ring)
