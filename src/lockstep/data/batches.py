@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from typing import Any, Final
@@ -381,6 +381,18 @@ class Batches:
         request = make_request(samples, position, division, ends_epoch=is_last)
         batch: Batch = move_to_device(self._device, batch_or_raise(Reader(self.dataset, self._context)[request]))
         return batch
+
+    def read_again(self, position: Position) -> Iterator[Batch]:
+        """Yield this worker's batches from `position` on, without end, as `fetch` loads them."""
+        assert self._order is not None
+        requests = plan_requests(
+            self._order, position, None, self._division, size=len(self.dataset), is_compared=self._is_compared
+        )
+        reader = Reader(self.dataset, self._context)
+        for request in requests:
+            batch = batch_or_raise(request if isinstance(request, LoadFailure) else reader[request])
+            assert batch is not None
+            yield move_to_device(self._device, batch)
 
     def _receive(self) -> Batch | None:
         for tries_left in reversed(range(TRIES)):

@@ -1,15 +1,17 @@
-"""`Run(grad_comm="auto")`: tries how gradients can be sent in some of the first steps, and continues with the fastest.
+"""How the gradients of each step are sent: one fixed kind, or with `Run(grad_comm="auto")` the fastest.
 
-The first steps are never compressed, with "powersgd" neither. Then each kind is used for a few steps at a time, in
-turns. Which step uses which kind follows from its number, and the choice is part of the state of the run: a run that is
-resumed, or a worker that joins, continues with it, and the bits are those of any other run with the same choice.
+The first steps are never compressed, with "powersgd" neither. With "auto" each kind is then used for a few steps at a
+time, in turns. Which step uses which kind follows from its number, and the choice is part of the state of the run: a
+run that is resumed, or a worker that joins, continues with it, and the bits are those of any other run with the same
+choice. A kind that a model may suffer from is used only after the losses of some steps with and without it were
+compared (train/loss_comparison.py).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 from lockstep.comm.compressed_sum import RoundingErrors
@@ -25,6 +27,8 @@ REVIEW: Final = DECISION + 24  # then what was expected is compared with what is
 LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
 # A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
 LARGEST_ERROR: Final = 0.7
+COMPARED: Final = (GradComm.INT4, GradComm.POWERSGD)  # kinds that a model may suffer from
+COMPARISON: Final = 48  # the step before which losses are compared, if one of them is asked for; with "auto", DECISION
 
 
 def trial_kind(step: int) -> GradComm:
@@ -33,11 +37,11 @@ def trial_kind(step: int) -> GradComm:
     return GradComm.FP32 if step < WARM_UP else KINDS[turn % len(KINDS)]
 
 
-def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float]) -> GradComm:
+def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], kinds: Sequence[GradComm]) -> GradComm:
     """Return the kind to continue with, from the time of a step with each, and from its errors by rounding."""
     best = KINDS[0]
     for kind, least_gain in LEAST_GAIN.items():
-        if step_s[kind] < least_gain * step_s[best] and errors[kind] <= LARGEST_ERROR:
+        if kind in kinds and step_s[kind] < least_gain * step_s[best] and errors[kind] <= LARGEST_ERROR:
             best = kind
     return best
 
@@ -46,34 +50,48 @@ def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float]) -
 class GradCommTuner:
     """What is sent in which step: one fixed kind, or with "auto" what the trial shows."""
 
-    def __init__(self, asked: GradComm) -> None:
-        self.is_auto = asked is GradComm.AUTO
-        self.chosen: GradComm | None = None if self.is_auto else asked
-        self.current = GradComm.FP32 if self.is_auto else asked  # of the step that is prepared or taken
+    def __init__(self, asked: GradComm, *, compares: bool = False) -> None:
+        """`compares`: a kind of COMPARED is used only after a comparison of losses."""
+        self.is_auto, self._compares = asked is GradComm.AUTO, compares
+        # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
+        waits = compares and asked is GradComm.POWERSGD
+        self._candidate: GradComm | None = asked if waits else None  # to be used after a comparison
+        self.chosen: GradComm | None = None if self.is_auto or waits else asked
+        self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
         self._expected_s = 0.0
         self._times: dict[GradComm, list[float]] = {kind: [] for kind in KINDS}
         self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
+        self._next_best: GradComm = GradComm.FP32  # what is chosen if the candidate is not
         self._measured: RoundingErrors | None = None
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
-    def state(self) -> dict[str, Any]:
-        """When the trial began, and what was chosen, for a checkpoint."""
-        return {"began": self._began, "chosen": None if self.chosen is None else self.chosen.value}
+    def state(self) -> dict[str, Any] | None:
+        """When the trial began, and what was chosen, for a checkpoint; None: the program has chosen."""
+        if not self.is_auto and not self._compares:
+            return None
+        values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
+        return {"began": self._began} | dict(zip(("chosen", "candidate", "next_best"), values, strict=True))
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue a trial, or with what was chosen. A kind that the program has asked for is not changed by it.
 
         state  None: that of a run without "auto", so that a trial begins with its next step
         """
-        if self.is_auto:
-            self._began = None if state is None else state["began"]
-            if state is not None and state["chosen"] is not None:
-                self.chosen = self.current = GradComm(state["chosen"])
+        if state is None or not (self.is_auto or self._compares):
+            self._began = None
+            return
+        self._began = state["began"]
+        if state["candidate"] is not None:
+            self._candidate, self._next_best = GradComm(state["candidate"]), GradComm(state["next_best"])
+        if state["chosen"] is not None:
+            self.chosen = self.current = GradComm(state["chosen"])
+            self._candidate = None
 
     def measure_errors(self) -> RoundingErrors | None:
         """Return to what the errors by rounding in the next step are to be added; None: no trial is running."""
-        self._measured = RoundingErrors() if self.chosen is None else None
+        is_trial = self.is_auto and self.chosen is None and self._candidate is None
+        self._measured = RoundingErrors() if is_trial else None
         return self._measured
 
     def prepare(self, number: int, agree: Callable[[list[float]], list[float]]) -> str | None:
@@ -81,9 +99,9 @@ class GradCommTuner:
 
         agree  a collective call that returns the largest of each number over all workers
         """
-        if self.chosen is GradComm.POWERSGD:
-            self.current = GradComm.FP32 if number < WARM_UP else GradComm.POWERSGD
         if not self.is_auto:
+            is_early = self.chosen is None or (self.chosen is GradComm.POWERSGD and number < WARM_UP)
+            self.current = GradComm.FP32 if is_early or self.chosen is None else self.chosen
             return None
         if self._began is None:
             self._began = number
@@ -91,12 +109,28 @@ class GradCommTuner:
         if self._measured is not None and self._measured.is_open:  # in the first step of a turn, which is not timed
             self._errors[self.current] = max(self._errors[self.current], self._measured.close())
         self._record(step)
-        if self.chosen is None and step >= DECISION:
+        if self.chosen is None and self._candidate is None and step >= DECISION:
             told = self._decide(number, agree)
         elif step == REVIEW and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
-        self.current = trial_kind(step) if self.chosen is None else self.chosen
+        if self._candidate is not None:
+            self.current = GradComm.FP32
+        else:
+            self.current = trial_kind(step) if self.chosen is None else self.chosen
         return told
+
+    def candidate(self, number: int) -> GradComm | None:
+        """Return the kind that is to be compared before step `number`, None if none is."""
+        return self._candidate if self.is_auto or number >= COMPARISON else None
+
+    def conclude(self, kind: GradComm, *, is_harmless: bool) -> GradComm:
+        """Choose this kind after a comparison, from the next step on, or the next best. Returns what is chosen."""
+        if self._candidate is kind:  # not if the state of a worker that has concluded was restored meanwhile
+            self.chosen, self._candidate = kind if is_harmless else self._next_best, None
+            if not is_harmless:
+                self._expected_s = 0.0
+        assert self.chosen is not None
+        return self.chosen
 
     def _record(self, step: int) -> None:
         """Note how long the previous step took, with all that the program did in it."""
@@ -112,15 +146,21 @@ class GradCommTuner:
         agreed = agree(mine + list(self._errors.values()))
         step_s, errors = (dict(zip(KINDS, part, strict=True)) for part in (agreed[: len(KINDS)], agreed[len(KINDS) :]))
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
-        self.chosen = choose(step_s, errors) if is_known else GradComm.FP32
-        self._expected_s = step_s[self.chosen]
+        best = choose(step_s, errors, KINDS) if is_known else GradComm.FP32
+        if best in COMPARED and self._compares:
+            self._candidate = best
+            self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in COMPARED])
+        else:
+            self.chosen = best
+        self._expected_s = step_s[best]
         self._times = {kind: [] for kind in KINDS}
         if not is_known:
             return f'grad_comm="auto": the trial was interrupted; "fp32" from step {number} on'
         tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
         lost = ", ".join(f"{kind.value} {errors[kind]:.2g}" for kind in LEAST_GAIN)
         about = f"ms of a step: {tried}; errors relative to the gradient: {lost}, at most {LARGEST_ERROR} is used"
-        return f'grad_comm="auto": "{self.chosen.value}" from step {number} on ({about})'
+        begins = f"from step {number} on" if self._candidate is None else "if the loss does not suffer"
+        return f'grad_comm="auto": "{best.value}" {begins} ({about})'
 
     def _review(self, chosen: GradComm) -> str:
         times = self._times[chosen]

@@ -87,6 +87,7 @@ class OptionNames(TypedDict, total=False):
     grad_comm: str | None
     grad_comm_dtype: str | None
     powersgd_rank: int
+    compare_loss: bool
     max_grad_norm: float | None
     on_nonfinite: str
     check_every: int | None
@@ -118,6 +119,8 @@ class RunOptions:
                   own, the same on any number of workers. Complex and sparse gradients are sent unchanged.
                   `grad_comm_dtype` is another name of this option
     powersgd_rank  the rank of the matrices with grad_comm="powersgd"
+    compare_loss  with grad_comm="powersgd" or "auto": take 32 steps with and without compression before it is used,
+                  undo them, and do without it if the loss falls less with it (docs/compression.md)
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
@@ -150,6 +153,7 @@ class RunOptions:
     precision: Precision = Precision.FP32
     grad_comm: GradComm = GradComm.FP32
     powersgd_rank: int = 4
+    compare_loss: bool = True
     max_grad_norm: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     check_every: int | None = None
@@ -196,7 +200,7 @@ class RunOptions:
             if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 instead = "" if word == least else f", or {word!r}"
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{instead}")
-        for name in ("balance_shards", "shard_optimizer", "defer_weights"):
+        for name in ("balance_shards", "shard_optimizer", "defer_weights", "compare_loss"):
             if not isinstance(value := values.get(name, True), bool):
                 raise ValueError(f"{name}={value!r} must be True or False")
         _check_redundancy(values.get("redundancy"), is_sharded=values.get("shard_optimizer", False))

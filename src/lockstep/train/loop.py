@@ -320,6 +320,7 @@ class TrainLoop:
             self._update_trainable(plan, check)
         check.is_stepping = True
         try:
+            self.state.compare_losses(plan, loss, batch)
             what = f"run.step of optimizer {part}" if part else "run.step"
             make = partial(session.calls.make, encode=Result.to_json, decode=Result.from_json)
             take = partial(self._take_step, plan, loss, batch, part)

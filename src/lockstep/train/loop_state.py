@@ -16,14 +16,19 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.agreement import gather_values
+from lockstep.data.batches import Batch
+from lockstep.data.sample_order import Position
 from lockstep.ddp.replica import named_state
 from lockstep.errors import DivergenceError
 from lockstep.recovery.replica_check import ReplicaCheck
 from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, encode_update, refuse_other_state
 from lockstep.step.audit import AuditSchedule
+from lockstep.step.run_options import GradComm
 from lockstep.step.shard_balance import ShardBalance
-from lockstep.step.step_types import LastUpdate, StepContext, TrainingPlan
+from lockstep.step.step import drop_update
+from lockstep.step.step_types import LastUpdate, Loss, StepContext, TrainingPlan
 from lockstep.train import sharded_training, training_plan
+from lockstep.train.loss_comparison import LossComparison, losses_of_steps, undone
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
 from lockstep.train.run_state import is_batch_done
 from lockstep.train.session import Session
@@ -196,6 +201,43 @@ class WorkerState:
         if change is not None or plan.tuner.current is not sent_before:
             self.drop_context(clears_gradients=False)
             self._make_contexts(plan, context.balance, context.last)
+
+    def compare_losses(self, plan: TrainingPlan, loss: Loss, batch: Batch) -> None:
+        """Compare losses with and without compression, if it is time to (loss_comparison.py). Called before a step."""
+        session, kind = self._session, plan.tuner.candidate(batch.number)
+        if kind is None:
+            return
+        found = session.calls.make(
+            "the comparison of losses",
+            lambda: self._try_steps(plan, loss, kind, Position(batch.epoch, batch.step, batch.number)),
+            encode=LossComparison.to_json,
+            decode=LossComparison.from_json,
+        )
+        chosen = plan.tuner.conclude(kind, is_harmless=found.is_harmless)
+        text = f'{found.describe(kind.value)}; grad_comm "{chosen.value}" from step {batch.number + 1} on'
+        session.trace_writer.event("grad_comm", text=text)
+        session.announce(text)
+
+    def _try_steps(self, plan: TrainingPlan, loss: Loss, kind: GradComm, here: Position) -> LossComparison:
+        """Take the same steps without compression and with gradients sent as `kind`, and undo them.
+
+        here  of the batch with which they begin
+        """
+        context, sent = self.context, plan.tuner.current
+        assert context is not None
+        drop_update(context)  # all workers have applied the step before, so no worker needs it any more
+        losses, balance = list[list[float]](), context.balance
+        try:
+            for plan.tuner.current in (GradComm.FP32, kind):
+                self.drop_context(clears_gradients=True)
+                self._make_contexts(plan, balance, LastUpdate())
+                with self._session.step_stream.active(), undone(plan):
+                    losses.append(losses_of_steps(self.begin_step(0), plan.batches, loss, here))
+        finally:
+            plan.tuner.current = sent
+        self.drop_context(clears_gradients=True)
+        self._make_contexts(plan, balance, LastUpdate())
+        return LossComparison.of(*losses)
 
     def _agree_on_largest(self, mine: list[float]) -> list[float]:
         """Return the largest of all workers of each of these numbers; the same on all of them, also on newcomers."""

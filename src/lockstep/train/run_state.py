@@ -98,8 +98,8 @@ class Checkpoints:
         }
         if plan.audits.every:
             more["verified_steps"] = self.verified_steps
-        if plan.tuner.is_auto:
-            more["grad_comm"] = plan.tuner.state()
+        if (choice := plan.tuner.state()) is not None:
+            more["grad_comm"] = choice
         if not is_batch_done(plan):
             more["finished"] = {str(part): result.to_json() for part, result in plan.finished.items()}
         if plan.residuals is not None:

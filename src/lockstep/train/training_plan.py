@@ -31,6 +31,7 @@ from lockstep.step.shard_bucket import Compression, LowRank, Rounding
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
+from lockstep.train.loss_comparison import why_impossible
 from lockstep.train.optimizer_set import NO_NEW_GROUPS, OptimizerSet, class_names, parts_of
 from lockstep.world.world import World
 
@@ -83,7 +84,10 @@ def make_plan(
         synced=synced,
         large_batch=LargeBatch(optimizer, scaling, batches.settings.global_batch_size) if scaling is not None else None,
         audits=AuditSchedule(audit_every),
-        tuner=GradCommTuner(config.options.grad_comm),
+        tuner=GradCommTuner(
+            config.options.grad_comm,
+            compares=config.options.compare_loss and why_impossible(batches, optimizer, config.options) is None,
+        ),
         residuals=_make_residuals(model, batches, config) if config.options.grad_comm is GradComm.POWERSGD else None,
     )
 
