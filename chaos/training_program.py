@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import hashlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -32,8 +33,9 @@ import lockstep
 from lockstep import faults
 from lockstep.comm.abortable_group import share_gpu_over_nccl
 from lockstep.elastic import agent_client
-from lockstep.step import shard_balance
+from lockstep.step import grad_comm_tuner, shard_balance
 from lockstep.trace.metrics import Mean
+from lockstep.train import loss_comparison
 from training_life import is_alive
 from training_plan import ALL, EPOCHS, STACKS, Who
 
@@ -283,6 +285,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
     options["grad_comm"] = chosen.grad_comm
     if chosen.grad_comm == "powersgd":
         options["powersgd_rank"] = 1  # the models are small
+        grad_comm_tuner.COMPARISON, loss_comparison.STEPS, loss_comparison.COUNTED = 10, 6, 3
+        loss_comparison.LARGEST_HARM = math.inf  # it is always used then
     if chosen.sharded:
         options |= {"shard_optimizer": True, "redundancy": 1}
     if chosen.device == "cuda":  # the other programs cannot be captured

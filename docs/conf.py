@@ -1,6 +1,6 @@
 """Configuration of the documentation site: `make docs` builds it with Sphinx into build/docs."""
 
-from lockstep import __version__
+from lockstep.version import __version__
 
 project = "Lockstep"
 author = "the Lockstep authors"

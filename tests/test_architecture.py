@@ -21,13 +21,14 @@ ALLOWED = {
     "process_identity": set(),
     "seed": set(),
     "strict_json": set(),
+    "version": set(),
     "run_files": {"errors"},
     "failures": set(),
     "world": {"errors", "failures", "process_identity"},
     "comm": {"errors", "faults", "process_identity", "world"},
     "data": {"errors", "run_files", "seed", "world"},
     "ddp": {"errors", "faults", "process_identity", "world", "comm"},
-    "checkpoint": {"errors", "run_files", "faults", "process_identity", "strict_json"},
+    "checkpoint": {"errors", "run_files", "faults", "process_identity", "strict_json", "version"},
     "control": {"errors", "strict_json"},
     "launcher": {"errors", "failures", "control", "process_identity", "world"},
     "elastic": {"errors", "failures", "control", "launcher", "process_identity"},
@@ -41,17 +42,17 @@ ALLOWED = {
         *{"errors", "faults", "run_files", "seed", "failures", "world", "comm", "data", "ddp", "checkpoint"},
         *{"launcher", "elastic", "trace", "step", "recovery"},
     },
-    "report": {"errors"},
+    "report": {"errors", "version"},
     "bench": {
         *{"errors", "process_identity", "seed", "world", "comm", "data", "ddp", "trace", "step", "train", "report"},
         "hooks",
     },
-    "doctor": {"errors", "launcher", "world"},
-    "plan": {"errors", "bench", "checkpoint", "comm", "doctor", "launcher", "report"},
+    "doctor": {"errors", "launcher", "world", "version"},
+    "plan": {"errors", "bench", "checkpoint", "comm", "doctor", "launcher", "report", "version"},
     "submit": {"control", "launcher"},
     "notebook": {"errors", "world", "launcher", "train"},
     "demo": {"errors", "launcher", "report"},
-    "cli": {"errors", "checkpoint", "control", "data", "failures", "launcher", "report"},
+    "cli": {"errors", "checkpoint", "control", "data", "failures", "launcher", "report", "version"},
     "__main__": {"cli"},
     "hooks": {"comm", "seed"},
 }
@@ -195,7 +196,11 @@ def modules_imported_by(path: Path) -> set[str]:
     return found & set(MODULES)
 
 
-MODULES = {"lockstep." + name_of(path).removesuffix(".py").replace("/", "."): path for path in FILES}
+def module_of(path: Path) -> str:
+    return ("lockstep." + name_of(path).removesuffix(".py").replace("/", ".")).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def test_there_are_no_import_cycles() -> None:

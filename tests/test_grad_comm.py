@@ -247,7 +247,7 @@ LOW_RANK = {
 
 def train_low_rank(rank: int, size: int, backend: str, store: str, names: list[str]) -> dict[str, tuple[str, float]]:
     use(backend, store, rank, size)
-    options = {"grad_comm": "powersgd", "powersgd_rank": 1}
+    options = {"grad_comm": "powersgd", "powersgd_rank": 1, "compare_loss": False}
     return {name: train(LOW_RANK[name][0], epochs=3, **options | LOW_RANK[name][1]) for name in names}
 
 
@@ -280,7 +280,9 @@ def gradients_of_fixed_weights(rank: int, size: int, powersgd_rank: int) -> tupl
     """How far the mean of all gradients is from the gradient, over 40 steps and over 160; weights do not change."""
     x = torch.randn(24, 40, generator=torch.Generator().manual_seed(3))
     distances, total, count = [], torch.zeros(30, 40), 0
-    with lockstep.Run(seed=1, progress=False, grad_comm="powersgd", powersgd_rank=powersgd_rank) as run:
+    with lockstep.Run(
+        seed=1, progress=False, grad_comm="powersgd", powersgd_rank=powersgd_rank, compare_loss=False
+    ) as run:
         model = run.replicate(nn.Linear(40, 30))
         batches = run.batches(TensorDataset(x), global_batch_size=24, shards=4, epochs=168)
         for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.0)):
@@ -320,7 +322,7 @@ def reference_powersgd(gradients: list[Tensor], projection: Tensor) -> list[Tens
 def test_it_is_powersgd() -> None:
     x = torch.randn(76, 40, generator=torch.Generator().manual_seed(3))  # the last batch of an epoch has 4 samples
     exact, sent = list[Tensor](), list[Tensor]()
-    with lockstep.Run(seed=5, progress=False, grad_comm="powersgd", powersgd_rank=2) as run:
+    with lockstep.Run(seed=5, progress=False, grad_comm="powersgd", powersgd_rank=2, compare_loss=False) as run:
         model = run.replicate(nn.Linear(40, 30))
         batches = run.batches(TensorDataset(x), global_batch_size=24, shards=4, epochs=5)
         for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.0)):
@@ -339,8 +341,9 @@ def test_it_is_powersgd() -> None:
 
 def skip_with_residuals(rank: int, size: int) -> tuple[list[int], bool, str]:
     """A step whose gradients are not finite leaves the residuals as they are."""
-    x, skipped = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)), []
-    with lockstep.Run(seed=1, progress=False, grad_comm="powersgd", powersgd_rank=1, on_nonfinite="skip") as run:
+    x, skipped = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)), list[int]()
+    options = {"grad_comm": "powersgd", "powersgd_rank": 1, "compare_loss": False, "on_nonfinite": "skip"}
+    with lockstep.Run(seed=1, progress=False, **options) as run:
         model = run.replicate(mlp())
         batches = run.batches(TensorDataset(x), global_batch_size=16, shards=4, epochs=4)
         for batch in run.train(batches, sgd(model.parameters())):
@@ -359,11 +362,9 @@ def test_residuals_of_a_skipped_step() -> None:
 
 def resume_low_rank(rank: int, size: int, folder: str, stops: list[int], **options: Any) -> tuple[str, float]:
     use("gloo", "", rank, size)
+    options |= {"grad_comm": "powersgd", "powersgd_rank": 1, "compare_loss": False, "save_every": 5}
     for stop in stops:
-        found = train(
-            Program(mlp, adamw, options={"grad_comm": "powersgd", "powersgd_rank": 1, "save_every": 5}),
-            steps=stop, directory=Path(folder), epochs=6, **options
-        )  # fmt: skip
+        found = train(Program(mlp, adamw, options=options), steps=stop, directory=Path(folder), epochs=6)
         Path(folder, "stopped").unlink(missing_ok=True)
     return found
 
@@ -494,13 +495,13 @@ def test_the_first_steps_are_not_compressed_and_the_kinds_take_turns() -> None:
 def test_what_is_chosen(fp32: float, int8: float, int4: float, error: float, want: str) -> None:
     times = {GradComm.FP32: fp32, GradComm.INT8: int8, GradComm.INT4: int4}
     errors = {GradComm.FP32: 0.0, GradComm.INT8: 0.02, GradComm.INT4: error}
-    assert grad_comm_tuner.choose(times, errors) is GradComm(want)
+    assert grad_comm_tuner.choose(times, errors, grad_comm_tuner.KINDS) is GradComm(want)
 
 
 def train_auto(rank: int, size: int, backend: str, folder: str, steps: int | None, choice: str) -> tuple[str, str]:
     """Train for 60 steps with a choice that does not depend on the times."""
     use(backend, f"{folder}/store-{backend}-{size}", rank, size)
-    grad_comm_tuner.choose = lambda times, errors: GradComm(choice)
+    grad_comm_tuner.choose = lambda times, errors, kinds: GradComm(choice)
     x = torch.randn(480, 16, generator=torch.Generator().manual_seed(1))
     data, chosen = TensorDataset(x, x[:, :10].argmax(1)), ""
     with lockstep.Run(f"{folder}/run", seed=1, progress=False, grad_comm="auto", save_every=7) as run:

@@ -240,8 +240,8 @@ def test_bytes_on_the_wire() -> None:
     assert wire_bytes(400.0, config(8, hosts=4, backend="nccl")) == 2 * 400 * 8 * 24 / 32  # all to all workers
     assert wire_bytes(600.0, config(6, hosts=2, backend="hierarchy")) == 2 * 600 * 6 * 6 / 12  # not a power of two
     # A byte for each of a quarter of the bytes, there and back for half of them, and the scales.
-    assert wire_bytes(4 * 128.0, replace(two, grad_comm="int8")) == pytest.approx(128 + 2)
-    assert wire_bytes(4 * 128.0, replace(two, grad_comm="int8", shards=4)) == pytest.approx(128 * 17 / 16 + 2)
+    assert wire_bytes(4 * 128.0, replace(two, grad_comm="int8")) == pytest.approx(128 + 4)
+    assert wire_bytes(4 * 128.0, replace(two, grad_comm="int8", shards=4)) == pytest.approx(128 * 17 / 16 + 4)
 
 
 def test_sums_that_were_not_measured_are_not_free() -> None:

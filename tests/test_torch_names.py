@@ -19,9 +19,9 @@ from lockstep import _torch
 from on_workers import on_workers
 
 SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
-# Registered while torch.distributed is being imported, so it can import nothing that needs all of it.
-EXCEPTIONS = {"_torch.py", "comm/register_backends.py"}
-# Members of documented objects whose names begin with an underscore because torch's own code calls them so on ours.
+EXCEPTIONS = {"_torch.py"}
+# Imported under other names in some files.
+TORCH = ("torch", "dist", "c10d", "TorchDDP")
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if str(path.relative_to(SOURCE)) not in EXCEPTIONS]
 
 
@@ -33,9 +33,13 @@ def private_names(path: Path) -> list[str]:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            of, name = node.args[0], node.args[1]
+            if ast.unparse(of).split(".")[0] in TORCH and isinstance(name, ast.Constant):
+                found.append(f"{ast.unparse(of)}.{name.value}")
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            if name.split(".")[0] in ("torch", "dist") and name.replace(".", "").replace("_", "").isalnum():
+            if name.split(".")[0] in TORCH and name.replace(".", "").replace("_", "").isalnum():
                 found.append(name)
     parts = {name: name.split(".") for name in found}
     return [name for name in found if any(p.startswith("_") and not p.startswith("__") for p in parts[name])]
@@ -47,9 +51,9 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 
 def test_the_search_finds_them(tmp_path: Path) -> None:
     imports = "import torch._dynamo\nfrom torch._C import x\nfrom torch.utils import _pytree\n"
-    text = imports + "torch._foreach_add_(a)\ntorch.add(a)\n"
+    text = imports + "torch._foreach_add_(a)\ntorch.add(a)\nTorchDDP._x = 1\ngetattr(dist, '_y', None)\n"
     (tmp_path / "one.py").write_text(text)
-    assert len(private_names(tmp_path / "one.py")) == 4
+    assert len(private_names(tmp_path / "one.py")) == 6
 
 
 def test_every_name_is_there() -> None:

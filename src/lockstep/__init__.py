@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import terminal_log
 from lockstep.comm.register_backends import register_backends
+from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep import hooks as hooks
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from lockstep.train.optim import LAMB, LARS
     from lockstep.train.run import Run
     from lockstep.world.world import World, init
-
-__version__ = "0.1.0"
 
 _NAMES = {
     "data.reader": ["DataError"],

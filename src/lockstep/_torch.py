@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import torch
@@ -49,6 +49,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.utils import _alloc_storage, _cast_forward_inputs, _free_storage, _to_kwargs
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 # Tensors inside nested batches, found as torch's own FSDP finds them.
@@ -58,6 +59,29 @@ from torch.utils.data._utils import worker as _worker
 
 # The group and the store of a program that called init_process_group itself.
 get_default_group: Final = _get_default_group
+
+
+@contextmanager
+def running_wrapper(wrapper: Any) -> Iterator[None]:
+    """Tell TorchDynamo which wrapper is running; it then splits its graphs at the ends of buckets."""
+    before = TorchDDP._active_ddp_module
+    TorchDDP._active_ddp_module = wrapper
+    try:
+        yield
+    finally:
+        TorchDDP._active_ddp_module = before
+
+
+def wrap_sync_batchnorm_check(wrap: Callable[[Any], Any]) -> None:
+    """Replace what torch's DDP does with the SyncBatchNorm layers of a module by `wrap` of it.
+
+    It refuses every subclass on a CPU, also one that works there.
+    """
+    TorchDDP._passing_sync_batchnorm_handle = wrap(  # type: ignore[method-assign]
+        TorchDDP._passing_sync_batchnorm_handle
+    )
+
+
 get_default_store: Final = _get_default_store
 # A group that was formed with a short timeout trains with a long one.
 set_group_timeout: Final = _set_pg_timeout

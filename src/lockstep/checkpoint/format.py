@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import __version__
 from lockstep.checkpoint import file_io, manifest, state_files
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest, verify
 from lockstep.checkpoint.state_files import TensorEntry, TensorSpec, make_header
 from lockstep.errors import CheckpointError
+from lockstep.version import __version__
 
 # torch dtype -> its name in the safetensors format
 DTYPES = {

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep import __version__
 from lockstep.cli import run
 from lockstep.errors import LockstepError
 from lockstep.launcher import scale_request
+from lockstep.version import __version__
 
 _EPILOG = """\
 commands:

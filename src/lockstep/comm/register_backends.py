@@ -84,7 +84,9 @@ def _register() -> None:
     def monitored_barrier(
         group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        own: Any = c10d._get_default_group() if group is None else group
+        from lockstep import _torch  # only now is torch.distributed complete
+
+        own: Any = _torch.get_default_group() if group is None else group
         if not is_lockstep_group(own):
             original(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
         else:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from lockstep import _torch
 from lockstep._torch import BatchNormBase
 from lockstep.comm.tree_order import tree_rounds
 
@@ -285,15 +285,11 @@ def needs_gpu(module: nn.Module) -> bool:
 
 def _allow_in_torch_ddp() -> None:
     """Make torch's wrapper accept our SyncBatchNorm on a CPU; it rejects every subclass of torch's."""
-    refuse = getattr(TorchDDP, "_passing_sync_batchnorm_handle", None)
-    if refuse is None:
-        return
 
-    def refuse_torch_only(self: Any, module: nn.Module) -> None:
-        if needs_gpu(module):
-            refuse(self, module)
+    def refuse_torch_only(refuse: Any) -> Any:
+        return lambda wrapper, module: refuse(wrapper, module) if needs_gpu(module) else None
 
-    TorchDDP._passing_sync_batchnorm_handle = refuse_torch_only  # type: ignore[method-assign]
+    _torch.wrap_sync_batchnorm_check(refuse_torch_only)
 
 
 _allow_in_torch_ddp()

@@ -243,13 +243,8 @@ class DistributedDataParallel(TorchInterface):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # TorchDynamo reads from torch's class which wrapper is running, to split its graphs at the ends of buckets.
-        before = TorchDDP._active_ddp_module
-        TorchDDP._active_ddp_module = self
-        try:
+        with _torch.running_wrapper(self):
             return self.module(*inputs, **kwargs)
-        finally:
-            TorchDDP._active_ddp_module = before
 
     def _post_forward(self, output: Any) -> Any:
         if self._delay_all_reduce_all_params:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep import __version__
 from lockstep.errors import WorldError
 from lockstep.launcher.job import count_cores, count_gpus
 from lockstep.settings import Settings
+from lockstep.version import __version__
 from lockstep.world.environment import RankAssignment, detect
 
 TORCH_WITHIN_S: Final = 120.0

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
-from lockstep import __version__
 from lockstep.errors import LockstepError
 from lockstep.plan.batch_size import BatchForecast, advise, samples_at, steps_at
 from lockstep.plan.configuration import FP32, Configuration
@@ -21,6 +20,7 @@ from lockstep.plan.links import PRESETS, Link
 from lockstep.plan.memory import MemoryForecast, fit_memory
 from lockstep.plan.profile import MIB, ProgramProfile
 from lockstep.plan.step_time import StepForecast, StepModel
+from lockstep.version import __version__
 
 LEAST_EFFICIENCY: Final = 0.5  # share of linear scaling that a recommended configuration has, if one has
 MOST_CONFIGURATIONS: Final = 20_000

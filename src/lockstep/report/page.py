@@ -23,7 +23,6 @@ from enum import Enum
 from importlib.resources import files
 from typing import Any, Final
 
-from lockstep import __version__
 from lockstep.report.generations import (
     TimelineExcerpt,
     TraceGeneration,
@@ -35,6 +34,7 @@ from lockstep.report.generations import (
 )
 from lockstep.report.summary import RunSummary, Status
 from lockstep.report.trace_reader import TRACKS, DetailedStep, Trace, TraceSpan
+from lockstep.version import __version__
 
 MOST_SPANS: Final = 12_000  # in the page; trace.json has all
 MOST_TRACE_BYTES: Final = 300_000  # compressed

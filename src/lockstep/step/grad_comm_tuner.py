@@ -119,6 +119,12 @@ class GradCommTuner:
             self.current = trial_kind(step) if self.chosen is None else self.chosen
         return told
 
+    def describe_start(self) -> str:
+        """Return from which step on a kind that was asked for is used."""
+        if self._candidate is not None:
+            return f"from step {COMPARISON + 1} on, if the loss does not suffer"
+        return f"from step {WARM_UP} on" if self.chosen is GradComm.POWERSGD else "no longer: the loss suffered"
+
     def candidate(self, number: int) -> GradComm | None:
         """Return the kind that is to be compared before step `number`, None if none is."""
         return self._candidate if self.is_auto or number >= COMPARISON else None

@@ -37,6 +37,7 @@ STEPS: Final = 32
 COUNTED: Final = 16  # the last of them
 FIRST: Final = 4  # so many losses at the beginning are those from which the loss falls
 LEAST_FALL: Final = 0.02  # of the loss: one that falls less is taken to fall so much, or chance would decide
+SMALLEST_FALL: Final = 1e-12
 LARGEST_HARM: Final = 0.03
 
 
@@ -58,7 +59,8 @@ class LossComparison:
     @property
     def harm(self) -> float:
         """By how much the loss falls less with compression, as a share of what it falls without."""
-        return (self.compressed - self.without) / max(self.before - self.without, LEAST_FALL * abs(self.without))
+        fall = max(self.before - self.without, LEAST_FALL * abs(self.without), SMALLEST_FALL)
+        return (self.compressed - self.without) / fall
 
     def describe(self, kind: str) -> str:
         """Return the losses and what they mean, for users."""
@@ -68,7 +70,7 @@ class LossComparison:
         return f'{STEPS} steps were tried: {losses} grad_comm="{kind}" ({share})'
 
     def to_json(self) -> list[float | None]:
-        return [None if math.isnan(loss) else loss for loss in (self.before, self.without, self.compressed)]
+        return [loss if math.isfinite(loss) else None for loss in (self.before, self.without, self.compressed)]
 
     @staticmethod
     def from_json(plain: Sequence[float | None]) -> LossComparison:
@@ -92,7 +94,7 @@ def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str
 def undone(plan: TrainingPlan) -> Iterator[None]:
     """Undo, at the end of this context, what steps inside of it change."""
     optimizer, scale = plan.optimizer, plan.loss_scale.state()
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     # `load_state_dict` would convert a state in float32 to the dtype of its parameter.
     mappings: list[Any] = [optimizer.state[parameter] for parameter in optimizer.state]
     mappings += [module._buffers for module in plan.model.modules()]
@@ -111,6 +113,7 @@ def undone(plan: TrainingPlan) -> Iterator[None]:
         for parameter in set(optimizer.state) - before:
             del optimizer.state[parameter]
         for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
             group.update(options)
         plan.loss_scale.restore(scale)
         if plan.residuals is not None:

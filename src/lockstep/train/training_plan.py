@@ -410,6 +410,7 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
         rank = config.options.powersgd_rank
         count = sum(is_compressed(leaf.parameter, rank) for leaf in plan.leaves)
         how += f", PowerSGD of rank {rank} for {count} of {len(plan.leaves)} parameters (the others are too small)"
+        how += f" {plan.tuner.describe_start()}"
     if config.exact and world.device.type == "cpu":
         threads = config.options.threads
         how += f", {threads} thread{'s' if threads > 1 else ''} each"

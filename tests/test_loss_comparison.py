@@ -1,0 +1,176 @@
+"""Losses with and without compression are compared before it is used (train/loss_comparison.py): the steps are undone,
+all workers draw the same conclusion, and a run that is resumed keeps to it."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.step import grad_comm_tuner
+from lockstep.step.precision import LossScale
+from lockstep.step.run_options import GradComm
+from lockstep.train import loss_comparison
+from lockstep.train.loss_comparison import LossComparison, undone
+from on_workers import on_workers
+from runs import PROGRAMS, Program, adamw, mlp, train, use
+
+CNN = PROGRAMS["cnn with batch norm"]
+BY_RANK = {"grad_comm": "powersgd", "powersgd_rank": 1}
+STEPS_IN_ALL = 24
+
+
+def steps_of_a_short_comparison() -> None:
+    """Compare after a few steps, so that runs can be short."""
+    grad_comm_tuner.COMPARISON, loss_comparison.STEPS, loss_comparison.COUNTED = 10, 6, 3
+
+
+def train_compared(rank: int, size: int, backend: str, store: str, limit: float, name: str) -> tuple[str, float]:
+    use(backend, store, rank, size)
+    steps_of_a_short_comparison()
+    loss_comparison.LARGEST_HARM = limit
+    return train({"cnn": CNN, "mlp": Program(mlp, adamw)}[name], steps=STEPS_IN_ALL, epochs=9, **BY_RANK)
+
+
+@pytest.mark.parametrize("name", ["cnn", pytest.param("mlp", marks=pytest.mark.slow)])
+def test_all_workers_draw_the_same_conclusion_and_the_steps_are_undone(tmp_path: Path, name: str) -> None:
+    """With buffers and a state of the optimiser. Without a harm that is accepted the run is one without compression."""
+    program = {"cnn": CNN, "mlp": Program(mlp, adamw)}[name]
+    plain = train(program, steps=STEPS_IN_ALL, epochs=9)
+    for limit in (-math.inf, math.inf):
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        found = on_workers(train_compared, 1, "gloo", str(folder / "one"), limit, name)
+        found += on_workers(train_compared, 3, "shm", str(folder / "three"), limit, name)
+        assert len(set(found)) == 1
+        assert (found[0] == plain) == (limit < 0)
+
+
+def resume_compared(rank: int, size: int, folder: str, stop: int, limit: float) -> tuple[str, float]:
+    use("gloo", "", rank, size)
+    steps_of_a_short_comparison()
+    loss_comparison.LARGEST_HARM = limit
+    found = train(
+        Program(mlp, adamw, options=BY_RANK | {"save_every": 4}), steps=stop, directory=Path(folder), epochs=9
+    )
+    Path(folder, "stopped").unlink(missing_ok=True)
+    return found
+
+
+def test_a_run_that_is_resumed_keeps_to_its_conclusion(tmp_path: Path) -> None:
+    """It is stopped before the comparison and after it; then another one would come to another conclusion."""
+    (want,) = on_workers(resume_compared, 1, str(tmp_path / "whole"), STEPS_IN_ALL, math.inf)
+    for size, stop, limit in [(2, 6, -math.inf), (1, 15, math.inf), (3, STEPS_IN_ALL, -math.inf)]:
+        found = on_workers(resume_compared, size, str(tmp_path / "parts"), stop, limit)
+        assert set(found) == {found[0]}
+    assert found[0] == want
+
+
+def test_what_is_told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_comm_tuner, "COMPARISON", 10)
+    for limit, verdict, chosen in ((-math.inf, "too harmful", "fp32"), (math.inf, "harmless", "powersgd")):
+        monkeypatch.setattr(loss_comparison, "LARGEST_HARM", limit)
+        train(Program(mlp, adamw), steps=13, epochs=9, progress=True, **BY_RANK)
+        told = re.sub(r"\b\d+(\.\d+)?", "N", capfd.readouterr().err)
+        assert 'N steps were tried: the loss fell from N to N without and to N with grad_comm="powersgd"' in told
+        assert f'{verdict}); grad_comm "{chosen}" from step N on' in told
+
+
+class OddOptimizer(torch.optim.Optimizer):
+    """Has a state in float32 for weights in bfloat16, a list, and a new entry in its second step."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "exact" in state:
+                    state["second"] = torch.ones(1)
+                state.setdefault("exact", parameter.detach().float().clone()).add_(0.001)
+                state.setdefault("seen", []).append(float(state["exact"].sum()))
+                parameter.data.copy_(state["exact"])
+
+
+class Growing(nn.Module):
+    """Has a buffer that is replaced by a larger one, and one that is registered later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.table = nn.Parameter(torch.ones(3).bfloat16()), None
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.zeros(len(self.seen) + 1)
+        self.register_buffer(f"late{len(self.seen)}", torch.ones(1))
+        return self.norm(x) * self.weight.float()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, scale: LossScale) -> str:
+    entries = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return str([list(model.state_dict().items()), entries, groups, scale.state()])
+
+
+def test_everything_is_as_it_was() -> None:
+    model, scale = Growing(), LossScale(8.0, grows_after=2)
+    optimizer = OddOptimizer([model.weight], {"lr": 0.1})
+    plan: Any = SimpleNamespace(model=model, optimizer=optimizer, loss_scale=scale, residuals=None)
+
+    def step() -> None:
+        model(torch.randn(4, 3))
+        optimizer.step()
+        scale.update(finite=False)
+
+    for _ in range(2):  # once without a state of the optimiser
+        before, buffer, exact = state_of(model, optimizer, scale), model.seen, optimizer.state.get(model.weight, {})
+        with undone(plan):
+            step()
+            step()
+            assert state_of(model, optimizer, scale) != before
+        assert state_of(model, optimizer, scale) == before
+        assert model.seen is buffer
+        assert optimizer.state.get(model.weight, {}).get("exact") is exact.get("exact")
+        step()
+
+
+@pytest.mark.parametrize(
+    ("without", "compressed", "harm"),
+    [
+        ([4.0] * 16 + [2.0] * 16, [4.0] * 16 + [2.1] * 16, 0.05),
+        ([4.0] * 16 + [2.0] * 16, [4.0] * 16 + [1.9] * 16, -0.05),
+        ([2.0] * 32, [2.0] * 16 + [2.02] * 16, 0.5),  # it does not fall: by chance it might
+        ([3.0] * 16 + [2.0] * 16, [3.0] * 7, math.nan),  # not finite after seven steps
+        ([], [], math.nan),
+        ([0.0] * 32, [0.0] * 32, 0.0),
+    ],
+)
+def test_harm(without: list[float], compressed: list[float], harm: float) -> None:
+    found = LossComparison.of(without, compressed)
+    assert found.harm == pytest.approx(harm, nan_ok=True)
+    assert found.is_harmless == (harm <= 0.03)
+    assert str(LossComparison.from_json(found.to_json())) == str(found)
+
+
+def test_auto_compares_what_is_fastest_and_takes_the_next_best() -> None:
+    for is_harmless, want in ((True, GradComm.INT4), (False, GradComm.INT8)):
+        tuner = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
+        tuner._began = 0
+        tuner._times = {GradComm.FP32: [3.0], GradComm.INT8: [2.0], GradComm.INT4: [1.0]}
+        step = grad_comm_tuner.DECISION
+        assert "if the loss does not suffer" in str(tuner.prepare(step, lambda mine: mine))
+        assert tuner.current is GradComm.FP32
+        assert tuner.candidate(step) is GradComm.INT4
+        resumed = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
+        resumed.restore(tuner.state())
+        for one in (tuner, resumed):
+            assert one.conclude(GradComm.INT4, is_harmless=is_harmless) is want
+            one.prepare(step + 1, lambda mine: mine)
+            assert one.current is want
+            assert one.candidate(step + 1) is None
