@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,26 @@ def test_a_run_that_is_resumed_keeps_to_its_conclusion(tmp_path: Path) -> None:
         found = on_workers(resume_compared, size, str(tmp_path / "parts"), stop, limit)
         assert set(found) == {found[0]}
     assert found[0] == want
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_loss_comparison import resume_compared
+print("digest", resume_compared(0, 1, "run", int(sys.argv[1]), float("inf"))[0])
+"""
+
+
+def test_an_elastic_run_that_starts_again_sends_its_first_gradients_in_the_same_way(tmp_path: Path) -> None:
+    """Its workers prepare steps before they read the checkpoint, which says that gradients are compressed."""
+    (want,) = on_workers(resume_compared, 1, str(tmp_path / "whole"), STEPS_IN_ALL, math.inf)
+    (tmp_path / "program.py").write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
+    for stop in (15, STEPS_IN_ALL):
+        command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--min", "1", "program.py", str(stop)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert set(re.findall(r"digest (\w+)", done.stdout)) == {want[0]}
 
 
 def test_what_is_told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +192,12 @@ def test_auto_compares_what_is_fastest_and_takes_the_next_best() -> None:
         resumed = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
         resumed.restore(tuner.state())
         for one in (tuner, resumed):
-            assert one.conclude(GradComm.INT4, is_harmless=is_harmless) is want
+            assert one.conclude(GradComm.INT4, step, is_harmless=is_harmless) is want
+            late = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
+            late.restore(one.state())  # a worker that joins in the step in which the others have compared
+            late.prepare(step, lambda mine: mine)
+            assert late.current is GradComm.FP32
+            assert late.candidate(step) is GradComm.INT4
             one.prepare(step + 1, lambda mine: mine)
             assert one.current is want
             assert one.candidate(step + 1) is None

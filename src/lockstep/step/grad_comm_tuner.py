@@ -56,6 +56,7 @@ class GradCommTuner:
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
         waits = compares and asked is GradComm.POWERSGD
         self._candidate: GradComm | None = asked if waits else None  # to be used after a comparison
+        self._compared: tuple[GradComm, int] | None = None  # what was compared, and before which step
         self.chosen: GradComm | None = None if self.is_auto or waits else asked
         self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
@@ -71,7 +72,8 @@ class GradCommTuner:
         if not self.is_auto and not self._compares:
             return None
         values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
-        return {"began": self._began} | dict(zip(("chosen", "candidate", "next_best"), values, strict=True))
+        found = {"began": self._began} | dict(zip(("chosen", "candidate", "next_best"), values, strict=True))
+        return found | {"compared": None if self._compared is None else [self._compared[0].value, self._compared[1]]}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue a trial, or with what was chosen. A kind that the program has asked for is not changed by it.
@@ -81,12 +83,12 @@ class GradCommTuner:
         if state is None or not (self.is_auto or self._compares):
             self._began = None
             return
-        self._began = state["began"]
-        if state["candidate"] is not None:
-            self._candidate, self._next_best = GradComm(state["candidate"]), GradComm(state["next_best"])
-        if state["chosen"] is not None:
-            self.chosen = self.current = GradComm(state["chosen"])
-            self._candidate = None
+        self._began, self._next_best = state["began"], GradComm(state["next_best"])
+        self.chosen, self._candidate = (
+            None if state[name] is None else GradComm(state[name]) for name in ("chosen", "candidate")
+        )
+        self._compared = None if state["compared"] is None else (GradComm(state["compared"][0]), state["compared"][1])
+        self.current = GradComm.FP32 if self.chosen is None else self.chosen
 
     def measure_errors(self) -> RoundingErrors | None:
         """Return to what the errors by rounding in the next step are to be added; None: no trial is running."""
@@ -100,8 +102,9 @@ class GradCommTuner:
         agree  a collective call that returns the largest of each number over all workers
         """
         if not self.is_auto:
-            is_early = self.chosen is None or (self.chosen is GradComm.POWERSGD and number < WARM_UP)
+            is_early = self.chosen is GradComm.POWERSGD and number < WARM_UP
             self.current = GradComm.FP32 if is_early or self.chosen is None else self.chosen
+            self._wait_until_compared(number)
             return None
         if self._began is None:
             self._began = number
@@ -113,11 +116,17 @@ class GradCommTuner:
             told = self._decide(number, agree)
         elif step == REVIEW and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
-        if self._candidate is not None:
-            self.current = GradComm.FP32
-        else:
-            self.current = trial_kind(step) if self.chosen is None else self.chosen
+        self.current = trial_kind(step) if self.chosen is None else self.chosen
+        self._wait_until_compared(number)
         return told
+
+    def _wait_until_compared(self, number: int) -> None:
+        """Send step `number` without compression if losses are compared before it, or later.
+
+        A worker that joins in this step has the state of one that has compared them already.
+        """
+        if self._candidate is not None or (self._compared is not None and number <= self._compared[1]):
+            self.current = GradComm.FP32
 
     def describe_start(self) -> str:
         """Return from which step on a kind that was asked for is used."""
@@ -127,15 +136,19 @@ class GradCommTuner:
 
     def candidate(self, number: int) -> GradComm | None:
         """Return the kind that is to be compared before step `number`, None if none is."""
+        if self._compared is not None and self._compared[1] == number:
+            return self._compared[0]  # by the other workers; this one takes over the result
         return self._candidate if self.is_auto or number >= COMPARISON else None
 
-    def conclude(self, kind: GradComm, *, is_harmless: bool) -> GradComm:
-        """Choose this kind after a comparison, from the next step on, or the next best. Returns what is chosen."""
-        if self._candidate is kind:  # not if the state of a worker that has concluded was restored meanwhile
-            self.chosen, self._candidate = kind if is_harmless else self._next_best, None
-            if not is_harmless:
-                self._expected_s = 0.0
-        assert self.chosen is not None
+    def conclude(self, kind: GradComm, number: int, *, is_harmless: bool) -> GradComm:
+        """Choose this kind after a comparison before step `number`, or the next best. Returns what is chosen.
+
+        It is used from the next step on.
+        """
+        self.chosen = kind if is_harmless else self._next_best
+        self._candidate, self._compared = None, (kind, number)
+        if not is_harmless:
+            self._expected_s = 0.0
         return self.chosen
 
     def _record(self, step: int) -> None:

@@ -51,6 +51,7 @@ class WorkerState:
         self.context: StepContext | None = None  # the one of the current or the last step
         self.applied_steps = -1  # of all optimisers; -1: there is no state yet
         self.is_applying = False  # a step is applied in part, and cannot be saved
+        self._grad_comm: GradComm | None = None  # of the contexts; a state that is restored may have another one
         self.assignments = 0  # how often the shards were assigned to workers
         self._left_s: float | None = None  # when the last generation ended, until the next one begins
 
@@ -170,6 +171,7 @@ class WorkerState:
 
     def _make_contexts(self, plan: TrainingPlan, balance: ShardBalance, last: LastUpdate) -> None:
         session, world = self._session, self._session.world
+        self._grad_comm = plan.tuner.current
         with session.step_stream.active():  # autograd remembers the stream of the first hook
             self.contexts = training_plan.assign_shards(
                 plan, self._config, world, session.group, session.observer, balance, last
@@ -189,7 +191,7 @@ class WorkerState:
         """
         context, session = self.context, self._session
         assert context is not None
-        change, sent_before = context.balance.reassign(), plan.tuner.current
+        change = context.balance.reassign()
         limit, slowness = session.settings.drop_slower_than, context.balance.slowness(session.world.rank)
         if limit is not None and slowness >= limit:
             session.calls.report_slowness(slowness)
@@ -198,7 +200,7 @@ class WorkerState:
             if text is not None:
                 session.trace_writer.event(kind, text=text)
                 session.announce(text)
-        if change is not None or plan.tuner.current is not sent_before:
+        if change is not None or plan.tuner.current is not self._grad_comm:
             self.drop_context(clears_gradients=False)
             self._make_contexts(plan, context.balance, context.last)
 
@@ -213,7 +215,7 @@ class WorkerState:
             encode=LossComparison.to_json,
             decode=LossComparison.from_json,
         )
-        chosen = plan.tuner.conclude(kind, is_harmless=found.is_harmless)
+        chosen = plan.tuner.conclude(kind, batch.number, is_harmless=found.is_harmless)
         text = f'{found.describe(kind.value)}; grad_comm "{chosen.value}" from step {batch.number + 1} on'
         session.trace_writer.event("grad_comm", text=text)
         session.announce(text)
