@@ -7,7 +7,7 @@ A CNN on noisy waves, a GPT on text from a random grammar, and an MLP on the lab
 wrong, are trained by `Run` with each value of `grad_comm`, and with the same seeds; what is compared is the loss on
 other data at the end. It holds if the mean over the seeds with compression lies between the smallest and the largest
 loss of the seeds without it. One worker trains each model: on several the bits would be the same.
-At present int4 on the GPT, and powersgd on the GPT and the CNN, do not hold (docs/compression.md).
+A run compares losses itself before it uses powersgd: for the GPT and the CNN it goes on without (docs/compression.md).
 Exit status: 0 when all of it holds; 1 when not; 2 for wrong arguments.
 """
 
