@@ -3,6 +3,7 @@ all workers draw the same conclusion, and a run that is resumed keeps to it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import subprocess
@@ -110,6 +111,8 @@ class OddOptimizer(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
+            group.setdefault("sum", torch.zeros(1)).add_(1.0)
+            self.state["calls"] = self.state.get("calls", 0) + 1
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if "exact" in state:
@@ -120,16 +123,20 @@ class OddOptimizer(torch.optim.Optimizer):
 
 
 class Growing(nn.Module):
-    """Has a buffer that is replaced by a larger one, and one that is registered later."""
+    """Has a buffer that is replaced by a larger one, one that is registered later, one that is deleted; a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.table = nn.Parameter(torch.ones(3).bfloat16()), None
         self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("old", torch.zeros(1))
         self.register_buffer("seen", torch.zeros(2))
+        self.length = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = torch.zeros(len(self.seen) + 1)
+        self.length += 1
+        self.seen = torch.zeros(self.length)
+        self._buffers.pop("old", None)
         self.register_buffer(f"late{len(self.seen)}", torch.ones(1))
         return self.norm(x) * self.weight.float()
 
@@ -137,7 +144,8 @@ class Growing(nn.Module):
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, scale: LossScale) -> str:
     entries = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return str([list(model.state_dict().items()), entries, groups, scale.state()])
+    others = optimizer.state.get("calls"), getattr(model, "length", None), list(model._buffers)
+    return str([list(model.state_dict().items()), entries, groups, scale.state(), others])
 
 
 def test_everything_is_as_it_was() -> None:
@@ -171,6 +179,7 @@ def test_everything_is_as_it_was() -> None:
         ([3.0] * 16 + [2.0] * 16, [3.0] * 7, math.nan),  # not finite after seven steps
         ([], [], math.nan),
         ([0.0] * 32, [0.0] * 32, 0.0),
+        ([math.inf] + [2.0] * 31, [2.0] * 32, math.nan),
     ],
 )
 def test_harm(without: list[float], compressed: list[float], harm: float) -> None:
@@ -178,6 +187,75 @@ def test_harm(without: list[float], compressed: list[float], harm: float) -> Non
     assert found.harm == pytest.approx(harm, nan_ok=True)
     assert found.is_harmless == (harm <= 0.03)
     assert str(LossComparison.from_json(found.to_json())) == str(found)
+
+
+class Overflows:
+    """A loss that is not finite in a step of a comparison, and never in one of the run itself."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    @property
+    def has_overflowed(self) -> bool:
+        return self._left <= 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        self._left -= 1
+        total = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return total * (math.inf if self._left == 0 else 1.0), len(batch[1])
+
+
+def test_a_step_that_is_not_finite_in_a_comparison_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the buffers of batch norm, which a failed step would restore to what they were in the branch."""
+    monkeypatch.setattr(grad_comm_tuner, "COMPARISON", 10)
+    monkeypatch.setattr(loss_comparison, "STEPS", 6)
+    monkeypatch.setattr(loss_comparison, "LARGEST_HARM", -math.inf)
+    plain = train(Program(CNN.build, CNN.optimizer, loss=Overflows(0)), steps=14, epochs=9)
+    for step in (
+        2,
+        8,
+    ):  # in the first and in the second branch, after ten steps of the run; else this would end the run
+        loss = Overflows((10 + step) * CNN.shards - 1)
+        assert train(Program(CNN.build, CNN.optimizer, loss=loss), steps=14, epochs=9, **BY_RANK) == plain
+        assert loss.has_overflowed
+
+
+def test_a_kind_that_the_program_asks_for_counts_when_it_resumes(tmp_path: Path) -> None:
+    options: list[dict[str, Any]] = [{"grad_comm": kind} for kind in ("int8", "fp32", "bf16")]
+    options += [BY_RANK, BY_RANK | {"compare_loss": False}, {"grad_comm": "auto"}]
+    for number, (first, second) in enumerate(itertools.permutations(options, 2)):
+        tuners = [
+            grad_comm_tuner.GradCommTuner(GradComm(one["grad_comm"]), compares=one.get("compare_loss", True))
+            for one in (first, second)
+        ]
+        tuners[0].prepare(3, lambda mine: mine)
+        if number % 2 and tuners[0].candidate(50) is not None:
+            tuners[0].conclude(GradComm.POWERSGD, 50, is_harmless=bool(number % 4))
+        fresh = grad_comm_tuner.GradCommTuner(GradComm(second["grad_comm"]), compares=second.get("compare_loss", True))
+        tuners[1].restore(tuners[0].state())
+        if first["grad_comm"] == second["grad_comm"]:  # with and without a comparison
+            continue
+        for step in (60, 61):
+            for tuner in (tuners[1], fresh):
+                tuner.prepare(step, lambda mine: mine)
+            assert (tuners[1].current, tuners[1].candidate(step)) == (fresh.current, fresh.candidate(step))
+
+
+def test_states_of_auto_from_before_there_was_a_comparison() -> None:
+    for chosen in (None, "int4"):
+        tuner = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
+        tuner.restore({"began": 3, "chosen": chosen})
+        assert tuner.chosen is (None if chosen is None else GradComm.INT4)
+
+
+def test_without_a_comparison_the_candidate_is_used() -> None:
+    """After a comparison has failed, such as for want of memory, the program starts with compare_loss=False."""
+    tuner, again = (grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=compares) for compares in (True, False))
+    tuner._began, tuner._candidate = 0, GradComm.INT4
+    again.restore(tuner.state())
+    again.prepare(60, lambda mine: mine)
+    assert again.current is GradComm.INT4
+    assert again.candidate(60) is None
 
 
 def test_auto_compares_what_is_fastest_and_takes_the_next_best() -> None:

@@ -61,6 +61,11 @@ from torch.utils.data._utils import worker as _worker
 get_default_group: Final = _get_default_group
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether functions are registered that are called before or after a step of this optimiser."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 @contextmanager
 def running_wrapper(wrapper: Any) -> Iterator[None]:
     """Tell TorchDynamo which wrapper is running; it then splits its graphs at the ends of buckets."""

@@ -99,7 +99,7 @@ def _round_sums(
     tl.store(shifts + block, ((power << 3) + eighths - 8).to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_section"])
 def _decode(
     packed, codes, shifts, factor, factor_at, out, per_section, stride,
     BITS: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,

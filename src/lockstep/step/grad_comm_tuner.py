@@ -52,9 +52,10 @@ class GradCommTuner:
 
     def __init__(self, asked: GradComm, *, compares: bool = False) -> None:
         """`compares`: a kind of COMPARED is used only after a comparison of losses."""
-        self.is_auto, self._compares = asked is GradComm.AUTO, compares
+        self._asked, self.is_auto = asked, asked is GradComm.AUTO
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
-        waits = compares and asked is GradComm.POWERSGD
+        self._compares = compares and asked in (GradComm.POWERSGD, GradComm.AUTO)
+        waits = self._compares and not self.is_auto
         self._candidate: GradComm | None = asked if waits else None  # to be used after a comparison
         self._compared: tuple[GradComm, int] | None = None  # what was compared, and before which step
         self.chosen: GradComm | None = None if self.is_auto or waits else asked
@@ -68,26 +69,29 @@ class GradCommTuner:
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
     def state(self) -> dict[str, Any] | None:
-        """When the trial began, and what was chosen, for a checkpoint; None: the program has chosen."""
+        """When a trial began, and what was chosen after it, for a checkpoint; None: the program has chosen."""
         if not self.is_auto and not self._compares:
             return None
         values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
-        found = {"began": self._began} | dict(zip(("chosen", "candidate", "next_best"), values, strict=True))
+        found = {"asked": self._asked.value, "began": self._began} | dict(
+            zip(("chosen", "candidate", "next_best"), values, strict=True)
+        )
         return found | {"compared": None if self._compared is None else [self._compared[0].value, self._compared[1]]}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue a trial, or with what was chosen. A kind that the program has asked for is not changed by it.
+        """Continue a trial, or with what was chosen after it.
 
-        state  None: that of a run without "auto", so that a trial begins with its next step
+        state  of a run with the same `grad_comm`; any other, or None, changes nothing: what the program asks for counts
         """
-        if state is None or not (self.is_auto or self._compares):
-            self._began = None
+        is_same = state is not None and state.get("asked", GradComm.AUTO.value) == self._asked.value
+        if state is None or not is_same or not (self.is_auto or self._compares):
             return
-        self._began, self._next_best = state["began"], GradComm(state["next_best"])
-        self.chosen, self._candidate = (
-            None if state[name] is None else GradComm(state[name]) for name in ("chosen", "candidate")
-        )
-        self._compared = None if state["compared"] is None else (GradComm(state["compared"][0]), state["compared"][1])
+        compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}
+        self._began, self._next_best = state["began"], GradComm(state.get("next_best") or GradComm.FP32.value)
+        self.chosen, self._candidate = (None if kind is None else GradComm(kind) for kind in named.values())
+        self._compared = None if compared is None else (GradComm(compared[0]), compared[1])
+        if not self._compares and self._candidate is not None:  # the program no longer wants a comparison
+            self.chosen, self._candidate = self._candidate, None
         self.current = GradComm.FP32 if self.chosen is None else self.chosen
 
     def measure_errors(self) -> RoundingErrors | None:
@@ -136,6 +140,8 @@ class GradCommTuner:
 
     def candidate(self, number: int) -> GradComm | None:
         """Return the kind that is to be compared before step `number`, None if none is."""
+        if not self._compares:
+            return None
         if self._compared is not None and self._compared[1] == number:
             return self._compared[0]  # by the other workers; this one takes over the result
         return self._candidate if self.is_auto or number >= COMPARISON else None

@@ -26,7 +26,7 @@ from lockstep.step.audit import AuditSchedule
 from lockstep.step.run_options import GradComm
 from lockstep.step.shard_balance import ShardBalance
 from lockstep.step.step import drop_update
-from lockstep.step.step_types import LastUpdate, Loss, StepContext, TrainingPlan
+from lockstep.step.step_types import LastUpdate, Loss, StepContext, StepRequests, TrainingPlan
 from lockstep.train import sharded_training, training_plan
 from lockstep.train.loss_comparison import LossComparison, losses_of_steps, undone
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
@@ -212,19 +212,28 @@ class WorkerState:
         found = session.calls.make(
             "the comparison of losses",
             lambda: self._try_steps(plan, loss, kind, Position(batch.epoch, batch.step, batch.number)),
-            encode=LossComparison.to_json,
-            decode=LossComparison.from_json,
+            encode=lambda one: None if one is None else one.to_json(),
+            decode=lambda plain: None if plain is None else LossComparison.from_json(plain),
         )
+        if found is None:  # a worker has asked to stop; the next start compares
+            return
         chosen = plan.tuner.conclude(kind, batch.number, is_harmless=found.is_harmless)
         text = f'{found.describe(kind.value)}; grad_comm "{chosen.value}" from step {batch.number + 1} on'
         session.trace_writer.event("grad_comm", text=text)
         session.announce(text)
 
-    def _try_steps(self, plan: TrainingPlan, loss: Loss, kind: GradComm, here: Position) -> LossComparison:
+    def _try_steps(self, plan: TrainingPlan, loss: Loss, kind: GradComm, here: Position) -> LossComparison | None:
         """Take the same steps without compression and with gradients sent as `kind`, and undo them.
 
         here  of the batch with which they begin
+
+        Returns None if a worker has asked to stop meanwhile.
         """
+        session = self._session
+
+        def requests() -> StepRequests:
+            return StepRequests(session.stops.asked, check_left=session.calls.check_left)
+
         context, sent = self.context, plan.tuner.current
         assert context is not None
         drop_update(context)  # all workers have applied the step before, so no worker needs it any more
@@ -233,13 +242,16 @@ class WorkerState:
             for plan.tuner.current in (GradComm.FP32, kind):
                 self.drop_context(clears_gradients=True)
                 self._make_contexts(plan, balance, LastUpdate())
-                with self._session.step_stream.active(), undone(plan):
-                    losses.append(losses_of_steps(self.begin_step(0), plan.batches, loss, here))
+                with session.step_stream.active(), undone(plan):
+                    found = losses_of_steps(self.begin_step(0), plan.batches, loss, here, requests)
+                if found is None:
+                    break
+                losses.append(found)
         finally:
             plan.tuner.current = sent
         self.drop_context(clears_gradients=True)
         self._make_contexts(plan, balance, LastUpdate())
-        return LossComparison.of(*losses)
+        return LossComparison.of(*losses) if len(losses) == 2 else None
 
     def _agree_on_largest(self, mine: list[float]) -> list[float]:
         """Return the largest of all workers of each of these numbers; the same on all of them, also on newcomers."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -23,13 +23,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lockstep import _torch
 from lockstep.data.batches import Batches
 from lockstep.data.sample_order import Position
 from lockstep.errors import NonFiniteError
+from lockstep.step.buffer_snapshot import Owner
 from lockstep.step.run_options import RunOptions
 from lockstep.step.step import take_step
 from lockstep.step.step_check import DeferredNormCheck
-from lockstep.step.step_types import Loss, StepContext, StepRequests, TrainingPlan
+from lockstep.step.step_types import Loss, StepContext, StepRequests, Stop, TrainingPlan
 from lockstep.trace.step_observer import NullObserver
 from lockstep.train.optimizer_set import OptimizerSet
 
@@ -54,7 +56,8 @@ class LossComparison:
         """Compare the losses of the steps of two branches."""
         branches = (without, compressed)
         ends = [statistics.fmean(losses[-COUNTED:]) if len(losses) == STEPS else math.nan for losses in branches]
-        return LossComparison(statistics.fmean(without[:FIRST] or [math.nan]), *ends)
+        means = (statistics.fmean(without[:FIRST] or [math.nan]), *ends)
+        return LossComparison(*(mean if math.isfinite(mean) else math.nan for mean in means))
 
     @property
     def harm(self) -> float:
@@ -70,7 +73,7 @@ class LossComparison:
         return f'{STEPS} steps were tried: {losses} grad_comm="{kind}" ({share})'
 
     def to_json(self) -> list[float | None]:
-        return [loss if math.isfinite(loss) else None for loss in (self.before, self.without, self.compressed)]
+        return [None if math.isnan(loss) else loss for loss in (self.before, self.without, self.compressed)]
 
     @staticmethod
     def from_json(plain: Sequence[float | None]) -> LossComparison:
@@ -87,48 +90,54 @@ def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str
         return "batches of a stream cannot be read twice"
     if isinstance(optimizer, OptimizerSet):
         return "the run has several optimizers"
+    if _torch.has_step_hooks(optimizer):
+        return "the optimizer has hooks, and what they do cannot be undone"
     return "the state of the optimizer is distributed" if options.shard_optimizer else None
 
 
 @contextmanager
 def undone(plan: TrainingPlan) -> Iterator[None]:
-    """Undo, at the end of this context, what steps inside of it change."""
+    """Undo, at the end of this context, what steps inside of it change. Copies are kept in the memory of the CPU."""
     optimizer, scale = plan.optimizer, plan.loss_scale.state()
-    groups = [dict(group) for group in optimizer.param_groups]
+    owners = [Owner(name, module) for name, module in plan.model.named_modules()]
     # `load_state_dict` would convert a state in float32 to the dtype of its parameter.
-    mappings: list[Any] = [optimizer.state[parameter] for parameter in optimizer.state]
-    mappings += [module._buffers for module in plan.model.modules()]
+    mappings: list[Any] = [*optimizer.param_groups, *(owner.module._buffers for owner in owners)]
+    mappings += [entry for entry in optimizer.state.values() if isinstance(entry, MutableMapping)]
     with torch.no_grad():
-        weights = [(parameter, parameter.clone()) for parameter in plan.model.parameters()]
-        saved = [{key: (mapping[key], copy_of(mapping[key])) for key in mapping.keys()} for mapping in mappings]  # noqa: SIM118  (scripted modules)
-    before = set(optimizer.state)
+        weights = [(parameter, copy_of(parameter)) for parameter in plan.model.parameters()]
+        saved = [entries_of(mapping) for mapping in [optimizer.state, *mappings]]
+    for owner in owners:
+        owner.capture_numbers()
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
-            for mapping, entries in zip(mappings, saved, strict=True):
+            for owner in owners:
+                owner.restore()
+            for mapping, entries in zip([optimizer.state, *mappings], saved, strict=True):
                 restore_entries(mapping, entries)
-        for parameter in set(optimizer.state) - before:
-            del optimizer.state[parameter]
-        for group, options in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(options)
+            for owner in owners:
+                owner.restore_order()
         plan.loss_scale.restore(scale)
         if plan.residuals is not None:
             plan.residuals.restore(None)
 
 
 def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def restore_entries(mapping: MutableMapping[str, Any], entries: Mapping[str, tuple[Any, Any]]) -> None:
-    """Make these the entries of a mapping. Tensors remain the same objects.
+def entries_of(mapping: MutableMapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    """Return each entry of a mapping and a copy of its value; of a mapping, or of parameters, there is no copy."""
+    found = {key: mapping[key] for key in mapping.keys()}  # noqa: SIM118  (the buffers of a scripted module)
+    is_whole = {key: key == "params" or isinstance(value, MutableMapping) for key, value in found.items()}
+    return {key: (value, value if is_whole[key] else copy_of(value)) for key, value in found.items()}
 
-    entries  what each of them was, and a copy of its value
-    """
+
+def restore_entries(mapping: MutableMapping[Any, Any], entries: Mapping[Any, tuple[Any, Any]]) -> None:
+    """Make these the entries of a mapping: see `entries_of`. Tensors remain the same objects."""
     for key in [key for key in mapping.keys() if key not in entries]:  # noqa: SIM118
         del mapping[key]
     for key, (value, copied) in entries.items():
@@ -139,17 +148,25 @@ def restore_entries(mapping: MutableMapping[str, Any], entries: Mapping[str, tup
             mapping[key] = copied
 
 
-def losses_of_steps(context: StepContext, batches: Batches, loss: Loss, here: Position) -> list[float]:
+def losses_of_steps(
+    context: StepContext, batches: Batches, loss: Loss, here: Position, requests: Callable[[], StepRequests]
+) -> list[float] | None:
     """Take STEPS steps from this position on, and return their losses; fewer if a gradient was not finite.
 
-    context  is used for these steps only
+    context   is used for these steps only
+    requests  returns what this worker asks of the others in a step
+
+    Returns None if a worker has asked to stop.
     """
     context.observer, context.norm_check = NullObserver(context.sum.device), DeferredNormCheck()
     context.keeps_update = False
     losses = list[float]()
     try:
         for batch in islice(batches.read_again(here), STEPS):
-            losses.append(take_step(context, loss, batch, StepRequests()).loss)
+            result = take_step(context, loss, batch, requests())
+            if result.stop is not Stop.NO:
+                return None
+            losses.append(result.loss)
     except NonFiniteError:
         pass
     except Exception as error:
@@ -158,4 +175,6 @@ def losses_of_steps(context: StepContext, batches: Batches, loss: Loss, here: Po
             "Run(compare_loss=False) does without them."
         )
         raise
+    finally:
+        context.buffers.abort()  # a step that has failed would restore buffers later, after all of it is undone
     return losses
