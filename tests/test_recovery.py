@@ -85,6 +85,13 @@ def scene(place):
                 os.kill(os.getpid(), 9)
             wait(lambda: agent.leave_reason() is not None)  # what it sends then fails inside of autograd
         return
+    if env["SCENE"] == "both":  # two workers die at once; one after the other, each could be replaced in time
+        if faults.context.get("step") == 10 and place == "top" and me == "h0.1":
+            Path("pid").write_text(str(os.getpid()))
+        if faults.context.get("step") == 10 and place == "reduced" and me == "h0.0":
+            os.kill(int(Path("pid").read_text()), 9)
+            os.kill(os.getpid(), 9)
+        return
     if env["SCENE"] in ("orphan", "successor"):  # the source dies when the other one has its step, or its state
         if place == "restored" and me != "h0.0":
             Path("restored").touch()
@@ -232,6 +239,7 @@ class Play:
     @property
     def victims(self) -> list[str]:
         scenes = {"behind": [2], "midst": [1, 2], "backward": [1], "orphan": [2, 0], "successor": [1, 0], "route": [1]}
+        scenes |= {"both": [0, 1]}
         victims = [f"h0.{number}" for number in scenes.get(self.env.get("SCENE", ""), [])]
         return victims + [str(one["worker"]) for one in self.faults]
 
@@ -464,8 +472,7 @@ PLAYS = {
         workers=1, options=("--max", "3"), meddle=scale_up_and_down, env={"PAUSES": "2 12", "SHARDED": "yes"}
     ),
     "sharded, and both copies are lost": Play(
-        workers=4, env={"SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "4"),
-        faults=(kill("reduced", 0, 10), kill("reduced", 1, 10)),
+        workers=4, env={"SHARDED": "yes", "KEPT": "kept", "SCENE": "both"}, options=("--checkpoint-every", "4"),
     ),
     "in the midst of a step": Play(env={"SCENE": "midst", "CHECK": "1000", "WHOLE": "1 2 3"}),
 }  # fmt: skip
