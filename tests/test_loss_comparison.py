@@ -105,6 +105,13 @@ def test_what_is_told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert f'{verdict}); grad_comm "{chosen}" from step N on' in told
 
 
+def test_it_is_told_if_losses_cannot_be_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    for options, told in ((BY_RANK, True), (BY_RANK | {"compare_loss": False}, False), ({"grad_comm": "int4"}, False)):
+        train(Program(mlp, adamw), steps=1, progress=True, shard_optimizer=True, **options)
+        why = "losses with and without compression are not compared: the state of the optimizer is distributed"
+        assert (why in capfd.readouterr().err) == told
+
+
 class OddOptimizer(torch.optim.Optimizer):
     """Has a state in float32 for weights in bfloat16, a list, and a new entry in its second step."""
 

@@ -63,7 +63,8 @@ get_default_group: Final = _get_default_group
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether functions are registered that are called before or after a step of this optimiser."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # a subclass may not have called __init__
+    return any(getattr(optimizer, name, None) for name in names)
 
 
 @contextmanager

@@ -50,8 +50,12 @@ def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], k
 class GradCommTuner:
     """What is sent in which step: one fixed kind, or with "auto" what the trial shows."""
 
-    def __init__(self, asked: GradComm, *, compares: bool = False) -> None:
-        """`compares`: a kind of COMPARED is used only after a comparison of losses."""
+    def __init__(self, asked: GradComm, *, compares: bool = False, why_not_compared: str | None = None) -> None:
+        """
+        compares          a kind of COMPARED is used only after a comparison of losses
+        why_not_compared  why this run cannot do that; None: it can
+        """
+        self.why_not_compared, compares = why_not_compared, compares and why_not_compared is None
         self._asked, self.is_auto = asked, asked is GradComm.AUTO
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
         self._compares = compares and asked in (GradComm.POWERSGD, GradComm.AUTO)

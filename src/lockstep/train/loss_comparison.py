@@ -28,7 +28,7 @@ from lockstep.data.batches import Batches
 from lockstep.data.sample_order import Position
 from lockstep.errors import NonFiniteError
 from lockstep.step.buffer_snapshot import Owner
-from lockstep.step.run_options import RunOptions
+from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.step import take_step
 from lockstep.step.step_check import DeferredNormCheck
 from lockstep.step.step_types import Loss, StepContext, StepRequests, Stop, TrainingPlan
@@ -85,14 +85,16 @@ class LossComparison:
 
 
 def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str | None:
-    """Why losses cannot be compared in a run; None if they can be."""
+    """Why losses cannot be compared in a run that would have to; None if they can be, or need not be."""
+    if not options.compare_loss or options.grad_comm not in (GradComm.POWERSGD, GradComm.AUTO):
+        return None
     if batches.is_stream:
         return "batches of a stream cannot be read twice"
     if isinstance(optimizer, OptimizerSet):
         return "the run has several optimizers"
-    if _torch.has_step_hooks(optimizer):
-        return "the optimizer has hooks, and what they do cannot be undone"
-    return "the state of the optimizer is distributed" if options.shard_optimizer else None
+    if options.shard_optimizer:
+        return "the state of the optimizer is distributed"
+    return "the optimizer has hooks, which cannot be undone" if _torch.has_step_hooks(optimizer) else None
 
 
 @contextmanager

@@ -86,7 +86,8 @@ def make_plan(
         audits=AuditSchedule(audit_every),
         tuner=GradCommTuner(
             config.options.grad_comm,
-            compares=config.options.compare_loss and why_impossible(batches, optimizer, config.options) is None,
+            compares=config.options.compare_loss,
+            why_not_compared=why_impossible(batches, optimizer, config.options),
         ),
         residuals=_make_residuals(model, batches, config) if config.options.grad_comm is GradComm.POWERSGD else None,
     )
@@ -411,6 +412,8 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
         count = sum(is_compressed(leaf.parameter, rank) for leaf in plan.leaves)
         how += f", PowerSGD of rank {rank} for {count} of {len(plan.leaves)} parameters (the others are too small)"
         how += f" {plan.tuner.describe_start()}"
+    if plan.tuner.why_not_compared is not None:
+        how += f", losses with and without compression are not compared: {plan.tuner.why_not_compared}"
     if config.exact and world.device.type == "cpu":
         threads = config.options.threads
         how += f", {threads} thread{'s' if threads > 1 else ''} each"
