@@ -37,7 +37,8 @@ PIECE = 2**20  # elements that are filled or compared at a time
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 COPY, GLOO, NCCL = "copy", "gloo", "nccl"
-SHM_GROUP = "shm, group memory"  # on tensors that the group made, as a reducer's buckets are
+IN_GROUP_MEMORY = ", group memory"
+SHM_GROUP = f"shm{IN_GROUP_MEMORY}"  # on tensors that the group made, as a reducer's buckets are
 SHM_OWN = "shm, own memory"  # on any other tensor
 ARMS = {"gloo": (GLOO,), "nccl": (NCCL,), "shm": (SHM_GROUP, SHM_OWN)}  # backend -> its arms
 
@@ -261,7 +262,11 @@ def prepare_arms(case: Case, bench: CommBench) -> ArmCalls:
     own = make_buffers(case, partial(torch.empty, device=bench.device))
     for backend, group in bench.groups.items():
         for arm in ARMS[backend]:
-            allocate = partial(allocate_group_buffers, case, group, bench.device) if arm == SHM_GROUP else lambda: own
+            allocate = (
+                partial(allocate_group_buffers, case, group, bench.device)
+                if arm.endswith(IN_GROUP_MEMORY)
+                else lambda: own
+            )
             buffers, problem = bench.attempt(allocate)
             if buffers:
                 fill(buffers, rank)

@@ -258,6 +258,9 @@ def work(worker: BenchWorker, settings: StepSettings) -> None:
         worker.join_on_host(settings.hosts, rank_in_arm * len(settings.hosts) // settings.workers)
     else:
         worker.join()
+    for arm in settings.arms:
+        if arm.partition("@")[0] not in (*PLAIN, *KINDS):
+            load_wrapper(arm)  # its module may register the backend
     groups = [
         dist.new_group(list(range(first, first + settings.workers)), timeout=worker.timeout, backend=backend_of(arm))
         for first, arm in zip(range(0, worker.size, settings.workers), settings.arms, strict=True)
