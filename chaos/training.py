@@ -176,7 +176,7 @@ def read_arguments(kind: Kind, argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sharded", action="store_true", help="the optimiser's state is distributed, with redundancy 1"
     )
-    parser.add_argument("--compressed", action="store_true", help="gradients are sent as int8, int4 or powersgd")
+    parser.add_argument("--compressed", action="store_true", help="gradients are sent as int8, int4, powersgd or topk")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to this file")
     given = parser.parse_args(argv)
     given.wanted = given.wanted or (kind.quick_wanted if given.quick else kind.wanted)

@@ -321,7 +321,7 @@ def _judge_restarts(seen: Seen) -> Iterable[Finding]:
             for one in seen.events
             if one["event"] == "lost" and from_s < one["monotonic"] <= event["monotonic"] and one["worker"] in ever
         ]
-        if len(lost) < (1 if seen.case.grad_comm == "powersgd" else 2):
+        if len(lost) < (1 if seen.case.grad_comm in ("powersgd", "topk") else 2):
             yield Finding(Fault.WENT_BACK, f"{event['why']}, although only {lost or 'none'} were lost")
 
 

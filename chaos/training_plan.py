@@ -111,8 +111,8 @@ def shard(case: Case) -> Case:
 
 
 def compress(case: Case) -> Case:
-    """The same case with gradients that are sent as integers, or as matrices of low rank."""
-    return replace(case, grad_comm=("int8", "int4", "powersgd")[(case.seed + case.number // 2) % 3])
+    """The same case with gradients that are sent as integers, as matrices of low rank, or of which parts are sent."""
+    return replace(case, grad_comm=("int8", "int4", "powersgd", "topk")[(case.seed + case.number // 2) % 4])
 
 
 def plan(seed: int, number: int) -> Case:

@@ -105,6 +105,15 @@ def test_what_is_told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert f'{verdict}); grad_comm "{chosen}" from step N on' in told
 
 
+def test_a_ratio_that_is_far_too_small_is_not_used(capfd: pytest.CaptureFixture[str]) -> None:
+    """By the comparison as users have it: of each gradient a single element would be sent."""
+    program, steps = Program(mlp, adamw), grad_comm_tuner.COMPARISON + 4
+    plain = train(program, steps=steps, epochs=30)
+    assert train(program, steps=steps, epochs=30, progress=True, grad_comm="topk", topk_ratio=0.001) == plain
+    assert "too harmful" in capfd.readouterr().err
+    assert train(program, steps=steps, epochs=30, grad_comm="topk", topk_ratio=0.001, compare_loss=False) != plain
+
+
 def test_it_is_told_if_losses_cannot_be_compared(capfd: pytest.CaptureFixture[str]) -> None:
     for options, told in ((BY_RANK, True), (BY_RANK | {"compare_loss": False}, False), ({"grad_comm": "int4"}, False)):
         train(Program(mlp, adamw), steps=1, progress=True, shard_optimizer=True, **options)

@@ -26,7 +26,7 @@ from lockstep import hooks
 from lockstep.bench.models import WORKLOADS, LabeledBatch, loss_of
 from lockstep.bench.network_namespaces import NamespaceHost, VirtualHosts, sent_bytes
 from lockstep.bench.rounds import Estimate, RoundSync, estimate, interleave, paired_ratio, show, slowest, time_calls
-from lockstep.bench.run_step import EXACT, EXACT_INT4, EXACT_INT8, EXACT_POWERSGD, RunArm
+from lockstep.bench.run_step import EXACT, EXACT_INT4, EXACT_INT8, EXACT_POWERSGD, EXACT_TOPK, RunArm
 from lockstep.bench.step import TORCH, WrapperArm
 from lockstep.bench.workers import BenchWorker, Workers, finish_of, use_device
 from lockstep.comm.codec_kernels import kernels_for
@@ -42,8 +42,14 @@ PLAIN, HIERARCHY, FP16, POWER_SGD, INT8, INT4 = "Gloo", "hierarchy", "fp16 hook"
 REDUCTIONS = (PLAIN, FP16, POWER_SGD, HIERARCHY, INT8, INT4)
 TORCH_DDP, TORCH_FP16, TORCH_POWER = "torch DDP", "torch DDP, fp16 hook", "torch DDP, PowerSGD hook"
 TORCH_INT8 = "torch DDP, lockstep.hooks.int8"
-RUN, RUN_INT8, RUN_INT4, RUN_POWER = "Run", "Run, int8", "Run, int4", "Run, powersgd"
-RUN_ARMS = {RUN: EXACT, RUN_INT8: EXACT_INT8, RUN_INT4: EXACT_INT4, RUN_POWER: EXACT_POWERSGD}
+RUN, RUN_INT8, RUN_INT4, RUN_POWER, RUN_TOPK = "Run", "Run, int8", "Run, int4", "Run, powersgd", "Run, topk"
+RUN_ARMS = {
+    RUN: EXACT,
+    RUN_INT8: EXACT_INT8,
+    RUN_INT4: EXACT_INT4,
+    RUN_POWER: EXACT_POWERSGD,
+    RUN_TOPK: EXACT_TOPK,
+}
 TRAININGS = (TORCH_DDP, TORCH_FP16, TORCH_POWER, TORCH_INT8, *RUN_ARMS)
 SEED = 7
 

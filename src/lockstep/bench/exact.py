@@ -37,6 +37,7 @@ from lockstep.bench.run_step import (
     EXACT_INT8,
     EXACT_POWERSGD,
     EXACT_SHARDED,
+    EXACT_TOPK,
     FAST,
 )
 from lockstep.bench.step import (
@@ -78,6 +79,7 @@ NAMES = {
     EXACT_INT8: 'Run, a shard per worker, grad_comm="int8"',
     EXACT_INT4: 'Run, a shard per worker, grad_comm="int4"',
     EXACT_POWERSGD: 'Run, a shard per worker, grad_comm="powersgd"',
+    EXACT_TOPK: 'Run, a shard per worker, grad_comm="topk"',
     EXACT_8_INT8: 'Run, 8 shards, grad_comm="int8"',
 }
 BY_DEFAULT = (NONE, NONE_8, TORCH, TORCH_8, OURS, FAST, EXACT, EXACT_8)

@@ -32,7 +32,7 @@ from lockstep.step.precision import LossScale
 from lockstep.step.residuals import Residuals
 from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.scattered_gradients import ScatteredGradients
-from lockstep.step.shard_bucket import Compression, LowRank, Rounding
+from lockstep.step.shard_bucket import Compression, Rounding
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.shard_graphs import Capture, ShardGraphs
 from lockstep.step.step import take_step
@@ -46,12 +46,12 @@ EXACT_COMPILED, EXACT_8_COMPILED = "exact-compiled", "exact8-compiled"
 EXACT_AUDITED, EXACT_8_AUDITED = "exact-audited", "exact8-audited"
 EXACT_SHARDED, EXACT_8_SHARDED = "exact-sharded", "exact8-sharded"
 EXACT_INT8, EXACT_INT4, EXACT_8_INT8 = "exact-int8", "exact-int4", "exact8-int8"
-EXACT_POWERSGD = "exact-powersgd"
+EXACT_POWERSGD, EXACT_TOPK = "exact-powersgd", "exact-topk"
 KINDS = (
     *(EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_AUDITED, EXACT_8_AUDITED),
-    *(EXACT_SHARDED, EXACT_8_SHARDED, EXACT_INT8, EXACT_INT4, EXACT_8_INT8, EXACT_POWERSGD),
+    *(EXACT_SHARDED, EXACT_8_SHARDED, EXACT_INT8, EXACT_INT4, EXACT_8_INT8, EXACT_POWERSGD, EXACT_TOPK),
 )
-SEED, RANK = 7, RunOptions.powersgd_rank
+SEED = 7
 
 
 def loss(model: nn.Module, batch: LabeledBatch) -> tuple[Tensor, int]:
@@ -85,8 +85,9 @@ class RunArm:
         comm = next((comm for comm in GradComm if kind.endswith(f"-{comm.value}")), GradComm.FP32)
         key = partial(derive_seed, SEED, "codec", 0)
         self._compression: Compression | None = None if comm.codec is None else Rounding(comm.codec, key)
-        if comm is GradComm.POWERSGD:
-            self._compression = LowRank(RANK, Residuals(RANK, shards, dict(self.model.named_parameters()), SEED))
+        method = RunOptions(grad_comm=comm).error_feedback
+        if method is not None:
+            self._compression = Residuals(method, shards, dict(self.model.named_parameters()), SEED)
         compresses = self._compression is not None
         leaves = trained_leaves(self.model, set())
         capture = Capture.OFF if kind == EXACT_8_EAGER else Capture.AUTO

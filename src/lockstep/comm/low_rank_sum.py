@@ -11,21 +11,45 @@ What an approximation lacks is added to the gradients of the next step (step/res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep import _torch, faults
+from lockstep import faults
 from lockstep.comm.compressed_sum import run_on_current_stream
-from lockstep.comm.shard_sum import Scale, ShardSum, SumBuffers
-from lockstep.comm.tree_order import Subtree, TreeAccumulator
+from lockstep.comm.error_feedback import FeedbackBuffers, add_over_shards
+from lockstep.comm.shard_sum import ShardSum, SumBuffers
 
 ALIGN: Final = 16  # elements
 SMALLEST_NORM: Final = 1e-30  # of a column that counts
+LEAST_REDUCTION: Final = 2  # a gradient is compressed if so many times fewer numbers are sent
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The gradient of every weight is sent as a matrix of this rank."""
+
+    rank: int
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a parameter is compressed; if not, it is sent as it is."""
+        if parameter.dim() < 2 or not parameter.numel() or not parameter.is_floating_point():
+            return False
+        rows = matrix_rows(parameter)
+        return LEAST_REDUCTION * self.rank * (rows + parameter.numel() // rows) <= parameter.numel()
+
+    def describe(self) -> str:
+        return f"PowerSGD of rank {self.rank}"
+
+
+def matrix_rows(parameter: Tensor) -> int:
+    """Return the number of rows of the matrix as which a gradient is compressed, in the order of memory."""
+    outermost = max(range(parameter.dim()), key=lambda dim: (parameter.stride(dim), -dim))
+    return parameter.shape[outermost]
 
 
 class Factors(NamedTuple):
@@ -35,35 +59,21 @@ class Factors(NamedTuple):
     right: Tensor
 
 
-@dataclass
-class LowRankBuffers:
-    """Memory of one sum.
+@dataclass(kw_only=True)
+class LowRankBuffers(FeedbackBuffers):
+    """Memory of one sum. What is compressed are matrices.
 
-    rows         the gradients of each shard of this worker. `LowRankSum.run` multiplies them by the scale, and adds
-                 the residuals
-    matrices     those that are compressed, for each shard; parts of `rows`, as are these:
-    rest         for each shard, all that is sent as it is, flat
-    total        of the matrices, and of the rest, where the result is written
-    residuals    what is added to the matrices of each shard; None: nothing
+    total        of each matrix, where the result is written
+    lefts        all P of a shard in one row, and then the rest; `rights`: all Q
     projections  from which the columns of the first product are made: one for each matrix
-    scale        returns by what gradients are multiplied: the weights of global batches differ, and residuals are kept
     factors      the result: of each matrix; set by `LowRankSum.run`
     """
 
-    rows: Tensor  # [shards, numel]
-    matrices: list[list[Tensor]]
-    rest: list[Tensor]
     total: list[Tensor]
-    total_rest: Tensor
-    lefts: SumBuffers  # all P of a shard in one row, and then the rest
+    lefts: SumBuffers
     rights: SumBuffers
-    shards: Sequence[int] = ()
-    residuals: Sequence[Sequence[Tensor | None]] = ()
     projections: Sequence[Tensor] = ()
-    scale: Scale = field(default=lambda: 1.0)
     factors: list[Factors] = field(default_factory=list)
-    sent: Any = None
-    started_s: float = 0.0
 
     @property
     def sent_bytes(self) -> int:
@@ -73,17 +83,19 @@ class LowRankBuffers:
 class LowRankSum:
     """Sums over all shards of a global batch, as matrices of low rank. See Note [Low rank]."""
 
-    def __init__(self, sum_: ShardSum, rank: int) -> None:
-        self._sum, self._rank = sum_, rank
+    def __init__(self, sum_: ShardSum, method: LowRank) -> None:
+        self._sum, self._rank = sum_, method.rank
 
     def allocate(
-        self, rows: Tensor, matrices: list[list[Tensor]], rest: list[Tensor], total: list[Tensor], total_rest: Tensor
+        self, rows: Tensor, parts: list[list[Tensor]], rest: list[Tensor], total_rest: Tensor, *, total: list[Tensor]
     ) -> LowRankBuffers:
         """Allocate the buffers of a sum of these matrices and flat tensors. See `LowRankBuffers`."""
         left = sum(self._size(len(one)) for one in total) + total_rest.numel()
         right = sum(self._size(one.shape[1]) for one in total)
         lefts, rights = (self._sum.allocate(max(numel, 1), torch.float32) for numel in (left, right))
-        return LowRankBuffers(rows, matrices, rest, total, total_rest, lefts, rights)
+        return LowRankBuffers(
+            rows=rows, parts=parts, rest=rest, total_rest=total_rest, total=total, lefts=lefts, rights=rights
+        )
 
     def buffer_bytes(self, buffers: LowRankBuffers) -> int:
         """Return the memory of the products."""
@@ -93,37 +105,33 @@ class LowRankSum:
         """Return the elements of a product with so many rows: the next one begins at a multiple of 64 bytes."""
         return -(-rows * self._rank // ALIGN) * ALIGN
 
-    def run(self, buffers: LowRankBuffers) -> Tensor:
-        """Compute the sum in a job of `ShardSum.submit`; all workers call it together. Returns the rest."""
+    def run(self, buffers: LowRankBuffers) -> None:
+        """Compute the sum in a job of `ShardSum.submit`; all workers call it together."""
         written = [buffers.rows, *buffers.total, buffers.total_rest, buffers.lefts.rows, buffers.rights.rows]
         run_on_current_stream(written, lambda: self._run(buffers))
-        return buffers.total_rest
 
     def _run(self, buffers: LowRankBuffers) -> None:
-        buffers.rows.mul_(buffers.scale())
-        for matrices, residuals in zip(buffers.matrices, buffers.residuals, strict=True):
-            both = [(m.view(-1), one) for m, one in zip(matrices, residuals, strict=True) if one is not None]
-            if both:
-                _torch.foreach_add_([matrix for matrix, _ in both], [residual for _, residual in both])
+        buffers.scale_and_add_residuals()
         projections = [orthonormal(one) for one in buffers.projections]
         widths = [len(one) for one in buffers.total]
 
         def write_lefts(row: Tensor, n: int) -> None:
-            for matrix, columns, out in zip(buffers.matrices[n], projections, self._cut(row, widths), strict=True):
+            for matrix, columns, out in zip(buffers.parts[n], projections, self._cut(row, widths), strict=True):
                 torch.mm(matrix, columns, out=out)
             row[row.numel() - buffers.rest[n].numel() :].copy_(buffers.rest[n])
 
-        sums = self._add(buffers, buffers.lefts, write_lefts)
+        sums = add_over_shards(self._sum, buffers.lefts, buffers.shards, write_lefts)
         lefts = [orthonormal(one) for one in self._cut(sums, widths)]
         rest = sums[sum(map(self._size, widths)) :]
         faults.at("exchange")
         widths = [one.shape[1] for one in buffers.total]
 
         def write_rights(row: Tensor, n: int) -> None:
-            for matrix, columns, out in zip(buffers.matrices[n], lefts, self._cut(row, widths), strict=True):
+            for matrix, columns, out in zip(buffers.parts[n], lefts, self._cut(row, widths), strict=True):
                 torch.mm(matrix.t(), columns, out=out)
 
-        sums = self._add(buffers, buffers.rights, write_rights) if widths else sums
+        if widths:
+            sums = add_over_shards(self._sum, buffers.rights, buffers.shards, write_rights)
         # Copies: the rows are written again in the next step, and the factors are kept.
         buffers.factors = [
             Factors(left, right.clone()) for left, right in zip(lefts, self._cut(sums, widths), strict=True)
@@ -131,21 +139,6 @@ class LowRankSum:
         for factors, out in zip(buffers.factors, buffers.total, strict=True):
             torch.mm(factors.left, factors.right.t(), out=out)
         buffers.total_rest.copy_(rest[: len(buffers.total_rest)])
-
-    def _add(self, buffers: LowRankBuffers, sums: SumBuffers, write: Callable[[Tensor, int], None]) -> Tensor:
-        """Return the sum over all shards of what `write` writes into a row for each shard of this worker."""
-
-        def add(left: Tensor, right: Tensor) -> Tensor:
-            return left.add_(right)
-
-        accumulator = TreeAccumulator(self._sum.shards, add)
-        for n, shard in enumerate(buffers.shards):
-            row = torch.zeros(sums.numel, dtype=torch.float32, device=sums.rows.device)
-            write(row, n)
-            accumulator.push(Subtree(shard, 1), row)
-        for row, (_, value) in zip(sums.rows, accumulator.pending, strict=True):
-            row[: sums.numel].copy_(value)
-        return self._sum.compute(sums)
 
     def _cut(self, flat: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """Return the matrices of these numbers of rows, which are one after the other in `flat`."""

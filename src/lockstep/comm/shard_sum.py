@@ -235,6 +235,17 @@ class ShardSum:
         by_tree = self._method is ReduceMethod.TREE
         return (self._reduce_by_tree(buffers) if by_tree else self._all_reduce(buffers))[: buffers.numel]
 
+    def gather_shards(self, own: Tensor) -> Tensor:
+        """Return the rows of all shards, of which this worker has `own`; part of a job of `submit`."""
+        if self.size == 1:
+            return own
+        most = max(map(len, self.shares))
+        rows = own.new_zeros(self.size, most, *own.shape[1:], device="cpu" if self._via_host else self.device)
+        rows[self._rank, : len(own)].copy_(own)
+        self._all.all_gather(rows.view(self.size, -1))()
+        rows = rows.to(self.device)
+        return torch.cat([row[: len(share)] for row, share in zip(rows, self.shares, strict=True)])
+
     def compressed(self, codec: IntegerCodec) -> CompressedSum:
         """Return how sums over the same shards are computed from compressed gradients, by jobs of `submit`."""
         own = len(self.shares[self._rank]) if self._exact else 1

@@ -101,7 +101,7 @@ def encode_update(index: int, training: StepContext) -> dict[str, Any]:
         "bad_loss": update.bad_loss,
         "buffers": training.buffers.encode(update.buffers),
         "gradients": gradients,
-        "factors": {name: list(factors) for name, factors in update.factors.items()},
+        "approximations": {name: None if one is None else list(one) for name, one in update.approximations.items()},
         "is_intact": True,
     }
 
@@ -135,7 +135,9 @@ def _decode_update(sent: dict[str, Any], training: StepContext) -> Update:
         buffers=training.buffers.decode(sent["buffers"]),
         gradients=gradients,
         versions=versions,
-        factors={name: Factors(*pair) for name, pair in sent["factors"].items()},
+        approximations={
+            name: None if pair is None else Factors(*pair) for name, pair in sent["approximations"].items()
+        },
     )
 
 

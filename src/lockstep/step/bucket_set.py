@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
 from lockstep.comm.integer_codec import BLOCK
-from lockstep.comm.low_rank_sum import Factors
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
+from lockstep.step.feedback_bucket import Approximations, FeedbackBucket, make_feedback_bucket
+from lockstep.step.residuals import Residuals
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
-    LowRank,
-    LowRankBucket,
     RoundedBucket,
     ShardBucket,
 )
@@ -66,8 +65,8 @@ class BucketSet:
     def _make(self, indices: Sequence[int]) -> Bucket:
         if self._compression is None or not self._leaves[indices[0]].parameter.is_floating_point():
             return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype, self._scattered)
-        if isinstance(self._compression, LowRank):
-            return LowRankBucket(indices, self._leaves, self._sum, self._compression)
+        if isinstance(self._compression, Residuals):
+            return make_feedback_bucket(indices, self._leaves, self._sum, self._compression)
         blocks = [-(-leaf.parameter.numel() // BLOCK) for leaf in self._leaves]
         first = list(accumulate(blocks, initial=0))
         return RoundedBucket(indices, self._leaves, self._sum, self._compression, first)
@@ -101,15 +100,15 @@ class BucketSet:
     # -- what compression has lost -------------------------------------------------------------------------------------
 
     @property
-    def _of_low_rank(self) -> list[LowRankBucket]:
-        return [bucket for bucket in self._buckets if isinstance(bucket, LowRankBucket)]
+    def _with_residuals(self) -> list[FeedbackBucket]:
+        return [bucket for bucket in self._buckets if isinstance(bucket, FeedbackBucket)]
 
-    def factors(self) -> dict[str, Factors]:
+    def approximations(self) -> Approximations:
         """Return the approximations of gradients in this step, by the names of parameters."""
-        return {name: factors for bucket in self._of_low_rank for name, factors in bucket.factors().items()}
+        return {name: one for bucket in self._with_residuals for name, one in bucket.approximations().items()}
 
     @torch.no_grad()
-    def keep_residuals(self, factors: Mapping[str, Factors]) -> None:
+    def keep_residuals(self, approximations: Approximations) -> None:
         """Keep what these approximations lack of the gradients of this worker's shards (step/residuals.py)."""
-        for bucket in self._of_low_rank:
-            bucket.keep_residuals(factors)
+        for bucket in self._with_residuals:
+            bucket.keep_residuals(approximations)

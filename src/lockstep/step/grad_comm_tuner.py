@@ -1,10 +1,10 @@
 """How the gradients of each step are sent: one fixed kind, or with `Run(grad_comm="auto")` the fastest.
 
-The first steps are never compressed, with "powersgd" neither. With "auto" each kind is then used for a few steps at a
-time, in turns. Which step uses which kind follows from its number, and the choice is part of the state of the run: a
-run that is resumed, or a worker that joins, continues with it, and the bits are those of any other run with the same
-choice. A kind that a model may suffer from is used only after the losses of some steps with and without it were
-compared (train/loss_comparison.py).
+The first steps are never compressed, with "powersgd" and "topk" neither. With "auto" each kind is then used for a few
+steps at a time, in turns. Which step uses which kind follows from its number, and the choice is part of the state of
+the run: a run that is resumed, or a worker that joins, continues with it, and the bits are those of any other run with
+the same choice. A kind that a model may suffer from is used only after the losses of some steps with and without it
+were compared (train/loss_comparison.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REVIEW: Final = DECISION + 24  # then what was expected is compared with what is
 LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
 # A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
 LARGEST_ERROR: Final = 0.7
-COMPARED: Final = (GradComm.INT4, GradComm.POWERSGD)  # kinds that a model may suffer from
+COMPARED: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
 COMPARISON: Final = 48  # the step before which losses are compared, if one of them is asked for; with "auto", DECISION
 
 
@@ -58,7 +58,7 @@ class GradCommTuner:
         self.why_not_compared, compares = why_not_compared, compares and why_not_compared is None
         self._asked, self.is_auto = asked, asked is GradComm.AUTO
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
-        self._compares = compares and asked in (GradComm.POWERSGD, GradComm.AUTO)
+        self._compares = compares and (asked.has_residuals or self.is_auto)
         waits = self._compares and not self.is_auto
         self._candidate: GradComm | None = asked if waits else None  # to be used after a comparison
         self._compared: tuple[GradComm, int] | None = None  # what was compared, and before which step
@@ -110,7 +110,7 @@ class GradCommTuner:
         agree  a collective call that returns the largest of each number over all workers
         """
         if not self.is_auto:
-            is_early = self.chosen is GradComm.POWERSGD and number < WARM_UP
+            is_early = self._asked.has_residuals and number < WARM_UP
             self.current = GradComm.FP32 if is_early or self.chosen is None else self.chosen
             self._wait_until_compared(number)
             return None
@@ -140,7 +140,7 @@ class GradCommTuner:
         """Return from which step on a kind that was asked for is used."""
         if self._candidate is not None:
             return f"from step {COMPARISON + 1} on, if the loss does not suffer"
-        return f"from step {WARM_UP} on" if self.chosen is GradComm.POWERSGD else "no longer: the loss suffered"
+        return f"from step {WARM_UP} on" if self.chosen is self._asked else "no longer: the loss suffered"
 
     def candidate(self, number: int) -> GradComm | None:
         """Return the kind that is to be compared before step `number`, None if none is."""

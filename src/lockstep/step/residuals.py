@@ -1,58 +1,44 @@
 """What compressed gradients have lost so far, which is added to the gradients of the next step (error feedback).
 
 Note [Residuals of shards]
-An approximation of low rank (comm/low_rank_sum.py) lacks a part of the gradient in every step. That part must be sent
-later, or the model would not learn from it. Each shard has a residual of its own: its gradient, divided by the weight
-of the global batch, plus its residual, less its share of the approximation of the sum. So the residuals do not depend
-on which worker runs a shard. A worker keeps those of its own shards. They are part of a checkpoint, and move with the
-shards when the workers change. If a worker is lost, so are its residuals: the others go back to the newest checkpoint,
-and compute the same bits again.
+An approximation of low rank (comm/low_rank_sum.py) lacks a part of the gradient in every step, and so do its largest
+elements (comm/top_k_sum.py). That part must be sent later, or the model would not learn from it. Each shard has a
+residual of its own: its gradient, divided by the weight of the global batch, plus its residual, less what of it was
+sent: its largest elements, or its share of the approximation of the sum. So the residuals do not depend on which worker
+runs a shard. A worker keeps those of its own shards. They are part of a checkpoint, and move with the shards when the
+workers change. If a worker is lost, so are its residuals: the others go back to the newest checkpoint, and compute the
+same bits again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import abortable_wait
-from lockstep.comm.low_rank_sum import SMALLEST_NORM, Factors
+from lockstep.comm.low_rank_sum import SMALLEST_NORM, Factors, LowRank
+from lockstep.comm.top_k_sum import TopK
 from lockstep.ddp.optimizer_state import Interval, StateHolders, States
 from lockstep.errors import LostStateError
 from lockstep.seed import derive_seed
 
-LEAST_REDUCTION: Final = 2  # a gradient is compressed if so many times fewer numbers are sent
-
-
-def matrix_rows(parameter: Tensor) -> int:
-    """Return the number of rows of the matrix as which a gradient is compressed, in the order of memory."""
-    outermost = max(range(parameter.dim()), key=lambda dim: (parameter.stride(dim), -dim))
-    return parameter.shape[outermost]
-
-
-def is_compressed(parameter: Tensor, rank: int) -> bool:
-    """Whether the gradient of a parameter is sent as a matrix of this rank; if not, it is sent as it is."""
-    if parameter.dim() < 2 or not parameter.numel() or not parameter.is_floating_point():
-        return False
-    rows = matrix_rows(parameter)
-    return LEAST_REDUCTION * rank * (rows + parameter.numel() // rows) <= parameter.numel()
-
 
 @final
 class Residuals:
-    """The residuals of this worker's shards, and the projections, which are equal on all workers."""
+    """The residuals of this worker's shards, and the projections of low rank, which are equal on all workers."""
 
-    def __init__(self, rank: int, shards: int, parameters: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(self, method: LowRank | TopK, shards: int, parameters: Mapping[str, Tensor], seed: int) -> None:
         """
-        rank        of the matrices
+        method      by which gradients are compressed
         shards      of a global batch
         parameters  of the model, by name
         seed        of the first projections
         """
-        self._rank, self._shards, self._seed = rank, shards, seed
+        self.method, self._shards, self._seed = method, shards, seed
         self._names, self._parameters = list(parameters), dict(parameters)
         self._found: dict[tuple[int, str], Tensor] = {}  # by shard and name; flat, in the order of memory
         self._copies: States | None = None  # those of all workers: see `copy_to_all`
@@ -73,24 +59,34 @@ class Residuals:
         """Return the residual of a parameter in a shard, flat; None: there is none."""
         return self._found.get((shard, name))
 
-    def keep(self, name: str, matrices: Mapping[int, Tensor], factors: Factors) -> None:
+    def keep_without(self, name: str, matrices: Mapping[int, Tensor], factors: Factors) -> None:
         """Replace the residuals of a parameter, and its projection, after a step.
 
-        matrices  what was sent, by shard; the residual is what remains of it without a share of the approximation
+        matrices  what was compressed, by shard; the residual is what remains of it without a share of the approximation
         """
-        self._copies, self._projections[name] = None, factors.right
+        self._projections[name] = factors.right
         for shard, matrix in matrices.items():
-            out = self._found.get((shard, name))
-            if out is None:
-                out = self._found[shard, name] = torch.empty(matrix.numel(), device=matrix.device)
-            torch.addmm(matrix, factors.left, factors.right.t(), alpha=-1.0 / self._shards, out=out.view(matrix.shape))
+            out = self._replace(shard, name, matrix).view(matrix.shape)
+            torch.addmm(matrix, factors.left, factors.right.t(), alpha=-1.0 / self._shards, out=out)
 
-    def projection(self, name: str, rows: int) -> Tensor:
+    def keep(self, name: str, residuals: Mapping[int, Tensor]) -> None:
+        """Replace the residuals of a parameter, by shard, after a step."""
+        for shard, residual in residuals.items():
+            self._replace(shard, name, residual).copy_(residual.view(-1))
+
+    def _replace(self, shard: int, name: str, like: Tensor) -> Tensor:
+        """Return the memory of a residual, which is about to be written."""
+        self._copies = None
+        if (shard, name) not in self._found:
+            self._found[shard, name] = torch.empty(like.numel(), device=like.device)
+        return self._found[shard, name]
+
+    def projection(self, name: str, rows: int, rank: int) -> Tensor:
         """Return the matrix [rows, rank] with which the next approximation of a parameter begins."""
         first, device = self._first.get(name), self._parameters[name].device
         if first is None:
             generator = torch.Generator("cpu").manual_seed(derive_seed(self._seed, "projection", name))
-            drawn = torch.randn(rows, self._rank, generator=generator, dtype=torch.float32, device="cpu")
+            drawn = torch.randn(rows, rank, generator=generator, dtype=torch.float32, device="cpu")
             first = self._first[name] = drawn.to(device)
         last = self._projections.get(name)
         if last is None or last.shape != first.shape:
@@ -162,12 +158,12 @@ class Residuals:
         """Drop the residuals of other shards than these, and bring these to the device of their parameters.
 
         Called before each step: a checkpoint has the residuals of all shards. Those of parameters that are frozen, or
-        not compressed with this rank, are dropped, too: they would be added at some later time.
+        not compressed by this method, are dropped, too: they would be added at some later time.
         """
         own = {
             name
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and is_compressed(parameter, self._rank)
+            if parameter.requires_grad and self.method.compresses(parameter)
         }
         self._found = {
             (shard, name): residual.to(self._parameters[name].device)

@@ -11,6 +11,8 @@ from typing import Any, Final, TypedDict, TypeVar
 import torch
 
 from lockstep.comm.integer_codec import IntegerCodec
+from lockstep.comm.low_rank_sum import LowRank
+from lockstep.comm.top_k_sum import LARGEST_RATIO, TopK
 from lockstep.errors import refuse_unknown_options
 from lockstep.step.compiled_model import CompileOptions, check_compile_option
 from lockstep.step.precision import Precision
@@ -67,6 +69,7 @@ class GradComm(Enum):
     INT8 = "int8"
     INT4 = "int4"
     POWERSGD = "powersgd"
+    TOPK = "topk"
     AUTO = "auto"  # which of them is decided by trial (step/grad_comm_tuner.py)
 
     @property
@@ -79,6 +82,11 @@ class GradComm(Enum):
         bits = {GradComm.INT8: 8, GradComm.INT4: 4}.get(self)
         return None if bits is None else IntegerCodec(bits)
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether what a gradient loses is sent in later steps."""
+        return self in (GradComm.POWERSGD, GradComm.TOPK)
+
 
 class OptionNames(TypedDict, total=False):
     """The keyword arguments of `Run`, for type checkers."""
@@ -87,6 +95,7 @@ class OptionNames(TypedDict, total=False):
     grad_comm: str | None
     grad_comm_dtype: str | None
     powersgd_rank: int
+    topk_ratio: float
     compare_loss: bool
     max_grad_norm: float | None
     on_nonfinite: str
@@ -114,13 +123,14 @@ class RunOptions:
     precision     dtype of forward passes (autocast): "fp32", "bf16" or "fp16"
     grad_comm     how gradients are sent: "fp32": as they are; "bf16" or "fp16": in half precision, and still summed in
                   float32; "int8" or "int4": as integers of so many bits, rounded at random without bias
-                  (docs/compression.md); "powersgd": as matrices of low rank, and what they lack is sent later; "auto":
-                  the fastest of "fp32", "int8" and "int4", by a trial in some of the first steps. Each has bits of its
-                  own, the same on any number of workers. Complex and sparse gradients are sent unchanged.
-                  `grad_comm_dtype` is another name of this option
+                  (docs/compression.md); "powersgd": as matrices of low rank; "topk": their largest elements; what these
+                  lack is sent later; "auto": the fastest of "fp32", "int8" and "int4", by a trial in some of the
+                  first steps. Each has bits of its own, the same on any number of workers. Complex and sparse
+                  gradients are sent unchanged. `grad_comm_dtype` is another name of this option
     powersgd_rank  the rank of the matrices with grad_comm="powersgd"
-    compare_loss  with grad_comm="powersgd" or "auto": take 32 steps with and without compression before it is used,
-                  undo them, and do without it if the loss falls less with it (docs/compression.md)
+    topk_ratio    the share of the elements that is sent with grad_comm="topk"
+    compare_loss  with grad_comm="powersgd", "topk" or "auto": take 32 steps with and without compression before it is
+                  used, undo them, and do without it if the loss falls less with it (docs/compression.md)
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %
@@ -153,6 +163,7 @@ class RunOptions:
     precision: Precision = Precision.FP32
     grad_comm: GradComm = GradComm.FP32
     powersgd_rank: int = 4
+    topk_ratio: float = 0.01
     compare_loss: bool = True
     max_grad_norm: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
@@ -187,12 +198,19 @@ class RunOptions:
         clip = values.get("max_grad_norm")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)):
             raise ValueError(f"max_grad_norm={clip!r} must be a positive number, or None")
-        if "powersgd_rank" in values and values["grad_comm"] is not GradComm.POWERSGD:
-            raise ValueError(f'powersgd_rank={values["powersgd_rank"]!r} needs grad_comm="powersgd"')
-        if values["grad_comm"] is GradComm.POWERSGD and values["precision"] is Precision.FP16:
+        for name, kind in (("powersgd_rank", GradComm.POWERSGD), ("topk_ratio", GradComm.TOPK)):
+            if name in values and values["grad_comm"] is not kind:
+                raise ValueError(f'{name}={values[name]!r} needs grad_comm="{kind.value}"')
+        ratio = values.get("topk_ratio", 0.01)
+        if not isinstance(ratio, float) or not 0.0 < ratio <= LARGEST_RATIO:
             raise ValueError(
-                'grad_comm="powersgd" with precision="fp16": what is left of earlier gradients would have the loss '
-                'scale of earlier steps; use precision="bf16", which needs none'
+                f"topk_ratio={ratio!r} must be a number above 0, {LARGEST_RATIO} or less: the position of each element "
+                "is sent, too"
+            )
+        if values["grad_comm"].has_residuals and values["precision"] is Precision.FP16:
+            raise ValueError(
+                f'grad_comm="{values["grad_comm"].value}" with precision="fp16": what is left of earlier gradients '
+                'would have the loss scale of earlier steps; use precision="bf16", which needs none'
             )
         for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1), ("powersgd_rank", 1)):
             value = values.get(name, least)
@@ -209,6 +227,13 @@ class RunOptions:
         except ValueError as error:
             raise ValueError(f"save_every: {error}") from None
         return RunOptions(**values)
+
+    @property
+    def error_feedback(self) -> LowRank | TopK | None:
+        """How gradients are compressed whose residuals are kept; None: they are not."""
+        if self.grad_comm is GradComm.POWERSGD:
+            return LowRank(self.powersgd_rank)
+        return TopK(self.topk_ratio) if self.grad_comm is GradComm.TOPK else None
 
 
 def _check_redundancy(redundancy: object, *, is_sharded: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lockstep import _torch
 from lockstep.comm.compressed_sum import CompressedBuffers, RoundingErrors
+from lockstep.comm.error_feedback import FeedbackBuffers
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
-from lockstep.comm.low_rank_sum import Factors, LowRankBuffers, LowRankSum
 from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum
 from lockstep.ddp.bucket import piece_of
 from lockstep.ddp.replica import Leaf
-from lockstep.step.residuals import Residuals, is_compressed, matrix_rows
+from lockstep.step.residuals import Residuals
 from lockstep.step.scattered_gradients import ScatteredGradients
 
 ALIGN_BYTES = 64  # Note [Alignment]
@@ -171,21 +171,13 @@ class Rounding:
     errors: RoundingErrors | None = None
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """Gradients are sent as matrices of this rank."""
-
-    rank: int
-    residuals: Residuals
-
-
-Compression = Rounding | LowRank
+Compression = Rounding | Residuals  # with residuals: by their method
 
 
 class CompressedBucket(GradientBucket, ABC):
     """Gradients that are compressed only after the last shard, so every shard has a row."""
 
-    buffers: CompressedBuffers | LowRankBuffers
+    buffers: CompressedBuffers | FeedbackBuffers
     _sum: ShardSum
 
     def __init__(self, indices: Sequence[int], leaves: Sequence[Leaf], align: int) -> None:
@@ -286,81 +278,6 @@ class RoundedBucket(CompressedBucket):
     def result(self, where: str) -> tuple[list[Tensor], Tensor]:
         self._sum.wait(self.buffers.sent, where)
         return self.views[-1], self.buffers.flags
-
-
-class LowRankBucket(CompressedBucket):
-    """Gradients that are sent as matrices of low rank (comm/low_rank_sum.py); small ones, and vectors, as they are.
-
-    A row holds the gradients of a shard, to which what the approximations of earlier steps lacked is added when it is
-    sent (step/residuals.py), and then a mark for each that was used. It is read once more when the step is applied.
-    """
-
-    buffers: LowRankBuffers
-
-    def __init__(self, indices: Sequence[int], leaves: Sequence[Leaf], sum_: ShardSum, low_rank: LowRank) -> None:
-        indices = sorted(indices, key=lambda i: not is_compressed(leaves[i].parameter, low_rank.rank))  # the rest last
-        align, count = ALIGN_BYTES // torch.float32.itemsize, len(indices)
-        super().__init__(indices, leaves, align)
-        self._sum, self._shards, self._residuals = sum_, sum_.own_shards, low_rank.residuals
-        self._low_rank = LowRankSum(sum_, low_rank.rank)
-        width = self.numel + -(-count // align) * align
-        memory = torch.zeros(len(self._shards) + 1, width, dtype=torch.float32, device=self.parameters[0].device)
-        self.rows, total = list(memory[:-1]), memory[-1]
-        self.views, self._total = [self.cut(row) for row in self.rows], self.cut(total)
-        self._matrices = sum(is_compressed(p, low_rank.rank) for p in self.parameters)
-        at = self.offsets[self._matrices] if self._matrices < count else self.numel
-        self._marks = total[self.numel : self.numel + count]
-        self.buffers = self._low_rank.allocate(
-            memory[:-1],
-            [self._matrices_of(row) for row in self.rows],
-            [row[at:] for row in self.rows],
-            self._matrices_of(total),
-            total[at:],
-        )
-
-    def _matrices_of(self, row: Tensor) -> list[Tensor]:
-        compressed = zip(self.parameters[: self._matrices], self.offsets, strict=False)
-        return [row[at : at + p.numel()].view(matrix_rows(p), -1) for p, at in compressed]
-
-    @property
-    def _compressed_names(self) -> list[str]:
-        return [leaf.name for leaf in self.leaves[: self._matrices]]
-
-    def start(self, step: int, shards: Sequence[int], scale: Scale) -> None:
-        buffers, names = self.buffers, self._compressed_names
-        buffers.shards, buffers.scale, buffers.started_s = shards, scale, time.monotonic()
-        marks = buffers.rows[:, self.numel : self.numel + len(self.used)]
-        marks.fill_(USED) if all(self.used) else marks.copy_(torch.tensor(self.used) * USED)
-        buffers.residuals = [[self._residuals.find(shard, name) for name in names] for shard in shards]
-        columns = [matrix.shape[1] for matrix in buffers.total]
-        buffers.projections = [self._residuals.projection(*pair) for pair in zip(names, columns, strict=True)]
-        buffers.sent = self._sum.submit(lambda: self._low_rank.run(buffers))
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.buffers.sent_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        is_result = self.parameters[0].dtype == torch.float32
-        rows = len(self.rows) + (not is_result)
-        return rows * self.rows[0].nbytes + self._low_rank.buffer_bytes(self.buffers)
-
-    def result(self, where: str) -> tuple[list[Tensor], Tensor]:
-        self._sum.wait(self.buffers.sent, where)
-        return self._total, self._marks
-
-    def factors(self) -> dict[str, Factors]:
-        """The approximation of each gradient that was compressed in the last step and used by a shard, by name."""
-        pairs = zip(self._compressed_names, self.buffers.factors, self.parameters, strict=False)
-        return {name: factors for name, factors, parameter in pairs if parameter.grad is not None}
-
-    def keep_residuals(self, factors: Mapping[str, Factors]) -> None:
-        """Keep what these approximations lack of the gradients of this worker's shards, for the next step."""
-        for number, name in enumerate(self._compressed_names):
-            if name in factors:
-                matrices = [of_shard[number] for of_shard in self.buffers.matrices]
-                self._residuals.keep(name, dict(zip(self._shards, matrices, strict=True)), factors[name])
 
 
 def agree_on_order(sum_: ShardSum, arrivals: Sequence[int], count: int) -> tuple[set[int], list[int]]:

@@ -17,26 +17,26 @@ checkpoints) is complete only at the end, so it is always read there. None of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep import _torch, faults
-from lockstep.comm.low_rank_sum import Factors
 from lockstep.comm.shard_sum import Scale, ShardSum
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DivergenceError
 from lockstep.step.bucket_set import Bucket, BucketSet
+from lockstep.step.feedback_bucket import Approximations
+from lockstep.step.residuals import Residuals
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
     GradientMark,
-    LowRank,
     ShardBucket,
     agree_on_order,
     comm_dtype_of,
@@ -372,7 +372,7 @@ class ShardGradients:
         """Pack the buckets again in the order of arrival. See Note [First step]."""
         self._late, self._new_order = agree_on_order(self._sum, self._arrivals, len(self._leaves))
         self._has_order = True
-        if not isinstance(self._compression, LowRank):  # whose rows are read once more
+        if not isinstance(self._compression, Residuals):  # whose rows are read once more
             self._pack_again()
 
     def _pack_again(self) -> None:
@@ -385,11 +385,11 @@ class ShardGradients:
     # -- what compression has lost -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def keep_residuals(self, step: int, factors: Mapping[str, Factors]) -> None:
+    def keep_residuals(self, step: int, approximations: Approximations) -> None:
         """Keep what these approximations lack of the gradients of this worker's shards (step/residuals.py).
 
         Called when the step is applied. Raises DivergenceError if this worker has not sent its gradients in this step.
         """
-        if factors and step != self._step:
+        if approximations and step != self._step:
             raise DivergenceError(f"this worker was in step {self._step}, and applies step {step}; report this")
-        self.buckets.keep_residuals(factors)
+        self.buckets.keep_residuals(approximations)

@@ -86,7 +86,8 @@ class LossComparison:
 
 def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str | None:
     """Why losses cannot be compared in a run that would have to; None if they can be, or need not be."""
-    if not options.compare_loss or options.grad_comm not in (GradComm.POWERSGD, GradComm.AUTO):
+    comm = options.grad_comm
+    if not options.compare_loss or not (comm.has_residuals or comm is GradComm.AUTO):
         return None
     if batches.is_stream:
         return "batches of a stream cannot be read twice"

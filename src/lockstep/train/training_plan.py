@@ -23,11 +23,11 @@ from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch, LRScaling, cover_groups
 from lockstep.step.precision import LossScale
-from lockstep.step.residuals import Residuals, is_compressed
+from lockstep.step.residuals import Residuals
 from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_balance import ShardBalance, SpeedMeter
-from lockstep.step.shard_bucket import Compression, LowRank, Rounding
+from lockstep.step.shard_bucket import Compression, Rounding
 from lockstep.step.shard_gradients import ShardGradients
 from lockstep.step.step_types import LastUpdate, Result, StepContext, TrainingPlan
 from lockstep.trace.step_observer import ObserverConfig, StepObserver
@@ -73,8 +73,9 @@ def make_plan(
             f"audit_every={audit_every} with {synced[0]}, a SyncBatchNorm: one worker alone cannot compute a "
             "shard again; use BatchNorm, or audit_every=0"
         )
-    if config.options.grad_comm is GradComm.POWERSGD and not config.exact:
-        raise ValueError('grad_comm="powersgd" needs exact=True: what is left of a gradient belongs to a shard')
+    comm = config.options.grad_comm
+    if comm.has_residuals and not config.exact:
+        raise ValueError(f'grad_comm="{comm.value}" needs exact=True: what is left of a gradient belongs to a shard')
     return TrainingPlan(
         model=model,
         leaves=leaves,
@@ -89,13 +90,13 @@ def make_plan(
             compares=config.options.compare_loss,
             why_not_compared=why_impossible(batches, optimizer, config.options),
         ),
-        residuals=_make_residuals(model, batches, config) if config.options.grad_comm is GradComm.POWERSGD else None,
+        residuals=_make_residuals(model, batches, config),
     )
 
 
-def _make_residuals(model: nn.Module, batches: Batches, config: RunConfig) -> Residuals:
-    rank, shards = config.options.powersgd_rank, batches.settings.shards
-    return Residuals(rank, shards, dict(model.named_parameters()), config.seed)
+def _make_residuals(model: nn.Module, batches: Batches, config: RunConfig) -> Residuals | None:
+    method, shards = config.options.error_feedback, batches.settings.shards
+    return None if method is None else Residuals(method, shards, dict(model.named_parameters()), config.seed)
 
 
 def _check_optimizer_parameters(optimizer: torch.optim.Optimizer | OptimizerSet, leaves: Sequence[Leaf]) -> None:
@@ -126,6 +127,7 @@ def settings_of(
             "precision": options.precision.value,
             "grad_comm": options.grad_comm.value,
             **({"powersgd_rank": options.powersgd_rank} if options.grad_comm is GradComm.POWERSGD else {}),
+            **({"topk_ratio": options.topk_ratio} if options.grad_comm is GradComm.TOPK else {}),
             "max_grad_norm": options.max_grad_norm,
             "on_nonfinite": options.on_nonfinite.value,
             "threads": options.threads,
@@ -255,8 +257,8 @@ def assign_shards(
     determinism.check_sync_batch_norm(plan.model, shares, exact=config.exact, is_main=world.rank == 0)
     batches.set_rank(world.rank, world.size, shares[world.rank])
     comm, key = plan.tuner.current, (config.seed, "codec")
-    codec, low_rank = comm.codec, comm is GradComm.POWERSGD
-    compresses, errors = codec is not None or low_rank, plan.tuner.measure_errors()
+    codec, residuals = comm.codec, plan.residuals if comm.has_residuals else None
+    compresses, errors = codec is not None or residuals is not None, plan.tuner.measure_errors()
     sharded = plan.sharded_state
     scatters = sharded is not None and sharded.scatters and not compresses and options.max_grad_norm is None
     weights = plan.weights if sharded is not None and sharded.sends_between_hosts else None
@@ -271,10 +273,8 @@ def assign_shards(
         return ScatteredGradients(sharded, leaves, sum_) if sharded is not None and scatters and is_alike else None
 
     def compression(part: int) -> Compression | None:
-        if low_rank and plan.residuals is not None:
-            return LowRank(options.powersgd_rank, plan.residuals)
         if codec is None:
-            return None
+            return residuals
         return Rounding(codec, partial(derive_seed, *key, part), errors)
 
     def fetch(batch: Batch, number: int) -> Shard:
@@ -408,9 +408,9 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
         copies = ", and a copy of another one's" if plan.sharded_state.redundancy else ""
         how += f", each worker keeps 1/{size} of the optimiser's state{copies}"
     if plan.residuals is not None:
-        rank = config.options.powersgd_rank
-        count = sum(is_compressed(leaf.parameter, rank) for leaf in plan.leaves)
-        how += f", PowerSGD of rank {rank} for {count} of {len(plan.leaves)} parameters (the others are too small)"
+        method = plan.residuals.method
+        count = sum(method.compresses(leaf.parameter) for leaf in plan.leaves)
+        how += f", {method.describe()} for {count} of {len(plan.leaves)} parameters (the others are too small)"
         how += f" {plan.tuner.describe_start()}"
     if plan.tuner.why_not_compared is not None:
         how += f", losses with and without compression are not compared: {plan.tuner.why_not_compared}"
