@@ -118,7 +118,7 @@ def main() -> int:
         sys.path.insert(0, folder)  # workers get it from here
         ratios: dict[str, Estimate] = {}
         for measure in (
-            partial(compare_steps, names_in(models), rounds),
+            partial(compare_steps, names_in(models), rounds) if models else tuple,
             partial(compare_collectives, sizes, rounds),
         ):
             for name, ratio in measure():

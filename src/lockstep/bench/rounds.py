@@ -1,7 +1,7 @@
 """Interleaved rounds, their statistics, and how a benchmark shows its results.
 
 NOTE [paired rounds]. The speed of a machine drifts from minute to minute, so two arms that are measured one after the
-other differ for reasons unrelated to them. Here every arm runs in every round, in an order that rotates, and arms are
+other differ for reasons unrelated to them. Here every arm runs in every round, in an order that changes, and arms are
 compared round by round: first the ratio within each round, then the median of the ratios.
 """
 
@@ -37,9 +37,13 @@ class RoundSync:
 
 
 def rotated_order(names: Sequence[str], round_number: int) -> list[str]:
-    """The names, rotated by one place each round, so that each is first equally often."""
-    turn = round_number % len(names)
-    return [*names[turn:], *names[:turn]]
+    """The names in their order and in the reverse, by turns, and rotated by one place after both.
+
+    So each is first equally often, and of each pair equally often one and the other comes before.
+    """
+    turn = round_number // 2 % len(names)
+    order = [*names[turn:], *names[:turn]]
+    return order[::-1] if round_number % 2 else order
 
 
 def interleave(

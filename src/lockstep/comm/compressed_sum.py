@@ -29,7 +29,10 @@ from lockstep.comm.integer_codec import BLOCK, IntegerCodec
 from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
 
-CHUNKS: Final = 3  # of a bucket, on a CPU; each needs three exchanges inside the host and three between hosts
+# Chunks of a bucket, on a CPU. Each needs three exchanges inside the host and three between hosts, so there are fewer
+# where these would have to wait for a core.
+CHUNKS, CHUNKS_ON_FEW_CORES = 8, 3
+CORES_PER_WORKER: Final = 2  # fewer are few
 MIN_CHUNK_BLOCKS: Final = 4096  # 1 MiB of float32
 
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
@@ -52,6 +55,7 @@ class Route:
     """The way that sums take: inside the host, then between hosts.
 
     device  on which the subgroups exchange tensors
+    cores_per_worker  on the host that has the fewest
     run     runs a job that uses these tensors on the thread that owns the subgroups, and waits for it
     """
 
@@ -60,6 +64,7 @@ class Route:
     own_shards: int  # the most of a worker
     shards: int  # the most of a host
     device: torch.device
+    cores_per_worker: float = 1.0
     run: Callable[[Sequence[Tensor], Callable[[], None]], None] = run_on_current_stream
 
     @staticmethod
@@ -138,14 +143,27 @@ class CompressedSum:
         count = len(buffers.numbers)
         spans = list(split_range(count, self._chunk_blocks(count)))
         written = [buffers.rows, buffers.flags]
-        self._route.run(written, lambda: run_interleaved(self._reduce_chunk(buffers, at) for at in spans))
+        self._route.run(written, lambda: run_interleaved(self._begin_chunks(buffers, spans)))
         return buffers.rows[-1]
+
+    def _begin_chunks(self, buffers: CompressedBuffers, spans: Sequence[slice]) -> Iterator[Iterator[None]]:
+        """Yield the sums of these blocks. The scales of the next one are sent before its integers, not behind them."""
+        before: Iterator[None] | None = None
+        for at in spans:
+            chunk = self._reduce_chunk(buffers, at)
+            next(chunk)
+            if before is not None:
+                yield before
+            before = chunk
+        if before is not None:
+            yield before
 
     def _chunk_blocks(self, count: int) -> int:
         """Return the number of blocks of a chunk, a multiple of the sections."""
         if self._device.type != "cpu" or self._sections == 1:
             return max(count, 1)
-        most = max(-(-count // CHUNKS), MIN_CHUNK_BLOCKS)
+        chunks = CHUNKS if self._route.cores_per_worker >= CORES_PER_WORKER else CHUNKS_ON_FEW_CORES
+        most = max(-(-count // chunks), MIN_CHUNK_BLOCKS)
         return -(-most // self._sections) * self._sections
 
     def _reduce_chunk(self, buffers: CompressedBuffers, at: slice) -> Iterator[None]:
@@ -159,8 +177,11 @@ class CompressedSum:
                 sums.zero_()
             self._kernels.encode(shards, codes, buffers.numbers[at], buffers.shard_keys, sums)
             mine = sums.to(route.device).view(-1)
-            mine = yield from self._exchange(route.local, mine, codec.sum_bits(route.own_shards), scratch)
-            mine = yield from self._exchange(route.across, mine, codec.sum_bits(route.shards), scratch)
+            finish = self._exchange(route.local, mine, codec.sum_bits(route.own_shards), scratch)
+            finish = self._exchange(route.across, finish(), codec.sum_bits(route.shards), scratch)
+            yield
+            yield  # twice, so that the network has another chunk to send while this worker waits for this one
+            mine = finish()
             faults.at("exchange")
             total = mine.to(self._total_dtype).view(-1, BLOCK)
             packed, shifts = yield from self._round_and_gather(buffers, total, at, scratch)
@@ -207,24 +228,25 @@ class CompressedSum:
         local.all_gather(parts.flatten(1))()
         return found[: len(values)]
 
-    def _exchange(
-        self, subgroup: RowSubgroup, sums: Tensor, width: int, scratch: ScratchScope
-    ) -> Generator[None, None, Tensor]:
-        """Send each worker of the subgroup its part of the sums, of `width` bits. Returns the sum of what arrives."""
+    def _exchange(self, subgroup: RowSubgroup, sums: Tensor, width: int, scratch: ScratchScope) -> Callable[[], Tensor]:
+        """Send each worker of the subgroup its part of the sums, of `width` bits. Returns a function that waits, and
+        returns the sum of what has arrived."""
         if subgroup.size == 1:
-            return sums
+            return lambda: sums
         parts = sums.view(subgroup.size, -1)
         numel, packed = parts.shape[1], parts
         if parts.dtype != torch.uint8 or width != 8:
             packed = scratch.empty(torch.uint8, (subgroup.size, numel * width // 8))
             self._there.pack(parts, width, packed)
-        inbox, finish = subgroup.exchange_rows(packed)
-        yield
-        yield  # twice, so that the network has another chunk to send while this worker waits for this one
-        finish()
-        total = scratch.empty(self._total_dtype, (numel,))
-        self._there.unpack_sum(inbox, width, total)
-        return total
+        inbox, wait = subgroup.exchange_rows(packed)
+
+        def finish() -> Tensor:
+            wait()
+            total = scratch.empty(self._total_dtype, (numel,))
+            self._there.unpack_sum(inbox, width, total)
+            return total
+
+        return finish
 
     def _round_and_gather(
         self, buffers: CompressedBuffers, total: Tensor, at: slice, scratch: ScratchScope

@@ -95,7 +95,8 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._store, self._rank, self._size, self._exact = store, rank, size, options.exact
         self._rendezvous = host_groups.HostRendezvous(store, rank, size, timeout)
         self._members = self._rendezvous.exchange_members(global_ranks[rank], exact=options.exact)
-        self.layout = host_groups.group_by_host([member.host for member in self._members], rank)
+        hosts, cores = [member.host for member in self._members], [member.cores for member in self._members]
+        self.layout = host_groups.group_by_host(hosts, rank, cores)
         self._flat = TreeSubgroup(self._rendezvous.create_flat(Gloo), rank, size)
         local_ranks = [global_ranks[r] for r in self.layout.local_ranks]
         self._local = self._rendezvous.create_local(self.layout, options.local, local_ranks)

@@ -55,10 +55,14 @@ MAX_CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class HostLayout:
-    """The hosts as seen from one worker. Hosts are ordered by their lowest rank, the workers of a host by rank."""
+    """The hosts as seen from one worker. Hosts are ordered by their lowest rank, the workers of a host by rank.
+
+    cores_per_worker  on the host that has the fewest
+    """
 
     rank: int
     hosts: tuple[tuple[int, ...], ...]
+    cores_per_worker: float = 1.0
 
     @property
     def size(self) -> int:
@@ -107,12 +111,16 @@ class HostLayout:
         return next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
 
 
-def group_by_host(identities: Sequence[str], rank: int) -> HostLayout:
-    """Return the layout. `identities` has the host's identity for each rank; workers with equal ones share a host."""
+def group_by_host(identities: Sequence[str], rank: int, cores: Sequence[int] = ()) -> HostLayout:
+    """Return the layout. `identities` has the host's identity for each rank; workers with equal ones share a host.
+
+    cores  on how many each rank may run; none: not known
+    """
     hosts: dict[str, list[int]] = {}
     for other, text in enumerate(identities):
         hosts.setdefault(text, []).append(other)
-    return HostLayout(rank, tuple(map(tuple, hosts.values())))
+    per_worker = min((min(cores[r] for r in ranks) / len(ranks) for ranks in hosts.values() if cores), default=1.0)
+    return HostLayout(rank, tuple(map(tuple, hosts.values())), per_worker)
 
 
 def chunk_bytes(message_bytes: int, pieces: int) -> int:
@@ -346,6 +354,7 @@ class MemberInfo:
     host_name: str  # for messages
     exact: bool
     nccl: bool
+    cores: int  # on which it may run
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host_name})"
@@ -360,7 +369,8 @@ class HostRendezvous:
 
     def exchange_members(self, global_rank: int, *, exact: bool) -> tuple[MemberInfo, ...]:
         host = socket.gethostname()
-        mine = MemberInfo(global_rank, os.getpid(), identify_host(), host, exact, Nccl.is_available())
+        cores = len(os.sched_getaffinity(0))
+        mine = MemberInfo(global_rank, os.getpid(), identify_host(), host, exact, Nccl.is_available(), cores)
         self._store.set(f"member/{self._rank}", json.dumps(asdict(mine)))
         members = tuple(MemberInfo(**json.loads(self._read(f"member/{rank}", rank))) for rank in range(self._size))
         for member in members:

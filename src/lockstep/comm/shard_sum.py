@@ -138,11 +138,11 @@ class ShardSum:
         adds_by_tree = backend == "shm" or (may_change and cast(Any, group).add_by_tree())
         self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=adds_by_tree)
         self.watch = PeerWatch(group, polls=device.type == "cpu")
-        self._all = FlatSubgroup(group, self.watch, backend)
+        self.workers = FlatSubgroup(group, self.watch, backend)
         by_tree = self._method is ReduceMethod.TREE
         needs_thread = by_tree or ((compresses or in_thread) and self.size > 1)
         self._thread = CollectiveThread(device, threaded=backend != "nccl") if needs_thread else None
-        self._via_host = backend == "gloo" and device.type == "cuda"  # Gloo cannot exchange CUDA tensors
+        self.via_host = backend == "gloo" and device.type == "cuda"  # `workers` cannot exchange CUDA tensors
         # On the CPU the shm backend allocates the buffers, and scales the sum itself.
         self._shm = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
 
@@ -189,7 +189,7 @@ class ShardSum:
                 how = ScatterMethod.NATIVE
             counts = [len(nodes) for nodes in self._trees]
             buffers.scatter = ReduceScatter(
-                buffers.rows, sections, dtype=dtype, method=how, workers=self._all, counts=counts, add=self._add
+                buffers.rows, sections, dtype=dtype, method=how, workers=self.workers, counts=counts, add=self._add
             )
         return buffers
 
@@ -235,17 +235,6 @@ class ShardSum:
         by_tree = self._method is ReduceMethod.TREE
         return (self._reduce_by_tree(buffers) if by_tree else self._all_reduce(buffers))[: buffers.numel]
 
-    def gather_shards(self, own: Tensor) -> Tensor:
-        """Return the rows of all shards, of which this worker has `own`; part of a job of `submit`."""
-        if self.size == 1:
-            return own
-        most = max(map(len, self.shares))
-        rows = own.new_zeros(self.size, most, *own.shape[1:], device="cpu" if self._via_host else self.device)
-        rows[self._rank, : len(own)].copy_(own)
-        self._all.all_gather(rows.view(self.size, -1))()
-        rows = rows.to(self.device)
-        return torch.cat([row[: len(share)] for row, share in zip(rows, self.shares, strict=True)])
-
     def compressed(self, codec: IntegerCodec) -> CompressedSum:
         """Return how sums over the same shards are computed from compressed gradients, by jobs of `submit`."""
         own = len(self.shares[self._rank]) if self._exact else 1
@@ -264,9 +253,10 @@ class ShardSum:
             group: Any = self.group
             local, across, where, hosts = group.subgroups(self.device)
             of_host = max(sum(shards[rank] for rank in host) for host in hosts)
-            return Route(local, across, max(shards), of_host, where, partial(group.run_in_order, "a compressed sum"))
-        where = torch.device("cpu") if self._via_host else self.device
-        return Route(SingleWorker(), self._all, max(shards), max(shards), where)
+            run, cores = partial(group.run_in_order, "a compressed sum"), group.layout.cores_per_worker
+            return Route(local, across, max(shards), of_host, where, cores, run)
+        where = torch.device("cpu") if self.via_host else self.device
+        return Route(SingleWorker(), self.workers, max(shards), max(shards), where)
 
     def finished_s(self, buffers: SumBuffers) -> float:
         """Return the time at which a sum completed. Call it after `result`. Exact only while `is_timed`."""
@@ -397,19 +387,19 @@ class ShardSum:
         # [worker][row][element]: data for one worker is contiguous. With one row it is already.
         packed = rows.view(mine, self.size, per).transpose(0, 1).contiguous().view(-1)
         counts = [len(nodes) for nodes in self._trees]
-        packed = packed.cpu() if self._via_host else packed
+        packed = packed.cpu() if self.via_host else packed
         if buffers.received is None or buffers.whole is None:  # kept: page faults cost as much as copying
-            where = "cpu" if self._via_host else self.device
+            where = "cpu" if self.via_host else self.device
             buffers.received = torch.empty(sum(counts) * per, dtype=rows.dtype, device=where)
             buffers.whole = torch.empty(per * self.size, dtype=buffers.dtype, device=where)
         received, whole = buffers.received, buffers.whole
         receive_sizes, send_sizes = [n * per for n in counts], [mine * per] * self.size
-        self._all.exchange(received, packed, receive_sizes, send_sizes)()
+        self.workers.exchange(received, packed, receive_sizes, send_sizes)()
         faults.at("exchange")
         total = self._add(list(received.to(self.device).view(-1, per)))
         section = whole[self._rank * per : (self._rank + 1) * per]
         section.copy_(total.mul_(buffers.scale()))
-        self._all.all_gather(whole.view(self.size, per))()
+        self.workers.all_gather(whole.view(self.size, per))()
         return whole.to(self.device)
 
     def _add(self, rows: list[Tensor]) -> Tensor:

@@ -118,7 +118,7 @@ class TopKSum:
                 at += len(found)
         buffers.total.zero_()
         faults.at("exchange")
-        gathered = self._sum.gather_shards(buffers.entries) if buffers.entries.numel() else ()
+        gathered = gather_shards(self._sum, buffers.entries) if buffers.entries.numel() else ()
         for positions, bits in gathered:
             buffers.total.index_add_(0, positions, bits.view(torch.float32))
 
@@ -127,6 +127,18 @@ class TopKSum:
 
         rest = add_over_shards(self._sum, buffers.rest_sums, buffers.shards, write_rest)
         buffers.total_rest.copy_(rest[: len(buffers.total_rest)])
+
+
+def gather_shards(sum_: ShardSum, own: Tensor) -> Tensor:
+    """Return the rows of all shards, of which this worker has `own`. Part of a job of `ShardSum.submit`."""
+    if sum_.size == 1:
+        return own
+    most, rank = max(map(len, sum_.shares)), sum_.workers.rank
+    rows = own.new_zeros(sum_.size, most, *own.shape[1:], device="cpu" if sum_.via_host else own.device)
+    rows[rank, : len(own)].copy_(own)
+    sum_.workers.all_gather(rows.view(sum_.size, -1))()
+    arrived = rows.to(own.device)
+    return torch.cat([row[: len(share)] for row, share in zip(arrived, sum_.shares, strict=True)])
 
 
 def largest(values: Tensor, count: int) -> Tensor:

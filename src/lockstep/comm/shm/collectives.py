@@ -55,8 +55,11 @@ def describe_move(
     name: str, same: tuple[int, ...], to_all: Tensor | None, to_each: Parts, into: Parts, offset: int = -1
 ) -> Call:
     """The call of a `move` with these arguments."""
-    lengths = tuple(0 if t is None else t.numel() for t in to_each or [to_all] * len(into))
-    expects = tuple(NOTHING_WANTED if target is None else target.numel() for target in into)
+    if to_each:
+        lengths = tuple([0 if part is None else part.numel() for part in to_each])
+    else:
+        lengths = (0 if to_all is None else to_all.numel(),) * len(into)
+    expects = tuple([NOTHING_WANTED if target is None else target.numel() for target in into])
     return Call(name, same, lengths, expects, offset)
 
 
@@ -169,14 +172,14 @@ class Collectives:
                 slot[rank * span : rank * span + piece.numel()].copy_(piece)
         return self.sync.arrive()
 
-    def _direct(self, *sections: Tensor) -> int:
+    def _direct(self, first: Tensor, *others: Tensor) -> int:
         """Offset at which the peers can read these sections themselves; -1 if they are small, apart, or elsewhere."""
-        if sum(section.nbytes for section in sections) <= SMALL_BYTES:
-            return -1
-        ends = [section.data_ptr() + section.nbytes for section in sections]
-        if any(end != section.data_ptr() for end, section in zip(ends, sections[1:], strict=False)):
-            return -1
-        offset = self.sync.segment.offset_of(sections[0])
+        size = first.nbytes
+        for section in others:
+            if section.data_ptr() != first.data_ptr() + size:
+                return -1
+            size += section.nbytes
+        offset = self.sync.segment.offset_of(first) if size > SMALL_BYTES else None
         return -1 if offset is None else offset
 
     def barrier(self, name: str = "barrier") -> None:

@@ -32,7 +32,7 @@ class ShmWork(Work):
         self._error: BaseException | None = None
         self._done = False
         self.ended_s: float | None = None
-        self.sync_stream: Callable[[], None] = lambda: None  # makes the caller's stream wait for the result
+        self.sync_stream: Callable[[], None] = _sync_nothing  # makes the caller's stream wait for the result
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -100,6 +100,10 @@ class ShmWork(Work):
 
 
 def _run_nothing(work: ShmWork, spin: bool) -> None:
+    pass
+
+
+def _sync_nothing() -> None:
     pass
 
 
