@@ -1,15 +1,17 @@
 """Speed of the drop-in and of collectives: this working tree beside an earlier commit, in one run.
 
-    python campaigns/compare_commits.py c78b9c8                  all models, 41 rounds
+    python campaigns/compare_commits.py c78b9c8                  three models: half an hour on two cores
     python campaigns/compare_commits.py HEAD --quick             one small model, few rounds
     python campaigns/compare_commits.py HEAD~5 --models gpt --sizes 4KiB,25MiB
 
 The sources of the commit are unpacked under another package name, so that both versions are measured in interleaved
-rounds, beside torch DDP: two runs one after the other differ by more on a machine that others use, too. The package and
-the backends of the commit are called `lockstep_before`, `shm_before` and `hierarchy_before`.
+rounds, beside torch DDP: two runs one after the other differ by more on a machine that others use, too. The same code
+may be some percent faster in one process than in another, so all workers are started anew several times; the medians of
+these starts are what the table shows. The package and the backends of the commit are called `lockstep_before`,
+`shm_before` and `hierarchy_before`.
 
 Exit status: 0 if each median ratio of now over before is at most 1.02, or its 95 % interval reaches down to that; 1 if
-not; 2 for wrong arguments. The table shows both; intervals tell how much the run can say.
+not; 2 for wrong arguments. The table shows both; an interval tells how much the run can say.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import io
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -28,7 +31,8 @@ from pathlib import Path
 
 from lockstep.bench import collectives, step
 from lockstep.bench.collectives import Case, CommJob, Op, parse_size
-from lockstep.bench.rounds import Estimate, RoundPlan, paired_ratio, slowest
+from lockstep.bench.models import WORKLOADS
+from lockstep.bench.rounds import Estimate, RoundPlan, estimate, slowest
 from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.report.table import columns, render
 
@@ -56,8 +60,8 @@ def unpack(commit: str, folder: Path) -> None:
         path.write_text(re.sub(r'"(shm|hierarchy)"', rf'"\1_{BEFORE}"', text))
 
 
-def compare_steps(models: Sequence[str], rounds: int) -> Iterator[tuple[str, Estimate]]:
-    """Yield (name, now over before) of each model and backend. Prints the table of `lockstep bench step`, too."""
+def compare_steps(models: Sequence[str], rounds: int) -> Iterator[tuple[str, list[float]]]:
+    """Yield (name, now over before in each round) of each model and backend. Prints `lockstep bench step`, too."""
     arms = (step.TORCH, *(arm for pair in PAIRS.items() for arm in pair))
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         settings = step.StepSettings(tuple(models), arms, 2, 1, "cpu", RoundPlan(3, rounds, 5), WAIT_S)
@@ -66,19 +70,18 @@ def compare_steps(models: Sequence[str], rounds: int) -> Iterator[tuple[str, Est
     for model, result in record["models"].items():
         times = {arm: values["rounds_ms"] for arm, values in result["arms"].items()}
         for now, before in PAIRS.items():
-            yield f"step, {model}, {now}", paired_ratio(times[now], times[before])
+            yield f"step, {model}, {now}", ratios(times[now], times[before])
 
 
-def compare_collectives(sizes: Sequence[int], rounds: int) -> Iterator[tuple[str, Estimate]]:
-    """Yield (name, now over before) of each collective, size and kind of memory, with two workers over shm."""
+def compare_collectives(sizes: Sequence[int], rounds: int) -> Iterator[tuple[str, list[float]]]:
+    """Yield (name, now over before in each round) of each collective, size and kind of memory: two workers, shm."""
     cases = tuple(Case(op, 2, size) for op in Op for size in sizes)
     job = CommJob(cases, ("shm", SHM), rounds, "cpu")
     with Workers(2, work_on_collectives, job, wait_s=WAIT_S) as workers:
         for case_times in workers.results_by(lambda times: times.case):
             times = slowest([worker.times_ms for worker in case_times])
             for kind in KINDS_OF_MEMORY:
-                ratio = paired_ratio(times[f"shm, {kind}"], times[f"{SHM}, {kind}"])
-                yield f"{case_times[0].case}, {kind}", ratio
+                yield f"{case_times[0].case}, {kind}", ratios(times[f"shm, {kind}"], times[f"{SHM}, {kind}"])
 
 
 def work_on_collectives(worker: BenchWorker, job: CommJob) -> None:
@@ -86,8 +89,12 @@ def work_on_collectives(worker: BenchWorker, job: CommJob) -> None:
     collectives.work(worker, job)
 
 
-def rows_of(ratios: Mapping[str, Estimate]) -> list[tuple[str, str, str]]:
-    return [(name, str(ratio), "" if ratio.median <= LIMIT else verdict_of(ratio)) for name, ratio in ratios.items()]
+def ratios(now: Sequence[float], before: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(now, before, strict=True)]
+
+
+def rows_of(found: Mapping[str, Estimate]) -> list[tuple[str, str, str]]:
+    return [(name, str(ratio), "" if ratio.median <= LIMIT else verdict_of(ratio)) for name, ratio in found.items()]
 
 
 def verdict_of(ratio: Estimate) -> str:
@@ -103,29 +110,35 @@ def main() -> int:
     parser.add_argument("commit", help="the earlier commit")
     parser.add_argument("--models", default="mlp,cnn,gpt", metavar="NAMES", help='default mlp,cnn,gpt; "" for none')
     parser.add_argument("--sizes", default="4KiB,1MiB,25MiB", metavar="SIZES", help='of collectives; "" for none')
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--quick", action="store_true", help="one small model, 4KiB and 1MiB, 7 rounds")
+    parser.add_argument("--rounds", type=int, default=9, help="of each start (default 9)")
+    parser.add_argument("--starts", type=int, default=7, help="of all workers (default 7)")
+    parser.add_argument("--quick", action="store_true", help="other defaults: small, 4KiB,1MiB, 5 rounds, 2 starts")
+    if "--quick" in sys.argv:
+        parser.set_defaults(models="small", sizes="4KiB,1MiB", rounds=5, starts=2)
     arguments = parser.parse_args()
-    models = "small" if arguments.quick else arguments.models
-    rounds = 7 if arguments.quick else arguments.rounds
+    models, rounds, starts = names_in(arguments.models), arguments.rounds, arguments.starts
+    if min(rounds, starts) < 1:
+        parser.error("--rounds and --starts: at least 1")
+    if unknown := [name for name in models if name not in WORKLOADS]:
+        parser.error(f"--models: {unknown[0]!r} is not one of {', '.join(WORKLOADS)}")
     with tempfile.TemporaryDirectory(prefix="lockstep-before-") as folder:
         try:
-            sizes = [parse_size(text) for text in names_in("4KiB,1MiB" if arguments.quick else arguments.sizes)]
+            sizes = [parse_size(text) for text in names_in(arguments.sizes)]
             unpack(arguments.commit, Path(folder))
         except ValueError as error:
             print(f"compare_commits: {error}", file=sys.stderr)
             return 2
         sys.path.insert(0, folder)  # workers get it from here
-        ratios: dict[str, Estimate] = {}
-        for measure in (
-            partial(compare_steps, names_in(models), rounds) if models else tuple,
-            partial(compare_collectives, sizes, rounds),
-        ):
-            for name, ratio in measure():
-                print(f"{name}: {ratio}", file=sys.stderr, flush=True)
-                ratios[name] = ratio
-    print(render(columns("measurement", f">now over {arguments.commit}", ""), rows_of(ratios)))
-    return int(any(ratio.low > LIMIT for ratio in ratios.values()))
+        medians: dict[str, list[float]] = {}
+        measures = [partial(compare_collectives, sizes, rounds)] if sizes else []
+        measures += [partial(compare_steps, models, rounds)] if models else []
+        for measure in measures * starts:
+            for name, of_rounds in measure():
+                medians.setdefault(name, []).append(statistics.median(of_rounds))
+                print(f"{name}: {estimate(of_rounds)}", file=sys.stderr, flush=True)
+    results = {name: estimate(of_starts) for name, of_starts in medians.items()}
+    print(render(columns("measurement", f">now over {arguments.commit}", ""), rows_of(results)))
+    return int(any(ratio.low > LIMIT for ratio in results.values()))
 
 
 if __name__ == "__main__":

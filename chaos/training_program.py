@@ -283,7 +283,7 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
     options["grad_comm"] = chosen.grad_comm
-    small = {"powersgd": {"powersgd_rank": 1}, "topk": {"topk_ratio": 0.1}}  # as the models
+    small = {"powersgd": {"powersgd_rank": 1}, "topk": {"topk_ratio": 0.05}}  # as the models
     if chosen.grad_comm in small:
         options |= small[chosen.grad_comm]
         grad_comm_tuner.COMPARISON, loss_comparison.STEPS, loss_comparison.COUNTED = 10, 6, 3

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.comm import top_k_sum
 from lockstep.comm.low_rank_sum import Factors, LowRank
-from lockstep.comm.top_k_sum import SAMPLED_FROM, TopK, largest
+from lockstep.comm.top_k_sum import MIN_SAMPLED_NUMEL, TopK, top_k_positions
 from lockstep.errors import LostStateError
 from lockstep.step import grad_comm_tuner
 from lockstep.step.residuals import Residuals
@@ -25,7 +26,7 @@ from test_grad_comm import Complex, Wide, plain_sgd
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"grad_comm": "powersgd", "powersgd_rank": 1, "compare_loss": False},
-    "topk": {"grad_comm": "topk", "topk_ratio": 0.1, "compare_loss": False},
+    "topk": {"grad_comm": "topk", "topk_ratio": 0.05, "compare_loss": False},
 }
 
 
@@ -194,23 +195,56 @@ def test_it_is_top_k() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("numel", [100, SAMPLED_FROM + 3, 4 * SAMPLED_FROM])
+@pytest.mark.parametrize("numel", [100, MIN_SAMPLED_NUMEL + 3, 4 * MIN_SAMPLED_NUMEL])
 def test_of_equal_elements_the_first_count(numel: int) -> None:
     values, one_larger = torch.randn(numel, generator=torch.Generator().manual_seed(numel)), torch.ones(numel)
     one_larger[-2] = -2.0
-    for given in (values, values.round(decimals=1), torch.zeros(numel), one_larger):
+    few = torch.where(torch.arange(numel) % 97 == 5, values, 0.0)
+    for given in (values, values.round(decimals=1), torch.zeros(numel), one_larger, few):
         sizes = given.abs().tolist()
         order = sorted(range(numel), key=lambda n, sizes=sizes: (-sizes[n], n))
         for count in (1, numel // 100, numel // 5):
-            assert largest(given, count).tolist() == sorted(order[:count])
+            assert top_k_positions(given, count).tolist() == sorted(order[:count])
 
 
 def test_an_element_that_is_not_finite_is_the_largest() -> None:
     for bad in (float("nan"), float("inf"), float("-inf")):
-        values = torch.randn(2 * SAMPLED_FROM)
+        values = torch.randn(2 * MIN_SAMPLED_NUMEL)
         values[77] = bad
-        assert largest(values, 1).tolist() == [77]
-        assert largest(values.fill_(bad), 100).tolist() == list(range(100))
+        assert top_k_positions(values, 1).tolist() == [77]
+        assert top_k_positions(values.fill_(bad), 100).tolist() == list(range(100))
+
+
+def test_residuals_have_the_dtype_of_what_is_sent() -> None:
+    residuals = Residuals(TopK(0.1), 1, {"weight": torch.zeros(4, 4)}, seed=0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        residuals.keep("weight", {0: torch.full((4, 4), 1 / 3, dtype=torch.float32)})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = residuals.find(0, "weight")
+    assert found is not None
+    assert torch.equal(found, torch.full((16,), 1 / 3))
+
+
+def test_top_k_that_would_save_nothing() -> None:
+    x = TensorDataset(torch.randn(16, 16))
+    with lockstep.Run(progress=False, grad_comm="topk", topk_ratio=0.25) as run:
+        model = run.replicate(mlp())
+        batches = run.batches(x, global_batch_size=8, shards=4, epochs=1)
+        with pytest.raises(ValueError, match="with 4 shards sends as much as no compression, or more"):
+            next(iter(run.train(batches, sgd(model.parameters()))))
+
+
+def test_a_bucket_with_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_k_sum, "MAX_NUMEL", 100)
+    x = TensorDataset(torch.randn(16, 16))
+    with lockstep.Run(progress=False, **OPTIONS["topk"]) as run:
+        model = run.replicate(mlp())
+        batches = run.batches(x, global_batch_size=8, shards=1, epochs=1)
+        with pytest.raises(ValueError, match="positions as 32-bit integers"):
+            for batch in run.train(batches, sgd(model.parameters())):
+                run.step(lambda m, b: (m(b[0]).square().sum(), len(b[0])), batch)
 
 
 def test_which_gradients_are_compressed() -> None:
@@ -287,7 +321,7 @@ def move_residuals(rank: int, size: int) -> list[object]:
     residuals, gradient = make_residuals(*own)
     residuals.copy_to_all(group, device)
     sent = {shard: gradient * 10 * shard for shard in own}  # another step is taken, so that the copies are old
-    residuals.keep_without("weight", sent, Factors(torch.zeros(20, 1), torch.zeros(30, 1)))
+    residuals.keep_low_rank("weight", sent, Factors(torch.zeros(20, 1), torch.zeros(30, 1)))
     saved = residuals.collect(group, device)
     found.append(None if saved is None else [float(saved["shards"][str(n)]["weight"].mean()) for n in range(4)])
     residuals, _ = make_residuals(*[(0, 1), (2,), ()][rank])
@@ -313,7 +347,7 @@ def test_residuals_of_another_memory_format() -> None:
     before, factors = nn.Conv2d(6, 40, 3).weight, Factors(torch.zeros(40, 1), torch.zeros(54, 1))
     residuals = Residuals(LowRank(1), 1, {"weight": before}, seed=1)
     values = torch.arange(before.numel(), dtype=torch.float32)
-    residuals.keep_without("weight", {0: values.view(40, 54)}, factors)
+    residuals.keep_low_rank("weight", {0: values.view(40, 54)}, factors)
     after = nn.Parameter(before.detach().to(memory_format=torch.channels_last))
     restored = Residuals(LowRank(1), 1, {"weight": after}, seed=1)
     restored.restore(residuals.collect_alone())
@@ -343,12 +377,12 @@ def test_residuals_of_other_shards_are_dropped_before_a_step() -> None:
         ({"powersgd_rank": 2}, "powersgd_rank=2 needs grad_comm=.powersgd."),
         ({"grad_comm": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0 must be a whole number, 1 or more"),
         ({"grad_comm": "powersgd", "precision": "fp16"}, "loss scale of earlier steps"),
-        ({"grad_comm": "powersgd", "exact": False}, "needs exact=True"),
+        ({"grad_comm": "powersgd", "exact": False}, "leave out exact=False"),
         ({"topk_ratio": 0.1}, "topk_ratio=0.1 needs grad_comm=.topk."),
-        ({"grad_comm": "topk", "topk_ratio": 0.5}, "must be a number above 0, 0.25 or less"),
-        ({"grad_comm": "topk", "topk_ratio": 1}, "must be a number above 0, 0.25 or less"),
+        ({"grad_comm": "topk", "topk_ratio": 0.5}, "must be a float above 0, 0.25 or less"),
+        ({"grad_comm": "topk", "topk_ratio": 1}, "must be a float above 0, 0.25 or less"),
         ({"grad_comm": "topk", "precision": "fp16"}, "loss scale of earlier steps"),
-        ({"grad_comm": "topk", "exact": False}, "needs exact=True"),
+        ({"grad_comm": "topk", "exact": False}, "leave out exact=False"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], error: str) -> None:

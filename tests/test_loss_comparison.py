@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.low_rank_sum import LowRank
+from lockstep.comm.top_k_sum import TopK
 from lockstep.step import grad_comm_tuner
 from lockstep.step.precision import LossScale
 from lockstep.step.run_options import GradComm
@@ -255,6 +257,19 @@ def test_a_kind_that_the_program_asks_for_counts_when_it_resumes(tmp_path: Path)
             for tuner in (tuners[1], fresh):
                 tuner.prepare(step, lambda mine: mine)
             assert (tuners[1].current, tuners[1].candidate(step)) == (fresh.current, fresh.candidate(step))
+
+
+def test_a_comparison_of_another_ratio_or_rank_does_not_count() -> None:
+    for kind, methods in ((GradComm.TOPK, (TopK(0.001), TopK(0.1))), (GradComm.POWERSGD, (LowRank(1), LowRank(4)))):
+        for is_harmless in (True, False):
+            first, same, other = (
+                grad_comm_tuner.GradCommTuner(kind, compares=True, method=method) for method in (methods[0], *methods)
+            )
+            first.conclude(kind, 48, is_harmless=is_harmless)
+            same.restore(first.state())
+            other.restore(first.state())
+            assert (same.chosen, same.candidate(60)) == (kind if is_harmless else GradComm.FP32, None)
+            assert (other.chosen, other.candidate(60)) == (None, kind)
 
 
 def test_states_of_auto_from_before_there_was_a_comparison() -> None:

@@ -71,7 +71,7 @@ def test_a_distributed_state_of_the_optimiser_gives_the_same_bits(size: int, red
 def train_compressed(rank: int, size: int, backend: str, store: str, names: tuple[str, ...]) -> dict[str, Any]:
     use(backend, store, rank, size)
     found = {f"{n}, {c}": train(ON_GPU[n], device="cuda:0", grad_comm=c) for n in names for c in ("int8", "int4")}
-    for options in ({"grad_comm": "powersgd", "powersgd_rank": 1}, {"grad_comm": "topk", "topk_ratio": 0.1}):
+    for options in ({"grad_comm": "powersgd", "powersgd_rank": 1}, {"grad_comm": "topk", "topk_ratio": 0.05}):
         options |= {"compare_loss": False, "epochs": 4}  # not in the first steps
         kind = options["grad_comm"]
         found |= {f"{n}, {kind}": train(ON_GPU[n], device="cuda:0", **options) for n in names}

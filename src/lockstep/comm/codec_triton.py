@@ -40,7 +40,8 @@ def _block_codes(gradients, codes, blocks, shards, stride, inverse, BLOCK: tl.co
     found = tl.zeros([PER], dtype=tl.int32)
     stride = stride.to(tl.int64)
     for shard in range(shards):
-        bits = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0) & 0x7FFFFFFF
+        bits = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0.0).to(tl.int32, bitcast=True)
+        bits = bits & 0x7FFFFFFF
         found = tl.maximum(found, tl.max(bits, axis=1))  # the order of these bits is that of the values, NaN last
     smallest = (found.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
     code = ((smallest + ((1 << SHIFT) - 1)) >> SHIFT) - OFFSET
@@ -182,7 +183,7 @@ class TritonKernels(TorchKernels):
         codes = torch.empty(blocks, dtype=torch.uint8, device=shards.device)
         with _on(shards.device):
             _block_codes[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards.view(torch.int32), codes, blocks, len(shards), shards.stride(0), inverse, BLOCK, PER_PROGRAM
+                shards, codes, blocks, len(shards), shards.stride(0), inverse, BLOCK, PER_PROGRAM
             )
         return codes
 
@@ -205,7 +206,7 @@ class TritonKernels(TorchKernels):
             for width in planes_of(bits):
                 size = numel * width // 8
                 _pack[(triton.cdiv(size, ELEMENTS), rows)](
-                    values, out[:, at:], numel, out.stride(0), size, shift, width, ELEMENTS
+                    values, out[:, at:] if at else out, numel, out.stride(0), size, shift, width, ELEMENTS
                 )
                 at, shift = at + size, shift + width
 
@@ -215,7 +216,15 @@ class TritonKernels(TorchKernels):
             for width in planes_of(bits):
                 size = len(out) * width // 8
                 _unpack_sum[(triton.cdiv(size, ELEMENTS),)](
-                    packed[:, at:], out, len(packed), packed.stride(0), size, shift, at == 0, width, ELEMENTS
+                    packed[:, at:] if at else packed,
+                    out,
+                    len(packed),
+                    packed.stride(0),
+                    size,
+                    shift,
+                    at == 0,
+                    width,
+                    ELEMENTS,
                 )
                 at, shift = at + size, shift + width
 

@@ -30,9 +30,10 @@ from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
 
 # Chunks of a bucket, on a CPU. Each needs three exchanges inside the host and three between hosts, so there are fewer
-# where these would have to wait for a core.
-CHUNKS, CHUNKS_ON_FEW_CORES = 8, 3
-CORES_PER_WORKER: Final = 2  # fewer are few
+# where these would have to wait for a core: where a host has fewer than MANY_CORES for each of its workers.
+CHUNKS: Final = 8
+CHUNKS_ON_FEW_CORES: Final = 3
+MANY_CORES: Final = 2
 MIN_CHUNK_BLOCKS: Final = 4096  # 1 MiB of float32
 
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
@@ -143,26 +144,14 @@ class CompressedSum:
         count = len(buffers.numbers)
         spans = list(split_range(count, self._chunk_blocks(count)))
         written = [buffers.rows, buffers.flags]
-        self._route.run(written, lambda: run_interleaved(self._begin_chunks(buffers, spans)))
+        self._route.run(written, lambda: run_interleaved(self._reduce_chunk(buffers, at) for at in spans))
         return buffers.rows[-1]
-
-    def _begin_chunks(self, buffers: CompressedBuffers, spans: Sequence[slice]) -> Iterator[Iterator[None]]:
-        """Yield the sums of these blocks. The scales of the next one are sent before its integers, not behind them."""
-        before: Iterator[None] | None = None
-        for at in spans:
-            chunk = self._reduce_chunk(buffers, at)
-            next(chunk)
-            if before is not None:
-                yield before
-            before = chunk
-        if before is not None:
-            yield before
 
     def _chunk_blocks(self, count: int) -> int:
         """Return the number of blocks of a chunk, a multiple of the sections."""
         if self._device.type != "cpu" or self._sections == 1:
             return max(count, 1)
-        chunks = CHUNKS if self._route.cores_per_worker >= CORES_PER_WORKER else CHUNKS_ON_FEW_CORES
+        chunks = CHUNKS if self._route.cores_per_worker >= MANY_CORES else CHUNKS_ON_FEW_CORES
         most = max(-(-count // chunks), MIN_CHUNK_BLOCKS)
         return -(-most // self._sections) * self._sections
 
@@ -177,8 +166,8 @@ class CompressedSum:
                 sums.zero_()
             self._kernels.encode(shards, codes, buffers.numbers[at], buffers.shard_keys, sums)
             mine = sums.to(route.device).view(-1)
-            finish = self._exchange(route.local, mine, codec.sum_bits(route.own_shards), scratch)
-            finish = self._exchange(route.across, finish(), codec.sum_bits(route.shards), scratch)
+            of_host = self._exchange(route.local, mine, codec.sum_bits(route.own_shards), scratch)()
+            finish = self._exchange(route.across, of_host, codec.sum_bits(route.shards), scratch)
             yield
             yield  # twice, so that the network has another chunk to send while this worker waits for this one
             mine = finish()

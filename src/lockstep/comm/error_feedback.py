@@ -1,4 +1,4 @@
-"""What sums of gradients have in common that are compressed with error feedback: by low rank, and by top-k.
+"""Shared parts of the two sums of gradients with error feedback: by low rank, and by top-k.
 
 What the compression of a gradient lacks is kept (step/residuals.py), and added to that of the next step.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lockstep import _torch
-from lockstep.comm.shard_sum import Scale, ShardSum, SumBuffers
+from lockstep.comm.compressed_sum import Scale
+from lockstep.comm.shard_sum import ShardSum, SumBuffers
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 
 
@@ -48,7 +49,7 @@ class FeedbackBuffers:
                 _torch.foreach_add_([part for part, _ in both], [residual for _, residual in both])
 
 
-def add_over_shards(
+def sum_over_shards(
     sum_: ShardSum, sums: SumBuffers, shards: Sequence[int], write: Callable[[Tensor, int], None]
 ) -> Tensor:
     """Return the sum over all shards of what `write` writes into a row for each of `shards`, those of this worker.

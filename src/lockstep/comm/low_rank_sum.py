@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.compressed_sum import run_on_current_stream
-from lockstep.comm.error_feedback import FeedbackBuffers, add_over_shards
+from lockstep.comm.error_feedback import FeedbackBuffers, sum_over_shards
 from lockstep.comm.shard_sum import ShardSum, SumBuffers
 
 ALIGN: Final = 16  # elements
@@ -120,7 +120,7 @@ class LowRankSum:
                 torch.mm(matrix, columns, out=out)
             row[row.numel() - buffers.rest[n].numel() :].copy_(buffers.rest[n])
 
-        sums = add_over_shards(self._sum, buffers.lefts, buffers.shards, write_lefts)
+        sums = sum_over_shards(self._sum, buffers.lefts, buffers.shards, write_lefts)
         lefts = [orthonormal(one) for one in self._cut(sums, widths)]
         rest = sums[sum(map(self._size, widths)) :]
         faults.at("exchange")
@@ -131,7 +131,7 @@ class LowRankSum:
                 torch.mm(matrix.t(), columns, out=out)
 
         if widths:
-            sums = add_over_shards(self._sum, buffers.rights, buffers.shards, write_rights)
+            sums = sum_over_shards(self._sum, buffers.rights, buffers.shards, write_rights)
         # Copies: the rows are written again in the next step, and the factors are kept.
         buffers.factors = [
             Factors(left, right.clone()) for left, right in zip(lefts, self._cut(sums, widths), strict=True)

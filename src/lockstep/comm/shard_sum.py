@@ -34,7 +34,7 @@ from torch import Tensor
 from lockstep import faults
 from lockstep.comm import abortable_wait, tree_order
 from lockstep.comm.collective_thread import CollectiveThread, Job, PendingResult
-from lockstep.comm.compressed_sum import CompressedSum, Route, Scale as Scale, run_on_current_stream
+from lockstep.comm.compressed_sum import CompressedSum, Route, Scale, run_on_current_stream
 from lockstep.comm.flat_subgroup import FlatSubgroup
 from lockstep.comm.host_groups import NativeSubgroup, SingleWorker
 from lockstep.comm.integer_codec import IntegerCodec
@@ -138,11 +138,11 @@ class ShardSum:
         adds_by_tree = backend == "shm" or (may_change and cast(Any, group).add_by_tree())
         self._method = choose_method(self._trees, self.shards, exact=exact, adds_by_tree=adds_by_tree)
         self.watch = PeerWatch(group, polls=device.type == "cpu")
-        self.workers = FlatSubgroup(group, self.watch, backend)
+        self.flat_subgroup = FlatSubgroup(group, self.watch, backend)
         by_tree = self._method is ReduceMethod.TREE
         needs_thread = by_tree or ((compresses or in_thread) and self.size > 1)
         self._thread = CollectiveThread(device, threaded=backend != "nccl") if needs_thread else None
-        self.via_host = backend == "gloo" and device.type == "cuda"  # `workers` cannot exchange CUDA tensors
+        self.stages_on_cpu = backend == "gloo" and device.type == "cuda"  # it cannot exchange CUDA tensors
         # On the CPU the shm backend allocates the buffers, and scales the sum itself.
         self._shm = group._get_backend(device) if backend == "shm" and device.type == "cpu" else None
 
@@ -189,7 +189,13 @@ class ShardSum:
                 how = ScatterMethod.NATIVE
             counts = [len(nodes) for nodes in self._trees]
             buffers.scatter = ReduceScatter(
-                buffers.rows, sections, dtype=dtype, method=how, workers=self.workers, counts=counts, add=self._add
+                buffers.rows,
+                sections,
+                dtype=dtype,
+                method=how,
+                workers=self.flat_subgroup,
+                counts=counts,
+                add=self._add,
             )
         return buffers
 
@@ -254,9 +260,9 @@ class ShardSum:
             local, across, where, hosts = group.subgroups(self.device)
             of_host = max(sum(shards[rank] for rank in host) for host in hosts)
             run, cores = partial(group.run_in_order, "a compressed sum"), group.layout.cores_per_worker
-            return Route(local, across, max(shards), of_host, where, cores, run)
-        where = torch.device("cpu") if self.via_host else self.device
-        return Route(SingleWorker(), self.workers, max(shards), max(shards), where)
+            return Route(local, across, max(shards), of_host, where, cores_per_worker=cores, run=run)
+        where = torch.device("cpu") if self.stages_on_cpu else self.device
+        return Route(SingleWorker(), self.flat_subgroup, max(shards), max(shards), where)
 
     def finished_s(self, buffers: SumBuffers) -> float:
         """Return the time at which a sum completed. Call it after `result`. Exact only while `is_timed`."""
@@ -387,19 +393,19 @@ class ShardSum:
         # [worker][row][element]: data for one worker is contiguous. With one row it is already.
         packed = rows.view(mine, self.size, per).transpose(0, 1).contiguous().view(-1)
         counts = [len(nodes) for nodes in self._trees]
-        packed = packed.cpu() if self.via_host else packed
+        packed = packed.cpu() if self.stages_on_cpu else packed
         if buffers.received is None or buffers.whole is None:  # kept: page faults cost as much as copying
-            where = "cpu" if self.via_host else self.device
+            where = "cpu" if self.stages_on_cpu else self.device
             buffers.received = torch.empty(sum(counts) * per, dtype=rows.dtype, device=where)
             buffers.whole = torch.empty(per * self.size, dtype=buffers.dtype, device=where)
         received, whole = buffers.received, buffers.whole
         receive_sizes, send_sizes = [n * per for n in counts], [mine * per] * self.size
-        self.workers.exchange(received, packed, receive_sizes, send_sizes)()
+        self.flat_subgroup.exchange(received, packed, receive_sizes, send_sizes)()
         faults.at("exchange")
         total = self._add(list(received.to(self.device).view(-1, per)))
         section = whole[self._rank * per : (self._rank + 1) * per]
         section.copy_(total.mul_(buffers.scale()))
-        self.workers.all_gather(whole.view(self.size, per))()
+        self.flat_subgroup.all_gather(whole.view(self.size, per))()
         return whole.to(self.device)
 
     def _add(self, rows: list[Tensor]) -> Tensor:

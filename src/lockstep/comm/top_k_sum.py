@@ -18,13 +18,15 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.comm.compressed_sum import run_on_current_stream
-from lockstep.comm.error_feedback import FeedbackBuffers, add_over_shards
+from lockstep.comm.error_feedback import FeedbackBuffers, sum_over_shards
 from lockstep.comm.shard_sum import ShardSum, SumBuffers
 
-SAMPLED: Final = 64  # on a CPU, one of so many elements tells how large those may be that count
-SAMPLED_FROM: Final = 64 * 1024  # elements
-MARGIN: Final = 1.25
-LARGEST_RATIO: Final = 0.25  # half of the numbers: with each element its position is sent
+# On a CPU the elements that may be among the largest are found first, by a threshold from a sample of them.
+SAMPLE_STRIDE: Final = 64
+MIN_SAMPLED_NUMEL: Final = 8 * 1024
+SAMPLE_MARGIN: Final = 1.25
+MAX_RATIO: Final = 0.25  # with each element its position is sent
+MAX_NUMEL: Final = 2**31 - 1  # positions are 32-bit integers
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class TopK:
         """Whether the gradient of a parameter is compressed; if not, it is sent as it is."""
         if parameter.dim() < 2 or not parameter.numel() or not parameter.is_floating_point():
             return False
-        return self.count(parameter.numel()) <= LARGEST_RATIO * parameter.numel()
+        return self.count(parameter.numel()) <= MAX_RATIO * parameter.numel()
 
     def describe(self) -> str:
         return f"the largest {100 * self.ratio:g} % of the elements"
@@ -83,7 +85,12 @@ class TopKSum:
         total: Tensor,
     ) -> TopKBuffers:
         """Allocate the buffers of a sum of these tensors. See `TopKBuffers`."""
-        counts = [self._method.count(part.numel()) for part in parts[0]] if parts else []
+        if total.numel() > MAX_NUMEL:
+            raise ValueError(
+                'grad_comm="topk" sends positions as 32-bit integers, and one bucket of gradients has '
+                f'{total.numel():,} elements; use grad_comm="int8"'
+            )
+        counts = [self._method.count(part.numel()) for part in parts[0]]
         entries = torch.zeros(len(rows), 2, sum(counts), dtype=torch.int32, device=rows.device)
         rest_sums = self._sum.allocate(total_rest.numel(), torch.float32)
         return TopKBuffers(
@@ -112,20 +119,20 @@ class TopKSum:
             at = 0
             for start, part in zip(buffers.starts, parts, strict=True):
                 flat = part.view(-1)
-                found = largest(flat, self._method.count(len(flat)))
+                found = top_k_positions(flat, self._method.count(len(flat)))
                 positions[at : at + len(found)] = found + start
                 bits[at : at + len(found)] = flat[found].view(torch.int32)
                 at += len(found)
         buffers.total.zero_()
         faults.at("exchange")
-        gathered = gather_shards(self._sum, buffers.entries) if buffers.entries.numel() else ()
+        gathered = gather_shards(self._sum, buffers.entries) if buffers.starts else ()
         for positions, bits in gathered:
             buffers.total.index_add_(0, positions, bits.view(torch.float32))
 
         def write_rest(row: Tensor, n: int) -> None:
             row[: buffers.rest[n].numel()].copy_(buffers.rest[n])
 
-        rest = add_over_shards(self._sum, buffers.rest_sums, buffers.shards, write_rest)
+        rest = sum_over_shards(self._sum, buffers.rest_sums, buffers.shards, write_rest)
         buffers.total_rest.copy_(rest[: len(buffers.total_rest)])
 
 
@@ -133,25 +140,31 @@ def gather_shards(sum_: ShardSum, own: Tensor) -> Tensor:
     """Return the rows of all shards, of which this worker has `own`. Part of a job of `ShardSum.submit`."""
     if sum_.size == 1:
         return own
-    most, rank = max(map(len, sum_.shares)), sum_.workers.rank
-    rows = own.new_zeros(sum_.size, most, *own.shape[1:], device="cpu" if sum_.via_host else own.device)
+    most, rank = max(map(len, sum_.shares)), sum_.flat_subgroup.rank
+    rows = own.new_zeros(sum_.size, most, *own.shape[1:], device="cpu" if sum_.stages_on_cpu else own.device)
     rows[rank, : len(own)].copy_(own)
-    sum_.workers.all_gather(rows.view(sum_.size, -1))()
+    sum_.flat_subgroup.all_gather(rows.view(sum_.size, -1))()
     arrived = rows.to(own.device)
     return torch.cat([row[: len(share)] for row, share in zip(arrived, sum_.shares, strict=True)])
 
 
-def largest(values: Tensor, count: int) -> Tensor:
+def top_k_positions(values: Tensor, count: int) -> Tensor:
     """Return the positions, in ascending order, of the `count` elements with the largest absolute values.
 
     Of equal ones those come first that are first in `values`. NaN counts as larger than any number.
     """
-    sizes, within = values.abs(), None
-    if not values.is_cuda and len(values) >= SAMPLED_FROM:  # where sorting all of them takes long
-        sample = sizes[::SAMPLED]
-        guess = torch.topk(sample, min(len(sample), int(MARGIN * count / SAMPLED) + SAMPLED)).values[-1]
-        within = (sizes < guess).logical_not_().nonzero().view(-1)
-        within = within if len(within) >= count else None
-    candidates = sizes if within is None else sizes[within]
-    order = torch.sort(candidates, descending=True, stable=True).indices[:count]
-    return (order if within is None else within[order]).sort().values
+    sizes = values.abs()
+    if values.is_cuda or len(values) < MIN_SAMPLED_NUMEL:
+        return torch.sort(sizes, descending=True, stable=True).indices[:count].sort().values
+    sample = sizes[::SAMPLE_STRIDE]
+    most = min(len(sample), int(SAMPLE_MARGIN * count / SAMPLE_STRIDE) + SAMPLE_STRIDE)
+    threshold = torch.topk(sample, most).values[-1]
+    within = (sizes.nonzero() if threshold == 0 else (sizes < threshold).logical_not_().nonzero()).view(-1)
+    if len(within) < count and threshold == 0:  # a gradient of which few elements are not 0
+        is_taken = torch.zeros(len(values), dtype=torch.bool, device="cpu").index_fill_(0, within, value=True)
+        others = is_taken[: count + len(within)].logical_not_().nonzero().view(-1)
+        return torch.cat([within, others[: count - len(within)]]).sort().values
+    if len(within) < count:  # the sample was not like the rest
+        within = torch.arange(len(values), device="cpu")
+    order = torch.sort(sizes[within], descending=True, stable=True).indices[:count]
+    return within[order].sort().values

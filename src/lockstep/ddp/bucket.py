@@ -1,5 +1,5 @@
 """Buckets: which gradients are reduced together, and the flat buffer that holds them. `Run` packs with `pack`, too, and
-fills buffers of its own (step/shard_gradients.py).
+fills buffers of its own (step/bucket_set.py).
 
 `Caps` and `pack` are pure functions of sizes, so every worker gets the same buckets. `Bucket` owns one flat buffer and
 copies gradients into it and out of it.

@@ -101,7 +101,9 @@ def encode_update(index: int, training: StepContext) -> dict[str, Any]:
         "bad_loss": update.bad_loss,
         "buffers": training.buffers.encode(update.buffers),
         "gradients": gradients,
-        "approximations": {name: None if one is None else list(one) for name, one in update.approximations.items()},
+        "compressed_gradients": {
+            name: None if one is None else list(one) for name, one in update.compressed_gradients.items()
+        },
         "is_intact": True,
     }
 
@@ -135,8 +137,8 @@ def _decode_update(sent: dict[str, Any], training: StepContext) -> Update:
         buffers=training.buffers.decode(sent["buffers"]),
         gradients=gradients,
         versions=versions,
-        approximations={
-            name: None if pair is None else Factors(*pair) for name, pair in sent["approximations"].items()
+        compressed_gradients={
+            name: None if pair is None else Factors(*pair) for name, pair in sent["compressed_gradients"].items()
         },
     )
 

@@ -11,7 +11,7 @@ from lockstep.comm.integer_codec import BLOCK
 from lockstep.comm.shard_sum import ShardSum
 from lockstep.ddp.bucket import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, pack
 from lockstep.ddp.replica import Leaf
-from lockstep.step.feedback_bucket import Approximations, FeedbackBucket, make_feedback_bucket
+from lockstep.step.feedback_bucket import CompressedGradients, FeedbackBucket, make_feedback_bucket
 from lockstep.step.residuals import Residuals
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
@@ -23,7 +23,7 @@ from lockstep.step.shard_bucket import (
 
 SCATTERED_CAP_BYTES = 4 * 1024 * 1024  # small: a slow link shall begin early and end soon after the backward pass
 
-Bucket = ShardBucket | CompressedBucket
+RunBucket = ShardBucket | CompressedBucket
 
 
 class BucketSet:
@@ -41,16 +41,16 @@ class BucketSet:
         """The options are those of ShardGradients."""
         self._leaves, self._sum, self._comm_dtype = list(leaves), sum_, comm_dtype
         self._compression, self._scattered = compression, scattered
-        self._buckets: list[Bucket] = []
-        self._places: dict[int, tuple[Bucket, int]] = {}
+        self._buckets: list[RunBucket] = []
+        self._places: dict[int, tuple[RunBucket, int]] = {}
 
-    def __iter__(self) -> Iterator[Bucket]:
+    def __iter__(self) -> Iterator[RunBucket]:
         return iter(self._buckets)
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def __getitem__(self, number: int) -> Bucket:
+    def __getitem__(self, number: int) -> RunBucket:
         return self._buckets[number]
 
     def pack(self, order: Sequence[int] | None = None) -> None:
@@ -62,7 +62,7 @@ class BucketSet:
         self._buckets = [self._make(p.indices) for p in plan if not sparse[p.indices[0]]]
         self._places = {i: (bucket, slot) for bucket in self._buckets for slot, i in enumerate(bucket.indices)}
 
-    def _make(self, indices: Sequence[int]) -> Bucket:
+    def _make(self, indices: Sequence[int]) -> RunBucket:
         if self._compression is None or not self._leaves[indices[0]].parameter.is_floating_point():
             return ShardBucket(indices, self._leaves, self._sum, self._comm_dtype, self._scattered)
         if isinstance(self._compression, Residuals):
@@ -71,7 +71,7 @@ class BucketSet:
         first = list(accumulate(blocks, initial=0))
         return RoundedBucket(indices, self._leaves, self._sum, self._compression, first)
 
-    def place_of(self, index: int) -> tuple[Bucket, int]:
+    def place_of(self, index: int) -> tuple[RunBucket, int]:
         """Return the bucket of a parameter, and the number of the parameter in it."""
         return self._places[index]
 
@@ -103,12 +103,12 @@ class BucketSet:
     def _with_residuals(self) -> list[FeedbackBucket]:
         return [bucket for bucket in self._buckets if isinstance(bucket, FeedbackBucket)]
 
-    def approximations(self) -> Approximations:
-        """Return the approximations of gradients in this step, by the names of parameters."""
-        return {name: one for bucket in self._with_residuals for name, one in bucket.approximations().items()}
+    def compressed_gradients(self) -> CompressedGradients:
+        """Return which gradients were compressed in this step, by the names of parameters."""
+        return {name: one for bucket in self._with_residuals for name, one in bucket.compressed_gradients().items()}
 
     @torch.no_grad()
-    def keep_residuals(self, approximations: Approximations) -> None:
-        """Keep what these approximations lack of the gradients of this worker's shards (step/residuals.py)."""
+    def keep_residuals(self, compressed_gradients: CompressedGradients) -> None:
+        """Keep what was not sent of these gradients, in the shards of this worker (step/residuals.py)."""
         for bucket in self._with_residuals:
-            bucket.keep_residuals(approximations)
+            bucket.keep_residuals(compressed_gradients)

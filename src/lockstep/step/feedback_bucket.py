@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.comm.compressed_sum import Scale
 from lockstep.comm.error_feedback import FeedbackBuffers
 from lockstep.comm.low_rank_sum import Factors, LowRank, LowRankBuffers, LowRankSum, matrix_rows
-from lockstep.comm.shard_sum import Scale, ShardSum
+from lockstep.comm.shard_sum import ShardSum
 from lockstep.comm.top_k_sum import TopK, TopKBuffers, TopKSum
 from lockstep.ddp.replica import Leaf
 from lockstep.step.residuals import Residuals
 from lockstep.step.shard_bucket import ALIGN_BYTES, USED, CompressedBucket
 
-# Of the gradients that were compressed in a step and used by a shard, by name. None: of top-k nothing but the residuals
-# is needed when the step is applied.
-Approximations = Mapping[str, Factors | None]
+# The parameters whose gradients were compressed in this step and used by a shard, by name; of PowerSGD with the factors
+# that were sent, of top-k with None.
+CompressedGradients = Mapping[str, Factors | None]
 
 
 class FeedbackBucket(CompressedBucket):
@@ -89,12 +90,12 @@ class FeedbackBucket(CompressedBucket):
         return [leaf.name for leaf in self._compressed if leaf.parameter.grad is not None]
 
     @abstractmethod
-    def approximations(self) -> Approximations:
-        """Return those of the gradients that were used by a shard."""
+    def compressed_gradients(self) -> CompressedGradients:
+        """Return which gradients were compressed in this step and used by a shard."""
 
     @abstractmethod
-    def keep_residuals(self, approximations: Approximations) -> None:
-        """Keep what these approximations lack of the gradients of this worker's shards, for the next step."""
+    def keep_residuals(self, compressed_gradients: CompressedGradients) -> None:
+        """Keep what was not sent of these gradients, in the shards of this worker, for the next step."""
 
     def _by_shard(self, number: int) -> dict[int, Tensor]:
         """Return what was compressed of the parameter of this number."""
@@ -120,15 +121,15 @@ class LowRankBucket(FeedbackBucket):
         self.buffers.projections = [self._residuals.projection(*pair, self._rank) for pair in columns]
         super().start(step, shards, scale)
 
-    def approximations(self) -> Approximations:
+    def compressed_gradients(self) -> CompressedGradients:
         found = {leaf.name: factors for leaf, factors in zip(self._compressed, self.buffers.factors, strict=False)}
         return {name: found[name] for name in self._used_names if name in found}
 
-    def keep_residuals(self, approximations: Approximations) -> None:
+    def keep_residuals(self, compressed_gradients: CompressedGradients) -> None:
         for number, leaf in enumerate(self._compressed):
-            factors = approximations.get(leaf.name)
+            factors = compressed_gradients.get(leaf.name)
             if factors is not None:
-                self._residuals.keep_without(leaf.name, self._by_shard(number), factors)
+                self._residuals.keep_low_rank(leaf.name, self._by_shard(number), factors)
 
 
 class TopKBucket(FeedbackBucket):
@@ -144,14 +145,14 @@ class TopKBucket(FeedbackBucket):
         starts, total = self.offsets[: len(self._compressed)], self._total[: self._rest_at]
         self.buffers = self._compressed_sum.allocate(*self._pieces(), starts=starts, total=total)
 
-    def approximations(self) -> Approximations:
+    def compressed_gradients(self) -> CompressedGradients:
         return dict.fromkeys(self._used_names)
 
-    def keep_residuals(self, approximations: Approximations) -> None:
+    def keep_residuals(self, compressed_gradients: CompressedGradients) -> None:
         for row, (positions, _) in zip(self.rows, self.buffers.entries, strict=True):
             row.index_fill_(0, positions.long(), 0.0)  # what was sent
         for number, leaf in enumerate(self._compressed):
-            if leaf.name in approximations:
+            if leaf.name in compressed_gradients:
                 self._residuals.keep(leaf.name, self._by_shard(number))
 
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final, final
 
 from lockstep.comm.compressed_sum import RoundingErrors
+from lockstep.comm.low_rank_sum import LowRank
+from lockstep.comm.top_k_sum import TopK
 from lockstep.step.run_options import GradComm
 
 WARM_UP: Final = 8  # steps
@@ -50,11 +53,20 @@ def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], k
 class GradCommTuner:
     """What is sent in which step: one fixed kind, or with "auto" what the trial shows."""
 
-    def __init__(self, asked: GradComm, *, compares: bool = False, why_not_compared: str | None = None) -> None:
+    def __init__(
+        self,
+        asked: GradComm,
+        *,
+        compares: bool = False,
+        why_not_compared: str | None = None,
+        method: LowRank | TopK | None = None,
+    ) -> None:
         """
         compares          a kind of COMPARED is used only after a comparison of losses
         why_not_compared  why this run cannot do that; None: it can
+        method            of `asked`, if it has residuals; a comparison of another rank or ratio does not count
         """
+        self._method = None if method is None else asdict(method)
         self.why_not_compared, compares = why_not_compared, compares and why_not_compared is None
         self._asked, self.is_auto = asked, asked is GradComm.AUTO
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
@@ -77,7 +89,7 @@ class GradCommTuner:
         if not self.is_auto and not self._compares:
             return None
         values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
-        found = {"asked": self._asked.value, "began": self._began} | dict(
+        found = {"asked": self._asked.value, "method": self._method, "began": self._began} | dict(
             zip(("chosen", "candidate", "next_best"), values, strict=True)
         )
         return found | {"compared": None if self._compared is None else [self._compared[0].value, self._compared[1]]}
@@ -85,9 +97,14 @@ class GradCommTuner:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue a trial, or with what was chosen after it.
 
-        state  of a run with the same `grad_comm`; any other, or None, changes nothing: what the program asks for counts
+        state  of a run with the same `grad_comm`, rank and ratio; any other, or None, changes nothing: what the program
+               asks for counts
         """
-        is_same = state is not None and state.get("asked", GradComm.AUTO.value) == self._asked.value
+        is_same = (
+            state is not None
+            and state.get("asked", GradComm.AUTO.value) == self._asked.value
+            and state.get("method") == self._method
+        )
         if state is None or not is_same or not (self.is_auto or self._compares):
             return
         compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}

@@ -1,8 +1,8 @@
 """What compressed gradients have lost so far, which is added to the gradients of the next step (error feedback).
 
 Note [Residuals of shards]
-An approximation of low rank (comm/low_rank_sum.py) lacks a part of the gradient in every step, and so do its largest
-elements (comm/top_k_sum.py). That part must be sent later, or the model would not learn from it. Each shard has a
+A matrix of low rank (comm/low_rank_sum.py), or the largest elements (comm/top_k_sum.py), lack a part of the gradient in
+every step. That part must be sent later, or the model would not learn from it. Each shard has a
 residual of its own: its gradient, divided by the weight of the global batch, plus its residual, less what of it was
 sent: its largest elements, or its share of the approximation of the sum. So the residuals do not depend on which worker
 runs a shard. A worker keeps those of its own shards. They are part of a checkpoint, and move with the shards when the
@@ -59,7 +59,7 @@ class Residuals:
         """Return the residual of a parameter in a shard, flat; None: there is none."""
         return self._found.get((shard, name))
 
-    def keep_without(self, name: str, matrices: Mapping[int, Tensor], factors: Factors) -> None:
+    def keep_low_rank(self, name: str, matrices: Mapping[int, Tensor], factors: Factors) -> None:
         """Replace the residuals of a parameter, and its projection, after a step.
 
         matrices  what was compressed, by shard; the residual is what remains of it without a share of the approximation
@@ -78,7 +78,7 @@ class Residuals:
         """Return the memory of a residual, which is about to be written."""
         self._copies = None
         if (shard, name) not in self._found:
-            self._found[shard, name] = torch.empty(like.numel(), device=like.device)
+            self._found[shard, name] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
         return self._found[shard, name]
 
     def projection(self, name: str, rows: int, rank: int) -> Tensor:
@@ -165,6 +165,8 @@ class Residuals:
             for name, parameter in self._parameters.items()
             if parameter.requires_grad and self.method.compresses(parameter)
         }
+        if not isinstance(self.method, LowRank):
+            self._projections = {}
         self._found = {
             (shard, name): residual.to(self._parameters[name].device)
             for (shard, name), residual in self._found.items()

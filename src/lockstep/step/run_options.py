@@ -12,7 +12,7 @@ import torch
 
 from lockstep.comm.integer_codec import IntegerCodec
 from lockstep.comm.low_rank_sum import LowRank
-from lockstep.comm.top_k_sum import LARGEST_RATIO, TopK
+from lockstep.comm.top_k_sum import MAX_RATIO, TopK
 from lockstep.errors import refuse_unknown_options
 from lockstep.step.compiled_model import CompileOptions, check_compile_option
 from lockstep.step.precision import Precision
@@ -201,11 +201,11 @@ class RunOptions:
         for name, kind in (("powersgd_rank", GradComm.POWERSGD), ("topk_ratio", GradComm.TOPK)):
             if name in values and values["grad_comm"] is not kind:
                 raise ValueError(f'{name}={values[name]!r} needs grad_comm="{kind.value}"')
-        ratio = values.get("topk_ratio", 0.01)
-        if not isinstance(ratio, float) or not 0.0 < ratio <= LARGEST_RATIO:
+        ratio = values.get("topk_ratio", RunOptions.topk_ratio)
+        if not isinstance(ratio, float) or not 0.0 < ratio <= MAX_RATIO:
             raise ValueError(
-                f"topk_ratio={ratio!r} must be a number above 0, {LARGEST_RATIO} or less: the position of each element "
-                "is sent, too"
+                f"topk_ratio={ratio!r} must be a float above 0, {MAX_RATIO} or less: the share of the elements that "
+                "is sent, 0.01 for 1 %"
             )
         if values["grad_comm"].has_residuals and values["precision"] is Precision.FP16:
             raise ValueError(
@@ -230,7 +230,7 @@ class RunOptions:
 
     @property
     def error_feedback(self) -> LowRank | TopK | None:
-        """How gradients are compressed whose residuals are kept; None: they are not."""
+        """The method of compression that keeps residuals; None: `grad_comm` is not such a method."""
         if self.grad_comm is GradComm.POWERSGD:
             return LowRank(self.powersgd_rank)
         return TopK(self.topk_ratio) if self.grad_comm is GradComm.TOPK else None

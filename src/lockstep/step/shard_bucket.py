@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch
-from lockstep.comm.compressed_sum import CompressedBuffers, RoundingErrors
+from lockstep.comm.compressed_sum import CompressedBuffers, RoundingErrors, Scale
 from lockstep.comm.error_feedback import FeedbackBuffers
 from lockstep.comm.integer_codec import BLOCK, IntegerCodec
-from lockstep.comm.shard_sum import HALF_DTYPES, Scale, ShardSum
+from lockstep.comm.shard_sum import HALF_DTYPES, ShardSum
 from lockstep.ddp.bucket import piece_of
 from lockstep.ddp.replica import Leaf
 from lockstep.step.residuals import Residuals

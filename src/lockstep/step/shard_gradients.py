@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from lockstep import _torch, faults
-from lockstep.comm.shard_sum import Scale, ShardSum
+from lockstep.comm.compressed_sum import Scale
+from lockstep.comm.shard_sum import ShardSum
 from lockstep.comm.tree_order import Subtree, TreeAccumulator
 from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DivergenceError
-from lockstep.step.bucket_set import Bucket, BucketSet
-from lockstep.step.feedback_bucket import Approximations
+from lockstep.step.bucket_set import BucketSet, RunBucket
+from lockstep.step.feedback_bucket import CompressedGradients
 from lockstep.step.residuals import Residuals
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
@@ -232,7 +233,7 @@ class ShardGradients:
             self._send(self.buckets[self._next])
             self._next += 1
 
-    def _write_gradient(self, bucket: Bucket, slot: int) -> None:
+    def _write_gradient(self, bucket: RunBucket, slot: int) -> None:
         """Write one gradient, added to its partial sums, into the last row of its bucket."""
         index, view = bucket.indices[slot], bucket.views[-1][slot]
         gradient = self._parameters[index].grad
@@ -257,7 +258,7 @@ class ShardGradients:
             more = kept.values[index]
             view.add_(0.0 if more is None else more)
 
-    def _write_bucket(self, bucket: Bucket) -> None:
+    def _write_bucket(self, bucket: RunBucket) -> None:
         """Write all gradients of a bucket: with few large kernels instead of many small ones, if none is missing."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         if isinstance(bucket, CompressedBucket):
@@ -282,7 +283,7 @@ class ShardGradients:
         for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
             self._is_used[index], parameter.grad = True, None
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: RunBucket) -> None:
         if not self._on_cpu:
             self._write_bucket(bucket)
         if isinstance(bucket, CompressedBucket):
@@ -320,7 +321,7 @@ class ShardGradients:
             self._repack()
         self._reset()
 
-    def _assign(self, bucket: Bucket, where: str) -> None:
+    def _assign(self, bucket: RunBucket, where: str) -> None:
         """Wait for the sum of a bucket, and make it the gradients of its parameters."""
         pieces, marks = bucket.result(where)
         if isinstance(bucket, CompressedBucket):
@@ -385,11 +386,11 @@ class ShardGradients:
     # -- what compression has lost -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def keep_residuals(self, step: int, approximations: Approximations) -> None:
-        """Keep what these approximations lack of the gradients of this worker's shards (step/residuals.py).
+    def keep_residuals(self, step: int, compressed_gradients: CompressedGradients) -> None:
+        """Keep what was not sent of these gradients, in the shards of this worker (step/residuals.py).
 
         Called when the step is applied. Raises DivergenceError if this worker has not sent its gradients in this step.
         """
-        if approximations and step != self._step:
+        if compressed_gradients and step != self._step:
             raise DivergenceError(f"this worker was in step {self._step}, and applies step {step}; report this")
-        self.buckets.keep_residuals(approximations)
+        self.buckets.keep_residuals(compressed_gradients)

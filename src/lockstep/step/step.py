@@ -286,7 +286,7 @@ def make_update(
         gradients=gradients,
         versions=[0 if gradient is None else gradient._version for gradient in gradients],
         digests=t.gradient_writes.digests(gradients) if t.keeps_update else None,
-        approximations=t.gradients.buckets.approximations() if finite else {},
+        compressed_gradients=t.gradients.buckets.compressed_gradients() if finite else {},
     )
 
 
@@ -298,7 +298,7 @@ def apply(t: StepContext, update: Update) -> None:
     t.buffers.apply(update.buffers)
     if update.finite:
         faults.at("optimizer")
-        t.gradients.keep_residuals(update.number, update.approximations)
+        t.gradients.keep_residuals(update.number, update.compressed_gradients)
         with step_check.learning_rate(t.large_batch, update.number):
             if t.sharded_state is None:
                 t.optimizer.step()

@@ -18,7 +18,7 @@ from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_changes import NewBuffer, NewNumber
 from lockstep.step.buffer_exchange import BufferExchange
-from lockstep.step.feedback_bucket import Approximations
+from lockstep.step.feedback_bucket import CompressedGradients
 from lockstep.step.grad_comm_tuner import GradCommTuner
 from lockstep.step.learning_rate import LargeBatch
 from lockstep.step.precision import LossScale
@@ -103,7 +103,7 @@ class Update:
     gradients: Sequence[Tensor | None]  # by parameter, as passed to the optimiser
     versions: Sequence[int]  # `_version` of each gradient
     digests: Sequence[int] | None = None  # of the gradients; only in some steps
-    approximations: Approximations = field(default_factory=dict)  # see `BucketSet.approximations`
+    compressed_gradients: CompressedGradients = field(default_factory=dict)  # see `BucketSet.compressed_gradients`
     receipt: AsyncBarrier | None = None  # completes when all workers have applied the step
 
     @property

@@ -75,7 +75,11 @@ def make_plan(
         )
     comm = config.options.grad_comm
     if comm.has_residuals and not config.exact:
-        raise ValueError(f'grad_comm="{comm.value}" needs exact=True: what is left of a gradient belongs to a shard')
+        raise ValueError(
+            f'grad_comm="{comm.value}" with exact=False: what is not sent of a gradient is kept for its shard, and '
+            'there are no shards; leave out exact=False, or use grad_comm="int8"'
+        )
+    _check_ratio(config.options, batches.settings.shards)
     return TrainingPlan(
         model=model,
         leaves=leaves,
@@ -89,9 +93,23 @@ def make_plan(
             config.options.grad_comm,
             compares=config.options.compare_loss,
             why_not_compared=why_impossible(batches, optimizer, config.options),
+            method=config.options.error_feedback,
         ),
         residuals=_make_residuals(model, batches, config),
     )
+
+
+def _check_ratio(options: RunOptions, shards: int) -> None:
+    """Raise ValueError if top-k would send more bytes than are sent without compression.
+
+    Every worker receives an element of four bytes and a position of four for each entry of each shard; an all-reduce
+    sends each element, of four bytes, about twice.
+    """
+    if options.grad_comm is GradComm.TOPK and options.topk_ratio * shards >= 1.0:
+        raise ValueError(
+            f"topk_ratio={options.topk_ratio:g} with {shards} shards sends as much as no compression, or more, since "
+            f"those of all shards are sent to all workers: use a ratio far below {1 / shards:.3g}, or fewer shards"
+        )
 
 
 def _make_residuals(model: nn.Module, batches: Batches, config: RunConfig) -> Residuals | None:
@@ -409,8 +427,8 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
         how += f", each worker keeps 1/{size} of the optimiser's state{copies}"
     if plan.residuals is not None:
         method = plan.residuals.method
-        count = sum(method.compresses(leaf.parameter) for leaf in plan.leaves)
-        how += f", {method.describe()} for {count} of {len(plan.leaves)} parameters (the others are too small)"
+        count = sum(not leaf.sparse and method.compresses(leaf.parameter) for leaf in plan.leaves)
+        how += f", {method.describe()} for {count} of {len(plan.leaves)} parameters (the others are sent whole)"
         how += f" {plan.tuner.describe_start()}"
     if plan.tuner.why_not_compared is not None:
         how += f", losses with and without compression are not compared: {plan.tuner.why_not_compared}"
