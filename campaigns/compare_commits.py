@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("commit", help="the earlier commit")
     parser.add_argument("--models", default="mlp,cnn,gpt", metavar="NAMES", help='default mlp,cnn,gpt; "" for none')
     parser.add_argument("--sizes", default="4KiB,1MiB,25MiB", metavar="SIZES", help='of collectives; "" for none')
-    parser.add_argument("--rounds", type=int, default=9, help="of each start (default 9)")
+    parser.add_argument("--rounds", type=int, default=10, help="of each start (default 10)")
     parser.add_argument("--starts", type=int, default=7, help="of all workers (default 7)")
     parser.add_argument("--quick", action="store_true", help="other defaults: small, 4KiB,1MiB, 5 rounds, 2 starts")
     if "--quick" in sys.argv:
