@@ -134,19 +134,19 @@ def test_without_a_compiler_the_kernels_of_torch_are_used(monkeypatch: pytest.Mo
     for compiler in ("/no/such/compiler", "false", 'gcc "'):
         monkeypatch.setenv("CC", compiler)
         kernels_for.cache_clear()
-        codec_kernels._load_library.cache_clear()
+        codec_kernels.load_library.cache_clear()
         try:
             assert type(kernels_for(IntegerCodec(8), CPU)) is TorchKernels
         finally:
             kernels_for.cache_clear()
-            codec_kernels._load_library.cache_clear()
+            codec_kernels.load_library.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_default_dtype_of_the_program_does_not_matter(dtype: torch.dtype) -> None:
     shards = torch.randn(2, 4 * BLOCK, generator=torch.Generator().manual_seed(1))
     want = sum_of(shards, 8, 1)
-    caches = (kernels_for, codec_kernels._load_library, dither_table)
+    caches = (kernels_for, codec_kernels.load_library, dither_table)
     for is_new in (False, True):
         for cache in caches if is_new else ():
             cache.cache_clear()
@@ -162,7 +162,7 @@ def test_the_library_is_compiled_once_and_never_taken_from_a_folder_that_others_
 ) -> None:
     cache = tmp_path / "lockstep"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load = codec_kernels._load_library.__wrapped__
+    load = codec_kernels.load_library.__wrapped__
     assert load() is not None
     (made,) = cache.iterdir()
     changed = made.stat().st_mtime_ns

@@ -240,3 +240,104 @@ void decode(const uint8_t *packed, const uint8_t *codes, const uint8_t *shifts, 
         }
     }
 }
+
+/* -- differences of weights: delta_codec.py ------------------------------------------------------------------------ */
+
+#define GROUP 16 /* values with the same width */
+
+/* Bit i of byte j of the result is bit j of byte i. */
+static uint64_t transpose_bits(uint64_t x) {
+    uint64_t t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AAu;
+    x ^= t ^ (t << 7);
+    t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCCu;
+    x ^= t ^ (t << 14);
+    t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0u;
+    return x ^ t ^ (t << 28);
+}
+
+/* The lowest `width` bit planes of GROUP values: bit i of plane k is bit k of value i. */
+static void write_planes(const uint32_t *values, int width, uint16_t *planes) {
+    for (int byte = 0; 8 * byte < width; byte++) {
+        uint64_t low = 0, high = 0;
+        for (int i = 0; i < 8; i++) {
+            low |= (uint64_t)(values[i] >> (8 * byte) & 255) << (8 * i);
+            high |= (uint64_t)(values[i + 8] >> (8 * byte) & 255) << (8 * i);
+        }
+        low = transpose_bits(low), high = transpose_bits(high);
+        for (int j = 0; j < 8 && 8 * byte + j < width; j++)
+            planes[8 * byte + j] = (uint16_t)((low >> (8 * j) & 255) | (high >> (8 * j) & 255) << 8);
+    }
+}
+
+static void read_planes(const uint16_t *planes, int width, uint32_t *values) {
+    memset(values, 0, GROUP * sizeof *values);
+    for (int byte = 0; 8 * byte < width; byte++) {
+        uint64_t low = 0, high = 0;
+        for (int j = 0; j < 8 && 8 * byte + j < width; j++) {
+            low |= (uint64_t)(planes[8 * byte + j] & 255) << (8 * j);
+            high |= (uint64_t)(planes[8 * byte + j] >> 8) << (8 * j);
+        }
+        low = transpose_bits(low), high = transpose_bits(high);
+        for (int i = 0; i < 8; i++) {
+            values[i] |= (uint32_t)(low >> (8 * i) & 255) << (8 * byte);
+            values[i + 8] |= (uint32_t)(high >> (8 * i) & 255) << (8 * byte);
+        }
+    }
+}
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+
+static void write_planes_fast(const uint32_t *values, int width, uint16_t *planes) {
+    __m512i all = _mm512_loadu_si512(values);
+    for (int k = 0; k < width; k++)
+        planes[k] = (uint16_t)_mm512_movepi32_mask(_mm512_sll_epi32(all, _mm_cvtsi32_si128(31 - k)));
+}
+
+static void read_planes_fast(const uint16_t *planes, int width, uint32_t *values) {
+    __m512i all = _mm512_setzero_si512();
+    for (int k = 0; k < width; k++)
+        all = _mm512_mask_or_epi32(all, (__mmask16)planes[k], all, _mm512_set1_epi32((int)(1u << k)));
+    _mm512_storeu_si512(values, all);
+}
+#else
+#define write_planes_fast write_planes
+#define read_planes_fast read_planes
+#endif
+
+/* Writes the width of each group, and its bit planes one after the other. Returns the number of planes. */
+#define ENCODE_DELTA(NAME, WRITE)                                                                     \
+    int64_t NAME(const uint32_t *old, const uint32_t *new, uint8_t *widths, uint16_t *planes, int64_t numel) { \
+        uint16_t *at = planes;                                                                        \
+        for (int64_t first = 0; first < numel; first += GROUP) {                                      \
+            uint32_t values[GROUP] = {0}, all = 0;                                                    \
+            int count = numel - first < GROUP ? (int)(numel - first) : GROUP;                         \
+            for (int i = 0; i < count; i++) {                                                         \
+                uint32_t delta = new[first + i] - old[first + i];                                     \
+                values[i] = delta << 1 ^ (uint32_t)((int32_t)delta >> 31); /* the sign is bit 0 */    \
+                all |= values[i];                                                                     \
+            }                                                                                         \
+            int width = all ? 32 - __builtin_clz(all) : 0;                                            \
+            *widths++ = (uint8_t)width;                                                               \
+            WRITE(values, width, at);                                                                 \
+            at += width;                                                                              \
+        }                                                                                             \
+        return at - planes;                                                                           \
+    }
+
+/* Turns old values into new ones. */
+#define DECODE_DELTA(NAME, READ)                                                                      \
+    void NAME(uint32_t *values, const uint8_t *widths, const uint16_t *planes, int64_t numel) {       \
+        for (int64_t first = 0; first < numel; first += GROUP) {                                      \
+            uint32_t found[GROUP];                                                                    \
+            int count = numel - first < GROUP ? (int)(numel - first) : GROUP, width = *widths++;      \
+            READ(planes, width, found);                                                               \
+            planes += width;                                                                          \
+            for (int i = 0; i < count; i++) values[first + i] += found[i] >> 1 ^ (0u - (found[i] & 1)); \
+        }                                                                                             \
+    }
+
+ENCODE_DELTA(encode_delta, write_planes_fast)
+ENCODE_DELTA(encode_delta_portable, write_planes)
+DECODE_DELTA(decode_delta, read_planes_fast)
+DECODE_DELTA(decode_delta_portable, read_planes)

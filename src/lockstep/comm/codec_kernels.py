@@ -39,7 +39,7 @@ def kernels_for(codec: IntegerCodec, device: torch.device) -> Kernels:
     """Return the fastest kernels that work on this device."""
     fused: Kernels | None = None
     if device.type == "cpu":
-        library = _load_library()
+        library = load_library()
         fused = CpuKernels(library, codec) if library is not None else None
     elif device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from lockstep.comm.codec_triton import TritonKernels
@@ -93,7 +93,7 @@ def trial(
 
 
 @cache
-def _load_library() -> Any:
+def load_library() -> Any:
     """Return the compiled C file; None if there is no compiler, or if it fails."""
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]

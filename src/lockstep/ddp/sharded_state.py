@@ -111,6 +111,8 @@ class ShardedState:
         gradients  of this worker's part; None: those of the parameters
         """
         self._is_complete, self._copy, self._initial = self._has_all, None, None
+        if (exchange := self._exchanges.get(number)) is not None:
+            exchange.remember()
         self.parts.step(number, gradients)
 
     @property

@@ -1,35 +1,39 @@
 """Sends the weights that each worker has updated to all others.
 
-Pieces are collected in buckets, which are gathered, so that all workers send at the same time. If each worker is on a
-host of its own, large pieces are sent from where they are. Between workers of one host they are broadcast from there:
-a copy costs more; and so they are if one worker has most of them. On GPUs that are connected by `shm`, all pieces are
-broadcast at once.
+Pieces are collected in buckets, which are gathered, so that all workers send at the same time. Between workers of one
+host large pieces are broadcast from where they are: a copy costs more; and so they are if one worker has most of them.
+On GPUs that are connected by `shm`, all pieces are broadcast at once. If each worker is on a host of its own, what is
+sent are the differences from the old weights, without loss (comm/delta_codec.py), if this turns out to be faster.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import _torch
+from lockstep.comm import delta_codec
 from lockstep.comm.abortable_wait import wait
 from lockstep.comm.register_backends import backend_name
 from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
 DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast, within a host
-SENT_BYTES: Final = 64 * 1024  # pieces of this size are sent from where they are, from host to host
 MAX_PADDING: Final = (
     1.5  # bytes that are gathered over those that are needed: broadcasts take twice as long between hosts
 )
 IN_FLIGHT_BYTES: Final = 64 * 1024 * 1024
 TAG: Final = 4096  # no other messages of a group have it
+HEADER_BYTES: Final = ALIGN_BYTES  # of a message
+TRIALS: Final = 3  # exchanges that send weights, and differences, before the faster of both is chosen
 WHERE: Final = "the exchange of new weights"
 
 
@@ -50,8 +54,8 @@ class WeightExchange:
         pieces        of each parameter, with the worker that sends it
         bucket_bytes  how much is gathered at once
         spans_hosts   whether the workers are on several hosts
-        sends         whether pieces are sent to one worker after the other, which needs a backend with sends and a host
-                      for each worker; such waits cannot be aborted
+        sends         whether pieces are sent to one worker after the other, or differences: see `remember`. It needs a
+                      backend with sends and a host for each worker; such waits cannot be aborted
         has_own       whether this worker has computed a piece itself, too, so that it is not overwritten: what an
                       exchange that is aborted writes is garbage
         """
@@ -95,6 +99,14 @@ class WeightExchange:
             for by_rank in by_device.values()
             for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes, sends=sends)
         ]
+        self._choice = DifferenceTrial() if sends and delta_codec.can_encode() else None
+        self._has_old = False
+
+    def remember(self) -> None:
+        """Keep this worker's weights as they are on all workers, before a step changes them."""
+        self._has_old = self._choice is not None and self._choice.wants_differences
+        for bucket in self._buckets if self._has_old else ():
+            bucket.remember()
 
     def has_moved(self, parameters: Iterable[Tensor]) -> bool:
         """Whether these are other parameters, or have other memory, than when this object was made."""
@@ -121,15 +133,16 @@ class WeightExchange:
 
         on_arrival  called after each bucket, in the order of the parameters
         """
+        began_s, has_old, self._has_old = time.perf_counter(), self._has_old, False
         coalesced = [(device, start()) for device, start in self._start_coalesced]
         works = deque[tuple[Tensor, Any]]()
         for owner, memory in self._large:  # a process group may need as much memory again for what is on its way
             works.append((memory, self._group.broadcast([memory], _from(owner))))
             if sum(sent.nbytes for sent, _ in works) > IN_FLIGHT_BYTES:
                 self._finish(*works.popleft())
-        last: tuple[_Bucket, list[Any]] | None = None
+        last: tuple[_Bucket | _SentBucket, list[Any]] | None = None
         for bucket in self._buckets:
-            work = bucket.start(self._group)
+            work = bucket.start(self._group, as_differences=has_old)
             if last is not None:
                 last[0].finish(self._group, last[1])
                 on_arrival()
@@ -141,6 +154,8 @@ class WeightExchange:
             self._finish(memory, work)
         for device, work in coalesced:
             wait(self._group, work, device, WHERE)
+        if self._choice is not None:
+            self._choice.note(time.perf_counter() - began_s, as_differences=has_old)
 
     def _finish(self, memory: Tensor, work: Any) -> None:
         wait(self._group, work, memory.device, WHERE)
@@ -161,52 +176,132 @@ def _from(owner: int) -> dist.BroadcastOptions:
     return options
 
 
+@final
+class DifferenceTrial:
+    """Whether an exchange takes less time if differences are sent: both are tried first. Each worker chooses alone."""
+
+    def __init__(self) -> None:
+        self._times_s: dict[bool, list[float]] = {False: [], True: []}  # of exchanges without and with differences
+
+    @property
+    def wants_differences(self) -> bool:
+        without, with_them = self._times_s[False], self._times_s[True]
+        if min(len(without), len(with_them)) < TRIALS:
+            return len(with_them) < len(without)
+        return statistics.median(with_them) < statistics.median(without)
+
+    def note(self, took_s: float, *, as_differences: bool) -> None:
+        times_s = self._times_s[as_differences]
+        if len(times_s) < TRIALS:
+            times_s.append(took_s)
+
+
 class _Bucket:
-    """New weights that are exchanged at once: views of parameters, by the rank that sends them.
+    """New weights that are gathered at once: views of parameters, by the rank that sends them.
 
     most_bytes  of each worker in a bucket
     memory      A buffer of bytes for what is sent and received. Two buckets in flight use different buffers.
-    sends       whether large views are sent from where they are
     """
 
-    def __init__(self, by_rank: list[list[Tensor]], rank: int, most_bytes: int, memory: Tensor, *, sends: bool) -> None:
-        self.most_bytes, self._sends, self._rank = most_bytes, sends, rank
+    def __init__(self, by_rank: list[list[Tensor]], rank: int, most_bytes: int, memory: Tensor) -> None:
+        self.most_bytes = most_bytes
         self.views = [view for one in by_rank for view in one]
         others = [other for other in range(len(by_rank)) if other != rank]
-        self._large = [[view for view in one if sends and view.nbytes >= SENT_BYTES] for one in by_rank]
-        packed = [[view for view in one if not sends or view.nbytes < SENT_BYTES] for one in by_rank]
-        self._packed_bytes = [sum(map(_padded_bytes, views)) for views in packed]
-        width = max(self._packed_bytes)
+        width = max(sum(map(_padded_bytes, views)) for views in by_rank)
         self._sent, self._received = memory[:width], memory[width : (1 + len(by_rank)) * width]
-        self._rows = self._received.view(len(by_rank), width)
-        self._own, self._own_copies = packed[rank], _slices(packed[rank], self._sent)
-        self._targets = [view for other in others for view in packed[other]]
-        self._sources = [piece for other in others for piece in _slices(packed[other], self._rows[other])]
+        rows = self._received.view(len(by_rank), width)
+        self._own, self._own_copies = by_rank[rank], _slices(by_rank[rank], self._sent)
+        self._targets = [view for other in others for view in by_rank[other]]
+        self._sources = [piece for other in others for piece in _slices(by_rank[other], rows[other])]
 
-    def start(self, group: dist.ProcessGroup) -> list[Any]:
+    @staticmethod
+    def memory_bytes(by_rank: list[list[Tensor]]) -> int:
+        return (1 + len(by_rank)) * max(sum(map(_padded_bytes, views)) for views in by_rank)
+
+    def remember(self) -> None:
+        pass
+
+    def start(self, group: dist.ProcessGroup, *, as_differences: bool) -> list[Any]:
         if self._own:
             _torch.foreach_copy_(self._own_copies, self._own)
-        if not self._sends:
-            return [group._allgather_base(self._received, self._sent)]
-        others = [(self._rank + n) % len(self._large) for n in range(1, len(self._large))]
-        arriving = [(one, other) for other in others for one in self._messages(other, self._rows[other])]
-        leaving = [(one, other) for one in self._messages(self._rank, self._sent) for other in others]
-        works = [group.recv([one], other, TAG) for one, other in arriving]
-        return works + [group.send([one], other, TAG) for one, other in leaving]
-
-    def _messages(self, rank: int, packed: Tensor) -> list[Tensor]:
-        """Return what a worker sends to each other one: large views, and the memory of the others."""
-        size = self._packed_bytes[rank]
-        return [packed[:size], *self._large[rank]] if size else self._large[rank]
+        return [group._allgather_base(self._received, self._sent)]
 
     def finish(self, group: dist.ProcessGroup, works: list[Any]) -> None:
         for work in works:
-            if self._sends:
-                work.wait()  # no time limit: if one expires, Gloo closes all connections
-            else:
-                wait(group, work, self._sent.device, WHERE)
+            wait(group, work, self._sent.device, WHERE)
         if self._targets:
             _torch.foreach_copy_(self._targets, self._sources)
+
+
+class _SentBucket:
+    """The same, sent to one worker after the other, as a message that says whether it has differences.
+
+    Messages are shorter than the memory into which they are received; Gloo allows that.
+    """
+
+    def __init__(self, by_rank: list[list[Tensor]], rank: int, most_bytes: int, memory: Tensor) -> None:
+        self.most_bytes, self._rank, self._by_rank = most_bytes, rank, by_rank
+        self.views = [view for one in by_rank for view in one]
+        sizes = [_message_bytes(views) for views in by_rank]
+        self._messages = torch.split(memory[: sum(sizes)], sizes)
+        self._old: list[Tensor] = []
+
+    @staticmethod
+    def memory_bytes(by_rank: list[list[Tensor]]) -> int:
+        return sum(map(_message_bytes, by_rank))
+
+    def remember(self) -> None:
+        own = self._by_rank[self._rank]
+        self._old = self._old or [torch.empty_like(view) for view in own]
+        if own:
+            _torch.foreach_copy_(self._old, own)
+
+    def start(self, group: dist.ProcessGroup, *, as_differences: bool) -> list[Any]:
+        size = len(self._by_rank)
+        others = [(self._rank + n) % size for n in range(1, size)]
+        works = [group.recv([self._messages[other]], other, TAG) for other in others if self._by_rank[other]]
+        if self._by_rank[self._rank]:
+            message = self._messages[self._rank][: self._write(as_differences)]
+            works += [group.send([message], other, TAG) for other in others]
+        return works
+
+    def _write(self, as_differences: bool) -> int:
+        """Write this worker's message; return its length."""
+        message, at = self._messages[self._rank], HEADER_BYTES
+        message[0] = int(as_differences)
+        for number, view in enumerate(self._by_rank[self._rank]):
+            if as_differences and delta_codec.can_be_encoded(view):
+                at += delta_codec.encode(self._old[number], view, message[at:])
+            else:
+                message[at : at + view.nbytes].copy_(view.view(torch.uint8))
+                at += _even(view.nbytes)
+        return at
+
+    def finish(self, group: dist.ProcessGroup, works: list[Any]) -> None:
+        for work in works:
+            work.wait()  # no time limit: if one expires, Gloo closes all connections
+        for rank, views in enumerate(self._by_rank):
+            if rank != self._rank and views:
+                self._read(self._messages[rank], views)
+
+    def _read(self, message: Tensor, views: list[Tensor]) -> None:
+        has_differences, at = bool(message[0]), HEADER_BYTES
+        for view in views:
+            if has_differences and delta_codec.can_be_encoded(view):
+                at += delta_codec.decode(message[at:], view)
+            else:
+                view.view(torch.uint8).copy_(message[at : at + view.nbytes])
+                at += _even(view.nbytes)
+
+
+def _even(count: int) -> int:
+    return count + count % 2
+
+
+def _message_bytes(views: list[Tensor]) -> int:
+    """Return how long the message with these views is at most, a multiple of ALIGN_BYTES."""
+    most = sum(max(_even(view.nbytes), delta_codec.most_bytes(view.numel())) for view in views)
+    return -(-(HEADER_BYTES + most) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _padded_bytes(view: Tensor) -> int:
@@ -223,19 +318,22 @@ def _slices(views: list[Tensor], memory: Tensor) -> list[Tensor]:
     return found
 
 
-def _make_buckets(by_rank: list[list[Tensor]], rank: int, bucket_bytes: int, *, sends: bool) -> Iterator[_Bucket]:
+def _make_buckets(
+    by_rank: list[list[Tensor]], rank: int, bucket_bytes: int, *, sends: bool
+) -> Iterator[_Bucket | _SentBucket]:
     """Yield buckets in which each worker sends as much as any other, as far as it has it."""
-    views = [view for one in by_rank for view in one]
-    if not views:
+    if not any(by_rank):
         return
+    kind = _SentBucket if sends else _Bucket
     most = max(sum(map(_padded_bytes, one)) for one in by_rank)
     width = max(ALIGN_BYTES, min(bucket_bytes // len(by_rank) // ALIGN_BYTES * ALIGN_BYTES, most))
-    buffers = [torch.zeros((1 + len(by_rank)) * width, dtype=torch.uint8, device=views[0].device)]
-    if most > width:
-        buffers.append(torch.zeros_like(buffers[0]))
     queues = [_in_chunks(one, width) for one in by_rank]
-    for n, chunks in enumerate(itertools.zip_longest(*queues, fillvalue=[])):
-        yield _Bucket([list(one) for one in chunks], rank, width, buffers[n % len(buffers)], sends=sends)
+    chunks = [[list(one) for one in of_ranks] for of_ranks in itertools.zip_longest(*queues, fillvalue=[])]
+    device = next(view.device for one in by_rank for view in one)
+    size = max(map(kind.memory_bytes, chunks))
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(chunks)))]
+    for n, of_ranks in enumerate(chunks):
+        yield kind(of_ranks, rank, width, buffers[n % len(buffers)])
 
 
 def _in_chunks(views: list[Tensor], width: int) -> Iterator[list[Tensor]]:
