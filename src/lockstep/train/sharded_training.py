@@ -1,5 +1,5 @@
 """Training with state that is distributed over the workers: that of the optimiser, with `Run(shard_optimizer=True)`,
-and the residuals of gradients, with `Run(grad_comm="powersgd")`.
+and the residuals of gradients, with `Run(grad_comm="powersgd")` or `"topk"`.
 
 Without any, these functions do what every worker can do alone. The state itself is in ddp/sharded_state.py and in
 step/residuals.py.
