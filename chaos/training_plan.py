@@ -107,7 +107,8 @@ def shard(case: Case) -> Case:
         replace(strike, place=places.get(strike.place, strike.place) if n % 2 else strike.place)
         for n, strike in enumerate(case.strikes)
     )
-    return replace(case, sharded=True, strikes=strikes)
+    variant = "half" if case.number % 4 == 3 else case.variant  # with master weights
+    return replace(case, variant=variant, sharded=True, strikes=strikes)
 
 
 def compress(case: Case) -> Case:

@@ -226,6 +226,18 @@ class Pair(nn.Module):
         return out
 
 
+class Half(nn.Module):
+    """Weights in bfloat16; the optimiser has float32 copies of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _mlp().to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x.bfloat16()).float()
+        return out
+
+
 VARIANTS = {
     "mlp": Variant(_mlp, _momentum, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17),
     "cnn": Variant(Cnn, _momentum, lambda n, dice: torch.randn(n, 1, 8, 8, generator=dice), last_batch=19),
@@ -246,6 +258,7 @@ VARIANTS = {
         body=Average,
         second=lambda model: torch.optim.SGD(model.other.parameters(), lr=0.05, momentum=0.9),
     ),
+    "half": Variant(Half, _adamw, lambda n, dice: torch.randn(n, 12, generator=dice), last_batch=17),
     # Fewer samples than shards in the last batch: some shards are empty.
     "tiny": Variant(
         lambda: nn.Linear(5, 4), _momentum, lambda n, dice: torch.randn(n, 5, generator=dice), last_batch=5
@@ -290,6 +303,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         loss_comparison.LARGEST_HARM = math.inf  # it is always used then
     if chosen.sharded:
         options |= {"shard_optimizer": True, "redundancy": 1}
+    if name == "half":
+        options |= {"shard_optimizer": True, "redundancy": 1, "master_weights": True}
     if chosen.device == "cuda":  # the other programs cannot be captured
         options |= {"device": "cuda:0", "capture": True if name in CAPTURED else "auto"}
     with lockstep.Run(directory, seed=seed, save_every=chosen.save_every, **options) as run:

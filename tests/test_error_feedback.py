@@ -322,7 +322,7 @@ def move_residuals(rank: int, size: int) -> list[object]:
     residuals.copy_to_all(group, device)
     sent = {shard: gradient * 10 * shard for shard in own}  # another step is taken, so that the copies are old
     residuals.keep_low_rank("weight", sent, Factors(torch.zeros(20, 1), torch.zeros(30, 1)))
-    saved = residuals.collect(group, device)
+    saved = residuals.outline(group, device).collect()
     found.append(None if saved is None else [float(saved["shards"][str(n)]["weight"].mean()) for n in range(4)])
     residuals, _ = make_residuals(*[(0, 1), (2,), ()][rank])
     try:

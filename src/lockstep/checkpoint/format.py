@@ -11,10 +11,12 @@ changed bit is an error that names the file and never a wrong weight.
 from __future__ import annotations
 
 import hashlib
+import math
+import mmap
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch import Tensor
 from lockstep.checkpoint import file_io, manifest, state_files
 from lockstep.checkpoint.manifest import MANIFEST, STATE, TENSORS, Manifest, verify
 from lockstep.checkpoint.state_files import TensorEntry, TensorSpec, make_header
+from lockstep.checkpoint.tensor_stream import StreamedTensor
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__
 
@@ -41,10 +44,20 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state that can be saved. The tensors are those of the state, not copies."""
+    """A state that can be saved. The tensors are those of the state, not copies; some may arrive later."""
 
     structure: Any  # JSON values; shares no objects with the state
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | StreamedTensor]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all tensors are here."""
+        return not any(isinstance(tensor, StreamedTensor) for tensor in self.tensors.values())
+
+    def abandon(self) -> None:
+        """Note that tensors that are still to arrive will not be used."""
+        for stream in {tensor.stream for tensor in self.tensors.values() if isinstance(tensor, StreamedTensor)}:
+            stream.abandon()
 
     def specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
@@ -52,9 +65,12 @@ class FlatState:
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Split a state into JSON and tensors. Raises CheckpointError, with the name, for what cannot be saved."""
-    structure, found = state_files.flatten(state, Tensor)
-    tensors = {name: tensor.detach() for name, tensor in found.items()}
+    leaves: tuple[type[Tensor | StreamedTensor], ...] = (Tensor, StreamedTensor)
+    structure, found = state_files.flatten(state, leaves)
+    tensors = {name: one.detach() if isinstance(one, Tensor) else one for name, one in found.items()}
     for name, tensor in tensors.items():
+        if isinstance(tensor, StreamedTensor):
+            continue
         odd = type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta
         if odd or tensor.dtype not in DTYPES:
             kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, on {tensor.device})"
@@ -79,13 +95,20 @@ def write(directory: Path, step: int, flat: FlatState) -> Manifest:
     return made
 
 
-def read(directory: Path, *, step: int | None = None) -> dict[Any, Any]:
-    """Return the state that was written, on the CPU. Raises CheckpointError if a single bit has changed."""
+def read(
+    directory: Path, *, step: int | None = None, is_mapped: Callable[[str], bool] = lambda _: False
+) -> dict[Any, Any]:
+    """Return the state that was written, on the CPU. Raises CheckpointError if a single bit has changed.
+
+    is_mapped  whether the tensor of this name is mapped from its file, so that it takes no memory before it is used
+    """
     tensors: dict[str, Tensor] = {}
     memory_left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # beyond it the process would be killed
 
-    def into(name: str, spec: TensorSpec) -> memoryview:
+    def into(name: str, spec: TensorSpec) -> memoryview | None:
         nonlocal memory_left
+        if is_mapped(name):
+            return None
         memory_left -= spec.bytes
         if memory_left < 0:
             raise CheckpointError(f"{directory} does not fit into the memory of this machine, from {name!r} on")
@@ -96,7 +119,26 @@ def read(directory: Path, *, step: int | None = None) -> dict[Any, Any]:
         return bytes_of(tensors[name])
 
     contents = verify(directory, step=step, into=into)
+    tensors |= _map_tensors(directory, {name: e for name, e in contents.tensors.items() if name not in tensors})
     return state_files.restore(contents.structure, tensors, directory / STATE)
+
+
+def _map_tensors(directory: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    """Return tensors whose memory is mapped from their files; writing to them does not change the files."""
+    found: dict[str, Tensor] = {}
+    memories: dict[str, mmap.mmap] = {}
+    for name, entry in entries.items():
+        dtype, count = _BY_NAME[entry.spec.dtype], math.prod(entry.spec.shape)
+        if not count:
+            found[name] = torch.empty(entry.spec.shape, dtype=dtype)
+            continue
+        if entry.file not in memories:
+            with file_io.opened(directory / entry.file) as file:
+                memories[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        raw = torch.frombuffer(memories[entry.file], dtype=torch.uint8, count=entry.spec.bytes, offset=entry.start)
+        raw = raw if entry.start % dtype.itemsize == 0 else raw.clone()
+        found[name] = raw.view(dtype).view(entry.spec.shape)
+    return found
 
 
 def digest_of(flat: FlatState) -> str:
@@ -110,8 +152,8 @@ def digest_of(flat: FlatState) -> str:
 def _read_tensors(flat: FlatState, entries: dict[str, TensorEntry]) -> Iterator[memoryview]:
     """Yield the bytes of all tensors in pieces, and add the SHA-256 of each tensor to `entries`."""
     for name, spec in flat.specs().items():
-        sha = hashlib.sha256()
-        for part in file_io.split_pieces(bytes_of(flat.tensors[name])):
+        sha, tensor = hashlib.sha256(), flat.tensors[name]
+        for part in file_io.split_pieces(bytes_of(tensor.take() if isinstance(tensor, StreamedTensor) else tensor)):
             sha.update(part)
             yield part
         entries[name] = TensorEntry(spec, sha.hexdigest())

@@ -59,8 +59,10 @@ class TensorEntry:
 # ---- state.json ------------------------------------------------------------------------------------------------------
 
 
-def flatten(state: Mapping[Any, Any], leaf: type[T]) -> tuple[Any, dict[str, T]]:
-    """Return JSON values, which share no objects with `state`, and the leaves by name.
+def flatten(state: Mapping[Any, Any], leaf: type[T] | tuple[type[T], ...]) -> tuple[Any, dict[str, T]]:
+    """Return JSON values, which share no objects with `state`, and the leaves by name, in order.
+
+    leaf  the type of leaves, or several
 
     Raises CheckpointError, with the name, for what cannot be saved.
     """
@@ -98,7 +100,7 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _flatten(value: Any, name: str, leaf: type[T], leaves: dict[str, T], level: int) -> Any:
+def _flatten(value: Any, name: str, leaf: type[T] | tuple[type[T], ...], leaves: dict[str, T], level: int) -> Any:
     if level > LEVELS:
         raise CheckpointError(f"{name} is inside of more than {LEVELS} dicts and lists; a checkpoint holds no more")
     if isinstance(value, leaf):
@@ -176,7 +178,8 @@ def _restore_dict(items: list[Any], left: dict[str, T], where: Path, level: int)
 
 # ---- tensors.safetensors ---------------------------------------------------------------------------------------------
 
-Destination = Callable[[str, TensorSpec], memoryview]  # (name, spec) -> memory into which the bytes are read
+# (name, spec) -> memory into which the bytes are read; None: they are only checked
+Destination = Callable[[str, TensorSpec], memoryview | None]
 
 
 def make_header(specs: Mapping[str, TensorSpec]) -> bytes:

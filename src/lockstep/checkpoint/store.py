@@ -193,9 +193,9 @@ class CheckpointStore:
                 file_io.remove(folder.path)
 
     def _is_saved(self, path: Path, flat: FlatState) -> bool:
-        """Whether exactly this state is saved there already."""
+        """Whether exactly this state is saved there already, as far as that is known before all of it is here."""
         try:
-            return path.is_dir() and verify(path).manifest.state_sha256 == layout.digest_of(flat)
+            return path.is_dir() and flat.is_here and verify(path).manifest.state_sha256 == layout.digest_of(flat)
         except CheckpointError:
             return False
 
@@ -236,13 +236,16 @@ class CheckpointStore:
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def newest(self) -> LoadedCheckpoint | None:
-        """Read the newest valid checkpoint. None: there are no checkpoints. CheckpointError: none of them is valid."""
+    def newest(self, *, is_mapped: Callable[[str], bool] = lambda _: False) -> LoadedCheckpoint | None:
+        """Read the newest valid checkpoint. None: there are no checkpoints. CheckpointError: none of them is valid.
+
+        is_mapped  see `checkpoint.format.read`
+        """
         for _ in range(READ_TRIES):
             skipped: list[Skipped] = []
             for step, path in self._candidates():
                 try:
-                    state = layout.read(path, step=step)
+                    state = layout.read(path, step=step, is_mapped=is_mapped)
                 except CheckpointError as error:
                     if not os.path.lexists(path):
                         break  # another worker removed it during the read: there are newer ones

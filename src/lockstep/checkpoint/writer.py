@@ -1,7 +1,8 @@
 """Writes checkpoints in the background: training waits for a copy in host memory, not for the disk.
 
 There are buffers for two copies of a state: one that is being written, and one that waits. A third replaces the one
-that waits. The second copy is allocated when it is first needed, and both are kept until `close`.
+that waits. The second copy is allocated when it is first needed, and both are kept until `close`. Tensors that arrive
+from other workers are not copied (tensor_stream.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from lockstep import faults, run_files
 from lockstep.checkpoint.format import FlatState, flatten
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.tensor_stream import StreamEndedError
 from lockstep.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class CheckpointWriter:
             writing, for_s = self._writing, time.monotonic() - self._started_s
         if replaced is not None:
             assert writing is not None
+            replaced.flat.abandon()
             self._report(
                 f"the checkpoint of step {replaced.step} was still waiting when that of step {step} came, which takes "
                 f"its place: step {writing.step} is being written for {for_s:.1f} s; save less often, or to a faster "
@@ -96,12 +99,15 @@ class CheckpointWriter:
         request = None
         try:
             faults.at("copy")
-            request = _WriteRequest(step, FlatState(flat.structure, copies.copy(flat.tensors)), copies)
+            copied = copies.copy({name: one for name, one in flat.tensors.items() if isinstance(one, Tensor)})
+            tensors = {name: copied.get(name, one) for name, one in flat.tensors.items()}
+            request = _WriteRequest(step, FlatState(flat.structure, tensors), copies)
         except MemoryError as error:
             self._report(describe_failure(step, self._store.path_of(step), error, self._store.last()))
         finally:
             with self._changed:
                 if request is None:
+                    flat.abandon()
                     copies.free()
                     self._free.append(copies)
                 elif self._writing is None:
@@ -129,6 +135,8 @@ class CheckpointWriter:
         """Like `drain`; after it `submit` raises. What is not written after `timeout_s` is dropped."""
         drained = self.drain(timeout_s)
         with self._changed:
+            if self._pending is not None:
+                self._pending.flat.abandon()
             self._closed, self._pending = True, None
             self._changed.notify_all()
         if drained:
@@ -168,9 +176,13 @@ class CheckpointWriter:
             self.written = step
             size_bytes = sum(tensor.nbytes for tensor in request.flat.tensors.values())
             self._on_written(SavedCheckpoint(step, time.monotonic() - self._started_s, size_bytes))
+        except StreamEndedError:  # the workers that are left save again, or go back to an earlier checkpoint
+            return
         except Exception as error:
             self._report(describe_failure(step, path, error, self._store.last()))
             return
+        finally:
+            request.flat.abandon()
         try:
             self._store.prune(step)
         except Exception as error:

@@ -5,6 +5,12 @@ Parameters are cut at multiples of CELL_NUMEL elements, in the order of memory. 
 treats each element on its own; so a part that begins at such a boundary is updated by the same vector instructions as
 it would be inside the whole tensor, with the same bits. An optimiser that looks at a whole tensor, at its norm (LAMB)
 or as a matrix (Muon), gets whole tensors.
+
+Note [Master weights]
+A bfloat16 weight of 1 does not change when 0.001 is added to it. With master weights, the optimiser updates a float32
+copy of each weight that has 16 bits, and the weight is this copy, rounded. Copies are divided over the workers with the
+optimiser's state, and are part of it in checkpoints. Where the program has changed a weight, so that it is no longer
+the copy rounded, the copy becomes the weight.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -140,12 +146,26 @@ def flat_view(tensor: Tensor) -> Tensor | None:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-class OwnedPart:
-    """One piece of a parameter, as the inner optimiser sees it."""
+MASTER_WEIGHT: Final = "master_weight"  # its name in the state of a parameter
 
-    def __init__(self, parameter: Tensor, piece: Piece, *, is_whole: bool) -> None:
+
+def needs_master_weights(parameter: Tensor) -> bool:
+    """Whether the dtype of a parameter is one that optimisers should not update. See Note [Master weights]."""
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+class OwnedPart:
+    """One piece of a parameter.
+
+    weights  the elements of the parameter itself
+    tensor   what the inner optimiser updates: `weights`, or their float32 copy
+    """
+
+    def __init__(self, parameter: Tensor, piece: Piece, *, is_whole: bool, master_weights: bool = False) -> None:
         self.parameter, self.piece, self.is_whole = parameter, piece, is_whole
-        self.tensor = parameter if is_whole else self._view(parameter)
+        self.weights = parameter if is_whole else self._view(parameter)
+        self.has_master = master_weights and needs_master_weights(parameter)
+        self.tensor = self.weights.detach().to(torch.float32) if self.has_master else self.weights
         self._pointer = parameter.data_ptr()
 
     def _view(self, tensor: Tensor) -> Tensor:
@@ -153,31 +173,74 @@ class OwnedPart:
         assert flat is not None
         return flat[self.piece.start : self.piece.stop]
 
-    def follow(self) -> None:
-        """Point the view to the current memory of the parameter: `model.to(device)` gives it another one."""
-        if not self.is_whole and self.parameter.data_ptr() != self._pointer:
-            self.tensor.data = self._view(self.parameter)
-            self._pointer = self.parameter.data_ptr()
-
-    def set_gradient(self, parts: PartGradients | None = None) -> None:
-        """Let the inner optimiser see this piece of the gradient: that of the parameter, or one of `parts`."""
-        if parts is not None:
-            flat = parts.get((self.parameter, self.piece.start))
-            if flat is not None and self.is_whole:
-                flat = flat.as_strided(self.tensor.shape, self.tensor.stride())
-            self.tensor.grad = flat
+    def begin_step(self, gradients: PartGradients | None = None) -> None:
+        """Let the inner optimiser see this piece of the gradient: that of the parameter, or one of `gradients`."""
+        self._follow()
+        if gradients is None and self.tensor is self.parameter:
             return
-        if self.is_whole:
-            return
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.stride() != self.parameter.stride():
-            gradient = torch.empty_like(self.parameter).copy_(gradient)
-        self.tensor.grad = None if gradient is None else self._view(gradient)
+        gradient = self._gradient(gradients)
+        if self.has_master:
+            weights = self.weights.detach()
+            is_changed = weights != self.tensor.to(weights.dtype)
+            torch.where(is_changed, weights, self.tensor, out=self.tensor)
+            gradient = None if gradient is None else gradient.to(torch.float32)
+        self.tensor.grad = gradient
 
-    def drop_gradient(self, parts: PartGradients | None = None) -> None:
-        """Undo `set_gradient`."""
-        if parts is not None or not self.is_whole:
+    def end_step(self, gradients: PartGradients | None = None) -> None:
+        """Give the parameter its new weights, and undo `begin_step`."""
+        if self.has_master and self.tensor.grad is not None:
+            self.weights.detach().copy_(self.tensor)
+        if gradients is not None or self.tensor is not self.parameter:
             self.tensor.grad = None
+
+    def _follow(self) -> None:
+        """Use the current memory of the parameter: `model.to(device)` gives it another one."""
+        if self.parameter.data_ptr() == self._pointer:
+            return
+        self._pointer = self.parameter.data_ptr()
+        if not self.is_whole:
+            self.weights.data = self._view(self.parameter)
+        if self.has_master:
+            self.tensor.data = self.tensor.to(self.parameter.device)
+
+    def _gradient(self, gradients: PartGradients | None) -> Tensor | None:
+        """Return this piece of the gradient; None if there is none."""
+        if gradients is not None:
+            flat = gradients.get((self.parameter, self.piece.start))
+            if flat is None or not self.is_whole:
+                return flat
+            return flat.as_strided(self.weights.shape, self.weights.stride())
+        gradient = self.parameter.grad
+        if gradient is None or self.is_whole:
+            return gradient
+        if gradient.stride() != self.parameter.stride():
+            gradient = torch.empty_like(self.parameter).copy_(gradient)
+        return self._view(gradient)
+
+    def add_master(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of the inner optimiser together with the master weights, if there are any."""
+        return state | {MASTER_WEIGHT: self.tensor} if self.has_master else state
+
+    def take_master(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state without the master weights, which become those of this part.
+
+        If there are none yet, the weights themselves do, and tensors of their dtype become float32. Raises ValueError
+        if there are some, and this part keeps none.
+        """
+        if self.has_master and MASTER_WEIGHT not in state:
+            self.tensor.copy_(self.weights.detach())
+            return {name: self._widened(value) for name, value in state.items()}
+        if self.has_master:
+            self.tensor.copy_(state[MASTER_WEIGHT])
+        elif MASTER_WEIGHT in state:
+            raise ValueError(
+                f"the state of the optimiser has float32 copies of the weights ({MASTER_WEIGHT}), which would be lost: "
+                "train with master_weights=True"
+            )
+        return {name: value for name, value in state.items() if name != MASTER_WEIGHT}
+
+    def _widened(self, value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype == self.weights.dtype else value
 
     def cut(self, value: Tensor) -> Tensor:
         """Return this piece of a tensor that has the shape of the parameter."""

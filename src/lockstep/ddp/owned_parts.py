@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from lockstep.ddp.optimizer_cells import OwnedPart, PartGradients, Piece, is_whole
 from lockstep.ddp.optimizer_state import (
     DistributedState,
-    Interval,
-    State,
-    States,
     cut_state,
     load_optimizer,
     options_of,
     refuse_unmovable,
 )
+from lockstep.ddp.state_holders import Interval, State, States
 from lockstep.errors import LockstepError
 
 
@@ -32,9 +30,15 @@ class OwnedParts:
     parts as its parameters.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], whole_tensors: Sequence[bool]) -> None:
-        """`whole_tensors`: of each optimiser, whether it looks at whole tensors (optimizer_cells.py)."""
+    def __init__(
+        self, optimizers: Sequence[Optimizer], whole_tensors: Sequence[bool], *, master_weights: bool = False
+    ) -> None:
+        """
+        whole_tensors   of each optimiser, whether it looks at whole tensors (optimizer_cells.py)
+        master_weights  see Note [Master weights] in optimizer_cells.py
+        """
         self._optimizers, self._whole_tensors = tuple(optimizers), tuple(whole_tensors)
+        self._master_weights = master_weights
         self._parts: list[list[list[OwnedPart]]] = []  # by optimiser and group
         self._states: list[dict[Tensor, State]] = []
         self._numbers: dict[Tensor, int] = {}  # of all parameters
@@ -58,7 +62,7 @@ class OwnedParts:
     def __iter__(self) -> Iterator[tuple[OwnedPart, State]]:
         for groups, states in zip(self._parts, self._states, strict=True):
             for group in groups:
-                yield from ((part, states.get(part.tensor, {})) for part in group)
+                yield from ((part, part.add_master(states.get(part.tensor, {}))) for part in group)
 
     def clear(self) -> None:
         """Drop all parts."""
@@ -74,7 +78,12 @@ class OwnedParts:
         for number, (optimizer, whole_tensors) in enumerate(zip(self._optimizers, self._whole_tensors, strict=True)):
             self._parts[number] = [
                 [
-                    OwnedPart(parameter, piece, is_whole=is_whole(parameter, whole_tensors=whole_tensors))
+                    OwnedPart(
+                        parameter,
+                        piece,
+                        is_whole=is_whole(parameter, whole_tensors=whole_tensors),
+                        master_weights=self._master_weights,
+                    )
                     for parameter in group["params"]
                     for piece in pieces[parameter]
                 ]
@@ -82,7 +91,7 @@ class OwnedParts:
             ]
             self._states[number] = defaultdict(dict)
             for part in (part for group in self._parts[number] for part in group):
-                if state := states.get(self._interval_of(part)):
+                if state := part.take_master(states.get(self._interval_of(part), {})):
                     self._states[number][part.tensor] = state
 
     def _interval_of(self, part: OwnedPart) -> Interval:
@@ -95,8 +104,7 @@ class OwnedParts:
     @property
     def nbytes(self) -> int:
         """How many bytes of state this worker has."""
-        values = (value for states in self._states for state in states.values() for value in state.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        return sum(value.nbytes for _, state in self for value in state.values() if isinstance(value, Tensor))
 
     @property
     def numel(self) -> int:
@@ -111,12 +119,11 @@ class OwnedParts:
         """Take the step of an optimiser with its parts. `gradients`: None: those of the parameters."""
         parts = [part for group in self._parts[number] for part in group]
         for part in parts:
-            part.follow()
-            part.set_gradient(gradients)
+            part.begin_step(gradients)
         with self._as_parameters(number) as optimizer:
             optimizer.step()
         for part in parts:
-            part.drop_gradient(gradients)
+            part.end_step(gradients)
         if number not in self._checked:
             self._checked.add(number)
             refuse_unmovable(self._states[number].values(), type(self._optimizers[number]).__name__)
@@ -152,7 +159,7 @@ class OwnedParts:
                 inner.append(options_of(group) | {"params": list(range(count, count + len(own)))})
                 for n, part in enumerate(own, count):
                     if keys[part.parameter] in saved:
-                        states[n] = cut_state(part, saved[keys[part.parameter]])
+                        states[n] = part.take_master(cut_state(part, saved[keys[part.parameter]]))
                 count += len(own)
             with self._as_parameters(number) as on_parts:
                 load_optimizer(on_parts, {"state": states, "param_groups": inner})

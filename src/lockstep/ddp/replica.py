@@ -132,9 +132,14 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, dtypes, shapes and values, in the order of names."""
+    return sha256_in_order((name, tensors[name]) for name in sorted(tensors))
+
+
+def sha256_in_order(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of tensors that are in order already, of which only one has to be in memory at a time."""
     sha = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
+    for name, tensor in tensors:
+        tensor = tensor.detach()
         tensor = tensor.coalesce().to_dense() if tensor.is_sparse else tensor
         tensor = tensor.contiguous().cpu()
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from lockstep.comm import agreement
 from lockstep.comm.agreement import Broadcast
 from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, flat_view, is_whole
-from lockstep.ddp.optimizer_state import Interval, StateHolders, States, WholeState, cut_state, options_of
+from lockstep.ddp.optimizer_state import WholeState, cut_state, options_of
+from lockstep.ddp.state_holders import Interval, StateHolders, StateOutline, States
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import ReplicaMismatchError
 from lockstep.process_identity import identify_host
@@ -63,6 +64,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     process_group    the workers (default: all)
     whole_tensors    True: the class treats each tensor on its own. False: it even treats each element on its own.
                      None (default): known for the classes above
+    master_weights   update a float32 copy of each parameter in bfloat16 or float16, which is then rounded; the copies
+                     are divided over the workers, too, and are in `state_dict()` as "master_weight"
     bucket_cap_mb    how many megabytes of parameters are exchanged at once, where they are copied together: small ones,
                      and between hosts all; two buffers of this size are kept then
     defaults         options of the class, such as lr
@@ -77,6 +80,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         *,
         process_group: dist.ProcessGroup | None = None,
         whole_tensors: bool | None = None,
+        master_weights: bool = False,
         bucket_cap_mb: float = BUCKET_MB,
         **defaults: Any,
     ) -> None:
@@ -88,6 +92,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._rank = 0 if self._group is None else self._group.rank()
         self._size = 1 if self._group is None else self._group.size()
         self._bucket_bytes = int(bucket_cap_mb * 1024 * 1024)
+        self._master_weights = master_weights
         self._inner: Optimizer | None = None  # what updates the parts; made when all groups are known
         self._loads = [0] * self._size  # elements that each worker has
         self._pieces: dict[Tensor, list[Piece]] = {}
@@ -100,7 +105,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._spans_hosts = len(hosts) > 1
         self._consolidated: WholeState | None = None  # the state of all workers
         # What must be equal on all workers, beside the parameters.
-        self._same = [optimizer_class.__qualname__, self._whole_tensors, self._bucket_bytes]
+        self._same = [optimizer_class.__qualname__, self._whole_tensors, master_weights, self._bucket_bytes]
         Joinable.__init__(self)
         Optimizer.__init__(self, params, optimizer_class([{"params": []}], **defaults).defaults)
         self._inner = self._together(
@@ -123,7 +128,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._pieces |= assign_group(added, self._loads, trained=trained, whole_tensors=self._whole_tensors)
             self._parts.append(
                 [
-                    OwnedPart(parameter, piece, is_whole=self._is_whole(parameter))
+                    OwnedPart(parameter, piece, is_whole=self._is_whole(parameter), master_weights=self._master_weights)
                     for parameter in added
                     for piece in self._pieces[parameter]
                     if piece.owner == self._rank
@@ -251,14 +256,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._check_parameters()
         parts = [part for group in self._parts for part in group]
         for part in parts:
-            part.follow()
-            part.set_gradient()
+            part.begin_step()
         assert self._inner is not None
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(ours))  # a scheduler or the program may have changed them
         self._inner.step()
         for part in parts:
-            part.drop_gradient()
+            part.end_step()
         if self._group is not None and self._size > 1:
             changed = {one: self._pieces[one] for one in self._pieces if one.requires_grad or one.grad is not None}
             if self._exchange is None or self._exchange.has_moved(changed):
@@ -285,8 +289,23 @@ class ShardedOptimizer(Optimizer, Joinable):
     def state_bytes(self) -> int:
         """Return how many bytes of state this worker keeps."""
         assert self._inner is not None
-        tensors = [value for state in self._inner.state.values() for value in state.values()]
-        return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, Tensor))
+        tensors = [value for state in self._states().values() for value in state.values()]
+        return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+
+    def _states(self) -> States:
+        """Return the state of each part that this worker has."""
+        assert self._inner is not None
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        return {
+            Interval(numbers[part.parameter], part.piece.start, part.piece.stop): part.add_master(
+                self._inner.state.get(part.tensor, {})
+            )
+            for group in self._parts
+            for part in group
+        }
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state in the CPU memory of worker `to`, whose `state_dict` returns it until the next step.
@@ -295,16 +314,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         """
         if not 0 <= to < self._size:
             raise ValueError(f"to={to!r}: there are ranks 0 to {self._size - 1}")
-        assert self._inner is not None
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        mine: States = {
-            Interval(numbers[part.parameter], part.piece.start, part.piece.stop): self._inner.state.get(part.tensor, {})
-            for group in self._parts
-            for part in group
-        }
+        parameters = self._parameters()
         whole = {parameter for parameter in parameters if self._is_whole(parameter)}
-        states = StateHolders(self._group, mine, device=self._control_device()).collect(parameters, whole, to=to)
+        holders = StateHolders(self._group, self._states(), device=self._control_device())
+        states = StateOutline.of_parameters(holders, parameters, whole).collect(to)
         self._consolidated = None if states is None else WholeState(self.param_groups, states)
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,10 +340,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         if mine != theirs:
             raise ValueError(f"the state has groups of {theirs} parameters, this optimiser has groups of {mine}")
         keys = [key for group in groups for key in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         saved = {
             parameter: state_dict["state"][key]
-            for key, parameter in zip(keys, parameters, strict=True)
+            for key, parameter in zip(keys, self._parameters(), strict=True)
             if key in state_dict["state"]
         }
         for parameter, state in saved.items():
@@ -346,7 +358,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             inner_groups.append(group | {"params": chosen})
             for number, part in zip(chosen, parts, strict=True):
                 if part.parameter in saved:
-                    states[number] = cut_state(part, saved[part.parameter])
+                    states[number] = part.take_master(cut_state(part, saved[part.parameter]))
         assert self._inner is not None
         self._inner.load_state_dict({"state": states, "param_groups": inner_groups})
         for ours, group in zip(self.param_groups, options, strict=True):

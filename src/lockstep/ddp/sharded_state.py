@@ -33,9 +33,6 @@ from lockstep.ddp.optimizer_cells import (
     is_whole,
 )
 from lockstep.ddp.optimizer_state import (
-    Interval,
-    StateHolders,
-    States,
     WholeState,
     WorkerFacts,
     choose_known,
@@ -44,12 +41,15 @@ from lockstep.ddp.optimizer_state import (
 )
 from lockstep.ddp.owned_parts import OwnedParts
 from lockstep.ddp.replica import cheap_digests
+from lockstep.ddp.state_holders import Interval, StateHolders, StateOutline, States
 from lockstep.ddp.weight_exchange import WeightExchange
 from lockstep.errors import DivergenceError
 from lockstep.process_identity import identify_host
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
-DEFERRED_BUCKET_BYTES: Final = 4 * 1024 * 1024  # for each of which a layer of the next forward pass may wait
+# For each of these a layer of the next forward pass may wait, the first layers for the smallest.
+DEFERRED_BUCKET_BYTES: Final = 4 * 1024 * 1024
+FIRST_DEFERRED_BYTES: Final = 256 * 1024
 
 
 @final
@@ -63,12 +63,14 @@ class ShardedState:
         whole_tensors: Sequence[bool],
         redundancy: int,
         scatters: bool = False,
+        master_weights: bool = False,
     ) -> None:
         """
         optimizers     with all parameters; from now on they keep no state of their own
         whole_tensors  of each optimiser: whether it looks at whole tensors (optimizer_cells.py)
         redundancy     1: every part is kept by two workers; 0: by one
         scatters       between hosts, workers get the gradients of their parts only (step/scattered_gradients.py)
+        master_weights  the optimisers update float32 copies of weights with 16 bits (optimizer_cells.py)
         """
         self._may_scatter = scatters
         self._optimizers, self._whole_tensors, self.redundancy = tuple(optimizers), tuple(whole_tensors), redundancy
@@ -84,7 +86,7 @@ class ShardedState:
         }
         self._is_forgotten = False  # see `forget`
         self._strides: list[tuple[int, ...]] = []
-        self.parts = OwnedParts(optimizers, whole_tensors)
+        self.parts = OwnedParts(optimizers, whole_tensors, master_weights=master_weights)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -157,13 +159,14 @@ class ShardedState:
                     sent,
                     BUCKET_BYTES if deferred is None else DEFERRED_BUCKET_BYTES,
                     spans_hosts=self._hosts > 1,
+                    first_bytes=None if deferred is None else FIRST_DEFERRED_BYTES,
                     sends=deferred is not None and self._hosts == self._size,
                     has_own=lambda _, piece: self._needs(piece, self._rank),
                 )
             if deferred is None:
                 exchange.run()
             else:
-                deferred.start(exchange, [part.tensor for part, _ in self.parts if not part.is_whole])
+                deferred.start(exchange, [part.weights for part, _ in self.parts if not part.is_whole])
             self._is_complete = True
         if confirms:
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
@@ -184,7 +187,7 @@ class ShardedState:
             return
         totals = [0, 0]  # of the own part and of the copy of another one
         parts = list(self.parts)
-        tensors = [[part.tensor, *(v for v in state.values() if isinstance(v, Tensor))] for part, state in parts]
+        tensors = [[part.weights, *(v for v in state.values() if isinstance(v, Tensor))] for part, state in parts]
         digests = iter(cheap_digests(tensor for of_part in tensors for tensor in of_part))
         for (part, _), of_part in zip(parts, tensors, strict=True):
             totals[part.piece.owner != self._rank] += sum(next(digests) for _ in of_part)
@@ -312,10 +315,11 @@ class ShardedState:
 
     def collect_alone(self) -> WholeState | None:
         """Return the whole state if this worker has all parts, else None."""
-        return self.collect(None, torch.device("cpu")) if self._has_all else None
+        found = self.outline(None, torch.device("cpu")).collect() if self._has_all else None
+        return None if found is None else WholeState(self.param_groups, found)
 
-    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> WholeState | None:
-        """Return the state of all workers on rank 0, and None on the others; a collective call.
+    def outline(self, group: dist.ProcessGroup | None, device: torch.device) -> StateOutline:
+        """Return the states of all parameters, without their large tensors; a collective call.
 
         group  None: this worker has all parts
         """
@@ -327,8 +331,7 @@ class ShardedState:
             if is_whole(parameter, whole_tensors=whole_tensors)
         }
         holders = StateHolders(group, self._held(), device=device)
-        states = holders.collect(list(self._pieces), whole)
-        return None if states is None else WholeState(self.param_groups, states)
+        return StateOutline.of_parameters(holders, list(self._pieces), whole)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the options of all groups, in the format of torch, without the state of parameters."""

@@ -8,6 +8,7 @@ sent are the differences from the old weights, without loss (comm/delta_codec.py
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
 import time
@@ -47,12 +48,15 @@ class WeightExchange:
         bucket_bytes: int,
         *,
         spans_hosts: bool,
+        first_bytes: int | None = None,
         sends: bool = False,
         has_own: Callable[[Tensor, Piece], bool] = lambda _parameter, _piece: False,
     ) -> None:
         """
         pieces        of each parameter, with the worker that sends it
         bucket_bytes  how much is gathered at once
+        first_bytes   the size of the first bucket; each is twice as large as the one before, up to `bucket_bytes`.
+                      None: all have that size
         spans_hosts   whether the workers are on several hosts
         sends         whether pieces are sent to one worker after the other, or differences: see `remember`. It needs a
                       backend with sends and a host for each worker; such waits cannot be aborted
@@ -97,8 +101,9 @@ class WeightExchange:
         self._buckets = [
             bucket
             for by_rank in by_device.values()
-            for bucket in _make_buckets(by_rank, group.rank(), bucket_bytes, sends=sends)
+            for bucket in _make_buckets(by_rank, group.rank(), first_bytes or bucket_bytes, bucket_bytes, sends=sends)
         ]
+        self._bucket_ends = list(itertools.accumulate(bucket.most_bytes for bucket in self._buckets))
         self._choice = DifferenceTrial() if sends and delta_codec.can_encode() else None
         self._has_old = False
 
@@ -126,7 +131,8 @@ class WeightExchange:
         """Return how many buckets have arrived when a parameter is complete: the number that `run` counts."""
         if self._large or self._start_coalesced or len({parameter.device for parameter in self._pointers}) > 1:
             return len(self._buckets) + 1  # they are complete at the end
-        return -(-max(self._ends.get(parameter, [0])) // self._buckets[0].most_bytes) if self._buckets else 0
+        needed = max(self._ends.get(parameter, [0]))
+        return bisect.bisect_left(self._bucket_ends, needed) + 1 if needed else 0
 
     def run(self, on_arrival: Callable[[], None] = lambda: None) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out.
@@ -319,26 +325,30 @@ def _slices(views: list[Tensor], memory: Tensor) -> list[Tensor]:
 
 
 def _make_buckets(
-    by_rank: list[list[Tensor]], rank: int, bucket_bytes: int, *, sends: bool
+    by_rank: list[list[Tensor]], rank: int, first_bytes: int, bucket_bytes: int, *, sends: bool
 ) -> Iterator[_Bucket | _SentBucket]:
     """Yield buckets in which each worker sends as much as any other, as far as it has it."""
     if not any(by_rank):
         return
     kind = _SentBucket if sends else _Bucket
     most = max(sum(map(_padded_bytes, one)) for one in by_rank)
-    width = max(ALIGN_BYTES, min(bucket_bytes // len(by_rank) // ALIGN_BYTES * ALIGN_BYTES, most))
-    queues = [_in_chunks(one, width) for one in by_rank]
+    widths, total_bytes = list[int](), min(first_bytes, bucket_bytes)
+    while sum(widths) < most:
+        widths.append(max(ALIGN_BYTES, min(total_bytes // len(by_rank) // ALIGN_BYTES * ALIGN_BYTES, most)))
+        total_bytes = min(2 * total_bytes, bucket_bytes)
+    queues = [_in_chunks(one, widths) for one in by_rank]
     chunks = [[list(one) for one in of_ranks] for of_ranks in itertools.zip_longest(*queues, fillvalue=[])]
     device = next(view.device for one in by_rank for view in one)
     size = max(map(kind.memory_bytes, chunks))
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(chunks)))]
-    for n, of_ranks in enumerate(chunks):
+    for n, (of_ranks, width) in enumerate(zip(chunks, widths, strict=True)):
         yield kind(of_ranks, rank, width, buffers[n % len(buffers)])
 
 
-def _in_chunks(views: list[Tensor], width: int) -> Iterator[list[Tensor]]:
-    """Yield lists of views with `width` bytes in all, cutting views where needed; the last list may have fewer."""
-    chunk, room = list[Tensor](), width
+def _in_chunks(views: list[Tensor], widths: Iterable[int]) -> Iterator[list[Tensor]]:
+    """Yield lists of views with so many bytes each, cutting views where needed; the last list may have fewer."""
+    left = iter(widths)
+    chunk, room = list[Tensor](), next(left)
     for view in views:
         while view.numel():
             count = room // view.element_size()
@@ -346,6 +356,6 @@ def _in_chunks(views: list[Tensor], width: int) -> Iterator[list[Tensor]]:
             view, room = view[count:], room - _padded_bytes(chunk[-1])
             if room == 0:
                 yield chunk
-                chunk, room = [], width
+                chunk, room = [], next(left, 0)
     if chunk:
         yield chunk

@@ -101,9 +101,12 @@ class CheckpointSaver:
             self._writer.close()
             self._writer = None
 
-    def find(self, now: State, *, announce: bool) -> State | None:
-        """Return the newest intact checkpoint, or None. Raises CheckpointError if it does not fit the state `now`."""
-        found = self._store.newest() if self._store is not None else None
+    def find(self, now: State, *, announce: bool, is_mapped: Callable[[str], bool] | None = None) -> State | None:
+        """Return the newest intact checkpoint, or None. Raises CheckpointError if it does not fit the state `now`.
+
+        is_mapped  whether a tensor is mapped from its file (checkpoint/format.py); None: none is
+        """
+        found = self._store.newest(is_mapped=is_mapped or (lambda _: False)) if self._store is not None else None
         if found is None:
             return None
         if announce:

@@ -40,12 +40,13 @@ def broadcast_state(
     header = b""
     if state is not None:
         flat = flatten(state)
+        here = {name: one for name, one in flat.tensors.items() if isinstance(one, Tensor)}  # all of them
         kinds = [
             [name, str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type == "cpu"]
-            for name, t in flat.tensors.items()
+            for name, t in here.items()
         ]
         header = json.dumps([flat.structure, kinds]).encode()
-        tensors = [t.detach().to(device).contiguous() for t in flat.tensors.values()]
+        tensors = [t.to(device).contiguous() for t in here.values()]
     length = torch.tensor([len(header)], dtype=torch.int64, device=device)
     Broadcast(keep=False)(group, [length], source=source)
     text = torch.zeros(int(length), dtype=torch.uint8, device=device)

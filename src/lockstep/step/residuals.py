@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.comm import abortable_wait
 from lockstep.comm.low_rank_sum import SMALLEST_NORM, Factors, LowRank
 from lockstep.comm.top_k_sum import TopK
-from lockstep.ddp.optimizer_state import Interval, StateHolders, States
+from lockstep.ddp.state_holders import Interval, StateHolders, StateOutline, States
 from lockstep.errors import LostStateError
 from lockstep.seed import derive_seed
 
@@ -178,33 +178,29 @@ class Residuals:
     def collect_alone(self) -> dict[str, Any] | None:
         """Return the state if this worker has the residuals of all shards, else None."""
         shards = {shard for shard, _ in self._found}
-        return self.collect(None, torch.device("cpu")) if len(shards) in (0, self._shards) else None
+        return self.outline(None, torch.device("cpu")).collect() if len(shards) in (0, self._shards) else None
 
-    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any] | None:
-        """Return the state of all workers on rank 0, on the CPU, and None on the others; a collective call.
+    def outline(self, group: dist.ProcessGroup | None, device: torch.device) -> StateOutline:
+        """Return the state of all workers, without the residuals themselves; a collective call.
 
         group  None: this worker has all residuals
         """
         holders = StateHolders(group, self._held(), device=device)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        wanted: list[list[Interval]] = [[] for _ in range(size)]
-        wanted[0] = self._wanted(holders, range(self._shards))
-        states = holders.move(wanted, [torch.device("cpu")] * len(self._names) * self._shards, on_cpu=True)
-        if rank:
-            return None
         shards: dict[str, dict[str, Tensor]] = {str(shard): {} for shard in range(self._shards)}
-        for interval, state in states.items():
+        sources: dict[Tensor, tuple[Interval, str]] = {}
+        for interval, state in holders.outline(self._wanted(holders, range(self._shards))).items():
             shard, index = divmod(interval.parameter, len(self._names))
             shards[str(shard)][self._names[index]] = state["residual"]
+            sources[state["residual"]] = interval, "residual"
         strides = {name: list(self._parameters[name].stride()) for name in shards["0"]}
-        return self.state() | {"shards": shards, "strides": strides}
+        return StateOutline(holders, self.state() | {"shards": shards, "strides": strides}, sources)
 
     def state(self) -> dict[str, Any]:
         """Return what is equal on all workers."""
         return {"projections": dict(self._projections)}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `collect` or `state` has returned; None: that of a run without residuals."""
+        """Restore what `outline` or `state` has returned, filled; None: that of a run without residuals."""
         found = state or {}
         self._projections, self._copies = dict(found.get("projections", {})), None
         self._found = {

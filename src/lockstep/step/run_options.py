@@ -47,6 +47,7 @@ RENAMED: Final = {
     "global_batch_size": _TO_BATCHES,
     "shards": _TO_BATCHES,
     "zero": "shard_optimizer",
+    "fp32_master_weights": "master_weights",
     "zero_stage": "write shard_optimizer=True for the first stage of ZeRO",
     "gradient_accumulation_steps": "set shards= of run.batches: a worker runs its shards one after the other",
 }
@@ -105,6 +106,7 @@ class OptionNames(TypedDict, total=False):
     shard_optimizer: bool
     defer_weights: bool
     redundancy: int | None
+    master_weights: bool
     save_every: int | str | None
     exit_on_interrupt: bool
     threads: int
@@ -145,6 +147,8 @@ class RunOptions:
     redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
                   worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
                   run or with audits, else 0
+    master_weights  with shard_optimizer, for parameters in bfloat16 or float16: the optimiser updates a float32 copy of
+                  each, and the parameter is this copy, rounded
     save_every    steps between two checkpoints, or a time such as "5m"; None: after every epoch and at the end
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`
@@ -173,6 +177,7 @@ class RunOptions:
     shard_optimizer: bool = False
     defer_weights: bool = True
     redundancy: int | None = None
+    master_weights: bool = False
     save_every: int | str | None = None
     exit_on_interrupt: bool = True
     threads: int = 1
@@ -218,10 +223,15 @@ class RunOptions:
             if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 instead = "" if word == least else f", or {word!r}"
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{instead}")
-        for name in ("balance_shards", "shard_optimizer", "defer_weights", "compare_loss"):
+        for name in ("balance_shards", "shard_optimizer", "defer_weights", "compare_loss", "master_weights"):
             if not isinstance(value := values.get(name, True), bool):
                 raise ValueError(f"{name}={value!r} must be True or False")
         _check_redundancy(values.get("redundancy"), is_sharded=values.get("shard_optimizer", False))
+        if values.get("master_weights") and not values.get("shard_optimizer"):
+            raise ValueError(
+                "master_weights=True: the copies are kept with the parts of the optimiser's state: add "
+                "shard_optimizer=True, which also works on one worker"
+            )
         try:
             read_interval(values.get("save_every"))
         except ValueError as error:

@@ -218,14 +218,8 @@ class TrainLoop:
             return
 
         def keep() -> None:
-            whole = sharded_training.collect_parts(session, plan)
-
-            def write() -> None:
-                session.checkpoints.save_last(plan, here, session.calls.check_left, whole)
-                if is_stopped:
-                    write_stop(directory, here.number)
-
-            session.on_one.run(write)
+            note_end = partial(write_stop, directory, here.number) if is_stopped else lambda: None
+            sharded_training.save_last(session, plan, here, note_end)
 
         session.calls.make("the last checkpoint", keep)
         if prints and not is_stopped:

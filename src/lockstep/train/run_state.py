@@ -189,24 +189,26 @@ class Checkpoints:
                 self._best_saver = CheckpointSaver(self.directory / BEST, None, self._fence)
             self._best_saver.save(here.number, partial(self.state, plan, here, whole), writes=writes)
 
-    def save_last(
-        self, plan: TrainingPlan, here: Position, check: Callable[[], None], whole: WholeParts | None = None
-    ) -> None:
-        """Write the last checkpoint if it is missing: an earlier rank 0 may have been lost before it was written.
+    def is_last_missing(self, plan: TrainingPlan, here: Position, check: Callable[[], None]) -> bool:
+        """Whether the last checkpoint is missing: an earlier rank 0 may have been lost before it was written.
 
-        Called by rank 0 at the end. `check` is called repeatedly while it is written, and raises to end the wait.
-        `whole` is that of `save`.
+        Called by rank 0 at the end. `check` is called repeatedly while others are written, and raises to end the wait.
         """
         self.ledger.write()
         self.saver.drain(check)
         # A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
         mark = self._mark(plan, here)
-        is_written = self.saver.has_written(here.number) and self._saved == mark
-        if mark != self._resumed_from and not is_written:
-            plan.norm_check.check()
-            self._saved = mark
-            kept_step, state = self._kept_step(plan), partial(self.state, plan, here, whole)
-            self.saver.save(here.number, state, writes=True, kept_step=kept_step)
+        return mark != self._resumed_from and not (self.saver.has_written(here.number) and self._saved == mark)
+
+    def save_last(
+        self, plan: TrainingPlan, here: Position, check: Callable[[], None], whole: WholeParts | None = None
+    ) -> None:
+        """Write the last checkpoint if it is missing, and wait for it. Called by rank 0 at the end.
+
+        `check` is that of `is_last_missing`, `whole` that of `save`.
+        """
+        if self.is_last_missing(plan, here, check):
+            self.save(plan, here, writes=True, whole=whole)
             self.saver.drain(check)
 
     def save_alone(self, plan: TrainingPlan, here: Position, why: str, then: Callable[[], None]) -> None:
@@ -283,7 +285,8 @@ class Checkpoints:
         """
         if self.directory is not None and writes:
             run_files.prepare(self.directory)
-        found = self.saver.find(self.state(plan), announce=writes)
+        is_mapped = (lambda name: name.startswith("optimizer/")) if plan.sharded_state is not None else None
+        found = self.saver.find(self.state(plan), announce=writes, is_mapped=is_mapped)
         step = found["batches"]["number"] if found is not None else None
         stopped = read_stop(self.directory)
         compare({"step": str(step), "stopped": str(stopped)})

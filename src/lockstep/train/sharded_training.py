@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from lockstep import faults
+from lockstep.checkpoint.tensor_stream import TensorStream
 from lockstep.comm import agreement
 from lockstep.data.batches import Batch, Position
 from lockstep.ddp.deferred_weights import DeferredWeights, why_not_deferrable
-from lockstep.ddp.optimizer_cells import flat_view
+from lockstep.ddp.optimizer_cells import flat_view, needs_master_weights
 from lockstep.ddp.optimizer_state import WholeState
-from lockstep.ddp.replica import cheap_digests, named_state, sha256_of
+from lockstep.ddp.replica import cheap_digests, named_state, sha256_in_order
 from lockstep.ddp.sharded_optimizer import needs_whole_tensors
 from lockstep.ddp.sharded_state import ShardedState
+from lockstep.ddp.state_holders import StateOutline
 from lockstep.errors import LockstepError, LostStateError
 from lockstep.step.compiled_model import is_compiled
 from lockstep.step.step_types import TrainingPlan
@@ -58,6 +61,11 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
                 f"shard_optimizer=True: this {type(one).__name__} has step hooks, which would see a part of its "
                 "parameters only; remove them, or do what they do in the loop, around run.step"
             )
+    if options.master_weights and not any(map(needs_master_weights, plan.model.parameters())):
+        raise ValueError(
+            "master_weights=True: no parameter of the model is in bfloat16 or float16; convert it with "
+            "model.to(torch.bfloat16) before run.replicate, or leave master_weights out"
+        )
     redundancy = options.redundancy
     if redundancy is None:
         redundancy = int(session.calls.is_elastic or bool(options.audit_every))
@@ -69,7 +77,13 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
     whole_tensors = [needs_whole_tensors(type(one), None) for one in optimizers]
     # A lost worker is replaced with the gradients and weights of a step, and audits compare gradients: of all workers.
     is_fixed = session.device.type == "cpu" and not session.calls.is_elastic and not options.audit_every
-    plan.sharded_state = ShardedState(optimizers, whole_tensors=whole_tensors, redundancy=redundancy, scatters=is_fixed)
+    plan.sharded_state = ShardedState(
+        optimizers,
+        whole_tensors=whole_tensors,
+        redundancy=redundancy,
+        scatters=is_fixed,
+        master_weights=options.master_weights,
+    )
     # Synchronised batch norms would exchange values meanwhile.
     may_defer = options.defer_weights and not plan.synced and not is_compiled(plan.model)
     if is_fixed and may_defer and why_not_deferrable(plan.model) is None:
@@ -174,23 +188,38 @@ def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
     session.calls.make("copies of what is distributed", copy)
 
 
-def collect_optimizer(session: Session, plan: TrainingPlan) -> WholeState | None:
-    """Return the state of the optimiser on rank 0, if it is distributed, else None. Part of a collective call then."""
-    if plan.sharded_state is None:
-        return None
+def _outline_optimizer(session: Session, plan: TrainingPlan) -> StateOutline:
+    """Return the state of the distributed optimiser, without its large tensors. Part of a collective call."""
+    assert plan.sharded_state is not None
     session.call_check.wait_for_all(session.calls.current_call)
-    return plan.sharded_state.collect(session.group, session.device)
+    return plan.sharded_state.outline(session.group, session.device)
 
 
-def collect_parts(session: Session, plan: TrainingPlan) -> WholeParts | None:
-    """Return all that is distributed on rank 0; else None. Part of a collective call, if anything is distributed."""
-    if not plan.is_distributed:
-        return None
-    optimizer, residuals = collect_optimizer(session, plan), None
+def _write_distributed(session: Session, plan: TrainingPlan, write: Callable[[WholeParts], None]) -> None:
+    """Call `write` with the state that is distributed, and send the large tensors of it to rank 0 while it is written.
+
+    Part of a collective call. Rank 0 never has all of them (checkpoint/tensor_stream.py).
+    """
+    stream, whole, outlines = TensorStream(), WholeParts(), list[StateOutline]()
+
+    def fill(outline: StateOutline) -> dict[Any, Any]:
+        outlines.append(outline)
+        return outline.fill(stream.add(one.dtype, tuple(one.shape)) for one in outline.placeholders)
+
+    if plan.sharded_state is not None:
+        filled = fill(_outline_optimizer(session, plan))
+        whole = replace(whole, optimizer=WholeState(plan.sharded_state.param_groups, filled))
     if plan.residuals is not None:
         session.call_check.wait_for_all(session.calls.current_call)
-        residuals = plan.residuals.collect(session.group, session.device)
-    return WholeParts(optimizer, residuals) if session.is_main else None
+        whole = replace(whole, residuals=fill(plan.residuals.outline(session.group, session.device)))
+    try:
+        write(whole)
+        for outline in outlines:
+            for tensor in outline.send(outline.placeholders):
+                if tensor is not None:
+                    stream.put(tensor, session.calls.check_left)
+    finally:
+        stream.end()
 
 
 def compute_digest(session: Session, plan: TrainingPlan) -> None:
@@ -202,8 +231,12 @@ def compute_digest(session: Session, plan: TrainingPlan) -> None:
         return
 
     def compute() -> str:
-        whole = collect_optimizer(session, plan)
-        mine = "" if whole is None else sha256_of(named_state(plan.model, whole))
+        assert plan.sharded_state is not None
+        outline = _outline_optimizer(session, plan)
+        named = sorted(named_state(plan.model, WholeState(plan.sharded_state.param_groups, outline.state)).items())
+        arriving = outline.send([tensor for _, tensor in named if tensor.is_meta])
+        in_order = ((name, next(arriving) if tensor.is_meta else tensor) for name, tensor in named)
+        mine = sha256_in_order((name, one) for name, one in in_order if one is not None and session.is_main)
         return str(agreement.gather_values(session.group, mine, device=session.device)[0])
 
     weights = cheap_digests(named_state(plan.model).values())
@@ -232,7 +265,9 @@ def log_state(session: Session, plan: TrainingPlan, write: Callable[..., None]) 
         return
 
     def log() -> None:
-        whole = collect_optimizer(session, plan)
+        assert plan.sharded_state is not None
+        found = _outline_optimizer(session, plan).collect()
+        whole = None if found is None else WholeState(plan.sharded_state.param_groups, found)
         write(None if whole is None else named_state(plan.model, whole), writes=session.is_main)
 
     session.calls.make("the state log", log)
@@ -245,9 +280,34 @@ def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[.
         return
 
     def collect_and_save() -> None:
-        write(plan, here, writes=session.is_main, whole=collect_parts(session, plan))
+        _write_distributed(session, plan, lambda whole: write(plan, here, writes=session.is_main, whole=whole))
 
     session.calls.make("run.save", collect_and_save)
+
+
+def save_last(session: Session, plan: TrainingPlan, here: Position, note_end: Callable[[], None]) -> None:
+    """Write the last checkpoint if it is missing, wait until everything is written, and call `note_end` on rank 0.
+
+    Part of a collective call.
+    """
+    checkpoints, check = session.checkpoints, session.calls.check_left
+
+    def is_last_missing() -> bool:
+        return checkpoints.is_last_missing(plan, here, check)
+
+    if plan.is_distributed and session.on_one.run(is_last_missing):
+        _write_distributed(
+            session, plan, lambda whole: checkpoints.save(plan, here, writes=session.is_main, whole=whole)
+        )
+
+    def finish_checkpoints() -> None:
+        if plan.is_distributed:
+            checkpoints.drain(check)
+        else:
+            checkpoints.save_last(plan, here, check)
+        note_end()
+
+    session.on_one.run(finish_checkpoints)
 
 
 def is_save_due(session: Session, plan: TrainingPlan, batch: Batch, *, asked: bool) -> bool:

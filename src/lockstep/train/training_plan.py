@@ -146,6 +146,7 @@ def settings_of(
             "grad_comm": options.grad_comm.value,
             **({"powersgd_rank": options.powersgd_rank} if options.grad_comm is GradComm.POWERSGD else {}),
             **({"topk_ratio": options.topk_ratio} if options.grad_comm is GradComm.TOPK else {}),
+            "master_weights": options.master_weights,
             "max_grad_norm": options.max_grad_norm,
             "on_nonfinite": options.on_nonfinite.value,
             "threads": options.threads,
