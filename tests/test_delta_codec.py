@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.comm import codec_kernels, delta_codec
 from lockstep.ddp.optimizer_cells import Piece
-from lockstep.ddp.weight_exchange import TRIALS, DifferenceTrial, WeightExchange
+from lockstep.ddp.weight_exchange import TRIALS, TRIED_EVERY, DifferenceTrial, WeightExchange
 from on_workers import on_workers
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, 3.4e38, float("inf"), float("-inf"), float("nan"), 1.0, -1.0])
@@ -108,6 +108,16 @@ def test_what_is_faster_is_chosen() -> None:
         assert order == [False, True] * TRIALS + [expected] * 4
 
 
+def test_another_trial_is_made_later() -> None:
+    trial, taken_s = DifferenceTrial(), {True: 1.0, False: 2.0}
+    for n in range(2 * TRIED_EVERY):
+        if n == TRIED_EVERY // 2:  # the learning rate rises
+            taken_s = {True: 3.0, False: 2.0}
+        trial.note(taken_s[trial.wants_differences], as_differences=trial.wants_differences)
+        if n in (TRIED_EVERY - 1, 2 * TRIED_EVERY - 1):
+            assert trial.wants_differences == (n == TRIED_EVERY - 1)
+
+
 def exchange(rank: int, size: int, has_compiler: bool) -> tuple[list[bool], bool]:
     """Exchange weights of several dtypes often, as a step changes them; rank 1 may have no kernels."""
     encode = delta_codec.encode
@@ -125,7 +135,7 @@ def exchange(rank: int, size: int, has_compiler: bool) -> tuple[list[bool], bool
         exchange = WeightExchange(group, pieces, 64 * 1024, spans_hosts=True, sends=True)
         expected, as_differences = [one.clone() for one in weights], list[bool]()
         for step in range(10):
-            exchange.remember()
+            exchange.copy_old_weights()
             lengths = list[int]()
             patched.setattr(delta_codec, "encode", lambda *given, to=lengths: to.append(encode(*given)) or to[-1])
             for one, wanted in zip(weights, expected, strict=True):

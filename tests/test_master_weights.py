@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 from on_workers import on_workers
 from runs import Gpt, classify, data, mlp, predict_tokens, use
@@ -163,6 +164,54 @@ def test_a_run_without_copies_goes_on_with_them(tmp_path: Path, capsys: pytest.C
     assert on_workers(train_part, 2, str(folders[1]), None) == [found] * 2
 
 
+# -- frozen parameters -------------------------------------------------------------------------------------------------
+
+
+def freeze_and_thaw(rank: int, size: int, folder: str) -> tuple[str, list[list[str]]]:
+    """Returns the digest, and which parameters have a copy in the checkpoints after two and after six steps."""
+    options: dict[str, Any] = {"shard_optimizer": True, "master_weights": True, "redundancy": 0}
+    found = []
+    with lockstep.Run(folder, seed=7, progress=False, device="cpu", **options) as run:
+        model = run.replicate(half_mlp())
+        model[0].requires_grad_(False)
+        optimizer = make("AdamW", model.parameters())
+        batches = run.batches(data(128), global_batch_size=16, shards=4)
+        for batch in run.train(batches, optimizer, steps=8):
+            if batch.number == 4:
+                model[0].requires_grad_(True)
+                model[2].requires_grad_(False)
+            run.step(classify, batch)
+            if batch.number in (1, 5):
+                run.save()
+                run.on_main(lambda: run._session.checkpoints.drain(lambda: None))
+                saved = CheckpointStore(Path(folder)).newest()
+                assert saved is not None
+                states = saved.state["optimizer"]["state"]
+                names = enumerate(dict(model.named_parameters()))
+                found.append([name for n, name in names if "master_weight" in states.get(n, {})])
+        return run.digest(), found
+
+
+def test_frozen_parameters_have_no_copies_before_they_are_trained(tmp_path: Path) -> None:
+    by_rank = [found for size in (1, 3) for found in on_workers(freeze_and_thaw, size, str(tmp_path / str(size)))]
+    assert by_rank == [by_rank[0]] * 4
+    trained, others = ["2.weight", "2.bias", "4.weight", "4.bias"], ["0.weight", "0.bias"]
+    assert by_rank[0][1] == [trained, others + trained]
+
+
+def test_a_state_that_torch_has_rounded_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    train(functools.partial(make, "AdamW"), folder=tmp_path, steps=2, shard_optimizer=True, master_weights=True)
+    saved = CheckpointStore(tmp_path).newest()
+    assert saved is not None
+
+    def loaded(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make("AdamW", parameters)
+        optimizer.load_state_dict(saved.state["optimizer"])
+        return optimizer
+
+    train(loaded, shard_optimizer=True, master_weights=True)
+
+
 # -- in a loop of one's own --------------------------------------------------------------------------------------------
 
 
@@ -173,11 +222,9 @@ def set_gradients(parameters: list[nn.Parameter], step: int) -> None:
 
 
 def parameters_of_three_kinds() -> list[nn.Parameter]:
-    kinds = {torch.bfloat16: (200, 7), torch.float16: (333,), torch.float32: (65, 3)}
-    return [
-        nn.Parameter(torch.linspace(0.5, 1, torch.Size(shape).numel()).view(shape).to(dtype))
-        for dtype, shape in kinds.items()
-    ]
+    kinds = [(torch.bfloat16, (200, 7)), (torch.bfloat16, (333,)), (torch.float32, (65, 3))]
+    values = [torch.linspace(0.5, 1, torch.Size(shape).numel()).view(shape).to(dtype) for dtype, shape in kinds]
+    return [nn.Parameter(value) for value in values]
 
 
 def own_loop(rank: int, size: int, path: str, first: int, last: int) -> list[Any]:
@@ -216,7 +263,7 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert on_workers(own_loop, 3, path, 0, 2) == [by_hand(2)] * 3
     assert on_workers(own_loop, 2, path, 2, 5) == [by_hand(5)] * 2
     plain = lockstep.ShardedOptimizer(torch.optim.AdamW, parameters_of_three_kinds(), lr=3e-3)
-    with pytest.raises(ValueError, match="train with master_weights=True"):
+    with pytest.raises(ValueError, match="use master_weights=True"):
         plain.load_state_dict(torch.load(path)[1])
 
 
@@ -235,6 +282,34 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
         lockstep.Run(None, **options)
 
 
-def test_a_model_without_16_bit_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="no parameter of the model is in bfloat16 or float16"):
-        train(functools.partial(make, "SGD"), mlp, shard_optimizer=True, master_weights=True)
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        (torch.float32, "no parameter of the model is in bfloat16"),
+        (torch.float16, "small gradients of float16 parameters are 0"),
+    ],
+)
+def test_models_for_which_copies_are_of_no_use_are_refused(dtype: torch.dtype, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        train(functools.partial(make, "SGD"), lambda: mlp().to(dtype), shard_optimizer=True, master_weights=True)
+
+
+def test_float16_is_refused_in_a_loop_of_ones_own_too() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    with pytest.raises(ValueError, match="small gradients of float16 parameters are 0"):
+        lockstep.ShardedOptimizer(torch.optim.SGD, [weight], lr=0.1, master_weights=True)
+
+
+def test_a_copy_of_another_shape_is_refused_before_anything_is_changed() -> None:
+    parameters = parameters_of_three_kinds()[:1]
+    optimizer = lockstep.ShardedOptimizer(lockstep.LAMB, parameters, lr=0.01, master_weights=True)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()
+    before = state["state"][0]["master_weight"].clone()
+    state["state"][0]["master_weight"] = torch.ones(7)
+    with pytest.raises(ValueError, match=r"master_weight has the shape \(7,\)"):
+        optimizer.load_state_dict(state)
+    optimizer.consolidate_state_dict()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_weight"], before)

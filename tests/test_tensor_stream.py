@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import resource
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,10 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoint import format as layout, tensor_stream
+from lockstep.checkpoint import file_io, format as layout, tensor_stream
 from lockstep.checkpoint.manifest import read as read_manifest
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.checkpoint.tensor_stream import TensorStream
+from lockstep.checkpoint.tensor_stream import StalledDiskError, TensorStream
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.ddp import state_holders
 from lockstep.errors import CheckpointError
@@ -74,8 +77,28 @@ def test_a_disk_that_takes_nothing_stops_nobody_for_long(monkeypatch: pytest.Mon
     places = [stream.add(one.dtype, tuple(one.shape)) for one in TENSORS]
     put_all(stream)  # returns although nothing is taken
     assert torch.equal(places[0].take(), TENSORS[0])
-    with pytest.raises(CheckpointError, match="could be written for"):
+    with pytest.raises(StalledDiskError, match="nothing was read or written for"):
         places[1].take()
+
+
+def test_a_slow_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as pieces are written, of this checkpoint or of the one before it; and it is printed."""
+    monkeypatch.setattr(tensor_stream, "LIMIT_BYTES", TENSORS[0].nbytes)
+    monkeypatch.setattr(tensor_stream, "STALLED_S", 0.4)
+    monkeypatch.setattr(tensor_stream, "CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr(tensor_stream, "REPORT_EVERY_S", 0.5)
+    stream, said = TensorStream(), list[str]()
+    places = [stream.add(one.dtype, tuple(one.shape)) for one in TENSORS]
+    stream.put(TENSORS[0])
+    sender = in_thread(lambda: stream.put(TENSORS[1], report=said.append))
+    for _ in range(20):
+        file_io.count_piece()
+        sender.join(0.1)
+    assert sender.is_alive()
+    assert torch.equal(places[0].take(), TENSORS[0])
+    sender.join(WAIT_S)
+    assert torch.equal(places[1].take(), TENSORS[1])
+    assert "training waits for a checkpoint to be written" in said[0]
 
 
 def test_an_error_elsewhere_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +109,9 @@ def test_an_error_elsewhere_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> No
     def check() -> None:
         raise lockstep.PeerLostError("rank 1 is gone")
 
-    stream.put(TENSORS[0], check)
+    stream.put(TENSORS[0], check=check)
     with pytest.raises(lockstep.PeerLostError):
-        stream.put(TENSORS[1], check)
+        stream.put(TENSORS[1], check=check)
 
 
 def test_the_order_is_checked() -> None:
@@ -198,3 +221,127 @@ def test_no_worker_has_the_whole_state(tmp_path: Path) -> None:
         assert saving < model_mib + state_mib / 2
         assert hashing < state_mib / 2
     assert by_rank[0][2] == by_rank[1][2]
+
+
+class FailsOnce:
+    """Its state cannot be read the first time that rank 0 saves it."""
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise RuntimeError("not now")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def save_in_vain(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
+    said = []
+    with lockstep.Run(folder, seed=7, progress=False, device="cpu", shard_optimizer=True) as run:
+        model = run.replicate(torch.nn.Linear(16, 10))
+        run.register_state(own=(own := FailsOnce()))
+        own.fails = False
+        batches = run.batches(data(64), global_batch_size=16, shards=size)
+        for batch in run.train(batches, torch.optim.AdamW(model.parameters(), lr=1e-3)):
+            run.step(classify, batch)
+            own.fails = batch.number == 1
+            try:
+                run.save()
+            except RuntimeError as error:
+                said.append(f"{batch.number}: {error}")
+            own.fails = False
+        return run.digest(), said
+
+
+def test_an_error_of_rank_0_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    by_rank = on_workers(save_in_vain, 2, str(tmp_path))
+    assert [said for _, said in by_rank] == [["1: not now"], []]
+    assert by_rank[0][0] == by_rank[1][0]
+
+
+def test_the_time_between_two_saves_begins_after_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run whose disk takes longer for a checkpoint than `save_every` would save after every step."""
+    put, saved = TensorStream.put, list[int]()
+
+    def put_slowly(self: TensorStream, tensor: torch.Tensor, **options: Any) -> None:
+        time.sleep(0.25)
+        put(self, tensor, **options)
+
+    monkeypatch.setattr(TensorStream, "put", put_slowly)
+    with lockstep.Run(tmp_path, progress=False, device="cpu", shard_optimizer=True, save_every="1s") as run:
+        model = run.replicate(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))))
+        batches = run.batches(data(64), global_batch_size=16, shards=1, epochs=50)
+        save = run._session.checkpoints.save
+
+        def save_and_note(plan: Any, here: Any, **more: Any) -> None:
+            saved.append(here.number)
+            save(plan, here, **more)
+
+        monkeypatch.setattr(run._session.checkpoints, "save", save_and_note)
+        for batch in run.train(batches, torch.optim.AdamW(model.parameters(), lr=1e-3)):
+            run.step(classify, batch)
+            time.sleep(0.02)
+    assert all(later - earlier > 10 for earlier, later in itertools.pairwise(saved[:-1]))
+
+
+# -- which worker has what ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_found_wherever_entries_overlap(seed: int) -> None:
+    dice, numel = random.Random(seed), 200
+    holders = state_holders.StateHolders(None, {}, device=torch.device("cpu"))
+    holders._size = 4
+    cuts = [sorted({0, numel, *(dice.randrange(numel) for _ in range(5))}) for _ in range(2)]
+    entries = [
+        state_holders._Entry(start, stop, dice.randrange(4), n)
+        for kind in cuts
+        for n, (start, stop) in enumerate(itertools.pairwise(kind))
+    ]
+    holders._entries = {0: sorted(entries)}
+    for near in range(4):
+        first, last = sorted(dice.sample(range(numel + 1), 2))
+        found = holders.pieces(state_holders.Interval(0, first, last), near=near)
+        assert [place for piece, _ in found for place in range(piece.start, piece.stop)] == list(range(first, last))
+        for piece, entry in found:
+            assert piece.owner == entry.rank
+            assert entry.start <= piece.start <= piece.stop <= entry.stop
+            having = [one for one in entries if one.start <= piece.start and piece.stop <= one.stop]
+            assert (piece.owner - near) % 4 == min((one.rank - near) % 4 for one in having)
+    holders._entries = {0: [one for one in entries if one.start > 0]}
+    with pytest.raises(lockstep.LockstepError, match="no worker has the optimiser's state of parameter 0"):
+        holders.pieces(state_holders.Interval(0, 0, numel))
+
+
+def send_from_one(rank: int, size: int) -> list[list[float]] | None:
+    """All of the state is on the last worker: it is broadcast, not gathered."""
+    gathered = list[int]()
+    state = {"m": torch.arange(100.0), "step": 5}
+    mine = {state_holders.Interval(0, 0, 100): state} if rank == size - 1 else {}
+    group = torch.distributed.group.WORLD
+    holders = state_holders.StateHolders(group, mine, device=torch.device("cpu"))
+    holders._group = Counting(group, gathered)
+    outline = state_holders.StateOutline.of_parameters(holders, [torch.zeros(10, 10)], set())
+    found = outline.collect()
+    assert not gathered
+    return None if found is None else [state["m"].tolist() for state in found.values()]
+
+
+class Counting:
+    """A process group that records how often it gathers."""
+
+    def __init__(self, group: Any, gathered: list[int]) -> None:
+        self._group, self._gathered = group, gathered
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_allgather_base":
+            self._gathered.append(1)
+        return getattr(self._group, name)
+
+
+def test_what_one_worker_has_is_not_gathered_from_all() -> None:
+    found = on_workers(send_from_one, 3)
+    assert found == [[torch.arange(100.0).view(10, 10).tolist()], None, None]

@@ -150,7 +150,10 @@ def _compare_optimizer(saved_state: Mapping[str, Any], now_state: Mapping[str, A
     saved_memory = saved.get("state", {})
     has_copies = any("master_weight" in memory for memory in saved_memory.values())
     if has_copies and not (now_state.get("settings") or {}).get("options", {}).get("master_weights"):
-        yield "the checkpoint has float32 copies of the weights, which would be lost without master_weights=True"
+        yield (
+            "the checkpoint has float32 copies of the weights, which would be lost without "
+            "Run(shard_optimizer=True, master_weights=True)"
+        )
     for key, memory in now.get("state", {}).items():
         if key in saved_memory:
             yield from compare_named(saved_memory[key], memory, of=f"the optimiser's memory of parameter {key}: ")

@@ -22,6 +22,7 @@ from lockstep import faults, strict_json
 from lockstep.errors import CheckpointError
 
 PIECE_BYTES = 4 << 20
+pieces_done = 0  # that this process has read or written since it began: whether a disk makes progress
 JSON_BYTES = 64 << 20  # limit of one JSON text; parsed, it may take thirty times as much memory
 
 
@@ -44,13 +45,21 @@ def write_new(path: Path, pieces: Iterable[memoryview | bytes]) -> FileDigest:
                 left = part
                 while left:
                     left = left[os.write(handle, left) :]
+                count_piece()
                 sha.update(part)
                 size += len(part)
         faults.at("fsync")
         os.fsync(handle)
+        count_piece()
     finally:
         os.close(handle)
     return FileDigest(size, sha.hexdigest())
+
+
+def count_piece() -> None:
+    """Count a piece that was read or written."""
+    global pieces_done
+    pieces_done += 1
 
 
 def split_pieces(piece: memoryview | bytes) -> Iterator[memoryview]:

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ DTYPES = {
     torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
+MAP_NORESERVE = 0x4000  # of Linux; `mmap` of Python has it from 3.13 on
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -50,7 +52,7 @@ class FlatState:
     tensors: dict[str, Tensor | StreamedTensor]
 
     @property
-    def is_here(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all tensors are here."""
         return not any(isinstance(tensor, StreamedTensor) for tensor in self.tensors.values())
 
@@ -70,6 +72,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     tensors = {name: one.detach() if isinstance(one, Tensor) else one for name, one in found.items()}
     for name, tensor in tensors.items():
         if isinstance(tensor, StreamedTensor):
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold")
             continue
         odd = type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta
         if odd or tensor.dtype not in DTYPES:
@@ -100,7 +104,10 @@ def read(
 ) -> dict[Any, Any]:
     """Return the state that was written, on the CPU. Raises CheckpointError if a single bit has changed.
 
-    is_mapped  whether the tensor of this name is mapped from its file, so that it takes no memory before it is used
+    is_mapped  whether the tensor of this name is mapped from its file, after it was checked, so that it takes no memory
+               before it is used; then it is read once more
+
+    Raises MemoryError if a file cannot be mapped.
     """
     tensors: dict[str, Tensor] = {}
     memory_left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # beyond it the process would be killed
@@ -134,11 +141,20 @@ def _map_tensors(directory: Path, entries: Mapping[str, TensorEntry]) -> dict[st
             continue
         if entry.file not in memories:
             with file_io.opened(directory / entry.file) as file:
-                memories[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        raw = torch.frombuffer(memories[entry.file], dtype=torch.uint8, count=entry.spec.bytes, offset=entry.start)
-        raw = raw if entry.start % dtype.itemsize == 0 else raw.clone()
-        found[name] = raw.view(dtype).view(entry.spec.shape)
+                memories[entry.file] = _map(file.fileno(), directory / entry.file)
+        # Its address may be no multiple of the element size; nothing but copies is made of it.
+        mapped = torch.frombuffer(memories[entry.file], dtype=dtype, count=count, offset=entry.start)
+        found[name] = mapped.view(entry.spec.shape)
     return found
+
+
+def _map(handle: int, path: Path) -> mmap.mmap:
+    """Map a file so that writing to the memory does not change it, and without reserving memory for that."""
+    try:
+        flags = mmap.MAP_PRIVATE | (MAP_NORESERVE if sys.platform == "linux" else 0)
+        return mmap.mmap(handle, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise MemoryError(f"{path} could not be mapped: {error.strerror}") from error
 
 
 def digest_of(flat: FlatState) -> str:

@@ -216,6 +216,7 @@ def scan(path: Path, expected: file_io.FileDigest, *, into: Destination | None, 
                 part = spare[:count] if target is None else target[start : start + count]
                 if not file_io.fill(file, part):
                     raise CheckpointError(f"{path} ended while it was read; use an older checkpoint")
+                file_io.count_piece()
                 sha.update(part)
                 tensor_sha.update(part)
             read[name] = replace(entry, sha256=tensor_sha.hexdigest())

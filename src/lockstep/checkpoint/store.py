@@ -195,7 +195,7 @@ class CheckpointStore:
     def _is_saved(self, path: Path, flat: FlatState) -> bool:
         """Whether exactly this state is saved there already, as far as that is known before all of it is here."""
         try:
-            return path.is_dir() and flat.is_here and verify(path).manifest.state_sha256 == layout.digest_of(flat)
+            return path.is_dir() and flat.is_complete and verify(path).manifest.state_sha256 == layout.digest_of(flat)
         except CheckpointError:
             return False
 

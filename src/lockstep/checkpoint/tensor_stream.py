@@ -1,11 +1,13 @@
 """Tensors that arrive from other workers while a checkpoint is written, so that no worker has all of them at once.
 
 One thread puts tensors into the stream, in the order in which they are in the checkpoint; another one takes and writes
-them. At most LIMIT_BYTES wait between them, or one tensor: then `put` waits for the disk.
+them. At most LIMIT_BYTES wait between them, or one tensor: then `put` waits for the disk. It does so as long as this
+process reads or writes checkpoints at all (`file_io.pieces_done`), and prints that it waits.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -15,15 +17,21 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint import file_io
 from lockstep.errors import CheckpointError
 
 LIMIT_BYTES: Final = 256 * 1024 * 1024
-STALLED_S: Final = 120.0  # after which `put` does not wait any longer for a writer that takes nothing
+STALLED_S: Final = 300.0  # without a piece that was read or written, after which the checkpoint is given up
 CHECK_EVERY_S: Final = 0.5
+REPORT_EVERY_S: Final = 30.0
 
 
 class StreamEndedError(CheckpointError):
     """The tensors that a checkpoint lacks do not arrive any more: a worker was lost."""
+
+
+class StalledDiskError(OSError):
+    """Nothing could be read or written for STALLED_S."""
 
 
 @final
@@ -57,6 +65,7 @@ class TensorStream:
         self._taken = 0
         self._has_ended = False  # no more tensors are put
         self._is_abandoned = False  # no more tensors are taken
+        self._has_stalled = False  # it is abandoned since nothing was written
 
     def add(self, dtype: torch.dtype, shape: tuple[int, ...]) -> StreamedTensor:
         """Return the place of one more tensor. Called before any tensor is put or taken."""
@@ -64,20 +73,31 @@ class TensorStream:
         self._places.append(place)
         return place
 
-    def put(self, tensor: Tensor, check: Callable[[], None] = lambda: None) -> None:
+    def put(
+        self,
+        tensor: Tensor,
+        *,
+        check: Callable[[], None] = lambda: None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Add the tensor of the next place. Waits while too much is waiting; what no one takes is dropped.
 
-        check  called repeatedly while it waits; raises to end the wait
+        check   called repeatedly while it waits; raises to end the wait
+        report  prints that training waits for the disk
         """
+        began_s = report_s = changed_s = time.monotonic()
+        progress = (self._taken, file_io.pieces_done)
         with self._changed:
-            taken, stalled_s = self._taken, time.monotonic() + STALLED_S
             while not self._has_room(tensor):
                 self._changed.wait(CHECK_EVERY_S)
                 check()
-                if self._taken != taken:
-                    taken, stalled_s = self._taken, time.monotonic() + STALLED_S
-                elif time.monotonic() > stalled_s:
-                    self._is_abandoned = True
+                now_s, before, progress = time.monotonic(), progress, (self._taken, file_io.pieces_done)
+                changed_s = now_s if progress != before else changed_s
+                if now_s - changed_s > STALLED_S:
+                    self._is_abandoned = self._has_stalled = True
+                if now_s - report_s > REPORT_EVERY_S:
+                    report_s = now_s
+                    report(f"training waits for a checkpoint to be written, for {now_s - began_s:.0f} s")
             if not self._is_abandoned:
                 self._waiting.append(tensor)
                 self._waiting_bytes += tensor.nbytes
@@ -106,8 +126,8 @@ class TensorStream:
                 raise CheckpointError("the tensors of this state are not taken in their order; report this")
             self._changed.wait_for(lambda: self._waiting or self._has_ended or self._is_abandoned)
             if not self._waiting:
-                if self._is_abandoned:
-                    raise CheckpointError(f"nothing could be written for {STALLED_S:.0f} s")
+                if self._has_stalled:
+                    raise StalledDiskError(errno.ETIMEDOUT, f"nothing was read or written for {STALLED_S:.0f} s")
                 raise StreamEndedError("a worker was lost while the state was collected from all of them")
             tensor = self._waiting.popleft()
             self._waiting_bytes -= tensor.nbytes

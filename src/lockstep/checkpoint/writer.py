@@ -1,8 +1,8 @@
-"""Writes checkpoints in the background: training waits for a copy in host memory, not for the disk.
+"""Writes checkpoints in the background: training waits for a copy in host memory, not for the disk, unless tensors
+arrive from other workers meanwhile (tensor_stream.py).
 
 There are buffers for two copies of a state: one that is being written, and one that waits. A third replaces the one
-that waits. The second copy is allocated when it is first needed, and both are kept until `close`. Tensors that arrive
-from other workers are not copied (tensor_stream.py).
+that waits. The second copy is allocated when it is first needed, and both are kept until `close`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ the copy rounded, the copy becomes the weight.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -151,7 +151,16 @@ MASTER_WEIGHT: Final = "master_weight"  # its name in the state of a parameter
 
 def needs_master_weights(parameter: Tensor) -> bool:
     """Whether the dtype of a parameter is one that optimisers should not update. See Note [Master weights]."""
-    return parameter.dtype in (torch.bfloat16, torch.float16)
+    return parameter.dtype == torch.bfloat16
+
+
+def refuse_float16(parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError for parameters whose gradients have too few digits and exponents for master weights."""
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ValueError(
+            "master_weights=True: small gradients of float16 parameters are 0 before they reach the float32 copies; "
+            'convert the model to torch.bfloat16, or keep it in float32 and use precision="fp16"'
+        )
 
 
 class OwnedPart:
@@ -159,13 +168,15 @@ class OwnedPart:
 
     weights  the elements of the parameter itself
     tensor   what the inner optimiser updates: `weights`, or their float32 copy
+
+    A copy is part of the state from the first step with a gradient on; until then it is the weights.
     """
 
-    def __init__(self, parameter: Tensor, piece: Piece, *, is_whole: bool, master_weights: bool = False) -> None:
+    def __init__(self, parameter: Tensor, piece: Piece, *, is_whole: bool) -> None:
         self.parameter, self.piece, self.is_whole = parameter, piece, is_whole
         self.weights = parameter if is_whole else self._view(parameter)
-        self.has_master = master_weights and needs_master_weights(parameter)
-        self.tensor = self.weights.detach().to(torch.float32) if self.has_master else self.weights
+        self.tensor = self.weights
+        self._is_master_used = False
         self._pointer = parameter.data_ptr()
 
     def _view(self, tensor: Tensor) -> Tensor:
@@ -173,17 +184,25 @@ class OwnedPart:
         assert flat is not None
         return flat[self.piece.start : self.piece.stop]
 
+    def make_master(self) -> None:
+        """Keep a float32 copy from now on, if the weights need one. See Note [Master weights]."""
+        if needs_master_weights(self.parameter) and not self.has_master:
+            self.tensor = self.weights.detach().to(torch.float32)
+
+    @property
+    def has_master(self) -> bool:
+        return self.tensor is not self.weights
+
     def begin_step(self, gradients: PartGradients | None = None) -> None:
         """Let the inner optimiser see this piece of the gradient: that of the parameter, or one of `gradients`."""
         self._follow()
         if gradients is None and self.tensor is self.parameter:
             return
         gradient = self._gradient(gradients)
-        if self.has_master:
-            weights = self.weights.detach()
+        if self.has_master and gradient is not None:
+            self._is_master_used, gradient, weights = True, gradient.to(torch.float32), self.weights.detach()
             is_changed = weights != self.tensor.to(weights.dtype)
             torch.where(is_changed, weights, self.tensor, out=self.tensor)
-            gradient = None if gradient is None else gradient.to(torch.float32)
         self.tensor.grad = gradient
 
     def end_step(self, gradients: PartGradients | None = None) -> None:
@@ -219,25 +238,28 @@ class OwnedPart:
 
     def add_master(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of the inner optimiser together with the master weights, if there are any."""
-        return state | {MASTER_WEIGHT: self.tensor} if self.has_master else state
+        return state | {MASTER_WEIGHT: self.tensor} if self._is_master_used else state
 
-    def take_master(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state without the master weights, which become those of this part.
-
-        If there are none yet, the weights themselves do, and tensors of their dtype become float32. Raises ValueError
-        if there are some, and this part keeps none.
-        """
-        if self.has_master and MASTER_WEIGHT not in state:
-            self.tensor.copy_(self.weights.detach())
-            return {name: self._widened(value) for name, value in state.items()}
+    def take_master(self, state: Mapping[str, Any]) -> None:
+        """Use the master weights in a state; if there are none, those of the weights."""
         if self.has_master:
-            self.tensor.copy_(state[MASTER_WEIGHT])
-        elif MASTER_WEIGHT in state:
+            master = state.get(MASTER_WEIGHT, self.weights)
+            self._is_master_used = MASTER_WEIGHT in state and master.dtype == torch.float32
+            # Those that torch's load_state_dict has rounded have no more digits than the weights.
+            self.tensor.copy_((master if self._is_master_used else self.weights).detach())
+
+    def without_master(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the inner optimiser needs of a state: for master weights, float32 instead of their dtype.
+
+        Raises ValueError if it has master weights, and this part keeps none.
+        """
+        if MASTER_WEIGHT in state and not self.has_master:
             raise ValueError(
                 f"the state of the optimiser has float32 copies of the weights ({MASTER_WEIGHT}), which would be lost: "
                 "train with master_weights=True"
             )
-        return {name: value for name, value in state.items() if name != MASTER_WEIGHT}
+        inner = {name: value for name, value in state.items() if name != MASTER_WEIGHT}
+        return {name: self._widened(value) for name, value in inner.items()} if self.has_master else inner
 
     def _widened(self, value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == self.weights.dtype else value
@@ -246,5 +268,7 @@ class OwnedPart:
         """Return this piece of a tensor that has the shape of the parameter."""
         if self.is_whole:
             return value.clone()
+        if value.stride() == self.parameter.stride() and (flat := flat_view(value)) is not None:
+            return flat[self.piece.start : self.piece.stop].clone()
         in_order = torch.empty_like(self.parameter, dtype=value.dtype, device=value.device).copy_(value)
         return self._view(in_order).clone()

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.ddp.optimizer_cells import OwnedPart, PartGradients, Piece, is_whole
+from lockstep.ddp.optimizer_cells import MASTER_WEIGHT, OwnedPart, PartGradients, Piece, is_whole
 from lockstep.ddp.optimizer_state import (
     DistributedState,
     cut_state,
@@ -76,23 +76,23 @@ class OwnedParts:
         """
         self._numbers = {parameter: number for number, parameter in enumerate(pieces)}
         for number, (optimizer, whole_tensors) in enumerate(zip(self._optimizers, self._whole_tensors, strict=True)):
-            self._parts[number] = [
-                [
-                    OwnedPart(
-                        parameter,
-                        piece,
-                        is_whole=is_whole(parameter, whole_tensors=whole_tensors),
-                        master_weights=self._master_weights,
-                    )
-                    for parameter in group["params"]
-                    for piece in pieces[parameter]
-                ]
-                for group in optimizer.param_groups
-            ]
-            self._states[number] = defaultdict(dict)
-            for part in (part for group in self._parts[number] for part in group):
-                if state := part.take_master(states.get(self._interval_of(part), {})):
-                    self._states[number][part.tensor] = state
+            self._parts[number], self._states[number] = [], defaultdict(dict)
+            for group in optimizer.param_groups:
+                self._parts[number].append([])
+                for parameter in group["params"]:
+                    for piece in pieces[parameter]:
+                        whole = is_whole(parameter, whole_tensors=whole_tensors)
+                        part = OwnedPart(parameter, piece, is_whole=whole)
+                        self._parts[number][-1].append(part)
+                        if inner := self._take_master(part, states.get(self._interval_of(part), {})):
+                            self._states[number][part.tensor] = inner
+
+    def _take_master(self, part: OwnedPart, state: State) -> State:
+        """Give a part the master weights in its state, and return the rest of it. Frozen parameters need none."""
+        if self._master_weights and (part.parameter.requires_grad or MASTER_WEIGHT in state):
+            part.make_master()
+            part.take_master(state)
+        return part.without_master(state)
 
     def _interval_of(self, part: OwnedPart) -> Interval:
         return Interval(self._numbers[part.parameter], part.piece.start, part.piece.stop)
@@ -159,7 +159,7 @@ class OwnedParts:
                 inner.append(options_of(group) | {"params": list(range(count, count + len(own)))})
                 for n, part in enumerate(own, count):
                     if keys[part.parameter] in saved:
-                        states[n] = part.take_master(cut_state(part, saved[keys[part.parameter]]))
+                        states[n] = self._take_master(part, cut_state(part, saved[keys[part.parameter]]))
                 count += len(own)
             with self._as_parameters(number) as on_parts:
                 load_optimizer(on_parts, {"state": states, "param_groups": inner})

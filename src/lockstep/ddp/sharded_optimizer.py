@@ -20,7 +20,16 @@ from torch.optim import Optimizer
 
 from lockstep.comm import agreement
 from lockstep.comm.agreement import Broadcast
-from lockstep.ddp.optimizer_cells import OwnedPart, Piece, assign_group, flat_view, is_whole
+from lockstep.ddp.optimizer_cells import (
+    MASTER_WEIGHT,
+    OwnedPart,
+    Piece,
+    assign_group,
+    flat_view,
+    is_whole,
+    needs_master_weights,
+    refuse_float16,
+)
 from lockstep.ddp.optimizer_state import WholeState, cut_state, options_of
 from lockstep.ddp.state_holders import Interval, StateHolders, StateOutline, States
 from lockstep.ddp.weight_exchange import WeightExchange
@@ -64,8 +73,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     process_group    the workers (default: all)
     whole_tensors    True: the class treats each tensor on its own. False: it even treats each element on its own.
                      None (default): known for the classes above
-    master_weights   update a float32 copy of each parameter in bfloat16 or float16, which is then rounded; the copies
-                     are divided over the workers, too, and are in `state_dict()` as "master_weight"
+    master_weights   update a float32 copy of each parameter in bfloat16, which is then rounded; the copies are divided
+                     over the workers, too, and are in `state_dict()` as "master_weight"
     bucket_cap_mb    how many megabytes of parameters are exchanged at once, where they are copied together: small ones,
                      and between hosts all; two buffers of this size are kept then
     defaults         options of the class, such as lr
@@ -128,12 +137,14 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._pieces |= assign_group(added, self._loads, trained=trained, whole_tensors=self._whole_tensors)
             self._parts.append(
                 [
-                    OwnedPart(parameter, piece, is_whole=self._is_whole(parameter), master_weights=self._master_weights)
+                    OwnedPart(parameter, piece, is_whole=self._is_whole(parameter))
                     for parameter in added
                     for piece in self._pieces[parameter]
                     if piece.owner == self._rank
                 ]
             )
+            for part in self._parts[-1] if self._master_weights else ():
+                part.make_master()
             inner = self._inner
             if inner is not None:
                 self._together(lambda: inner.add_param_group(self._inner_group(-1)))
@@ -159,6 +170,8 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _check_group(self, parameters: list[Tensor]) -> None:
         """Raise an error, on all workers, if a parameter cannot be sharded, or if the workers differ."""
         problem = ""
+        if self._master_weights:
+            refuse_float16(parameters)
         for place, parameter in enumerate(parameters):
             where = f"parameter {place} of group {len(self.param_groups) - 1}, of shape {tuple(parameter.shape)}, is "
             if parameter.numel() and flat_view(parameter) is None:
@@ -348,19 +361,26 @@ class ShardedOptimizer(Optimizer, Joinable):
         for parameter, state in saved.items():
             for name, value in state.items():
                 is_scalar = not isinstance(value, Tensor) or value.dim() == 0 or value.numel() == 1
-                if not (is_scalar or self._is_whole(parameter) or value.shape == parameter.shape):
+                if name == MASTER_WEIGHT and not (self._master_weights and needs_master_weights(parameter)):
+                    raise ValueError(f"the state has float32 copies of the weights ({name}): use master_weights=True")
+                may_differ = name != MASTER_WEIGHT and (is_scalar or self._is_whole(parameter))
+                if not (may_differ or value.shape == parameter.shape):
                     shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
                     raise ValueError(f"the state does not fit the parameters: {name} has the shape {shapes}")
         numbers, states, inner_groups = itertools.count(), dict[int, dict[str, Any]](), list[dict[str, Any]]()
+        cut = dict[OwnedPart, dict[str, Any]]()
         options = [copy.deepcopy(options_of(group)) for group in groups]
         for parts, group in zip(self._parts, options, strict=True):
             chosen = [next(numbers) for _ in parts]
             inner_groups.append(group | {"params": chosen})
             for number, part in zip(chosen, parts, strict=True):
                 if part.parameter in saved:
-                    states[number] = part.take_master(cut_state(part, saved[part.parameter]))
+                    cut[part] = cut_state(part, saved[part.parameter])
+                    states[number] = part.without_master(cut[part])
         assert self._inner is not None
         self._inner.load_state_dict({"state": states, "param_groups": inner_groups})
+        for part, state in cut.items():
+            part.take_master(state)
         for ours, group in zip(self.param_groups, options, strict=True):
             ours.update(group)
         self._consolidated = None

@@ -114,7 +114,7 @@ class ShardedState:
         """
         self._is_complete, self._copy, self._initial = self._has_all, None, None
         if (exchange := self._exchanges.get(number)) is not None:
-            exchange.remember()
+            exchange.copy_old_weights()
         self.parts.step(number, gradients)
 
     @property

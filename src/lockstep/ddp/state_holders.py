@@ -20,6 +20,7 @@ from lockstep.errors import LostStateError
 
 CPU: Final = torch.device("cpu")
 CHUNK_BYTES: Final = 32 * 1024 * 1024  # that all workers send at once
+MAX_PADDING: Final = 1.5  # bytes that are gathered over those that are needed: else each worker broadcasts its own
 SMALL_NUMEL: Final = 8  # tensors up to this size, such as the number of steps, are sent with the layout
 
 State = dict[str, Any]  # of one parameter, or of a part of it
@@ -36,8 +37,17 @@ class Interval(NamedTuple):
 States = dict[Interval, State]
 
 
+class _Entry(NamedTuple):
+    """A part whose state some worker has: elements `start` to `stop`. `number` is that of the state on that worker."""
+
+    start: int
+    stop: int
+    rank: int
+    number: int
+
+
 class _Slice(NamedTuple):
-    """Bytes `start` to `stop` of a tensor in the state of an interval that a worker has."""
+    """Bytes `start` to `stop` of a tensor in the state of a part that a worker has."""
 
     source: int
     entry: int
@@ -67,37 +77,42 @@ class StateHolders:
             gathered = agreement.gather_values(group, gathered[0], device=device)
         self.facts: list[Any] = [value for value, _ in gathered]
         self._layouts: list[list[dict[str, Any]]] = [[row[3] for row in theirs] for _, theirs in gathered]
-        self._found: dict[int, list[tuple[int, int, int, int]]] = {}  # start, stop, rank and entry, by parameter
+        self._entries: dict[int, list[_Entry]] = {}  # by parameter, sorted
         for rank, (_, theirs) in enumerate(gathered):
-            for entry, (parameter, start, stop, _) in enumerate(theirs):
-                self._found.setdefault(parameter, []).append((start, stop, rank, entry))
+            for number, (parameter, start, stop, _) in enumerate(theirs):
+                self._entries.setdefault(parameter, []).append(_Entry(start, stop, rank, number))
+        for entries in self._entries.values():
+            entries.sort()
 
     @property
-    def numbers(self) -> Sequence[int]:
+    def parameter_numbers(self) -> Sequence[int]:
         """The numbers of the parameters of which some worker has a part."""
-        return list(self._found)
+        return list(self._entries)
 
-    def pieces(self, interval: Interval, *, near: int = 0) -> list[tuple[Piece, int]]:
-        """Divide an interval into pieces that one worker has each, with the number of the entry there.
+    def pieces(self, interval: Interval, *, near: int = 0) -> list[tuple[Piece, _Entry]]:
+        """Divide an interval into pieces, each of which is in one entry of the worker that is its owner.
 
         near  the worker whose own entries are preferred, and from which the search for others begins
 
         Raises LostStateError if no worker has some of the elements.
         """
-        entries = self._found.get(interval.parameter, [])
-        cuts = {cut for start, stop, _, _ in entries for cut in (start, stop) if interval.start < cut < interval.stop}
+        entries = self._entries.get(interval.parameter, [])
+        cuts = {cut for one in entries for cut in (one.start, one.stop) if interval.start < cut < interval.stop}
         bounds = list(itertools.pairwise(sorted(cuts | {interval.start, interval.stop})))
-        found = list[tuple[Piece, int]]()
+        found, having, begun = list[tuple[Piece, _Entry]](), list[_Entry](), 0
         for start, stop in bounds or [(interval.start, interval.stop)]:  # an interval without elements is one piece
-            having = [(rank, entry) for first, last, rank, entry in entries if first <= start and stop <= last]
+            while begun < len(entries) and entries[begun].start <= start:
+                having.append(entries[begun])
+                begun += 1
+            having = [one for one in having if one.stop >= stop]
             if not having:
                 raise LostStateError(
                     f"no worker has the optimiser's state of parameter {interval.parameter} (elements {start} to "
                     f"{stop}) any more: those that kept it are lost",
                     parameter=interval.parameter,
                 )
-            rank, entry = min(having, key=lambda one: (one[0] - near) % self._size)
-            found.append((Piece(rank, start, stop), entry))
+            entry = min(having, key=lambda one: (one.rank - near) % self._size)
+            found.append((Piece(entry.rank, start, stop), entry))
         return found
 
     def move(
@@ -127,7 +142,7 @@ class StateHolders:
     def _plan(
         self,
         interval: Interval,
-        pieces: list[tuple[Piece, int]],
+        pieces: list[tuple[Piece, _Entry]],
         rank: int,
         state: State | None,
         sent: dict[_Slice, None],
@@ -141,15 +156,13 @@ class StateHolders:
         name   of one tensor of the state; None: all
         """
         for piece, entry in pieces:
-            for one, first in self._slices(interval, piece, entry):
-                if name not in (None, one.name):
-                    continue
+            for one, first in self._slices(interval, piece, entry, name):
                 if piece.owner != rank:
                     sent[one] = None
                 if state is not None:
                     target = _bytes(state[one.name])[first : first + one.stop - one.start]
                     if piece.owner == rank:
-                        target.copy_(_bytes(self._mine[entry][one.name])[one.start : one.stop])
+                        target.copy_(_bytes(self._mine[entry.number][one.name])[one.start : one.stop])
                     else:
                         targets.setdefault(one, []).append(target)
 
@@ -161,15 +174,15 @@ class StateHolders:
         meta = torch.device("meta")
         return {one: self._allocate(one, self.pieces(one), small_on=CPU, large_on=meta) for one in intervals}
 
-    def send(self, wanted: Sequence[tuple[Interval, str]], to: int = 0) -> Iterator[Tensor | None]:
-        """Yield tensors of the states of intervals, by name, on rank `to`, in the memory of the CPU.
+    def send(self, wanted: Sequence[tuple[Interval, str, int]], to: int = 0) -> Iterator[Tensor | None]:
+        """Yield tensors of the states of intervals on rank `to`, in the memory of the CPU, and None on other ranks.
 
-        A collective call: all workers exhaust the iterator, which yields None for each tensor on other ranks. At most
-        CHUNK_BYTES, or one tensor, are sent at once.
+        wanted  the interval, the name of the tensor in its state, and the size of the tensor in bytes
+
+        A collective call: all workers exhaust the iterator. At most CHUNK_BYTES, or one tensor, are sent at once.
         """
         batch, left_bytes = list[tuple[Interval, str]](), CHUNK_BYTES
-        for interval, name in wanted:
-            size = self.outline([interval])[interval][name].nbytes
+        for interval, name, size in wanted:
             if batch and size > left_bytes:
                 yield from self._send_batch(batch, to)
                 batch, left_bytes = [], CHUNK_BYTES
@@ -188,33 +201,25 @@ class StateHolders:
         self._send(list(sent), targets)
         return found
 
-    def _entry(self, piece: Piece, entry: int, interval: Interval) -> tuple[int, int]:
-        """The first and last element of an entry."""
-        return next(
-            (start, stop)
-            for start, stop, rank, number in self._found[interval.parameter]
-            if (rank, number) == (piece.owner, entry)
-        )
-
-    def _slices(self, interval: Interval, piece: Piece, entry: int) -> Iterator[tuple[_Slice, int]]:
-        """Yield what has to be copied for a piece of an interval, and to which byte."""
-        first, last = self._entry(piece, entry, interval)
-        for name, about in self._layouts[piece.owner][entry].items():
+    def _slices(
+        self, interval: Interval, piece: Piece, entry: _Entry, name: str | None
+    ) -> Iterator[tuple[_Slice, int]]:
+        """Yield what has to be copied for a piece of an interval, and to which byte. `name`: see `_plan`."""
+        layout = self._layouts[piece.owner][entry.number]
+        for key, about in layout.items() if name is None else [(name, layout[name])]:
             if not (isinstance(about, dict) and "stride" in about):
                 continue
             size = getattr(torch, about["dtype"]).itemsize
-            if about["shape"] == [last - first]:
-                yield (
-                    _Slice(piece.owner, entry, name, (piece.start - first) * size, (piece.stop - first) * size),
-                    (piece.start - interval.start) * size,
-                )
+            if about["shape"] == [entry.stop - entry.start]:
+                start, stop = (piece.start - entry.start) * size, (piece.stop - entry.start) * size
+                yield _Slice(piece.owner, entry.number, key, start, stop), (piece.start - interval.start) * size
             else:  # a tensor of another shape, of a parameter that one worker has as a whole
-                yield _Slice(piece.owner, entry, name, 0, _numel(about["shape"]) * size), 0
+                yield _Slice(piece.owner, entry.number, key, 0, _numel(about["shape"]) * size), 0
 
     def _allocate(
         self,
         interval: Interval,
-        pieces: list[tuple[Piece, int]],
+        pieces: list[tuple[Piece, _Entry]],
         *,
         small_on: torch.device,
         large_on: torch.device,
@@ -226,8 +231,7 @@ class StateHolders:
         name                of the only value that is needed; None: all are
         """
         first, entry = pieces[0]
-        begin, end = self._entry(first, entry, interval)
-        layout, found = self._layouts[first.owner][entry], State()
+        layout, found = self._layouts[first.owner][entry.number], State()
         for key, about in layout.items() if name is None else [(name, layout[name])]:
             if not isinstance(about, dict):
                 found[key] = about
@@ -237,7 +241,7 @@ class StateHolders:
                 data = bytearray(base64.b64decode(about["data"]))
                 value = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
                 found[key] = value.view(about["shape"]).to(CPU if about["on_cpu"] else small_on, copy=True)
-            elif about["shape"] == [end - begin]:
+            elif about["shape"] == [entry.stop - entry.start]:
                 found[key] = torch.empty(interval.stop - interval.start, dtype=dtype, device=large_on)
             else:
                 found[key] = torch.empty_strided(about["shape"], about["stride"], dtype=dtype, device=large_on)
@@ -245,23 +249,41 @@ class StateHolders:
 
     def _send(self, sent: list[_Slice], targets: Mapping[_Slice, list[Tensor]]) -> None:
         """Every worker sends its slices one after the other, as one stream, in chunks. All workers receive them."""
-        group = self._group
         streams = [[one for one in sent if one.source == source] for source in range(self._size)]
         lengths = [sum(one.stop - one.start for one in stream) for stream in streams]
+        if self._size * max(lengths) > MAX_PADDING * sum(lengths):  # a gather sends as much from each as from the first
+            for source, stream in enumerate(streams):
+                for start in range(0, lengths[source], CHUNK_BYTES):
+                    row = self._next_bytes(stream, start, min(CHUNK_BYTES, lengths[source] - start), source)
+                    assert self._group is not None
+                    agreement.Broadcast(keep=False)(self._group, [row], source=source)
+                    _deliver(stream, start, row, targets)
+            return
         most = max(CHUNK_BYTES // self._size, 1)
         for start in range(0, max(lengths), most):
-            assert group is not None
             width = min(most, max(lengths) - start)
-            row = torch.zeros(width, dtype=torch.uint8, device=self._device)
+            row = self._next_bytes(streams[self.rank], start, width, self.rank)
             rows = torch.empty(width * self._size, dtype=torch.uint8, device=self._device)
-            for one, at, part in _overlaps(streams[self.rank], start, start + width):
-                tensor = _bytes(self._mine[one.entry][one.name])
-                row[at : at + part.stop - part.start].copy_(tensor[one.start + part.start : one.start + part.stop])
-            abortable_wait.wait(group, group._allgather_base(rows, row), self._device, "moving state between workers")
+            assert self._group is not None
+            work = self._group._allgather_base(rows, row)
+            abortable_wait.wait(self._group, work, self._device, "moving state between workers")
             for stream, received in zip(streams, torch.split(rows, width), strict=True):
-                for one, at, part in _overlaps(stream, start, start + width):
-                    for target in targets.get(one, ()):
-                        target[part].copy_(received[at : at + part.stop - part.start])
+                _deliver(stream, start, received, targets)
+
+    def _next_bytes(self, stream: list[_Slice], start: int, width: int, source: int) -> Tensor:
+        """Return bytes from `start` on of what `source` sends; on other workers memory of that size."""
+        row = torch.zeros(width, dtype=torch.uint8, device=self._device)
+        for one, at, part in _overlaps(stream, start, start + width) if source == self.rank else ():
+            tensor = _bytes(self._mine[one.entry][one.name])
+            row[at : at + part.stop - part.start].copy_(tensor[one.start + part.start : one.start + part.stop])
+        return row
+
+
+def _deliver(stream: list[_Slice], start: int, row: Tensor, targets: Mapping[_Slice, list[Tensor]]) -> None:
+    """Copy the bytes of a stream from `start` on to where they are wanted."""
+    for one, at, part in _overlaps(stream, start, start + len(row)):
+        for target in targets.get(one, ()):
+            target[part].copy_(row[at : at + part.stop - part.start])
 
 
 def _overlaps(stream: list[_Slice], start: int, stop: int) -> Iterator[tuple[_Slice, int, slice]]:
@@ -306,6 +328,7 @@ def _describe(value: Tensor, shape: list[int]) -> dict[str, Any]:
 
 
 def is_elementwise(value: Any, shape: Sequence[int]) -> bool:
+    """Whether a value is a tensor with an element for each element of a parameter of this shape."""
     return isinstance(value, Tensor) and value.dim() > 0 and list(value.shape) == list(shape)
 
 
@@ -356,7 +379,7 @@ class StateOutline:
 
     def send(self, wanted: Sequence[Tensor], to: int = 0) -> Iterator[Tensor | None]:
         """Yield what placeholders stand for, on rank `to`, and None on the others: see `StateHolders.send`."""
-        arriving = self._holders.send([self._sources[one] for one in wanted], to)
+        arriving = self._holders.send([(*self._sources[one], one.nbytes) for one in wanted], to)
         for one, tensor in zip(wanted, arriving, strict=True):
             yield None if tensor is None else tensor.as_strided(one.shape, one.stride())
 

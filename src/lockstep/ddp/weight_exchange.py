@@ -35,6 +35,7 @@ IN_FLIGHT_BYTES: Final = 64 * 1024 * 1024
 TAG: Final = 4096  # no other messages of a group have it
 HEADER_BYTES: Final = ALIGN_BYTES  # of a message
 TRIALS: Final = 3  # exchanges that send weights, and differences, before the faster of both is chosen
+TRIED_EVERY: Final = 1000  # exchanges: how large differences are depends on the learning rate
 WHERE: Final = "the exchange of new weights"
 
 
@@ -58,8 +59,8 @@ class WeightExchange:
         first_bytes   the size of the first bucket; each is twice as large as the one before, up to `bucket_bytes`.
                       None: all have that size
         spans_hosts   whether the workers are on several hosts
-        sends         whether pieces are sent to one worker after the other, or differences: see `remember`. It needs a
-                      backend with sends and a host for each worker; such waits cannot be aborted
+        sends         whether pieces are sent to one worker after the other, or differences: see `copy_old_weights`.
+                      It needs a backend with sends and a host for each worker; such waits cannot be aborted
         has_own       whether this worker has computed a piece itself, too, so that it is not overwritten: what an
                       exchange that is aborted writes is garbage
         """
@@ -107,11 +108,15 @@ class WeightExchange:
         self._choice = DifferenceTrial() if sends and delta_codec.can_encode() else None
         self._has_old = False
 
-    def remember(self) -> None:
-        """Keep this worker's weights as they are on all workers, before a step changes them."""
+    def copy_old_weights(self) -> None:
+        """Copy the weights that this worker sends, so that the next exchange can send differences from them.
+
+        Called right before the step that changes them, when all workers have the same weights. Nothing is copied if
+        differences are not to be sent.
+        """
         self._has_old = self._choice is not None and self._choice.wants_differences
-        for bucket in self._buckets if self._has_old else ():
-            bucket.remember()
+        for bucket in self._buckets:
+            bucket.copy_old_weights() if self._has_old else bucket.drop_old_weights()
 
     def has_moved(self, parameters: Iterable[Tensor]) -> bool:
         """Whether these are other parameters, or have other memory, than when this object was made."""
@@ -184,10 +189,12 @@ def _from(owner: int) -> dist.BroadcastOptions:
 
 @final
 class DifferenceTrial:
-    """Whether an exchange takes less time if differences are sent: both are tried first. Each worker chooses alone."""
+    """Whether an exchange takes less time if differences are sent: both are tried, now and then. Each worker chooses
+    alone."""
 
     def __init__(self) -> None:
         self._times_s: dict[bool, list[float]] = {False: [], True: []}  # of exchanges without and with differences
+        self._count = 0  # exchanges since the trial began
 
     @property
     def wants_differences(self) -> bool:
@@ -197,6 +204,9 @@ class DifferenceTrial:
         return statistics.median(with_them) < statistics.median(without)
 
     def note(self, took_s: float, *, as_differences: bool) -> None:
+        self._count += 1
+        if self._count > TRIED_EVERY:
+            self._times_s, self._count = {False: [], True: []}, 0
         times_s = self._times_s[as_differences]
         if len(times_s) < TRIALS:
             times_s.append(took_s)
@@ -224,8 +234,10 @@ class _Bucket:
     def memory_bytes(by_rank: list[list[Tensor]]) -> int:
         return (1 + len(by_rank)) * max(sum(map(_padded_bytes, views)) for views in by_rank)
 
-    def remember(self) -> None:
-        pass
+    def copy_old_weights(self) -> None:
+        """Nothing: such buckets send whole weights."""
+
+    drop_old_weights = copy_old_weights
 
     def start(self, group: dist.ProcessGroup, *, as_differences: bool) -> list[Any]:
         if self._own:
@@ -240,7 +252,8 @@ class _Bucket:
 
 
 class _SentBucket:
-    """The same, sent to one worker after the other, as a message that says whether it has differences.
+    """New weights that each worker sends to one other worker after the other, in a message that says whether it has
+    differences.
 
     Messages are shorter than the memory into which they are received; Gloo allows that.
     """
@@ -256,7 +269,10 @@ class _SentBucket:
     def memory_bytes(by_rank: list[list[Tensor]]) -> int:
         return sum(map(_message_bytes, by_rank))
 
-    def remember(self) -> None:
+    def drop_old_weights(self) -> None:
+        self._old = []
+
+    def copy_old_weights(self) -> None:
         own = self._by_rank[self._rank]
         self._old = self._old or [torch.empty_like(view) for view in own]
         if own:

@@ -44,6 +44,10 @@ class CheckpointSaver:
         self._saved_at = -1
         self._saved_s = time.monotonic()
 
+    def restart_interval(self) -> None:
+        """Begin to count the time until the next save anew: handing over the state has taken some itself."""
+        self._saved_s = time.monotonic()
+
     def begin(self, step: int) -> None:
         """Note that nothing has to be saved at this step: it is the saved or the restored state."""
         self._saved_at, self._saved_s = step, time.monotonic()

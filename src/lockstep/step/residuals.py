@@ -113,7 +113,7 @@ class Residuals:
 
     def _wanted(self, holders: StateHolders, shards: Sequence[int]) -> list[Interval]:
         """All residuals of these shards: a parameter that has one in some shard has one in all of them."""
-        indices = sorted({number % len(self._names) for number in holders.numbers})
+        indices = sorted({number % len(self._names) for number in holders.parameter_numbers})
         parameters = [self._parameters[name] for name in self._names]
         return [
             Interval(shard * len(self._names) + index, 0, parameters[index].numel())

@@ -147,8 +147,8 @@ class RunOptions:
     redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
                   worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
                   run or with audits, else 0
-    master_weights  with shard_optimizer, for parameters in bfloat16 or float16: the optimiser updates a float32 copy of
-                  each, and the parameter is this copy, rounded
+    master_weights  with shard_optimizer, for parameters in bfloat16: the optimiser updates a float32 copy of each, and
+                  the parameter is this copy, rounded
     save_every    steps between two checkpoints, or a time such as "5m"; None: after every epoch and at the end
     exit_on_interrupt  after SIGTERM, SIGUSR1 or Ctrl-C the program saves and exits after the current step; False: only
                   the loop ends, and the program checks `run.interrupted`

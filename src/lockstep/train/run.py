@@ -420,7 +420,7 @@ class Run:
     def save(self) -> None:
         """Start writing a checkpoint, by one worker, in the background; this waits only for a copy of the tensors.
 
-        With `shard_optimizer=True` a collective call.
+        With `shard_optimizer=True` a collective call, which waits until all but 256 MiB of the state are written.
         """
         self._loop.save(plan_of(self._loop.plan, "run.save"))
 

@@ -167,9 +167,9 @@ class Checkpoints:
         return here.number, 0 if is_batch_done(plan) else len(plan.finished)
 
     def save(self, plan: TrainingPlan, here: Position, *, writes: bool, whole: WholeParts | None = None) -> None:
-        """Write a checkpoint in the background. Waits only until the tensors are copied.
+        """Write a checkpoint in the background. Waits only until the tensors are copied that are on this worker.
 
-        whole  on the worker that writes: what is distributed over the workers, if anything is
+        whole  what is distributed over the workers, if anything is; its tensors may arrive later
         """
         plan.norm_check.check()
         self._saved = self._mark(plan, here)

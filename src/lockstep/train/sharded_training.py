@@ -13,18 +13,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import torch.distributed as dist
+
 from lockstep import faults
 from lockstep.checkpoint.tensor_stream import TensorStream
-from lockstep.comm import agreement
+from lockstep.comm import abortable_wait, agreement
 from lockstep.data.batches import Batch, Position
 from lockstep.ddp.deferred_weights import DeferredWeights, why_not_deferrable
-from lockstep.ddp.optimizer_cells import flat_view, needs_master_weights
+from lockstep.ddp.optimizer_cells import flat_view, needs_master_weights, refuse_float16
 from lockstep.ddp.optimizer_state import WholeState
 from lockstep.ddp.replica import cheap_digests, named_state, sha256_in_order
 from lockstep.ddp.sharded_optimizer import needs_whole_tensors
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.ddp.state_holders import StateOutline
 from lockstep.errors import LockstepError, LostStateError
+from lockstep.recovery.collective_calls import print_message
 from lockstep.step.compiled_model import is_compiled
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
@@ -61,9 +64,11 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
                 f"shard_optimizer=True: this {type(one).__name__} has step hooks, which would see a part of its "
                 "parameters only; remove them, or do what they do in the loop, around run.step"
             )
+    if options.master_weights:
+        refuse_float16(plan.model.parameters())
     if options.master_weights and not any(map(needs_master_weights, plan.model.parameters())):
         raise ValueError(
-            "master_weights=True: no parameter of the model is in bfloat16 or float16; convert it with "
+            "master_weights=True: no parameter of the model is in bfloat16; convert it with "
             "model.to(torch.bfloat16) before run.replicate, or leave master_weights out"
         )
     redundancy = options.redundancy
@@ -198,7 +203,8 @@ def _outline_optimizer(session: Session, plan: TrainingPlan) -> StateOutline:
 def _write_distributed(session: Session, plan: TrainingPlan, write: Callable[[WholeParts], None]) -> None:
     """Call `write` with the state that is distributed, and send the large tensors of it to rank 0 while it is written.
 
-    Part of a collective call. Rank 0 never has all of them (checkpoint/tensor_stream.py).
+    Part of a collective call. Rank 0 never has all of them (checkpoint/tensor_stream.py). If `write` raises an error on
+    one worker, the others are sent what they expect before it is raised.
     """
     stream, whole, outlines = TensorStream(), WholeParts(), list[StateOutline]()
 
@@ -212,14 +218,25 @@ def _write_distributed(session: Session, plan: TrainingPlan, write: Callable[[Wh
     if plan.residuals is not None:
         session.call_check.wait_for_all(session.calls.current_call)
         whole = replace(whole, residuals=fill(plan.residuals.outline(session.group, session.device)))
+    error: Exception | None = None
     try:
-        write(whole)
+        try:
+            write(whole)
+        except Exception as raised:
+            error = raised
+            stream.abandon()
         for outline in outlines:
             for tensor in outline.send(outline.placeholders):
                 if tensor is not None:
-                    stream.put(tensor, session.calls.check_left)
+                    stream.put(tensor, check=session.calls.check_left, report=print_message)
+        # Not before rank 0 has it all is the call over on other workers: they make it again if rank 0 is lost.
+        work = session.group.barrier(dist.BarrierOptions())
+        abortable_wait.wait(session.group, work, session.device, "handing over the state")
     finally:
         stream.end()
+    session.checkpoints.saver.restart_interval()
+    if error is not None:
+        raise error
 
 
 def compute_digest(session: Session, plan: TrainingPlan) -> None:
