@@ -48,9 +48,8 @@ class OwnCopies(torch.optim.Optimizer):
 
 
 def sha(model: nn.Module) -> str:
-    return hashlib.sha256(
-        b"".join(p.detach().view(torch.int16).numpy().tobytes() for p in model.parameters())
-    ).hexdigest()
+    weights = [parameter.detach().cpu().view(torch.int16).numpy().tobytes() for parameter in model.parameters()]
+    return hashlib.sha256(b"".join(weights)).hexdigest()
 
 
 def half_mlp() -> nn.Module:
@@ -64,7 +63,7 @@ def half_gpt() -> nn.Module:
 def train(optimizer: Any, build: Any = half_mlp, folder: Path | None = None, **options: Any) -> tuple[str, str]:
     """Returns the digest of everything, and that of the weights."""
     steps = options.pop("steps", None)
-    with lockstep.Run(folder, seed=7, progress=False, device="cpu", **options) as run:
+    with lockstep.Run(folder, seed=7, progress=False, **{"device": "cpu"} | options) as run:
         model = run.replicate(build())
         loss = predict_tokens if build is half_gpt else classify
         batches = run.batches(data(96), global_batch_size=32, shards=8, epochs=2)
@@ -210,6 +209,23 @@ def test_a_state_that_torch_has_rounded_is_used_as_far_as_it_goes(tmp_path: Path
         return optimizer
 
     train(loaded, shard_optimizer=True, master_weights=True)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def train_on_gpu(rank: int, size: int, folder: str, name: str, build: Any, steps: int | None) -> tuple[str, str]:
+    use("shm", f"{folder}-store-{size}", rank, size)
+    options = {"shard_optimizer": True, "master_weights": True, "device": "cuda:0", "steps": steps}
+    return train(functools.partial(make, name), build, Path(folder), **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("name", "build"), [("AdamW", half_mlp), ("LAMB", half_gpt)])
+def test_on_a_gpu_and_through_checkpoints(name: str, build: Any, tmp_path: Path) -> None:
+    (expected,) = on_workers(train_on_gpu, 1, str(tmp_path / "whole"), name, build, None)
+    on_workers(train_on_gpu, 3, str(tmp_path / "parts"), name, build, 2)
+    assert on_workers(train_on_gpu, 2, str(tmp_path / "parts"), name, build, None) == [expected] * 2
 
 
 # -- in a loop of one's own --------------------------------------------------------------------------------------------
