@@ -31,6 +31,8 @@ from lockstep.step.grad_comm_tuner import DECISION, KINDS
 AUTO = "auto"
 SHM = "shm"
 TIMED = 10  # steps of a Run
+TIMED_IF_SHORT = 60
+SHORT = ("small", "tiny")  # models with steps of some milliseconds, which vary most
 WORKERS = 2
 
 
@@ -76,11 +78,11 @@ def measure(model: str, arm: str) -> TunerTimes:
     workload = WORKLOADS[model]
     batches = [workload.batch(torch.Generator().manual_seed(rank)) for rank in range(WORKERS)]
     data = TensorDataset(torch.cat([one.inputs for one in batches]), torch.cat([one.targets for one in batches]))
-    first = DECISION + 2 if arm == AUTO else 3
+    first, timed = DECISION + 2 if arm == AUTO else 3, TIMED_IF_SHORT if model in SHORT else TIMED
     times, choice = list[float](), arm
     with lockstep.Run(seed=7, progress=False, trace=False, grad_comm=arm) as run:
         wrapped = run.replicate(workload.build())
-        shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=first + TIMED)
+        shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=first + timed)
         for batch in run.train(shuffled, OPTIMIZERS[workload.optimizer](wrapped)):
             began_s = time.perf_counter()
             run.step(lambda m, b: loss(m, LabeledBatch(*b)), batch)
@@ -122,7 +124,7 @@ def run(settings: TunerSettings, json_path: Path | None) -> int:
             results = [result for result in found if result.model == model]
             rows.append(row_of(model, link, results))
             record += [asdict(result) | {"link": link} for result in results]
-    head = f"Run(grad_comm=) on {WORKERS} workers, torch {torch.__version__}; medians of {TIMED} steps"
+    head = f"Run(grad_comm=) on {WORKERS} workers, torch {torch.__version__}; medians of {TIMED} steps, {TIMED_IF_SHORT} if they are short"
     legend = ["auto / best  the fixed kind that auto has chosen, over the fastest fixed kind, in this run"]
     show(head, render(COLUMNS, rows), legend, {"results": record}, json_path)
     return 0

@@ -23,7 +23,7 @@ from lockstep.step.run_options import GradComm
 WARM_UP: Final = 8  # steps
 KINDS: Final = (GradComm.FP32, GradComm.INT8, GradComm.INT4)
 TURN: Final = 4  # steps; the first of them is not timed
-ROUNDS: Final = 3
+ROUNDS: Final = 6
 DECISION: Final = WARM_UP + len(KINDS) * TURN * ROUNDS  # the first step after the trial
 REVIEW: Final = DECISION + 24  # then what was expected is compared with what is measured
 # A kind that loses more must be so much faster than the one before it.
