@@ -124,7 +124,8 @@ def run(settings: TunerSettings, json_path: Path | None) -> int:
             results = [result for result in found if result.model == model]
             rows.append(row_of(model, link, results))
             record += [asdict(result) | {"link": link} for result in results]
-    head = f"Run(grad_comm=) on {WORKERS} workers, torch {torch.__version__}; medians of {TIMED} steps, {TIMED_IF_SHORT} if they are short"
+    timed = f"medians of {TIMED} steps, {TIMED_IF_SHORT} if they are short"
+    head = f"Run(grad_comm=) on {WORKERS} workers, torch {torch.__version__}; {timed}"
     legend = ["auto / best  the fixed kind that auto has chosen, over the fastest fixed kind, in this run"]
     show(head, render(COLUMNS, rows), legend, {"results": record}, json_path)
     return 0
