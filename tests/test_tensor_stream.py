@@ -188,7 +188,7 @@ def test_tensors_are_mapped_from_their_file(tmp_path: Path) -> None:
 
 # -- a run -------------------------------------------------------------------------------------------------------------
 
-LAYERS, WIDTH = 12, 1024  # 8 MiB of state for each layer
+LAYERS, WIDTH = 8, 1024  # 8 MiB of state for each layer
 MIB = 1024 * 1024
 
 
@@ -267,13 +267,13 @@ def test_the_time_between_two_saves_begins_after_the_first(tmp_path: Path, monke
     put, saved = TensorStream.put, list[int]()
 
     def put_slowly(self: TensorStream, tensor: torch.Tensor, **options: Any) -> None:
-        time.sleep(0.25)
+        time.sleep(0.03)
         put(self, tensor, **options)
 
     monkeypatch.setattr(TensorStream, "put", put_slowly)
-    with lockstep.Run(tmp_path, progress=False, device="cpu", shard_optimizer=True, save_every="1s") as run:
+    with lockstep.Run(tmp_path, progress=False, device="cpu", shard_optimizer=True, save_every="0.3s") as run:
         model = run.replicate(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))))
-        batches = run.batches(data(64), global_batch_size=16, shards=1, epochs=50)
+        batches = run.batches(data(64), global_batch_size=16, shards=1, epochs=10)
         save = run._session.checkpoints.save
 
         def save_and_note(plan: Any, here: Any, **more: Any) -> None:
@@ -284,7 +284,8 @@ def test_the_time_between_two_saves_begins_after_the_first(tmp_path: Path, monke
         for batch in run.train(batches, torch.optim.AdamW(model.parameters(), lr=1e-3)):
             run.step(classify, batch)
             time.sleep(0.02)
-    assert all(later - earlier > 10 for earlier, later in itertools.pairwise(saved[:-1]))
+    assert len(saved) > 2
+    assert all(later - earlier > 4 for earlier, later in itertools.pairwise(saved[:-1]))
 
 
 # -- which worker has what ---------------------------------------------------------------------------------------------
