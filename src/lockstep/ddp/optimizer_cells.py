@@ -241,12 +241,14 @@ class OwnedPart:
         return state | {MASTER_WEIGHT: self.tensor} if self._is_master_used else state
 
     def take_master(self, state: Mapping[str, Any]) -> None:
-        """Use the master weights in a state; if there are none, those of the weights."""
+        """Continue with the master weights in a state; if it has none in float32, with copies of the weights.
+
+        The `load_state_dict` of torch rounds them to the dtype of the weights.
+        """
         if self.has_master:
-            master = state.get(MASTER_WEIGHT, self.weights)
-            self._is_master_used = MASTER_WEIGHT in state and master.dtype == torch.float32
-            # Those that torch's load_state_dict has rounded have no more digits than the weights.
-            self.tensor.copy_((master if self._is_master_used else self.weights).detach())
+            master = state.get(MASTER_WEIGHT)
+            self._is_master_used = master is not None and master.dtype == torch.float32
+            self.tensor.copy_(self.weights.detach() if master is None else master)
 
     def without_master(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the inner optimiser needs of a state: for master weights, float32 instead of their dtype.
