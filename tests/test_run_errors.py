@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
+from lockstep import faults
 from on_workers import Failure, try_on_workers
 from runs import Program, adamw, classify, data, mlp, sgd, train, use
 from test_launch import Stage, stage  # noqa: F401  (stage is a fixture)
@@ -671,3 +673,26 @@ def test_the_launcher_ends_all_and_says_why(stage: Stage) -> None:  # noqa: F811
     assert time.monotonic() - began < 2 * SOON_S
     assert done.returncode != 0
     assert "ArithmeticError: of my own" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_that_could_not_be_saved_does_not_say_that_it_was(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(place: str) -> None:
+        if place == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options: dict[str, Any] = {"shard_optimizer": sharded, "progress": False}
+    with pytest.raises(SystemExit), lockstep.Run(tmp_path, device="cpu", **options) as run:
+        model = run.replicate(mlp())
+        batches = run.batches(data(64), global_batch_size=16, shards=2)
+        for batch in run.train(batches, adamw(model.parameters())):
+            run.step(classify, batch)
+            if batch.number == 1:
+                monkeypatch.setattr(faults, "hook", fail)
+                os.kill(os.getpid(), signal.SIGTERM)
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "could not be saved; the same command continues from the last checkpoint" in said
+    assert "saved at step" not in said

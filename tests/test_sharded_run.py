@@ -310,13 +310,14 @@ def save_sharded(rank: int, size: int, folder: str) -> None:
     train(CASES["AdamW, cnn"], directory=Path(folder) / "run", shard_optimizer=True)
 
 
-def test_an_exported_state_is_that_of_the_optimiser_itself(tmp_path: Path) -> None:
+def test_an_exported_state_is_that_of_the_optimiser_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_workers(save_sharded, 3, str(tmp_path))
     assert (
         cli.main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "optimizer.pt"), "--what", "optimizer"])
         == 0
     )
     model = Cnn()
+    assert f"{3 * len(list(model.parameters()))} tensors of optimizer" in capsys.readouterr().out
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     train(CASES["AdamW, cnn"], directory=tmp_path / "plain")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lockstep.checkpoint import file_io
 from lockstep.checkpoint.manifest import Contents
-from lockstep.checkpoint.state_files import TensorEntry, make_header
+from lockstep.checkpoint.state_files import TensorEntry, make_header, walk
 from lockstep.errors import CheckpointError
 
 REGISTERED: Final = "kept"  # the part of a state with the objects given to `run.register_state`, by name
@@ -56,7 +56,7 @@ def export_torch(checkpoint: Path, contents: Contents, part: str, out: Path) -> 
             raise OSError(errno.EIO, str(error).splitlines()[0], str(out)) from error
         file.flush()
         os.fsync(file.fileno())
-    return sum(isinstance(entry, torch.Tensor) for entry in value.values())
+    return sum(isinstance(entry, torch.Tensor) for _, entry in walk(value))
 
 
 def _part(state: Mapping[Any, Any], part: str, checkpoint: Path) -> dict[Any, Any]:

@@ -222,8 +222,10 @@ class TrainLoop:
             sharded_training.save_last(session, plan, here, note_end)
 
         session.calls.make("the last checkpoint", keep)
-        if prints and not is_stopped:
+        if prints and not is_stopped and session.checkpoints.is_on_disk(plan, here):
             print_message(f"saved at step {here.number}; the same command continues")
+        elif prints and not is_stopped:
+            print_message(f"step {here.number} could not be saved; the same command continues from the last checkpoint")
 
     def save_after(self, error: BaseException) -> None:
         """Save what was trained when an exception leaves the loop: rank 0 writes a checkpoint, without the others.

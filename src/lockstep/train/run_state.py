@@ -211,6 +211,10 @@ class Checkpoints:
             self.save(plan, here, writes=True, whole=whole)
             self.saver.drain(check)
 
+    def is_on_disk(self, plan: TrainingPlan, here: Position) -> bool:
+        """Whether the state at this position is in a checkpoint that this worker has written, or has resumed from."""
+        return self.saver.has_written(here.number) or self._mark(plan, here) == self._resumed_from
+
     def save_alone(self, plan: TrainingPlan, here: Position, why: str, then: Callable[[], None]) -> None:
         """Write a checkpoint without other workers, wait for it, and call `then`. Prints whether this was done."""
         end_s = time.monotonic() + SAVE_ALONE_S
@@ -221,6 +225,8 @@ class Checkpoints:
 
         try:
             self.save_last(plan, here, check_deadline, self._collect_alone(plan))
+            if not self.is_on_disk(plan, here):
+                raise CheckpointError("its checkpoint could not be written, as was told above")
             then()
             print_message(f"saved at step {here.number}, where {why}")
         except Exception as problem:
