@@ -14,7 +14,6 @@ import os
 import random
 import resource
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -944,8 +943,8 @@ def page_faults(rank: int, size: int) -> list[int]:
 def test_memory_that_a_step_frees_is_used_by_the_next() -> None:
     (found,) = on_workers(page_faults, 1)
     assert len(found) == 10
-    # The heap grows in the first step, and again if something else lies in the gap; otherwise all ten would grow it.
-    assert statistics.median(found) < 2**24 * 4 // 4096 // 10
+    # The heap grows in the first step, and again whenever something else lies in the gap; if nothing is kept, always.
+    assert sorted(found)[2] < 2**24 * 4 // 4096 // 10
 
 
 class KeptGradient(torch.autograd.Function):
