@@ -148,6 +148,7 @@ def _compare_optimizer(saved_state: Mapping[str, Any], now_state: Mapping[str, A
             yield f"group {n} of the optimiser has {what}: another optimiser"
     # Before its first step, an optimiser has no state that could be compared.
     saved_memory = saved.get("state", {})
+    # The name is MASTER_WEIGHT of ddp/optimizer_cells.py, which needs torch.
     has_copies = any("master_weight" in memory for memory in saved_memory.values())
     if has_copies and not (now_state.get("settings") or {}).get("options", {}).get("master_weights"):
         yield (

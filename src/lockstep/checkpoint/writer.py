@@ -82,6 +82,8 @@ class CheckpointWriter:
         Raises CheckpointError for a state that a checkpoint cannot hold, and after `close`.
         """
         flat = flatten(state)
+        if self.written == step:  # in the middle of a batch, with the step of another optimiser
+            self.written = None
         with self._changed:
             if self._closed:
                 raise CheckpointError(f"the checkpoint of step {step} was submitted after the writer was closed")

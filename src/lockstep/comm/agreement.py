@@ -19,6 +19,7 @@ from lockstep import _torch
 from lockstep.comm import abortable_wait
 
 MESSAGE_BYTES = 250 * 1024 * 1024
+MAX_PADDING = 1.5  # bytes that are gathered over those that are needed: broadcasts take twice as long between hosts
 
 
 def fingerprint(value: Any) -> int:
@@ -67,6 +68,12 @@ class _Message:
     flat: Tensor
     numbers: tuple[int, ...]
     views: tuple[Tensor, ...]
+
+
+def is_even(sizes: Sequence[int]) -> bool:
+    """Whether workers that have so many bytes each should gather them. A gather sends as much from each worker as the
+    largest one has; otherwise each broadcasts its own."""
+    return len(sizes) * max(sizes) <= MAX_PADDING * sum(sizes)
 
 
 class Broadcast:

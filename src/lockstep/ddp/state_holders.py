@@ -1,6 +1,7 @@
 """Which worker has which part of a state that is distributed, and sending parts from one worker to another.
 
-Only all-reduce and all-gather are used to move parts, which every process group has, and which can be aborted.
+Only all-reduce, all-gather and broadcast are used to move parts, which every process group has, and which can be
+aborted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from lockstep.errors import LostStateError
 
 CPU: Final = torch.device("cpu")
 CHUNK_BYTES: Final = 32 * 1024 * 1024  # that all workers send at once
-MAX_PADDING: Final = 1.5  # bytes that are gathered over those that are needed: else each worker broadcasts its own
 SMALL_NUMEL: Final = 8  # tensors up to this size, such as the number of steps, are sent with the layout
 
 State = dict[str, Any]  # of one parameter, or of a part of it
@@ -251,7 +251,7 @@ class StateHolders:
         """Every worker sends its slices one after the other, as one stream, in chunks. All workers receive them."""
         streams = [[one for one in sent if one.source == source] for source in range(self._size)]
         lengths = [sum(one.stop - one.start for one in stream) for stream in streams]
-        if self._size * max(lengths) > MAX_PADDING * sum(lengths):  # a gather sends as much from each as from the first
+        if not agreement.is_even(lengths):
             for source, stream in enumerate(streams):
                 for start in range(0, lengths[source], CHUNK_BYTES):
                     row = self._next_bytes(stream, start, min(CHUNK_BYTES, lengths[source] - start), source)

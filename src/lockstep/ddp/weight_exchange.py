@@ -23,14 +23,12 @@ from torch import Tensor
 from lockstep import _torch
 from lockstep.comm import delta_codec
 from lockstep.comm.abortable_wait import wait
+from lockstep.comm.agreement import is_even
 from lockstep.comm.register_backends import backend_name
 from lockstep.ddp.optimizer_cells import Piece, flat_view
 
 ALIGN_BYTES: Final = 16
 DIRECT_BYTES: Final = 256 * 1024  # pieces of this size are broadcast, within a host
-MAX_PADDING: Final = (
-    1.5  # bytes that are gathered over those that are needed: broadcasts take twice as long between hosts
-)
 IN_FLIGHT_BYTES: Final = 64 * 1024 * 1024
 TAG: Final = 4096  # no other messages of a group have it
 HEADER_BYTES: Final = ALIGN_BYTES  # of a message
@@ -116,7 +114,8 @@ class WeightExchange:
         """
         self._has_old = self._choice is not None and self._choice.wants_differences
         for bucket in self._buckets:
-            bucket.copy_old_weights() if self._has_old else bucket.drop_old_weights()
+            if isinstance(bucket, _SentBucket):
+                bucket.copy_old_weights() if self._has_old else bucket.drop_old_weights()
 
     def has_moved(self, parameters: Iterable[Tensor]) -> bool:
         """Whether these are other parameters, or have other memory, than when this object was made."""
@@ -173,12 +172,12 @@ class WeightExchange:
 
 
 def _is_even(pieces: Mapping[Tensor, list[Piece]], size: int) -> bool:
-    """Return whether the owners have about as much each. A gather sends as much from each as the largest one has."""
+    """Whether the owners have about as much each."""
     sent_bytes = [0] * size
     for parameter, owned in pieces.items():
         for piece in owned:
             sent_bytes[piece.owner] += piece.numel * parameter.element_size()
-    return size * max(sent_bytes) <= MAX_PADDING * sum(sent_bytes)
+    return is_even(sent_bytes)
 
 
 def _from(owner: int) -> dist.BroadcastOptions:
@@ -233,11 +232,6 @@ class _Bucket:
     @staticmethod
     def memory_bytes(by_rank: list[list[Tensor]]) -> int:
         return (1 + len(by_rank)) * max(sum(map(_padded_bytes, views)) for views in by_rank)
-
-    def copy_old_weights(self) -> None:
-        """Nothing: such buckets send whole weights."""
-
-    drop_old_weights = copy_old_weights
 
     def start(self, group: dist.ProcessGroup, *, as_differences: bool) -> list[Any]:
         if self._own:

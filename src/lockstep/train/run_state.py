@@ -196,9 +196,7 @@ class Checkpoints:
         """
         self.ledger.write()
         self.saver.drain(check)
-        # A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
-        mark = self._mark(plan, here)
-        return mark != self._resumed_from and not (self.saver.has_written(here.number) and self._saved == mark)
+        return not self.is_on_disk(plan, here)
 
     def save_last(
         self, plan: TrainingPlan, here: Position, check: Callable[[], None], whole: WholeParts | None = None
@@ -212,8 +210,12 @@ class Checkpoints:
             self.saver.drain(check)
 
     def is_on_disk(self, plan: TrainingPlan, here: Position) -> bool:
-        """Whether the state at this position is in a checkpoint that this worker has written, or has resumed from."""
-        return self.saver.has_written(here.number) or self._mark(plan, here) == self._resumed_from
+        """Whether the state at this position is in a checkpoint that this worker has written, or has resumed from.
+
+        A start that trained nothing leaves the checkpoint as it is, with the settings that it was trained with.
+        """
+        mark = self._mark(plan, here)
+        return mark == self._resumed_from or (self._saved == mark and self.saver.has_written(here.number))
 
     def save_alone(self, plan: TrainingPlan, here: Position, why: str, then: Callable[[], None]) -> None:
         """Write a checkpoint without other workers, wait for it, and call `then`. Prints whether this was done."""
