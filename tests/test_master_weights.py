@@ -180,6 +180,9 @@ def freeze_and_thaw(rank: int, size: int, folder: str) -> tuple[str, list[list[s
                 model[0].requires_grad_(True)
                 model[2].requires_grad_(False)
             run.step(classify, batch)
+            if batch.number == 1:  # no memory is taken for frozen ones
+                parts = [part for part, _ in run._loop.plan.sharded_state.parts]
+                assert all(part.has_master == part.parameter.requires_grad for part in parts)
             if batch.number in (1, 5):
                 run.save()
                 run.on_main(lambda: run._session.checkpoints.drain(lambda: None))
