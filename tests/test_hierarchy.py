@@ -21,6 +21,7 @@ from lockstep.comm.hierarchy import HierarchicalGroup, HierarchyOptions
 from lockstep.comm.host_groups import MAX_CHUNK_BYTES, MIN_PIECE_BYTES, chunk_bytes, group_by_host, split_range
 from lockstep.comm.pipelined_collectives import SMALL_BYTES
 from lockstep.comm.shard_sum import ShardSum
+from lockstep.comm.shm import ShmGroup
 from lockstep.process_identity import identify_host
 from on_workers import WorkerFailedError, on_workers
 from plain import FACTOR, FLOATS, INTEGERS, KINDS, NARROW, kinds_of, reduced, same_bits, some
@@ -379,3 +380,13 @@ def beside_gloo(rank: int, size: int) -> str:
 
 def test_beside_another_backend_it_leaves_that_one_its_devices():
     assert on_workers(beside_gloo, 2) == ["HierarchicalGroup"] * 2
+
+
+@pytest.mark.parametrize("group", [HierarchicalGroup, ShmGroup])
+def test_no_collective_runs_by_a_method_of_torch_that_holds_the_interpreter_lock(group):
+    """See Note [Interpreter lock] in comm/fallback_group.py."""
+    returns = {name: (getattr(dist.ProcessGroup, name).__doc__ or "") for name in dir(dist.ProcessGroup)}
+    collectives = {name for name, text in returns.items() if "-> c10d::Work" in text}
+    assert len(collectives) >= 18
+    own = {name for one in group.__mro__ if one.__module__.startswith("lockstep.") for name in vars(one)}
+    assert collectives - own - {"_end_coalescing"} == set()  # which calls no backend that would coalesce

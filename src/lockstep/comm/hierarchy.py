@@ -5,8 +5,8 @@ Inside a host it uses shared memory, between hosts the network, where each worke
 host send slices as the smallest host has, and the others contribute to the sum of their host and get the result there.
 
 All-reduce, broadcast, all-gather and reduce-scatter are implemented here, and run in the order in which they are
-called. Everything else (sends, gathers, all-to-alls, ...) is left to torch, which finds a flat Gloo group of all
-workers registered here.
+called. Everything else (sends, gathers, all-to-alls, ...) is left to a flat Gloo group of all workers
+(fallback_group.py).
 
 Note [Order of sums]
 The order depends on the layout only: along the tree of comm/tree_order.py inside each host, then over the hosts. With
@@ -37,7 +37,8 @@ from torch import Tensor
 
 from lockstep import _torch
 from lockstep.comm import host_groups
-from lockstep.comm.abortable_group import AbortableGroup, Gloo, Nccl
+from lockstep.comm.abortable_group import Gloo, Nccl
+from lockstep.comm.fallback_group import FallbackGroup
 from lockstep.comm.flatten_tensors import check_list, check_sizes, copy_back, first_tensor, flatten, single_tensor
 from lockstep.comm.host_groups import ConnectionBroken, MemberInfo, NativeSubgroup, SingleWorker, Subgroup, TreeSubgroup
 from lockstep.comm.pipelined_collectives import PipelinedCollectives, StagedCollectives
@@ -65,9 +66,6 @@ class HierarchyOptions:
 
 AnyCollectives = PipelinedCollectives | StagedCollectives
 
-# Torch's stub files have other overloads in every version, so the type checker sees `Any`.
-_ProcessGroup: Any = dist.ProcessGroup
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -78,18 +76,18 @@ def _for_own_devices(method: Method) -> Method:
     def call(self: HierarchicalGroup, *args: Any, **options: Any) -> Any:
         if self._handles(first_tensor((*args, *options.values())).device.type):
             return method(self, *args, **options)
-        return getattr(self._fallback, method.__name__)(*args, **options)
+        return getattr(self.fallback, method.__name__)(*args, **options)
 
     return call  # type: ignore[return-value]
 
 
-class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
+class HierarchicalGroup(FallbackGroup):
     """A process group over several hosts."""
 
     def __init__(
         self, store: _torch.Store, rank: int, size: int, timeout: timedelta, *, options: HierarchyOptions | None = None
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(store, rank, size)
         options = options or HierarchyOptions.from_environment()
         global_ranks = list(options.global_ranks) or list(range(size))
         self._store, self._rank, self._size, self._exact = store, rank, size, options.exact
@@ -108,13 +106,9 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
         self._failure: LockstepError | None = None
         self._calls = 0
         self._handled_devices: dict[str, bool] = {}  # by device type, once it is known
-        # Torch runs the operations that are not implemented here on the backends that are registered with this group.
-        # `_fallback` has the same backends, and torch's versions of the methods that are overridden here.
-        self._fallback: Any = dist.ProcessGroup(store, rank, size)
-        for group in (self, self._fallback):
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            self._register_fallback(self._flat.transport, device_type, dist.ProcessGroup.BackendType.GLOO)
+            self.register_fallback(self._flat.transport.group, device_type, dist.ProcessGroup.BackendType.GLOO)
 
     def _create_collectives(self, network: host_groups.Network) -> PipelinedCollectives:
         across = self._rendezvous.create_column(self.layout, network)
@@ -139,12 +133,8 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
             self._handled_devices[device_type] = name == "hierarchy"
             if name == "nccl":
                 nccl = self._rendezvous.create_flat(Nccl)
-                self._register_fallback(nccl, device_type, dist.ProcessGroup.BackendType.NCCL)
+                self.register_fallback(nccl.group, device_type, dist.ProcessGroup.BackendType.NCCL)
         return self._handled_devices[device_type]
-
-    def _register_fallback(self, transport: AbortableGroup, device_type: str, backend_type: Any) -> None:
-        for group in (self, self._fallback):
-            group._register_backend(torch.device(device_type), backend_type, transport.group)
 
     # ---- reductions -------------------------------------------------------------------------------------------------
 
@@ -152,7 +142,7 @@ class HierarchicalGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
         opts, tensor = opts or _torch.AllreduceOptions(), single_tensor(tensors)
         if tensor.is_sparse:
-            work: dist.Work = self._fallback.allreduce([tensor], opts)
+            work: dist.Work = self.fallback.allreduce([tensor], opts)
             return work
         reduction = self._reduction(opts, tensor)
         return self._submit("all_reduce", [tensor], opts, lambda: self._all_reduce(tensor, reduction))
