@@ -188,7 +188,8 @@ def test_integers_without_exactness() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_error_by_rounding_is_estimated_from_the_scales(bits: int) -> None:
+def test_the_error_by_rounding_is_estimated_from_the_scales(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_comm_tuner, "MOST_TURN", grad_comm_tuner.LEAST_TURN)
     x = torch.randn(96, 40, generator=torch.Generator().manual_seed(3))
     estimated, found = list[float](), list[float]()
     with lockstep.Run(seed=5, progress=False, grad_comm="auto") as run:
@@ -198,11 +199,12 @@ def test_the_error_by_rounding_is_estimated_from_the_scales(bits: int) -> None:
             twin = copy.deepcopy(model)
             sum((twin(shard.data[0]).sin().square().sum() for shard in batch.shards), torch.zeros(())).backward()
             run.step(lambda m, b: (m(b[0]).sin().square().sum(), len(b[0])), batch)
-            if grad_comm_tuner.trial_kind(batch.number) is GradComm(f"int{bits}"):
+            plan = run._loop.plan
+            assert plan is not None
+            if plan.tuner.current is GradComm(f"int{bits}"):
                 assert twin.weight.grad is not None
                 assert model.weight.grad is not None
-                exact, plan = twin.weight.grad / 24, run._loop.plan
-                assert plan is not None
+                exact = twin.weight.grad / 24
                 estimated.append(plan.tuner._errors[GradComm(f"int{bits}")])
                 found.append(float((model.weight.grad - exact).norm() / exact.norm()))
     assert len(found) >= 12
@@ -213,11 +215,25 @@ def test_the_error_by_rounding_is_estimated_from_the_scales(bits: int) -> None:
 
 
 def test_the_first_steps_are_not_compressed_and_the_kinds_take_turns() -> None:
-    kinds = [grad_comm_tuner.trial_kind(step) for step in range(grad_comm_tuner.DECISION)]
+    kinds = [grad_comm_tuner.trial_kind(step, turn=5) for step in range(grad_comm_tuner.trial_length(turn=5))]
     assert set(kinds[: grad_comm_tuner.WARM_UP]) == {GradComm.FP32}
     tried = kinds[grad_comm_tuner.WARM_UP :]
-    assert {kind: tried.count(kind) for kind in set(tried)} == {kind: 24 for kind in grad_comm_tuner.KINDS}
-    assert tried == tried[:12] * grad_comm_tuner.ROUNDS
+    assert {kind: tried.count(kind) for kind in set(tried)} == {kind: 30 for kind in grad_comm_tuner.KINDS}
+    assert tried == tried[:15] * grad_comm_tuner.ROUNDS
+
+
+@pytest.mark.parametrize(("step_s", "turn"), [(0.0, 4), (1.0, 4), (0.05, 4), (0.01, 20), (0.001, 32)])
+def test_turns_are_longer_if_steps_are_short(step_s: float, turn: int) -> None:
+    assert grad_comm_tuner.turn_for(step_s) == turn
+
+
+def test_times_are_compared_within_each_round() -> None:
+    """The machine is twice as slow in some rounds, and one round is not complete."""
+    fp32, int8, int4 = grad_comm_tuner.KINDS
+    slow, fast, cut = {fp32: 20.0, int8: 18.0, int4: 30.0}, {fp32: 10.0, int8: 9.0, int4: 15.0}, {fp32: 1.0, int8: 9.0}
+    times = grad_comm_tuner.step_times([slow, fast, fast, slow, fast, {**cut, int4: 0.0}])
+    assert times == {fp32: 10.0, int8: 9.0, int4: 15.0}
+    assert not any(grad_comm_tuner.step_times([{**cut, int4: 0.0}]).values())
 
 
 @pytest.mark.parametrize(
@@ -240,6 +256,7 @@ def test_what_is_chosen(fp32: float, int8: float, int4: float, error: float, wan
 def train_auto(rank: int, size: int, backend: str, folder: str, steps: int | None, choice: str) -> tuple[str, str]:
     """Train for 120 steps with a choice that does not depend on the times."""
     use(backend, f"{folder}/store-{backend}-{size}", rank, size)
+    grad_comm_tuner.MOST_TURN = grad_comm_tuner.LEAST_TURN  # else it depends on times
     grad_comm_tuner.choose = lambda times, errors, kinds: GradComm(choice)
     x = torch.randn(480, 16, generator=torch.Generator().manual_seed(1))
     data, chosen = TensorDataset(x, x[:, :10].argmax(1)), ""

@@ -292,9 +292,9 @@ def test_without_a_comparison_the_candidate_is_used() -> None:
 def test_auto_compares_what_is_fastest_and_takes_the_next_best() -> None:
     for is_harmless, want in ((True, GradComm.INT4), (False, GradComm.INT8)):
         tuner = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
-        tuner._began = 0
-        tuner._times = {GradComm.FP32: [3.0], GradComm.INT8: [2.0], GradComm.INT4: [1.0]}
-        step = grad_comm_tuner.DECISION
+        tuner._began, tuner._turn = 0, grad_comm_tuner.LEAST_TURN
+        tuner._times.update({(0, GradComm.FP32): [3.0], (0, GradComm.INT8): [2.0], (0, GradComm.INT4): [1.0]})
+        step = grad_comm_tuner.trial_length(grad_comm_tuner.LEAST_TURN)
         assert "if the loss does not suffer" in str(tuner.prepare(step, lambda mine: mine))
         assert tuner.current is GradComm.FP32
         assert tuner.candidate(step) is GradComm.INT4

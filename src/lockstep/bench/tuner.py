@@ -26,10 +26,11 @@ from lockstep.bench.rounds import show
 from lockstep.bench.run_step import loss
 from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.report.table import columns, render
-from lockstep.step.grad_comm_tuner import DECISION, KINDS
+from lockstep.step.grad_comm_tuner import KINDS
 
 AUTO = "auto"
 SHM = "shm"
+SETTLING = 3  # steps with what was chosen that are not timed
 TIMED = 10  # steps of a Run
 TIMED_IF_SHORT = 60
 SHORT = ("small", "tiny")  # models with steps of some milliseconds, which vary most
@@ -78,18 +79,20 @@ def measure(model: str, arm: str) -> TunerTimes:
     workload = WORKLOADS[model]
     batches = [workload.batch(torch.Generator().manual_seed(rank)) for rank in range(WORKERS)]
     data = TensorDataset(torch.cat([one.inputs for one in batches]), torch.cat([one.targets for one in batches]))
-    first, timed = DECISION + 2 if arm == AUTO else 3, TIMED_IF_SHORT if model in SHORT else TIMED
-    times, choice = list[float](), arm
+    timed, times, choice, settled = TIMED_IF_SHORT if model in SHORT else TIMED, list[float](), arm, 0
     with lockstep.Run(seed=7, progress=False, trace=False, grad_comm=arm) as run:
         wrapped = run.replicate(workload.build())
-        shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=first + timed)
+        shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=1_000_000)
         for batch in run.train(shuffled, OPTIMIZERS[workload.optimizer](wrapped)):
             began_s = time.perf_counter()
             run.step(lambda m, b: loss(m, LabeledBatch(*b)), batch)
-            if batch.number >= first:
-                times.append(time.perf_counter() - began_s)
             assert run._loop.plan is not None
-            choice = run._loop.plan.tuner.current.value
+            tuner = run._loop.plan.tuner
+            choice, settled = tuner.current.value, settled + (tuner.chosen is not None)
+            if settled > SETTLING:
+                times.append(time.perf_counter() - began_s)
+            if len(times) == timed:
+                run.stop()
     return TunerTimes(model, arm, statistics.median(times), choice)
 
 

@@ -1,16 +1,19 @@
 """How the gradients of each step are sent: one fixed kind, or with `Run(grad_comm="auto")` the fastest.
 
-The first steps are never compressed, with "powersgd" and "topk" neither. With "auto" each kind is then used for a few
-steps at a time, in turns. Which step uses which kind follows from its number, and the choice is part of the state of
-the run: a run that is resumed, or a worker that joins, continues with it, and the bits are those of any other run with
-the same choice. A kind that a model may suffer from is used only after the losses of some steps with and without it
-were compared (train/loss_comparison.py).
+The first steps are never compressed, with "powersgd" and "topk" neither. With "auto" each kind is then used for some
+steps at a time, in turns: for more of them if steps are short, since the speed of a machine varies within a second.
+Times are compared within each round of turns. The length of a turn and the choice are part of the state of the run: a
+run that is resumed, or a worker that joins, continues with them, and the bits are those of any other run with the same.
+A kind that a model may suffer from is used only after the losses of some steps with and without it were compared
+(train/loss_comparison.py).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final, final
@@ -22,22 +25,50 @@ from lockstep.step.run_options import GradComm
 
 WARM_UP: Final = 8  # steps
 KINDS: Final = (GradComm.FP32, GradComm.INT8, GradComm.INT4)
-TURN: Final = 4  # steps; the first of them is not timed
+LEAST_TURN, MOST_TURN = 4, 32  # steps; the first of them is not timed
+TURN_S: Final = 0.2  # about as long as a turn takes, if that many steps do
 ROUNDS: Final = 6
-DECISION: Final = WARM_UP + len(KINDS) * TURN * ROUNDS  # the first step after the trial
-REVIEW: Final = DECISION + 24  # then what was expected is compared with what is measured
+WARM_UP_ROUND: Final = -1
+REVIEWED_AFTER: Final = 24  # steps with what was chosen; then they are compared with what was expected
 # A kind that loses more must be so much faster than the one before it.
 LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
 # A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
 LARGEST_ERROR: Final = 0.7
 COMPARED: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
-COMPARISON: Final = 48  # the step before which losses are compared, if one of them is asked for; with "auto", DECISION
+COMPARISON: Final = 48  # the step before which losses are compared; with "auto" that is the end of the trial
 
 
-def trial_kind(step: int) -> GradComm:
-    """Return how the `step`-th step of the trial sends its gradients."""
-    turn = (step - WARM_UP) // TURN
-    return GradComm.FP32 if step < WARM_UP else KINDS[turn % len(KINDS)]
+def trial_kind(step: int, turn: int) -> GradComm:
+    """Return how the `step`-th step of the trial sends its gradients, if turns have so many steps."""
+    return GradComm.FP32 if step < WARM_UP else KINDS[(step - WARM_UP) // turn % len(KINDS)]
+
+
+def trial_length(turn: int) -> int:
+    """Return the number of steps of a trial, the first ones included."""
+    return WARM_UP + len(KINDS) * turn * ROUNDS
+
+
+def turn_for(step_s: float) -> int:
+    """Return how many steps a turn has, from the time of a step."""
+    return min(max(LEAST_TURN, math.ceil(TURN_S / step_s)), MOST_TURN) if step_s > 0 else LEAST_TURN
+
+
+def median_of(times_s: Sequence[float]) -> float:
+    """Return the median, 0 if nothing was measured."""
+    return statistics.median(times_s) if times_s else 0.0
+
+
+def step_times(rounds: Sequence[Mapping[GradComm, float]]) -> dict[GradComm, float]:
+    """Return the time of a step with each kind, from those of each round; 0 if no round has all of them.
+
+    The ratios to the first kind are the medians of those within each round: a machine that is slower for a while is so
+    for all kinds of a round.
+    """
+    whole = [times for times in rounds if all(times[kind] > 0 for kind in KINDS)]
+    if not whole:
+        return dict.fromkeys(KINDS, 0.0)
+    first = statistics.median(times[KINDS[0]] for times in whole)
+    return {kind: first * statistics.median(times[kind] / times[KINDS[0]] for times in whole) for kind in KINDS}
 
 
 def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], kinds: Sequence[GradComm]) -> GradComm:
@@ -77,19 +108,20 @@ class GradCommTuner:
         self.chosen: GradComm | None = None if self.is_auto or waits else asked
         self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
+        self._turn: int | None = None  # steps; None: not known yet
         self._expected_s = 0.0
-        self._times: dict[GradComm, list[float]] = {kind: [] for kind in KINDS}
+        self._times: defaultdict[tuple[int, GradComm], list[float]] = defaultdict(list)  # by round and kind
         self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
         self._next_best: GradComm = GradComm.FP32  # what is chosen if the candidate is not
         self._measured: RoundingErrors | None = None
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
     def state(self) -> dict[str, Any] | None:
-        """When a trial began, and what was chosen after it, for a checkpoint; None: the program has chosen."""
+        """When a trial began, its turns, and what was chosen, for a checkpoint; None: the program has chosen."""
         if not self.is_auto and not self._compares:
             return None
         values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
-        found = {"asked": self._asked.value, "method": self._method, "began": self._began} | dict(
+        found = {"asked": self._asked.value, "method": self._method, "began": self._began, "turn": self._turn} | dict(
             zip(("chosen", "candidate", "next_best"), values, strict=True)
         )
         return found | {"compared": None if self._compared is None else [self._compared[0].value, self._compared[1]]}
@@ -108,7 +140,8 @@ class GradCommTuner:
         if state is None or not is_same or not (self.is_auto or self._compares):
             return
         compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}
-        self._began, self._next_best = state["began"], GradComm(state.get("next_best") or GradComm.FP32.value)
+        self._began, self._turn = state["began"], state.get("turn")
+        self._next_best = GradComm(state.get("next_best") or GradComm.FP32.value)
         self.chosen, self._candidate = (None if kind is None else GradComm(kind) for kind in named.values())
         self._compared = None if compared is None else (GradComm(compared[0]), compared[1])
         if not self._compares and self._candidate is not None:  # the program no longer wants a comparison
@@ -137,11 +170,14 @@ class GradCommTuner:
         if self._measured is not None and self._measured.is_open:  # in the first step of a turn, which is not timed
             self._errors[self.current] = max(self._errors[self.current], self._measured.close())
         self._record(step)
-        if self.chosen is None and self._candidate is None and step >= DECISION:
+        if self._turn is None and step >= WARM_UP:
+            self._turn = turn_for(agree([median_of(self._times[WARM_UP_ROUND, GradComm.FP32])])[0])
+        ends = trial_length(self._turn or MOST_TURN)
+        if self.chosen is None and self._candidate is None and step >= ends:
             told = self._decide(number, agree)
-        elif step == REVIEW and self._expected_s and self.chosen is not None:
+        elif step == ends + REVIEWED_AFTER and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
-        self.current = trial_kind(step) if self.chosen is None else self.chosen
+        self.current = trial_kind(step, self._turn or MOST_TURN) if self.chosen is None else self.chosen
         self._wait_until_compared(number)
         return told
 
@@ -180,17 +216,20 @@ class GradCommTuner:
 
     def _record(self, step: int) -> None:
         """Note how long the previous step took, with all that the program did in it."""
-        now_s, before = time.perf_counter(), step - 1
-        if self._last is not None and self._last[0] == before and WARM_UP <= before < REVIEW:
-            is_first_of_turn = before < DECISION and (before - WARM_UP) % TURN == 0
-            if not is_first_of_turn:
-                self._times[self.current].append(now_s - self._last[1])
+        now_s, before, turn = time.perf_counter(), step - 1, self._turn or MOST_TURN
+        if self._last is not None and self._last[0] == before and 1 <= before < trial_length(turn) + REVIEWED_AFTER:
+            is_trial = WARM_UP <= before < trial_length(turn)
+            if not is_trial or (before - WARM_UP) % turn:
+                number = (before - WARM_UP) // (turn * len(KINDS))
+                self._times[number, self.current].append(now_s - self._last[1])
         self._last = step, now_s
 
     def _decide(self, number: int, agree: Callable[[list[float]], list[float]]) -> str:
-        mine = [statistics.median(self._times[kind]) if self._times[kind] else 0.0 for kind in KINDS]
+        mine = [median_of(self._times[one, kind]) for one in range(ROUNDS) for kind in KINDS]
         agreed = agree(mine + list(self._errors.values()))
-        step_s, errors = (dict(zip(KINDS, part, strict=True)) for part in (agreed[: len(KINDS)], agreed[len(KINDS) :]))
+        parts = [agreed[first : first + len(KINDS)] for first in range(0, len(agreed), len(KINDS))]
+        *rounds, errors = (dict(zip(KINDS, part, strict=True)) for part in parts)
+        step_s = step_times(rounds)
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
         best = choose(step_s, errors, KINDS) if is_known else GradComm.FP32
         if best in COMPARED and self._compares:
@@ -199,7 +238,7 @@ class GradCommTuner:
         else:
             self.chosen = best
         self._expected_s = step_s[best]
-        self._times = {kind: [] for kind in KINDS}
+        self._times.clear()
         if not is_known:
             return f'grad_comm="auto": the trial was interrupted; "fp32" from step {number} on'
         tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
@@ -209,6 +248,6 @@ class GradCommTuner:
         return f'grad_comm="auto": "{best.value}" {begins} ({about})'
 
     def _review(self, chosen: GradComm) -> str:
-        times = self._times[chosen]
-        got = f"{1e3 * statistics.median(times):.3g}" if times else "an unknown number of"
+        took_s = median_of([one for (_, kind), times in self._times.items() if kind is chosen for one in times])
+        got = f"{1e3 * took_s:.3g}" if took_s else "an unknown number of"
         return f'grad_comm="auto": "{chosen.value}" takes {got} ms a step, {1e3 * self._expected_s:.3g} were expected'
