@@ -170,3 +170,22 @@ def test_streams_of_a_gpu() -> None:
     assert _torch.cuda_current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
     assert len(_torch.cuda_current_stream(0)) == 3
     _torch.cuda_exchange_device(before)
+
+
+def test_a_cast_can_be_replaced_and_autograd_takes_the_copy() -> None:
+    weight, x = nn.Parameter(torch.tensor([[1.0, 2.0]])), torch.ones(1, 2)
+    copy, noted = torch.tensor([[8.0, 16.0]], dtype=torch.bfloat16), list[tuple[torch.Tensor, torch.Tensor]]()
+    with (
+        _torch.replace_casts(
+            [torch.bfloat16],
+            lambda given, dtype: copy.detach() if given is weight else None,
+            lambda given, result: noted.append((given, result)),
+        ),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        y = nn.functional.linear(x, weight)
+    assert y.item() == 24.0
+    ((given, result),) = [pair for pair in noted if pair[0] is weight]
+    (gradient,) = torch.autograd.grad(y.float().sum(), [result])
+    assert gradient.dtype == torch.bfloat16
+    assert given is weight

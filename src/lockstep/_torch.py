@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -268,6 +268,31 @@ def report_host_tensors(report: Callable[[str], None]) -> Any:
             return result
 
     return Watch()  # type: ignore[no-untyped-call]
+
+
+def replace_casts(
+    dtypes: Collection[torch.dtype],
+    copy_of: Callable[[torch.Tensor, torch.dtype], torch.Tensor | None],
+    note: Callable[[torch.Tensor, torch.Tensor], None],
+) -> Any:
+    """Return a context in which a cast of a tensor to one of these dtypes gives `copy_of(tensor, dtype)`.
+
+    If that is None, the cast is made. `note` is called with the tensor and the result, to which autograd then adds the
+    cast. Autocast has no other way to use a copy of a weight that exists.
+    """
+    cast = torch.ops.aten._to_copy.default
+
+    class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            options = kwargs or {}
+            if func is not cast or list(options) != ["dtype"] or options["dtype"] not in dtypes:
+                return func(*args, **options)
+            copy = copy_of(args[0], options["dtype"])
+            result = func(*args, **options) if copy is None else copy
+            note(args[0], result)
+            return result
+
+    return Casts()  # type: ignore[no-untyped-call]
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:

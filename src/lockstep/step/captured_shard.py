@@ -11,8 +11,9 @@ for the stream of the program before the step, and the stream of the program wai
 
 Note [Gradients of a graph]
 A graph leaves its gradients in the same memory every time. They are added to the sums of earlier shards, or copied,
-before the next replay; no parameter refers to them except in the last shard of a step. Events that are recorded inside
-the backward graph let buckets be sent while it still runs.
+before the next replay; no parameter refers to them except in the last shard of a step. Some are narrower than their
+parameters (weight_casts.py), and are widened when they are read. Events that are recorded inside the backward graph let
+buckets be sent while it still runs.
 
 Note [Lanes]
 The kernels of a small shard do not fill a GPU. A worker with several shards captures their pass up to MAX_LANES times
@@ -43,6 +44,7 @@ from lockstep.seed import cuda_generator
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.loss_check import ShardLoss
 from lockstep.step.shard_bucket import GradientMark
+from lockstep.step.weight_casts import WeightCasts, only_uses
 
 
 class CannotCaptureError(Exception):
@@ -158,44 +160,56 @@ class Lane:
 class CapturedShard:
     """One captured forward and backward pass: the memory of its inputs, results and gradients, and the two graphs."""
 
-    def __init__(self, one: ShardPass, written: Sequence[Tensor], lane: Lane) -> None:
+    def __init__(self, one: ShardPass, written: Sequence[Tensor], lane: Lane, casts: WeightCasts) -> None:
         """Capture the passes. Nothing is computed yet. `written`: the buffers that the forward pass writes to."""
         self.lane = lane
         self.lanes, self.size_bytes = 1, 0  # both set by ShardGraphs, as are these steps:
         self.captured_at, self.compare_at = 0, 0
         with lane.active():
-            self._record(one, written)
+            self._record(one, written, casts)
 
-    def _record(self, one: ShardPass, written: Sequence[Tensor]) -> None:
-        parameters = [leaf.parameter for leaf in one.leaves]
+    def _record(self, one: ShardPass, written: Sequence[Tensor], casts: WeightCasts) -> None:
+        self._parameters = parameters = [leaf.parameter for leaf in one.leaves]
         own = map_tensors(one.data, torch.clone)
         self._inputs = tensors_of(own)
         self._written = list(written)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with recorded_into(self._forward, self.lane.pool):
+        with recorded_into(self._forward, self.lane.pool), casts.replacing() as made:
             loss = one.run(own)
             self._returned = [loss.weight, *(value for pair in loss.metrics.values() for value in pair)]
             self._metric_names = list(loss.metrics)
             values = [loss.total.detach(), *(value for value in self._returned if isinstance(value, Tensor))]
             self._values = torch.stack([value.to(torch.float64) for value in values])
-        self.marks = [GradientMark()]
-        hooked: list[Any] = parameters
-        handles = [p.register_post_accumulate_grad_hook(self._marker(i)) for i, p in enumerate(hooked)]
+        self.marks, self._gradients = [GradientMark()], list[Tensor | None]()
+        narrow = {id(cast.weight): cast.result for cast in only_uses(loss.total, made)}
+        read = [narrow.get(id(parameter), parameter) for parameter in parameters]  # whose gradient is read
+        handles = []
+        for index, tensor in enumerate(read):
+            hooked: Any = tensor
+            register = hooked.register_hook if narrow else hooked.register_post_accumulate_grad_hook
+            handles.append(register(self._marker(index)))
         try:
             with recorded_into(self._backward, self.lane.pool):
-                one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
+                if narrow:
+                    found = torch.autograd.grad(one.scaled(loss.total), read, allow_unused=True)
+                    pairs = zip(found, parameters, strict=True)
+                    self._gradients = [None if g is None else like_parameter(g, p) for g, p in pairs]
+                else:
+                    one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
+                    self._gradients = [parameter.grad for parameter in parameters]
         finally:
             for handle in handles:
                 handle.remove()
-        self.gradients: list[Tensor | None] = [parameter.grad for parameter in parameters]
+        if narrow and any(parameter.grad is not None for parameter in parameters):
+            raise CannotCaptureError("a backward pass inside the backward pass adds to gradients")
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         """A hook that records an event after the first MiB of gradients, and then after every 25."""
 
-        def on_gradient(parameter: Tensor) -> None:
+        def on_gradient(_: Tensor) -> None:
             mark = self.marks[-1]
             mark.indices.append(index)
-            mark.size_bytes += parameter.nbytes
+            mark.size_bytes += self._parameters[index].nbytes
             if mark.size_bytes >= (FIRST_CAP_BYTES if len(self.marks) == 1 else DEFAULT_CAP_BYTES):
                 mark.event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
                 mark.event.record(torch.cuda.current_stream())
@@ -220,16 +234,46 @@ class CapturedShard:
         return ShardLoss(total, weight, dict(zip(self._metric_names, pairs, strict=True)))
 
     def backward(self) -> None:
-        """Replay the backward pass that belongs to the last `forward`; `gradients` has its result.
+        """Replay the backward pass that belongs to the last `forward`.
 
         Call `release` when the gradients have been read.
         """
         with self.lane.replaying(waits=bool(self._written)):
             self._backward.replay()
 
+    @torch.no_grad()
+    def read_gradients(self, indices: Sequence[int] | None = None, *, copied: bool = False) -> list[Tensor | None]:
+        """Return gradients of the last `backward`, None where there is none; the current stream has waited for it.
+
+        indices  of the parameters; None: all
+        copied   the next replay may not overwrite any of them; else only those that had to be widened are in new memory
+        """
+        chosen = range(len(self._parameters)) if indices is None else indices
+        found = [(self._gradients[i], self._parameters[i]) for i in chosen]
+        result: list[Tensor | None] = [gradient for gradient, _ in found]
+        for is_narrow in (True, False) if copied else (True,):  # one kernel for tensors of the same dtypes
+            moved = {
+                n: gradient
+                for n, (gradient, parameter) in enumerate(found)
+                if gradient is not None and (gradient.dtype != parameter.dtype) == is_narrow
+            }
+            new = [torch.empty_like(gradient, dtype=found[n][1].dtype) for n, gradient in moved.items()]
+            if new:
+                _torch.foreach_copy_(new, list(moved.values()))
+            for n, tensor in zip(moved, new, strict=True):
+                result[n] = tensor
+        return result
+
     def release(self) -> None:
         """Let the next replay overwrite the gradients, after what is queued on the current stream."""
         self.lane.may_run = torch.cuda.current_stream().record_event()
+
+
+def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the gradient with the strides of its parameter, as autograd would accumulate it."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 @contextmanager

@@ -31,20 +31,20 @@ from lockstep.ddp.autograd_graph import GradHooks
 from lockstep.ddp.replica import Leaf
 from lockstep.errors import DivergenceError
 from lockstep.step.bucket_set import BucketSet, RunBucket
+from lockstep.step.captured_shard import CapturedShard
 from lockstep.step.feedback_bucket import CompressedGradients
 from lockstep.step.residuals import Residuals
 from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
-    GradientMark,
     ShardBucket,
     agree_on_order,
     comm_dtype_of,
     copy_rounded,
     round_gradient,
 )
-from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, copies_of, no_rows, own_their_memory
+from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, no_rows, own_their_memory
 
 
 class ShardGradients:
@@ -126,19 +126,19 @@ class ShardGradients:
             if isinstance(bucket, CompressedBucket):
                 bucket.used = [False] * len(bucket.used)
 
-    def add_shard(self, shard: int, replayed: Sequence[Tensor | None] | None = None) -> None:
+    def add_shard(self, shard: int, graph: CapturedShard | None = None) -> None:
         """Keep the gradients of this shard, added to those before it as far as the tree allows.
 
-        `replayed`: those of a captured pass, which its next replay overwrites; None: those of the parameters.
+        `graph`: the captured pass that has them, and whose next replay overwrites them; None: the parameters have them.
         """
         node = Subtree(shard, 1)
-        gradients = self._take_gradients() if replayed is None else replayed
+        is_copied = graph is not None and self._sums.count_merges(node) == 0
+        gradients = self._take_gradients() if graph is None else graph.read_gradients(copied=is_copied)
         if self.on_gradients is not None:
             self.on_gradients(gradients)
         kept = self._round(self._write_compressed(gradients))
         self._shards.append(shard)
-        if replayed is not None and self._sums.count_merges(node) == 0:
-            kept = SubtreeGradients(copies_of(kept.values), is_owned=True)
+        kept.is_owned = is_copied
         self._sums.push(node, kept)
 
     def _take_gradients(self) -> list[Tensor | None]:
@@ -203,23 +203,25 @@ class ShardGradients:
             self._mark_ready(index)
 
     @torch.no_grad()
-    def take_replayed(self, gradients: Sequence[Tensor | None], marks: Sequence[GradientMark], ready: Any) -> None:
+    def take_replayed(self, graph: CapturedShard, ready: Any) -> None:
         """Take the gradients of the last shard from a replay that is still running, and send buckets behind it.
 
         ready  event: the sums of the earlier shards are complete. The current stream waits for the replay
         """
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
         self._is_replayed = True
         if not self.buckets:
+            for parameter, gradient in zip(self._parameters, graph.read_gradients(), strict=True):
+                parameter.grad = gradient
             return
         if self._send_stream is None:
             self._send_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream, current = self._send_stream, torch.cuda.current_stream(self._device)
         stream.wait_event(ready)
-        for mark in marks:
+        for mark in graph.marks:
             stream.wait_stream(current) if mark.event is None else stream.wait_event(mark.event)
             with torch.cuda.stream(stream):
+                for index, gradient in zip(mark.indices, graph.read_gradients(mark.indices), strict=True):
+                    self._parameters[index].grad = gradient
                 for index in mark.indices:
                     self._on_gradient(index)
 

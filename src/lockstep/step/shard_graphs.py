@@ -17,24 +17,22 @@ shard is computed both ways again, and the run stops if the bits differ.
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep import _torch
 from lockstep.ddp.replica import cheap_digests
 from lockstep.errors import DivergenceError, LockstepError
-from lockstep.seed import cuda_generator, host_random_state, seed_all
+from lockstep.seed import seed_all
 from lockstep.step.captured_shard import CannotCaptureError, CapturedShard, Lane, ShardPass, map_tensors
-from lockstep.step.compiled_model import is_compiled
+from lockstep.step.pass_examination import Examination, line_of_program
 from lockstep.step.python_inputs import PythonInputs, code_of
+from lockstep.step.weight_casts import WeightCasts
 
 WARM_UP_STEPS: Final = 3
 MAX_LANES, LANE_SHARE = 4, 16  # Note [Lanes] in captured_shard.py
@@ -44,7 +42,6 @@ MAX_LOSSES: Final = 64
 MAX_CHANGES: Final = 3  # a program whose Python values change more often than this is run eagerly
 COMPARED_EVERY: Final = 256  # steps; Note [What a replay cannot see]
 TOLD_AFTER: Final = 50  # steps without a graph
-_LIBRARIES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 class Capture(Enum):
@@ -75,68 +72,6 @@ class LossGraphs:
 
 
 @final
-class Examination:
-    """Watches one ordinary eager pass for what cannot be captured."""
-
-    def __init__(self, model: nn.Module, loss: Any, shard_pass: ShardPass) -> None:
-        """Call it before the random numbers of the pass are seeded."""
-        self._model, self._loss, self._pass = model, loss, shard_pass
-        self._inputs = PythonInputs(loss, model)
-        self._versions = self._inputs.versions()
-        self._buffers = {name: b for name, b in model.named_buffers() if b.layout == torch.strided}
-        self._digests = self._digests_of_buffers()
-        self._generator = cuda_generator(shard_pass.leaves[0].parameter.device)
-        self._states: tuple[Any, Any] | None = None
-        self._problems: list[str] = []
-        self.written: list[Tensor] = []  # buffers that the forward pass writes to
-        self.draws = False  # random numbers on the GPU
-
-    def _digests_of_buffers(self) -> list[int]:
-        return cheap_digests(self._buffers.values())
-
-    @contextmanager
-    def watch_forward(self) -> Iterator[None]:
-        """Watch the forward pass; the random numbers have been seeded."""
-        self._states = host_random_state(), self._generator.get_state()
-        with ExitStack() as stack:
-            stack.enter_context(_report_synchronisation(self._problems))
-            if not is_compiled(self._model):  # which would be compiled again
-                stack.enter_context(_torch.report_host_tensors(self._report))
-            yield
-        now = {name: b for name, b in self._model.named_buffers() if b.layout == torch.strided}
-        replaced = [name for name, buffer in self._buffers.items() if now.get(name) is not buffer]
-        if replaced or len(now) != len(self._buffers):
-            self._problems.append(f"the forward pass replaces the buffer {(replaced or list(now))[-1]}")
-        after = self._digests_of_buffers()
-        versions = {id(tensor): version for _, tensor, version in self._versions}
-        for n, (name, buffer) in enumerate(self._buffers.items()):
-            if after[n] != self._digests[n] or buffer._version != versions.get(id(buffer), buffer._version):
-                self.written.append(buffer)
-                if not buffer.is_cuda:
-                    self._problems.append(f"the forward pass writes to {name}, which is on the CPU")
-
-    def _report(self, reason: str) -> None:
-        self._problems.append(reason + _line_of_program(traceback.extract_stack()))
-
-    def end(self) -> str | None:
-        """Call it after the backward pass, before buffers are restored. Returns why the pass cannot be captured."""
-        assert self._states is not None
-        on_host, on_gpu = self._states
-        self.draws = not torch.equal(on_gpu, self._generator.get_state())
-        if host_random_state() != on_host:
-            self._problems.append("the pass draws random numbers on the host (torch's CPU generator, random, numpy)")
-        own = {id(tensor) for tensor in (*self._buffers.values(), *self._model.parameters())}
-        for name, tensor, version in self._versions:
-            if id(tensor) not in own and tensor._version != version:
-                self._problems.append(f"the pass writes to {name}, which is no buffer of the model")
-        if not self._problems and (changed := self._inputs.changed(self._loss)) is not None:
-            self._problems.append(f"the pass changes {changed}, and a replay would not")
-        if not self._inputs.is_complete:
-            self._problems.append("the model and the loss function refer to too many objects to watch them all")
-        return self._problems[0] if self._problems else None
-
-
-@final
 class ShardGraphs:
     """The captured passes of a training. They do not depend on the workers, and stay valid when one is lost.
 
@@ -156,6 +91,7 @@ class ShardGraphs:
         self._model, self._capture, self._exact, self._announce = model, capture, exact, announce
         self._by_loss: dict[Hashable, LossGraphs] = {}
         self._lanes: list[Lane] = []
+        self._casts = WeightCasts(model.parameters())
         self._examination: tuple[LossGraphs, Hashable, Examination] | None = None  # of the pass that runs
         self._is_announced = False
         self._steps = 0  # in which shards could have been captured
@@ -208,6 +144,7 @@ class ShardGraphs:
                 f"shards run eagerly so far, not as CUDA graphs: in {TOLD_AFTER} steps no shapes and values of a batch "
                 f"came {WARM_UP_STEPS + 1} times"
             )
+        self._casts.refresh()
         ready = torch.cuda.current_stream().record_event() if self._lanes else None
         for lane in self._lanes:
             lane.may_run = ready
@@ -271,7 +208,7 @@ class ShardGraphs:
         if len(known.eager_steps) > MAX_KEYS:
             known.eager_steps, known.examined = {}, {}
         elif len(steps) == WARM_UP_STEPS and key not in known.examined and self._examination is None:
-            self._examination = known, key, Examination(self._model, loss, shard_pass)
+            self._examination = known, key, Examination(self._model, loss, shard_pass, self._casts)
         return False
 
     def _check_inputs(self, known: LossGraphs, changed: str | None) -> None:
@@ -289,6 +226,7 @@ class ShardGraphs:
         for known in self._by_loss.values():
             known.drop_graphs()
         self._refused, self._by_loss, self._lanes, self._examination = reason, {}, [], None
+        self._casts.drop()
         self._announce(f"shards run eagerly, not as CUDA graphs: {reason}")
 
     # -- an eager pass -----------------------------------------------------------------------------------------------
@@ -314,6 +252,16 @@ class ShardGraphs:
         self, known: LossGraphs, loss: Any, shard_pass: ShardPass, *, lane: int, examined: Examination
     ) -> CapturedShard:
         """Capture the pass, and compare a replay with the eager pass. Raises CannotCaptureError."""
+        if self._casts and not self.count:
+            try:
+                return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
+            except Exception:  # which has another cause if it comes again without copies
+                self._casts.drop()
+        return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
+
+    def _capture_and_compare(
+        self, known: LossGraphs, loss: Any, shard_pass: ShardPass, *, lane: int, examined: Examination
+    ) -> CapturedShard:
         sparse = next((leaf.name for leaf in shard_pass.leaves if leaf.sparse), None)
         if sparse is not None:
             raise CannotCaptureError(f"the gradient of {sparse} is sparse")
@@ -327,7 +275,7 @@ class ShardGraphs:
         torch.cuda.synchronize()
         try:
             with _allow_other_streams(), nullcontext() if examined.draws else _without_random_state():
-                graph = CapturedShard(shard_pass, examined.written, self._lanes[lane])
+                graph = CapturedShard(shard_pass, examined.written, self._lanes[lane], self._casts)
         finally:
             _clear_gradients(shard_pass)
             shard_pass.buffers.rewind()
@@ -355,7 +303,7 @@ class ShardGraphs:
             gradients = [leaf.parameter.grad for leaf in shard_pass.leaves]
         else:
             graph.backward()
-            gradients = graph.gradients
+            gradients = graph.read_gradients()
         digests = cheap_digests([*results, *(gradient for gradient in gradients if gradient is not None)])
         _clear_gradients(shard_pass)
         shard_pass.buffers.rewind()
@@ -382,25 +330,6 @@ def _torch_settings() -> tuple[Any, ...]:
 def _clear_gradients(shard_pass: ShardPass) -> None:
     for leaf in shard_pass.leaves:
         leaf.parameter.grad = None
-
-
-@contextmanager
-def _report_synchronisation(problems: list[str]) -> Iterator[None]:
-    """Append a problem at the end of the context if something in it has waited for the GPU."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for warning in caught:
-        if "synchronizing CUDA operation" in str(warning.message):
-            problems.insert(0, f"the host waits for the GPU in {warning.filename}:{warning.lineno}")
-            return
-        if "Synchronization debug mode" not in str(warning.message):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextmanager
@@ -436,10 +365,4 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, CannotCaptureError):
         return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:200]}{_line_of_program(traceback.extract_tb(error.__traceback__))}"
-
-
-def _line_of_program(frames: traceback.StackSummary) -> str:
-    """Return ", in FILE:LINE" for the innermost frame that is neither torch's nor ours."""
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return f", in {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}: {first[:200]}{line_of_program(traceback.extract_tb(error.__traceback__))}"

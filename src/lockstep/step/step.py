@@ -112,11 +112,11 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
                 before = torch.cuda.current_stream().record_event()
                 graph.backward()
                 if is_last:
-                    t.gradients.take_replayed(graph.gradients, graph.marks, before)
+                    t.gradients.take_replayed(graph, before)
             t.buffers.rewind()
             del one  # the nodes of its autograd graph remember the stream of this pass
         if not is_last:
-            t.gradients.add_shard(shard.number, None if graph is None else graph.gradients)
+            t.gradients.add_shard(shard.number, graph)
             if graph is not None:
                 graph.release()
             observer.end_shard(table.weight_of(shard.number), shard.count)

@@ -42,16 +42,6 @@ class SubtreeGradients:
         return SubtreeGradients(total, is_owned=True)
 
 
-def copies_of(values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copy all tensors with one kernel."""
-    there = [value for value in values if value is not None]
-    copies = [torch.empty_like(value) for value in there]
-    if there:
-        _torch.foreach_copy_(copies, there)
-    made = iter(copies)
-    return [None if value is None else next(made) for value in values]
-
-
 def add_sparse(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """Return the sum of two sparse gradients, None if there is none."""
     if left is None or right is None:
