@@ -31,6 +31,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -186,14 +187,14 @@ class CapturedShard:
         handles = []
         for index, tensor in enumerate(read):
             hooked: Any = tensor
-            register = hooked.register_hook if narrow else hooked.register_post_accumulate_grad_hook
-            handles.append(register(self._marker(index)))
+            if narrow:
+                handles.append(hooked.register_hook(partial(self._arrange, index)))
+            else:
+                handles.append(hooked.register_post_accumulate_grad_hook(lambda _, index=index: self._mark(index)))
         try:
             with recorded_into(self._backward, self.lane.pool):
                 if narrow:
-                    found = torch.autograd.grad(one.scaled(loss.total), read, allow_unused=True)
-                    pairs = zip(found, parameters, strict=True)
-                    self._gradients = [None if g is None else like_parameter(g, p) for g, p in pairs]
+                    self._gradients += torch.autograd.grad(one.scaled(loss.total), read, allow_unused=True)
                 else:
                     one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
                     self._gradients = [parameter.grad for parameter in parameters]
@@ -203,19 +204,23 @@ class CapturedShard:
         if narrow and any(parameter.grad is not None for parameter in parameters):
             raise CannotCaptureError("a backward pass inside the backward pass adds to gradients")
 
-    def _marker(self, index: int) -> Callable[[Tensor], None]:
-        """A hook that records an event after the first MiB of gradients, and then after every 25."""
+    def _arrange(self, index: int, gradient: Tensor) -> Tensor:
+        """Return a gradient that has arrived with the strides of its parameter, as autograd would accumulate it."""
+        parameter = self._parameters[index]
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        self._mark(index)
+        return gradient
 
-        def on_gradient(_: Tensor) -> None:
-            mark = self.marks[-1]
-            mark.indices.append(index)
-            mark.size_bytes += self._parameters[index].nbytes
-            if mark.size_bytes >= (FIRST_CAP_BYTES if len(self.marks) == 1 else DEFAULT_CAP_BYTES):
-                mark.event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-                mark.event.record(torch.cuda.current_stream())
-                self.marks.append(GradientMark())
-
-        return on_gradient
+    def _mark(self, index: int) -> None:
+        """Record an event after the first MiB of gradients that have arrived, and then after every 25."""
+        mark = self.marks[-1]
+        mark.indices.append(index)
+        mark.size_bytes += self._parameters[index].nbytes
+        if mark.size_bytes >= (FIRST_CAP_BYTES if len(self.marks) == 1 else DEFAULT_CAP_BYTES):
+            mark.event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+            mark.event.record(torch.cuda.current_stream())
+            self.marks.append(GradientMark())
 
     def forward(self, data: Any, seed: int) -> ShardLoss:
         """Replay the forward pass with this data and this seed. The result stays valid after the next replay."""
@@ -267,13 +272,6 @@ class CapturedShard:
     def release(self) -> None:
         """Let the next replay overwrite the gradients, after what is queued on the current stream."""
         self.lane.may_run = torch.cuda.current_stream().record_event()
-
-
-def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient with the strides of its parameter, as autograd would accumulate it."""
-    if gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 @contextmanager
