@@ -92,7 +92,7 @@ def measure(model: str, arm: str) -> TunerTimes:
             if settled > SETTLING:
                 times.append(time.perf_counter() - began_s)
             if len(times) == timed:
-                run.stop()
+                break
     return TunerTimes(model, arm, statistics.median(times), choice)
 
 
