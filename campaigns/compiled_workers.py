@@ -2,14 +2,14 @@
 
     python campaigns/compiled_workers.py                              a small GPT on the CPU
     python campaigns/compiled_workers.py --device cuda --model gpt2   GPT-2 124M on a GPU
+    python campaigns/compiled_workers.py --regional                   only the layers are compiled
 
 One worker and then several start with empty folders of compiled code. Then workers are killed, one at a time. Prints
 the seconds until each worker has finished its first step, from the start of the launcher or from the kill on, the
 longest time without a step of any worker after a kill, and whether all workers end with the same digest.
 
 Exit status: 0 if several workers were ready in at most 1.2 of the time of one, replacements trained within 2 s in the
-median, and all workers ended with the same digest; 1 if not (on an H200 with --model gpt2: docs/benchmarks.md); 2 for
-wrong arguments.
+median, and all workers ended with the same digest; 1 if not (figures are in docs/benchmarks.md); 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 from lockstep.bench.models import GPT2_124M, GPT_SMALL, GptModel
 
-folder, device, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, device, name, compiled = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 shape, length = (GPT2_124M, 256) if name == "gpt2" else (GPT_SMALL, 64)
 with torch.device(device):
     model = GptModel(shape)
@@ -56,7 +56,7 @@ def loss(model, batch):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum"), len(targets)
 
 precision = "bf16" if device == "cuda" else "fp32"
-with lockstep.Run(seed=1, compile=True, precision=precision, device=device, progress=False) as run:
+with lockstep.Run(seed=1, compile=compiled, precision=precision, device=device, progress=False) as run:
     model = run.replicate(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batches = run.batches(TensorDataset(tokens), global_batch_size=8, shards=4, epochs=1_000_000)
@@ -74,7 +74,7 @@ with lockstep.Run(seed=1, compile=True, precision=precision, device=device, prog
 class CompiledRun:
     """A run of PROGRAM under `lockstep run`, with a folder of compiled code of its own."""
 
-    def __init__(self, folder: Path, workers: int, device: str, model: str) -> None:
+    def __init__(self, folder: Path, workers: int, device: str, model: str, *, is_regional: bool) -> None:
         self._records, cache = folder / "records", folder / "compiled"
         self._records.mkdir(parents=True)
         (folder / "train.py").write_text(PROGRAM)
@@ -82,7 +82,7 @@ class CompiledRun:
         env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
         self.started_s = time.time()
         self._launcher = subprocess.Popen(
-            [*command, "train.py", str(self._records), device, model],
+            [*command, "train.py", str(self._records), device, model, '"regional"' if is_regional else "true"],
             cwd=folder,
             env=dict(os.environ) | env,
             stdout=(folder / "output").open("wb"),
@@ -146,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=3, help="how many are killed, one after the other (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=("small", "gpt2"), default="small")
+    parser.add_argument("--regional", action="store_true", help='compile="regional" instead of compile=True')
     chosen = parser.parse_args(arguments)
     if chosen.workers < 2 or chosen.kills < 1:
         parser.error("--workers must be at least 2, and --kills at least 1")
@@ -153,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ready = {}
         for workers in (1, chosen.workers):
             print(f"{workers} worker{'s' * (workers > 1)}, nothing compiled before ...", flush=True)
-            run = CompiledRun(Path(folder) / str(workers), workers, chosen.device, chosen.model)
+            place = Path(folder) / str(workers)
+            run = CompiledRun(place, workers, chosen.device, chosen.model, is_regional=chosen.regional)
             try:
                 ready[workers] = ready_s(run, workers)
                 print(f"  all train after {ready[workers]:.1f} s", flush=True)

@@ -900,10 +900,14 @@ def test_a_model_is_compiled_for_each_size_of_a_shard_whatever_was_seen_before()
     assert config() == before
 
 
+def is_regional(options: Any) -> bool:
+    return options == "regional" or (isinstance(options, dict) and "regional" in options)
+
+
 def train_compiled(rank: int, size: int, options: Any, samples: int) -> str:
     torch._dynamo.reset()
     with quiet(compile=options) as run:
-        model = run.replicate(Deep())
+        model = run.replicate(Layers() if is_regional(options) else Deep())
         batches = run.batches(dataset(samples), global_batch_size=BATCH, shards=4)
         for batch in run.train(batches, torch.optim.AdamW(model.parameters(), lr=0.01)):
             run.step(loss, batch)
@@ -920,10 +924,56 @@ class Deep(nn.Module):
         return self.body(x).softmax(1).log()  # type: ignore[no-any-return]
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
+
+
+class Layers(nn.Module):
+    """Layers in a list, in a sequence, and alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.alone, self.last = nn.Linear(8, 16), Layer(), nn.Linear(16, 2)
+        self.layers, self.more = nn.ModuleList([Layer(), Layer()]), nn.Sequential(Layer(), nn.Tanh(), Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.alone(self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(self.more(x)).softmax(1).log()  # type: ignore[no-any-return]
+
+
+def test_with_regional_compilation_only_repeated_blocks_are_compiled_and_their_code_once() -> None:
+    torch._dynamo.reset()
+    graphs = list[Any]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with quiet(compile={"regional": True, "backend": backend}) as run:
+        model = run.replicate(Layers())
+        batches = run.batches(dataset(BATCH), global_batch_size=BATCH, shards=2)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01)):
+            run.step(loss, batch)
+    assert [name for name, one in model.named_modules() if one._compiled_call_impl is not None] == [
+        *("layers.0", "layers.1", "more.0", "more.2")
+    ]
+    assert len(graphs) == 1
+    assert set(model.state_dict()) == set(Layers().state_dict())
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"backend": "aot_eager"},
+        {"backend": "aot_eager", "regional": True},
+        pytest.param("regional", marks=pytest.mark.slow),
         pytest.param(True, marks=pytest.mark.slow),
         pytest.param({"mode": "max-autotune"}, marks=pytest.mark.slow),
     ],
@@ -937,7 +987,9 @@ def test_a_compiled_model_has_the_same_bits_on_any_number_of_workers(options: An
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ("yes", TypeError, r"compile='yes' must be True, False, or a dict of options of torch.compile"),
+        ("yes", TypeError, r"compile='yes' must be True, False, \"regional\", or a dict of options of torch.compile"),
+        ({"regional": 2}, TypeError, r"compile={'regional': 2} must be True or False"),
+        ({"regional": True, "backend": "aot_eager"}, ValueError, r'Run\(compile="regional"\): .*; use compile=True'),
         ({"fast": True}, ValueError, r"compile={'fast': ...} is not an option of torch.compile; it has fullgraph"),
         (True, ValueError, r"needs a C\+\+ compiler on a CPU, and there is neither"),
     ],

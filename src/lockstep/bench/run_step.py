@@ -27,7 +27,7 @@ from lockstep.step import determinism
 from lockstep.step.audit import AuditSchedule, ShardAudit
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.captured_shard import StepStream
-from lockstep.step.compiled_model import compile_model
+from lockstep.step.compiled_model import REGIONAL, compile_model
 from lockstep.step.precision import LossScale
 from lockstep.step.residuals import Residuals
 from lockstep.step.run_options import GradComm, RunOptions
@@ -43,12 +43,14 @@ from lockstep.world.freed_memory import keep_freed_memory
 
 EXACT, FAST, EXACT_8, EXACT_8_EAGER = "exact", "fast", "exact8", "exact8-eager"
 EXACT_COMPILED, EXACT_8_COMPILED = "exact-compiled", "exact8-compiled"
+EXACT_REGIONAL, EXACT_8_REGIONAL = "exact-regional", "exact8-regional"
 EXACT_AUDITED, EXACT_8_AUDITED = "exact-audited", "exact8-audited"
 EXACT_SHARDED, EXACT_8_SHARDED = "exact-sharded", "exact8-sharded"
 EXACT_INT8, EXACT_INT4, EXACT_8_INT8 = "exact-int8", "exact-int4", "exact8-int8"
 EXACT_POWERSGD, EXACT_TOPK = "exact-powersgd", "exact-topk"
 KINDS = (
-    *(EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_AUDITED, EXACT_8_AUDITED),
+    *(EXACT, FAST, EXACT_8, EXACT_8_EAGER, EXACT_COMPILED, EXACT_8_COMPILED, EXACT_REGIONAL, EXACT_8_REGIONAL),
+    *(EXACT_AUDITED, EXACT_8_AUDITED),
     *(EXACT_SHARDED, EXACT_8_SHARDED, EXACT_INT8, EXACT_INT4, EXACT_8_INT8, EXACT_POWERSGD, EXACT_TOPK),
 )
 SEED = 7
@@ -80,7 +82,8 @@ class RunArm:
             keep_freed_memory(os.environ)
         self._settings = determinism.arithmetic(device, exact=exact, threads=torch.get_num_threads())
         self._settings.__enter__()
-        compile_model(self.model, kind.endswith("-compiled"), device)
+        is_regional = kind.endswith(f"-{REGIONAL}")
+        compile_model(self.model, {REGIONAL: True} if is_regional else kind.endswith("-compiled"), device)
         self._stream = StepStream(device)
         comm = next((comm for comm in GradComm if kind.endswith(f"-{comm.value}")), GradComm.FP32)
         key = partial(derive_seed, SEED, "codec", 0)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 CompileOptions = bool | Mapping[str, Any]
+REGIONAL: Final = "regional"  # also one of the options
+_CONTAINERS: Final = (nn.ModuleList, nn.Sequential)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -26,21 +29,26 @@ def check_compile_option(given: object) -> CompileOptions:
     """Return the value of `Run(compile=)`. Raises ValueError or TypeError if it is not allowed."""
     if isinstance(given, bool):
         return given
+    if given == REGIONAL:
+        return {REGIONAL: True}
     if not isinstance(given, Mapping):
-        raise TypeError(f"compile={given!r} must be True, False, or a dict of options of torch.compile")
+        raise TypeError(f'compile={given!r} must be True, False, "{REGIONAL}", or a dict of options of torch.compile')
     known = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-    unknown = [str(name) for name in given if name not in known]
+    unknown = [str(name) for name in given if name not in (*known, REGIONAL)]
     if unknown:
         raise ValueError(
-            f"compile={{{unknown[0]!r}: ...}} is not an option of torch.compile; it has {', '.join(known)}"
+            f"compile={{{unknown[0]!r}: ...}} is not an option of torch.compile; it has {', '.join(known)}, "
+            f'and "{REGIONAL}": True compiles repeated blocks only'
         )
+    if not isinstance(given.get(REGIONAL, True), bool):
+        raise TypeError(f"compile={{{REGIONAL!r}: {given[REGIONAL]!r}}} must be True or False")
     return dict(given)
 
 
 def compile_model(model: nn.Module, options: CompileOptions, device: torch.device) -> None:
-    """Let torch compile the forward pass of the model when it is called. The model and its names stay as they are.
+    """Let torch compile the forward pass of the model, or of its blocks, when it is called. All names stay as they are.
 
-    Raises ValueError if there is no C++ compiler, which torch needs on a CPU.
+    Raises ValueError if there is no C++ compiler, which torch needs on a CPU; or no block to compile.
     """
     if options is False:
         return
@@ -52,4 +60,28 @@ def compile_model(model: nn.Module, options: CompileOptions, device: torch.devic
             "Run(compile=...): torch.compile needs a C++ compiler on a CPU, and there is neither $CXX nor g++, clang++ "
             'or c++. Install one; or use compile={"backend": "aot_eager"}, which is not faster; or leave compile= out'
         )
-    model.compile(**chosen)
+    regions = [model]
+    if chosen.pop(REGIONAL, False):
+        regions = list(repeated_blocks(model))
+        if not regions:
+            raise ValueError(
+                f'Run(compile="{REGIONAL}"): the model has no nn.ModuleList and no nn.Sequential with several modules '
+                "of one class that have modules of their own, such as the layers of a transformer; use compile=True"
+            )
+    for region in regions:
+        region.compile(**chosen)
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that stand beside others of their class, such as the layers of a transformer.
+
+    They are in a list or a sequence, and have modules of their own. Torch compiles the code of such a class once.
+    """
+    children = list(model.children())
+    counts = Counter(type(child) for child in children if isinstance(model, _CONTAINERS))
+    for child in children:
+        has_modules = next(child.children(), None) is not None
+        if counts[type(child)] > 1 and has_modules and type(child) not in _CONTAINERS:
+            yield child
+        else:
+            yield from repeated_blocks(child)

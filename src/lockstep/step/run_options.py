@@ -110,7 +110,7 @@ class OptionNames(TypedDict, total=False):
     save_every: int | str | None
     exit_on_interrupt: bool
     threads: int
-    compile: bool | dict[str, Any]
+    compile: bool | str | dict[str, Any]
     capture: bool | str
     progress: bool
     trace: bool
@@ -154,7 +154,8 @@ class RunOptions:
                   the loop ends, and the program checks `run.interrupted`
     threads       CPU threads of each worker. The bits depend on it, so it is not derived from the number of workers
     compile       True, or options of torch.compile: the forward pass of the replicated model is compiled. It computes
-                  other bits than without, and the same on any number of workers
+                  other bits than without, and the same on any number of workers. "regional", or True for this option:
+                  only blocks that occur several times, such as the layers of a transformer, which takes less time
     capture       on a GPU, run forward and backward of a shard as CUDA graphs, with the same bits: "auto": after a few
                   steps, if the program allows it; True: as "auto", but raise if it does not; False: never
     progress      print the progress
