@@ -27,11 +27,10 @@ from __future__ import annotations
 import copy
 import gc
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -63,6 +62,7 @@ class ShardPass:
     buffers: BufferExchange
     scaled: Callable[[Tensor], Tensor]  # multiplies the loss by the loss scale
     scale: float  # the loss scale
+    is_sent: bool  # whether buckets of gradients are sent while the backward pass runs
 
     def key(self) -> Hashable:
         """Passes with equal keys launch the same kernels, as long as the program reads the same Python values.
@@ -175,42 +175,50 @@ class CapturedShard:
         self._inputs = tensors_of(own)
         self._written = list(written)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with recorded_into(self._forward, self.lane.pool), casts.replacing() as made:
+        with recorded_into(self._forward, self.lane.pool), casts.replacing() as casts_made:
             loss = one.run(own)
             self._returned = [loss.weight, *(value for pair in loss.metrics.values() for value in pair)]
             self._metric_names = list(loss.metrics)
             values = [loss.total.detach(), *(value for value in self._returned if isinstance(value, Tensor))]
             self._values = torch.stack([value.to(torch.float64) for value in values])
+        if any(cast.is_written for cast in casts_made):
+            raise CannotCaptureError("the pass writes to a weight that it has cast before")
         self.marks, self._gradients = [GradientMark()], list[Tensor | None]()
-        narrow = {id(cast.weight): cast.result for cast in only_uses(loss.total, made)}
-        read = [narrow.get(id(parameter), parameter) for parameter in parameters]  # whose gradient is read
-        handles = []
-        for index, tensor in enumerate(read):
-            hooked: Any = tensor
-            if narrow:
-                handles.append(hooked.register_hook(partial(self._arrange, index)))
-            else:
-                handles.append(hooked.register_post_accumulate_grad_hook(lambda _, index=index: self._mark(index)))
+        narrow = {} if one.is_sent else {id(cast.weight): cast.result for cast in only_uses(loss.total, casts_made)}
+        if narrow and not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
+            self._record_narrow_backward(one.scaled, loss.total, narrow)
+        else:
+            self._record_backward(one.scaled, loss.total)
+
+    def _record_backward(self, scaled: Callable[[Tensor], Tensor], total: Tensor) -> None:
+        hooked: list[Any] = list(self._parameters)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._mark(index))
+            for index, parameter in enumerate(hooked)
+        ]
         try:
             with recorded_into(self._backward, self.lane.pool):
-                if narrow:
-                    self._gradients += torch.autograd.grad(one.scaled(loss.total), read, allow_unused=True)
-                else:
-                    one.scaled(loss.total).backward()  # type: ignore[no-untyped-call]
-                    self._gradients = [parameter.grad for parameter in parameters]
+                scaled(total).backward()  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
-        if narrow and any(parameter.grad is not None for parameter in parameters):
-            raise CannotCaptureError("a backward pass inside the backward pass adds to gradients")
+        self._gradients = [parameter.grad for parameter in self._parameters]
 
-    def _arrange(self, index: int, gradient: Tensor) -> Tensor:
-        """Return a gradient that has arrived with the strides of its parameter, as autograd would accumulate it."""
-        parameter = self._parameters[index]
-        if gradient.stride() != parameter.stride():
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        self._mark(index)
-        return gradient
+    def _record_narrow_backward(
+        self, scaled: Callable[[Tensor], Tensor], total: Tensor, narrow: Mapping[int, Tensor]
+    ) -> None:
+        """Record the backward pass, and leave gradients of some weights in the dtype to which these were cast.
+
+        narrow  the results of the casts, by the id of the weight
+        """
+        differentiated = [narrow.get(id(parameter), parameter) for parameter in self._parameters]
+        with recorded_into(self._backward, self.lane.pool):
+            found = torch.autograd.grad(scaled(total), differentiated, allow_unused=True)
+            pairs = zip(found, self._parameters, strict=True)
+            self._gradients = [None if gradient is None else like_parameter(gradient, p) for gradient, p in pairs]
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise CannotCaptureError("a backward pass inside the backward pass adds to gradients")
+        self.marks[0].indices += [n for n, gradient in enumerate(found) if gradient is not None]
 
     def _mark(self, index: int) -> None:
         """Record an event after the first MiB of gradients that have arrived, and then after every 25."""
@@ -251,27 +259,37 @@ class CapturedShard:
         """Return gradients of the last `backward`, None where there is none; the current stream has waited for it.
 
         indices  of the parameters; None: all
-        copied   the next replay may not overwrite any of them; else only those that had to be widened are in new memory
+        copied   return copies of all of them; else only those that had to be widened are copies, and the next replay
+                 overwrites the others
         """
         chosen = range(len(self._parameters)) if indices is None else indices
-        found = [(self._gradients[i], self._parameters[i]) for i in chosen]
-        result: list[Tensor | None] = [gradient for gradient, _ in found]
-        for is_narrow in (True, False) if copied else (True,):  # one kernel for tensors of the same dtypes
-            moved = {
-                n: gradient
-                for n, (gradient, parameter) in enumerate(found)
-                if gradient is not None and (gradient.dtype != parameter.dtype) == is_narrow
-            }
-            new = [torch.empty_like(gradient, dtype=found[n][1].dtype) for n, gradient in moved.items()]
+        result = [self._gradients[i] for i in chosen]
+        wide, narrow = list[int](), list[int]()  # one kernel copies tensors of the same dtypes
+        for n, i in enumerate(chosen):
+            if (gradient := result[n]) is not None:
+                (wide if gradient.dtype == self._parameters[i].dtype else narrow).append(n)
+        for numbers in (narrow, wide) if copied else (narrow,):
+            old = [gradient for n in numbers if (gradient := result[n]) is not None]
+            new = [
+                torch.empty_like(gradient, dtype=self._parameters[chosen[n]].dtype)
+                for n, gradient in zip(numbers, old, strict=True)
+            ]
             if new:
-                _torch.foreach_copy_(new, list(moved.values()))
-            for n, tensor in zip(moved, new, strict=True):
+                _torch.foreach_copy_(new, old)
+            for n, tensor in zip(numbers, new, strict=True):
                 result[n] = tensor
         return result
 
     def release(self) -> None:
         """Let the next replay overwrite the gradients, after what is queued on the current stream."""
         self.lane.may_run = torch.cuda.current_stream().record_event()
+
+
+def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the gradient with the strides of its parameter, as autograd would accumulate it."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class Examination:
 
     def __init__(self, model: nn.Module, loss: Any, shard_pass: ShardPass, casts: WeightCasts) -> None:
         """Call it before the random numbers of the pass are seeded."""
-        self._model, self._loss, self._pass, self._casts = model, loss, shard_pass, casts
+        self._model, self._loss, self._casts = model, loss, casts
         self._made: list[Cast] = []
         self._inputs = PythonInputs(loss, model)
         self._versions = self._inputs.versions()
@@ -52,7 +52,7 @@ class Examination:
             stack.enter_context(report_synchronisation(self._problems))
             if not is_compiled(self._model):  # which would be compiled again
                 stack.enter_context(_torch.report_host_tensors(self._report))
-            if not _torch.has_compiled_code():
+            if not _torch.has_compiled_code():  # likewise
                 self._made = stack.enter_context(self._casts.noting())
             yield
         now = {name: b for name, b in self._model.named_buffers() if b.layout == torch.strided}
@@ -85,11 +85,12 @@ class Examination:
             self._problems.append(f"the pass changes {changed}, and a replay would not")
         if not self._inputs.is_complete:
             self._problems.append("the model and the loss function refer to too many objects to watch them all")
-        if self._problems:
-            return self._problems[0]
-        self._casts.copy(self._made)
-        self._made = []
-        return None
+        return self._problems[0] if self._problems else None
+
+    def copy_casts(self) -> bool:
+        """Make copies of the weights that the pass has cast. Returns the result of `WeightCasts.copy`."""
+        made, self._made = self._made, []
+        return self._casts.copy(made)
 
 
 @contextmanager

@@ -224,6 +224,7 @@ class ShardGradients:
                     self._parameters[index].grad = gradient
                 for index in mark.indices:
                     self._on_gradient(index)
+        current.wait_stream(stream)  # in which gradients are widened that are read here
 
     def _mark_ready(self, index: int) -> None:
         bucket, slot = self.buckets.place_of(index)

@@ -91,7 +91,7 @@ class ShardGraphs:
         self._model, self._capture, self._exact, self._announce = model, capture, exact, announce
         self._by_loss: dict[Hashable, LossGraphs] = {}
         self._lanes: list[Lane] = []
-        self._casts = WeightCasts(model.parameters())
+        self._casts = WeightCasts(model.parameters() if exact else ())
         self._examination: tuple[LossGraphs, Hashable, Examination] | None = None  # of the pass that runs
         self._is_announced = False
         self._steps = 0  # in which shards could have been captured
@@ -124,7 +124,7 @@ class ShardGraphs:
 
     @property
     def memory_bytes(self) -> int:
-        return sum(graph.size_bytes for graph in self._all_graphs())
+        return sum(graph.size_bytes for graph in self._all_graphs()) + self._casts.nbytes
 
     def _all_graphs(self) -> Iterator[CapturedShard]:
         for known in self._by_loss.values():
@@ -144,7 +144,8 @@ class ShardGraphs:
                 f"shards run eagerly so far, not as CUDA graphs: in {TOLD_AFTER} steps no shapes and values of a batch "
                 f"came {WARM_UP_STEPS + 1} times"
             )
-        self._casts.refresh()
+        if self.count and not self._casts.refresh():
+            self._do_without_copies()
         ready = torch.cuda.current_stream().record_event() if self._lanes else None
         for lane in self._lanes:
             lane.may_run = ready
@@ -243,8 +244,16 @@ class ShardGraphs:
         problem = examination.end()
         if problem is not None:
             self.refuse(problem)
-        else:
-            known.examined[key] = examination
+            return
+        known.examined[key] = examination
+        if not examination.copy_casts():
+            self._do_without_copies()
+
+    def _do_without_copies(self) -> None:
+        """Let passes be captured again, with their own casts of weights."""
+        for known in self._by_loss.values():
+            known.drop_graphs()
+        self._casts.drop()
 
     # -- capturing ---------------------------------------------------------------------------------------------------
 
@@ -252,10 +261,10 @@ class ShardGraphs:
         self, known: LossGraphs, loss: Any, shard_pass: ShardPass, *, lane: int, examined: Examination
     ) -> CapturedShard:
         """Capture the pass, and compare a replay with the eager pass. Raises CannotCaptureError."""
-        if self._casts and not self.count:
+        if self._casts.has_copies and not self.count and self._casts.refresh():
             try:
                 return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
-            except Exception:  # which has another cause if it comes again without copies
+            except Exception:  # if copies were not the cause, it comes again
                 self._casts.drop()
         return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
 

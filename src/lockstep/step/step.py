@@ -177,6 +177,7 @@ def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> Captur
         buffers=t.buffers,
         scaled=t.loss_scale.scaled,
         scale=t.loss_scale.value,
+        is_sent=bool(t.gradients.buckets),
     )
     return t.graphs.find(loss, one, batch.number)
 
