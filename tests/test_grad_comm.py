@@ -222,9 +222,71 @@ def test_the_first_steps_are_not_compressed_and_the_kinds_take_turns() -> None:
     assert tried == tried[:15] * grad_comm_tuner.ROUNDS
 
 
-@pytest.mark.parametrize(("step_s", "turn"), [(0.0, 4), (1.0, 4), (0.05, 4), (0.01, 20), (0.001, 32)])
+@pytest.mark.parametrize(("step_s", "turn"), [(1.0, 4), (0.05, 4), (0.01, 20), (0.001, 32)])
 def test_turns_are_longer_if_steps_are_short(step_s: float, turn: int) -> None:
     assert grad_comm_tuner.turn_for(step_s) == turn
+
+
+class Clock:
+    """A clock that a worker's steps advance by what they take with each kind."""
+
+    def __init__(self, steps_s: dict[GradComm, float]) -> None:
+        self.now_s, self.steps_s = 0.0, steps_s
+
+
+def run_trial(
+    workers: list[tuple[grad_comm_tuner.GradCommTuner, Clock]], steps: range, monkeypatch: pytest.MonkeyPatch
+) -> list[GradComm]:
+    """Let workers take these steps together. Returns the kinds that they used; fails if they use different ones."""
+    used = list[GradComm]()
+    for step in steps:
+        asked: list[list[list[float]]] = [[] for _ in workers]
+        # An agreement needs what all workers say: the first round of calls finds that out, and changes nothing.
+        for number, (tuner, clock) in enumerate(workers):
+            monkeypatch.setattr(grad_comm_tuner.time, "perf_counter", lambda clock=clock: clock.now_s)
+            said_by = asked[number]
+            copy.deepcopy(tuner).prepare(step, lambda mine, said_by=said_by: said_by.append(mine) or mine)
+        assert len({len(one) for one in asked}) == 1
+        agreed = [[max(values) for values in zip(*said, strict=True)] for said in zip(*asked, strict=True)]
+        for tuner, clock in workers:
+            monkeypatch.setattr(grad_comm_tuner.time, "perf_counter", lambda clock=clock: clock.now_s)
+            answers = iter(agreed)
+            tuner.prepare(step, lambda _, answers=answers: next(answers))
+        (kind,) = {tuner.current for tuner, _ in workers}
+        used.append(kind)
+        for _, clock in workers:
+            clock.now_s += clock.steps_s[kind]
+    return used
+
+
+@pytest.mark.parametrize("replaced_at", [None, 1, 8, 9, 40, 200, 475, 476])
+def test_workers_agree_on_turns_and_on_the_choice(replaced_at: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two workers takes 8 ms, the other 4, with int8 half; one of them is replaced by a new one."""
+    fp32, int8, int4 = grad_comm_tuner.KINDS
+    slow, fast = {fp32: 2**-7, int8: 2**-8, int4: 2**-6}, {fp32: 2**-8, int8: 2**-9, int4: 2**-7}
+    workers = [(grad_comm_tuner.GradCommTuner(GradComm.AUTO), Clock(steps_s)) for steps_s in (slow, fast)]
+    length, used = grad_comm_tuner.trial_length(26), list[GradComm]()
+    if replaced_at is not None:
+        used += run_trial(workers, range(replaced_at), monkeypatch)
+        new = grad_comm_tuner.GradCommTuner(GradComm.AUTO)
+        new.restore(workers[0][0].state())
+        workers[1] = new, Clock(fast)
+    used += run_trial(workers, range(len(used), length + 30), monkeypatch)
+    assert used == [grad_comm_tuner.trial_kind(step, 26) for step in range(length)] + [int8] * 30
+    assert {tuner.state()["turn"] for tuner, _ in workers} == {26}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("resumed_at", [8, 30])
+def test_a_trial_whose_turns_are_not_known_warms_up_once_more(resumed_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32, int8, int4 = grad_comm_tuner.KINDS
+    tuner, clock = grad_comm_tuner.GradCommTuner(GradComm.AUTO), Clock({fp32: 2**-7, int8: 2**-8, int4: 2**-6})
+    run_trial([(tuner, clock)], range(5), monkeypatch)
+    again = grad_comm_tuner.GradCommTuner(GradComm.AUTO)
+    again.restore({name: value for name, value in (tuner.state() or {}).items() if name != "turn"})
+    used = run_trial([(again, clock)], range(resumed_at, resumed_at + 500), monkeypatch)
+    length = grad_comm_tuner.trial_length(26)
+    assert used[:length] == [grad_comm_tuner.trial_kind(step, 26) for step in range(length)]
+    assert set(used[length:]) == {int8}
 
 
 def test_times_are_compared_within_each_round() -> None:

@@ -277,8 +277,8 @@ def replace_casts(
 ) -> Any:
     """Return a context in which a cast of a tensor to one of these dtypes gives `copy_of(tensor, dtype)`.
 
-    If that is None, the cast is made. `note` is called with the tensor and the result, to which autograd then adds the
-    cast. Autocast has no other way to use a copy of a weight that exists.
+    If that is None, the cast is made. `note` is called with the tensor and the result. Autograd records the cast as if
+    it had been made. Autocast has no other way to use a copy of a weight that exists.
     """
     cast = torch.ops.aten._to_copy.default
 

@@ -82,7 +82,7 @@ def measure(model: str, arm: str) -> TunerTimes:
     timed, times, choice, settled = TIMED_IF_SHORT if model in SHORT else TIMED, list[float](), arm, 0
     with lockstep.Run(seed=7, progress=False, trace=False, grad_comm=arm) as run:
         wrapped = run.replicate(workload.build())
-        shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=1_000_000)
+        shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=None)
         for batch in run.train(shuffled, OPTIMIZERS[workload.optimizer](wrapped)):
             began_s = time.perf_counter()
             run.step(lambda m, b: loss(m, LabeledBatch(*b)), batch)

@@ -1,15 +1,15 @@
 """A base class for process groups in Python that leave some operations to a backend of torch.
 
 Note [Interpreter lock]
-If a method of `dist.ProcessGroup` is not overridden in a Python subclass, torch runs its own while it holds the
-interpreter's lock. Gloo may then wait for a mutex that one of its threads holds while it frees a completed collective.
-If that collective has the last reference to a tensor of Python's, the thread waits for the interpreter's lock: a
-deadlock. So such methods are called on a second group, which is no subclass: there torch releases the lock first.
+If a subclass in Python does not override a method such as `alltoall_base`, `send` or `recv`, torch runs its own while
+it holds the interpreter's lock (`PyProcessGroup`). Gloo may then wait for a mutex that one of its threads holds while
+it frees a completed collective. If that collective has the last reference to a tensor of Python's, the thread waits for
+the interpreter's lock: a deadlock. So such methods are called on a second group, which is no subclass: there torch
+releases the lock first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +19,6 @@ from lockstep import _torch
 
 # Torch's stub files have other overloads in every version, so the type checker sees `Any`.
 _ProcessGroup: Any = dist.ProcessGroup
-
-
-def _by_fallback(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **options: getattr(self.fallback, name)(*args, **options)
 
 
 class FallbackGroup(_ProcessGroup):  # type: ignore[misc]
@@ -44,6 +40,17 @@ class FallbackGroup(_ProcessGroup):  # type: ignore[misc]
         for group in (self, self.fallback):
             group._register_backend(torch.device(device_type), backend_type, backend)
 
-    allgather_coalesced, gather, scatter = map(_by_fallback, ("allgather_coalesced", "gather", "scatter"))
-    alltoall, alltoall_base, all_to_all_single = map(_by_fallback, ("alltoall", "alltoall_base", "all_to_all_single"))
-    send, recv, recv_anysource = map(_by_fallback, ("send", "recv", "recv_anysource"))
+
+def _run_by_fallback(name: str) -> None:
+    def call(self: FallbackGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.fallback, name)(*args, **options)
+
+    call.__name__ = name
+    setattr(FallbackGroup, name, call)
+
+
+for _name in (
+    *("allgather_coalesced", "gather", "scatter", "send", "recv", "recv_anysource"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),  # the last is the name of the second since torch 2.13
+):
+    _run_by_fallback(_name)

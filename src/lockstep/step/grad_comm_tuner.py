@@ -50,7 +50,7 @@ def trial_length(turn: int) -> int:
 
 def turn_for(step_s: float) -> int:
     """Return how many steps a turn has, from the time of a step."""
-    return min(max(LEAST_TURN, math.ceil(TURN_S / step_s)), MOST_TURN) if step_s > 0 else LEAST_TURN
+    return min(max(LEAST_TURN, math.ceil(TURN_S / step_s)), MOST_TURN)
 
 
 def median_of(times_s: Sequence[float]) -> float:
@@ -170,16 +170,26 @@ class GradCommTuner:
         if self._measured is not None and self._measured.is_open:  # in the first step of a turn, which is not timed
             self._errors[self.current] = max(self._errors[self.current], self._measured.close())
         self._record(step)
-        if self._turn is None and step >= WARM_UP:
-            self._turn = turn_for(agree([median_of(self._times[WARM_UP_ROUND, GradComm.FP32])])[0])
-        ends = trial_length(self._turn or MOST_TURN)
-        if self.chosen is None and self._candidate is None and step >= ends:
+        is_open = self.chosen is None and self._candidate is None
+        if is_open and self._turn is None and step >= WARM_UP:
+            (step_s,) = agree([median_of(self._times[WARM_UP_ROUND, GradComm.FP32])])
+            if step_s > 0:
+                self._turn = turn_for(step_s)
+            else:  # all workers have resumed, or are new: they warm up once more
+                self._began, step = number, 0
+        ends = trial_length(self._turn_steps)
+        if is_open and step >= ends:
             told = self._decide(number, agree)
         elif step == ends + REVIEWED_AFTER and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
-        self.current = trial_kind(step, self._turn or MOST_TURN) if self.chosen is None else self.chosen
+        self.current = trial_kind(step, self._turn_steps) if self.chosen is None else self.chosen
         self._wait_until_compared(number)
         return told
+
+    @property
+    def _turn_steps(self) -> int:
+        """The steps of a turn; before they are known as many as a turn can have, so that the trial is not over."""
+        return MOST_TURN if self._turn is None else self._turn
 
     def _wait_until_compared(self, number: int) -> None:
         """Send step `number` without compression if losses are compared before it, or later.
@@ -216,11 +226,11 @@ class GradCommTuner:
 
     def _record(self, step: int) -> None:
         """Note how long the previous step took, with all that the program did in it."""
-        now_s, before, turn = time.perf_counter(), step - 1, self._turn or MOST_TURN
+        now_s, before, turn = time.perf_counter(), step - 1, self._turn_steps
         if self._last is not None and self._last[0] == before and 1 <= before < trial_length(turn) + REVIEWED_AFTER:
             is_trial = WARM_UP <= before < trial_length(turn)
             if not is_trial or (before - WARM_UP) % turn:
-                number = (before - WARM_UP) // (turn * len(KINDS))
+                number = WARM_UP_ROUND if before < WARM_UP else (before - WARM_UP) // (turn * len(KINDS))
                 self._times[number, self.current].append(now_s - self._last[1])
         self._last = step, now_s
 
