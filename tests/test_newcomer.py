@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -839,6 +840,30 @@ def test_the_best_so_far_survives_a_resume(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "best") == [6, 24]
     with pytest.raises(ValueError, match="mode='best' is not known"), quiet() as run:
         run.save_best(1.0, mode="best")
+
+
+def save_best_on_a_bad_disk(rank: int, size: int, folder: str) -> list[bool]:
+    """The first checkpoint of the best cannot be written: a file is where its folder would be."""
+    directory, found = Path(folder) / "run", list[bool]()
+    with quiet(directory) as run:
+        model = run.replicate(net())
+        batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=3)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
+            run.step(loss, batch)
+            if batch.ends_epoch:
+                if rank == 0 and not found:
+                    (directory / "best").write_text("in the way")
+                found.append(run.save_best([0.5, 0.6, 0.7][len(found)], mode="min"))
+                time.sleep(0.5 if rank == 0 else 0.0)  # until the writer has given up
+                if rank == 0 and len(found) == 1:
+                    (directory / "best").unlink()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_best_checkpoint_that_was_not_written_does_not_count(size: int, tmp_path: Path) -> None:
+    assert on_workers(save_best_on_a_bad_disk, size, str(tmp_path)) == [[True, True, False]] * size
+    assert checkpoints(tmp_path / "run" / "best") == [12]
 
 
 def test_weights_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:

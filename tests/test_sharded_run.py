@@ -247,6 +247,7 @@ def test_what_cannot_be_sharded_is_refused(optimizer: Any, model: Any, error: ty
         ({"redundancy": 2, "shard_optimizer": True}, "redundancy=2 is not known; choose 0, 1 or None"),
         ({"redundancy": True, "shard_optimizer": True}, "redundancy=True is not known"),
         ({"redundancy": 1}, "add shard_optimizer=True"),
+        ({"defer_weights": False}, "add shard_optimizer=True"),
         ({"shard_optimizer": 1}, "shard_optimizer=1 must be True or False"),
     ],
 )

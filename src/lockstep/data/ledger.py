@@ -307,6 +307,8 @@ def prove(directory: Path) -> Proof:
     if missing:
         what = f"does not say {', '.join(missing)} in its first line" if read.end else "is empty"
         raise LockstepError(f"{path} {what}: the run was lost before it had noted a step, or the file is damaged")
+    if not read.end:
+        raise LockstepError(f"{path} has no step yet, or all of them were taken back; there is nothing to prove")
     size = int(read.facts["samples"])
     is_split = size < 0 and read.facts.get("split") == "worker"
     if size < 0 and not is_split:

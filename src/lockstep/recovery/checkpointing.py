@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,20 +130,25 @@ class BestMetric:
 
     def __init__(self) -> None:
         self._value: float | None = None
+        self._before: float | None = None  # the best before the last improvement
 
     def improves(self, value: float, mode: str) -> bool:
         """Whether `value` is better than all before it, which makes it the best so far. NaN is never better."""
         known = self._value
         is_better = not math.isnan(value) and (known is None or (value > known if mode == "max" else value < known))
         if is_better:
-            self._value = value
+            self._value, self._before = value, known
         return is_better
 
-    def state(self) -> float | None:
-        return self._value
+    def forget_last(self) -> None:
+        """Forget the last improvement: its checkpoint could not be written."""
+        self._value = self._before
 
-    def restore(self, state: float | None) -> None:
-        self._value = state
+    def state(self) -> list[float | None]:
+        return [self._value, self._before]
+
+    def restore(self, state: Sequence[float | None] | None) -> None:
+        self._value, self._before = state or (None, None)
 
 
 def read_weights(path: str | Path, part: str) -> State:

@@ -228,6 +228,8 @@ class RunOptions:
             if not isinstance(value := values.get(name, True), bool):
                 raise ValueError(f"{name}={value!r} must be True or False")
         _check_redundancy(values.get("redundancy"), is_sharded=values.get("shard_optimizer", False))
+        if values.get("defer_weights") is False and not values.get("shard_optimizer"):
+            raise ValueError("defer_weights=False is about weights that other workers update: add shard_optimizer=True")
         if values.get("master_weights") and not values.get("shard_optimizer"):
             raise ValueError(
                 "master_weights=True: the copies are kept with the parts of the optimiser's state: add "

@@ -428,6 +428,7 @@ class Run:
         """Save a checkpoint in the folder `best` of the run directory if `metric` is better than all before it.
 
         All workers call it with the same value, for example that of `run.evaluate`. Returns whether it was better.
+        Metrics whose checkpoint could not be written do not count.
         `run.load(directory / "best")` and `lockstep checkpoint export DIR/best model.pt` read the weights.
         mode  "max": larger is better; "min": smaller is better
         """
@@ -435,6 +436,7 @@ class Run:
             raise ValueError(f'mode={mode!r} is not known; choose "max" or "min"')
         plan, value = plan_of(self._loop.plan, "run.save_best"), float(metric)
         self._session.agree("run.save_best", {"the metric": value, "mode": mode})
+        run_methods.forget_unwritten_best(self._session)
         return self._loop.save_best(plan, value, mode)
 
     def load(self, path: str | Path, what: str = "model") -> None:

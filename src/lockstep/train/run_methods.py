@@ -56,6 +56,20 @@ def gather_rows(session: Session, row: list[int]) -> list[list[int]]:
         return agreement.gather_rows(session.group, row, device=session.device)
 
 
+def forget_unwritten_best(session: Session) -> None:
+    """Forget the best metric, on all workers, if its checkpoint could not be written; a collective call."""
+    rows = list[list[int]]()
+
+    def ask() -> None:
+        rows[:] = agreement.gather_rows(
+            session.group, [int(session.checkpoints.is_best_missing())], device=session.device
+        )
+
+    session.calls.make("run.save_best", ask)
+    if any(is_missing for (is_missing,) in rows):
+        session.checkpoints.forget_best()
+
+
 def reduce_metrics(session: Session, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean of each metric over all workers. A metric that is equal on all of them is returned unchanged."""
     pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in metrics.items()}

@@ -74,6 +74,7 @@ class Checkpoints:
         self._origins: dict[str, InitialModuleState] = {}  # of the model and registered modules
         self._best = BestMetric()
         self._best_saver: CheckpointSaver | None = None
+        self._best_step: int | None = None  # of the last checkpoint that this worker wrote there
         self.verified_steps = 0  # the state after so many steps is right (step/audit.py, Note [What an audit shows])
         self.was_stopped = False  # by the program, in an earlier start
         self._saved: tuple[int, int] | None = None  # what was saved or restored last: see `_mark`
@@ -188,6 +189,17 @@ class Checkpoints:
             if self._best_saver is None:
                 self._best_saver = CheckpointSaver(self.directory / BEST, None, self._fence)
             self._best_saver.save(here.number, partial(self.state, plan, here, whole), writes=writes)
+            self._best_step = here.number if writes else None
+
+    def is_best_missing(self) -> bool:
+        """Whether this worker could not write the last checkpoint of `save_best`."""
+        saver, step = self._best_saver, self._best_step
+        return saver is not None and step is not None and saver.is_idle and not saver.has_written(step)
+
+    def forget_best(self) -> None:
+        """Let metrics count as better again that are better than the one before the last of `save_best`."""
+        self._best.forget_last()
+        self._best_step = None
 
     def is_last_missing(self, plan: TrainingPlan, here: Position, check: Callable[[], None]) -> bool:
         """Whether the last checkpoint is missing: an earlier rank 0 may have been lost before it was written.
