@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.ddp.replica import trained_leaves
+from lockstep.step import captured_shard
+from lockstep.step.buffer_exchange import BufferExchange
+from lockstep.step.captured_shard import CapturedShard, ShardPass
+from lockstep.step.loss_check import ShardLoss, parse_loss
 from lockstep.step.weight_casts import WeightCasts, only_uses
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -71,6 +80,7 @@ def test_a_pass_with_copies_has_the_bits_of_one_without() -> None:
     with CastCounter() as counter, casts.replacing() as made:
         found = loss_of(model)
     assert counter.count == 1  # "doubled", which the pass writes to
+    assert not casts.were_written(made)
     assert torch.equal(found, want)
     narrow = {id(one.weight): one.result for one in only_uses(found, made)}
     assert {names[one] for one in narrow} == cast_weights - {"embedding.weight"}
@@ -137,6 +147,9 @@ def test_a_pass_that_writes_to_a_cast_ends_the_use_of_its_copy() -> None:
     with casts.noting() as made:
         writes()
     assert not casts.copy(made)
+    with casts.replacing() as made:
+        writes()
+    assert casts.were_written(made)
 
     casts = WeightCasts([weight])
     for one in (writes, reads):
@@ -182,3 +195,52 @@ def test_dropped_copies_are_not_used_and_not_made_again() -> None:
         loss_of(model)
     casts.copy(again)
     assert not casts.has_copies
+
+
+class NotRecorded:
+    """In place of a lane and of a CUDA graph: what would be recorded is computed."""
+
+    pool = stream = None
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_gradients_of_a_captured_pass(is_sent: bool, is_hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are narrow if nothing is sent while the pass runs, and if no hook has to see the whole gradient."""
+    monkeypatch.setattr(captured_shard, "recorded_into", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NotRecorded)
+    model = nn.Sequential(Tied(), nn.LayerNorm(8))
+    leaves = trained_leaves(model, set())
+
+    def run(data: list[Tensor]) -> ShardLoss:
+        with torch.autocast("cpu", torch.bfloat16):
+            return parse_loss((model(data[0]).float().square().sum(), len(data[0])))
+
+    casts = WeightCasts(model.parameters())
+    with casts.noting() as made:
+        run([X]).total.backward()  # type: ignore[no-untyped-call]
+    assert casts.copy(made)
+    want = [leaf.parameter.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.parameter.grad = None
+    if is_hooked:
+        hooked: Any = leaves[-1].parameter
+        hooked.register_post_accumulate_grad_hook(lambda _: None)
+    buffers, lane = BufferExchange(model, 1), cast(Any, NotRecorded())
+    one = ShardPass(run, [X], 1, leaves, buffers, scaled=lambda total: total, scale=1.0, is_sent=is_sent)
+    graph = CapturedShard(one, [], lane, casts)
+    found = [gradient.dtype for gradient in graph._gradients if gradient is not None]
+    assert (torch.bfloat16 in found) == (not is_sent and not is_hooked)
+    for copied in (False, True):
+        for read, kept, wanted in zip(graph.read_gradients(copied=copied), graph._gradients, want, strict=True):
+            assert read is not None
+            assert kept is not None
+            assert wanted is not None
+            assert read.dtype == wanted.dtype
+            assert read.stride() == wanted.stride()
+            assert torch.equal(read, wanted)
+            assert (read is kept) == (not copied and kept.dtype == wanted.dtype)
+    assert sorted(index for mark in graph.marks for index in mark.indices) == list(range(len(leaves)))

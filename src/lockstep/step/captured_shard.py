@@ -181,7 +181,7 @@ class CapturedShard:
             self._metric_names = list(loss.metrics)
             values = [loss.total.detach(), *(value for value in self._returned if isinstance(value, Tensor))]
             self._values = torch.stack([value.to(torch.float64) for value in values])
-        if any(cast.is_written for cast in casts_made):
+        if casts.were_written(casts_made):
             raise CannotCaptureError("the pass writes to a weight that it has cast before")
         self.marks, self._gradients = [GradientMark()], list[Tensor | None]()
         narrow = {} if one.is_sent else {id(cast.weight): cast.result for cast in only_uses(loss.total, casts_made)}

@@ -75,6 +75,10 @@ class WeightCasts:
                 self._copies[cast.key] = cast.weight.detach().to(cast.result.dtype)
         return not self._written & self._copies.keys()
 
+    def were_written(self, casts: Sequence[Cast]) -> bool:
+        """Whether the pass that has made these casts has written to a copy."""
+        return any(cast.is_written and cast.key in self._copies for cast in casts)
+
     def drop(self) -> None:
         """Drop all copies, and make none any more."""
         self._weights, self._copies = {}, {}
