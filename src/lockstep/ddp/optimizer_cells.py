@@ -16,7 +16,7 @@ the copy rounded, the copy becomes the weight.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -192,6 +192,17 @@ class OwnedPart:
     @property
     def has_master(self) -> bool:
         return self.tensor is not self.weights
+
+    def make_undo(self) -> Callable[[], None]:
+        """Return a function that makes the float32 copy what it is now; the weights are not changed."""
+        was_used, copied = self._is_master_used, self.tensor.detach().to("cpu", copy=True) if self.has_master else None
+
+        def restore() -> None:
+            self._is_master_used = was_used
+            if copied is not None:
+                self.tensor.detach().copy_(copied)
+
+        return restore
 
     def begin_step(self, gradients: PartGradients | None = None) -> None:
         """Let the inner optimiser see this piece of the gradient: that of the parameter, or one of `gradients`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -100,6 +100,22 @@ class OwnedParts:
     def states(self) -> States:
         """Return the state of each part."""
         return {self._interval_of(part): state for part, state in self}
+
+    def mappings(self) -> list[dict[Any, Any]]:
+        """Return the states of all optimisers, and those of their parts: what steps write to beside weights."""
+        return [*self._states, *(state for states in self._states for state in states.values())]
+
+    def make_undo(self) -> Callable[[], None]:
+        """Return a function that makes all float32 copies of weights what they are now, and undoes replaced states."""
+        states = list(self._states)
+        undo = [part.make_undo() for groups in self._parts for group in groups for part in group]
+
+        def restore() -> None:
+            self._states = states
+            for one in undo:
+                one()
+
+        return restore
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import final
 
 import torch.distributed as dist
@@ -234,6 +235,7 @@ class WorkerState:
         def requests() -> StepRequests:
             return StepRequests(session.stops.asked, check_left=session.calls.check_left)
 
+        exchange = partial(sharded_training.exchange_within_call, session, plan, 0, confirms=False)
         context, sent = self.context, plan.tuner.current
         assert context is not None
         drop_update(context)  # all workers have applied the step before, so no worker needs it any more
@@ -243,7 +245,7 @@ class WorkerState:
                 self.drop_context(clears_gradients=True)
                 self._make_contexts(plan, balance, LastUpdate())
                 with session.step_stream.active(), undone(plan):
-                    found = losses_of_steps(self.begin_step(0), plan.batches, loss, here, requests)
+                    found = losses_of_steps(self.begin_step(0), plan.batches, loss, here, requests, exchange)
                 if found is None:
                     break
                 losses.append(found)

@@ -93,8 +93,6 @@ def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str
         return "batches of a stream cannot be read twice"
     if isinstance(optimizer, OptimizerSet):
         return "the run has several optimizers"
-    if options.shard_optimizer:
-        return "the state of the optimizer is distributed"
     return "the optimizer has hooks, which cannot be undone" if _torch.has_step_hooks(optimizer) else None
 
 
@@ -106,6 +104,10 @@ def undone(plan: TrainingPlan) -> Iterator[None]:
     # `load_state_dict` would convert a state in float32 to the dtype of its parameter.
     mappings: list[Any] = [*optimizer.param_groups, *(owner.module._buffers for owner in owners)]
     mappings += [entry for entry in optimizer.state.values() if isinstance(entry, MutableMapping)]
+    undo_parts: Callable[[], None] | None = None
+    if plan.sharded_state is not None:
+        mappings += plan.sharded_state.parts.mappings()
+        undo_parts = plan.sharded_state.make_undo()
     with torch.no_grad():
         weights = [(parameter, copy_of(parameter)) for parameter in plan.model.parameters()]
         saved = [entries_of(mapping) for mapping in [optimizer.state, *mappings]]
@@ -113,7 +115,11 @@ def undone(plan: TrainingPlan) -> Iterator[None]:
         owner.capture_numbers()
     try:
         yield
+        if plan.weights is not None:
+            plan.weights.finish()
     finally:
+        if undo_parts is not None:
+            undo_parts()
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
@@ -152,12 +158,18 @@ def restore_entries(mapping: MutableMapping[Any, Any], entries: Mapping[Any, tup
 
 
 def losses_of_steps(
-    context: StepContext, batches: Batches, loss: Loss, here: Position, requests: Callable[[], StepRequests]
+    context: StepContext,
+    batches: Batches,
+    loss: Loss,
+    here: Position,
+    requests: Callable[[], StepRequests],
+    exchange: Callable[[], None],
 ) -> list[float] | None:
     """Take STEPS steps from this position on, and return their losses; fewer if a gradient was not finite.
 
     context   is used for these steps only
     requests  returns what this worker asks of the others in a step
+    exchange  sends new weights to the other workers after a step, if the state of the optimiser is distributed
 
     Returns None if a worker has asked to stop.
     """
@@ -167,6 +179,7 @@ def losses_of_steps(
     try:
         for batch in islice(batches.read_again(here), STEPS):
             result = take_step(context, loss, batch, requests())
+            exchange()
             if result.stop is not Stop.NO:
                 return None
             losses.append(result.loss)

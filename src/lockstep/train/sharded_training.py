@@ -155,22 +155,23 @@ def assign_first(session: Session, plan: TrainingPlan) -> None:
 
 def exchange_weights(session: Session, plan: TrainingPlan, part: int) -> None:
     """Send the weights that this worker's part of optimiser `part` has updated to all others; a collective call."""
+    if plan.sharded_state is not None:
+        exchange = partial(exchange_within_call, session, plan, part, confirms=session.calls.is_elastic)
+        session.calls.make("the exchange of weights", exchange, reads_weights=False)
+
+
+def exchange_within_call(session: Session, plan: TrainingPlan, part: int, *, confirms: bool) -> None:
+    """Do what `exchange_weights` does as a part of another collective call; nothing if no state is distributed.
+
+    confirms  see ShardedState.exchange_weights
+    """
     sharded = plan.sharded_state
     if sharded is None:
         return
-
-    def exchange() -> None:
-        faults.at("weights")
-        with session.step_stream.active(), session.call_check.explain_errors("run.step"):
-            sharded.exchange_weights(
-                part,
-                session.group,
-                session.device,
-                confirms=session.calls.is_elastic,
-                deferred=plan.weights if sharded.sends_between_hosts else None,
-            )
-
-    session.calls.make("the exchange of weights", exchange, reads_weights=False)
+    faults.at("weights")
+    with session.step_stream.active(), session.call_check.explain_errors("run.step"):
+        deferred = plan.weights if sharded.sends_between_hosts else None
+        sharded.exchange_weights(part, session.group, session.device, confirms=confirms, deferred=deferred)
 
 
 def prepare_for_move(session: Session, plan: TrainingPlan) -> None:
