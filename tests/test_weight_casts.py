@@ -114,6 +114,15 @@ def test_a_cast_that_is_not_the_use_of_its_weight_is_left_out() -> None:
     assert {id(one.weight) for one in only_uses(loss, made)} == {id(model.last.weight), id(model.last.bias)}
 
 
+def test_weights_with_hooks_get_their_own_gradient() -> None:
+    model = Codebook()
+    casts = WeightCasts(model.parameters())
+    model.last.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    with casts.noting() as made:
+        loss = loss_of(model)
+    assert {id(one.weight) for one in only_uses(loss, made)} == {id(model.last.bias)}
+
+
 class OwnFunction(torch.autograd.Function):
     """With an attribute that has the name of one of autograd's leaves."""
 

@@ -16,6 +16,7 @@ shard is computed both ways again, and the run stops if the bits differ.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +34,8 @@ from lockstep.step.captured_shard import CannotCaptureError, CapturedShard, Lane
 from lockstep.step.pass_examination import Examination, line_of_program
 from lockstep.step.python_inputs import PythonInputs, code_of
 from lockstep.step.weight_casts import WeightCasts
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS: Final = 3
 MAX_LANES, LANE_SHARE = 4, 16  # Note [Lanes] in captured_shard.py
@@ -261,11 +264,13 @@ class ShardGraphs:
         self, known: LossGraphs, loss: Any, shard_pass: ShardPass, *, lane: int, examined: Examination
     ) -> CapturedShard:
         """Capture the pass, and compare a replay with the eager pass. Raises CannotCaptureError."""
-        if self._casts.has_copies and not self.count and self._casts.refresh():
+        if self._casts.has_copies and not self.count:
             try:
-                return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
-            except Exception:  # if copies were not the cause, it comes again
-                self._casts.drop()
+                if self._casts.refresh():
+                    return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
+            except Exception as error:  # if copies were not the cause, it comes again
+                logger.info("a shard is captured with its own casts of weights: %s", error)
+            self._casts.drop()
         return self._capture_and_compare(known, loss, shard_pass, lane=lane, examined=examined)
 
     def _capture_and_compare(

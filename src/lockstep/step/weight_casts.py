@@ -131,9 +131,17 @@ class WeightCasts:
 
 
 def only_uses(loss: Tensor, casts: Sequence[Cast]) -> list[Cast]:
-    """Return those of the casts that are the only use of their weight in the autograd graph of a loss."""
+    """Return those of the casts that are the only use of their weight in the autograd graph of a loss.
+
+    Weights with hooks are left out, which must get the gradient of the weight itself.
+    """
     users = _users_of_leaves(loss)
-    return [cast for cast in casts if users.get(id(cast.weight)) == [cast.result.grad_fn] and not cast.is_written]
+    return [
+        cast
+        for cast in casts
+        if users.get(id(cast.weight)) == [cast.result.grad_fn]
+        if not cast.is_written and not cast.weight._backward_hooks
+    ]
 
 
 def _users_of_leaves(loss: Tensor) -> dict[int, list[Node]]:
