@@ -14,7 +14,7 @@ exchange before all have received everything: if one has incomplete weights, no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -116,16 +116,6 @@ class ShardedState:
         if (exchange := self._exchanges.get(number)) is not None:
             exchange.copy_old_weights()
         self.parts.step(number, gradients)
-
-    def make_undo(self) -> Callable[[], None]:
-        """Return a function that undoes what steps change here beside weights and `parts.mappings`."""
-        facts, undo_parts = (self._is_complete, self._copy, self._initial), self.parts.make_undo()
-
-        def restore() -> None:
-            self._is_complete, self._copy, self._initial = facts
-            undo_parts()
-
-        return restore
 
     @property
     def _has_all(self) -> bool:

@@ -107,7 +107,7 @@ def undone(plan: TrainingPlan) -> Iterator[None]:
     undo_parts: Callable[[], None] | None = None
     if plan.sharded_state is not None:
         mappings += plan.sharded_state.parts.mappings()
-        undo_parts = plan.sharded_state.make_undo()
+        undo_parts = plan.sharded_state.parts.make_undo()
     with torch.no_grad():
         weights = [(parameter, copy_of(parameter)) for parameter in plan.model.parameters()]
         saved = [entries_of(mapping) for mapping in [optimizer.state, *mappings]]
