@@ -212,7 +212,7 @@ def test_killed_as_the_kernel_does_out_of_memory(stage: Stage) -> None:  # noqa:
 def test_an_elastic_run_that_gives_up_ends_with_a_card_too(stage: Stage) -> None:  # noqa: F811
     seen = fail(stage, RUN, "-n", "2", "--min", "1", words="dataset")
     seen.has("DataError", "ValueError: bad sample 17", "in __getitem__")
-    assert re.match(r"worker \d of 2, pid \d+ on ", seen.line("who"))
+    assert re.match(r"worker \d( of 2| \(rank \d of \d then\)), pid \d+ on ", seen.line("who"))
     assert "giving up: " in seen.above
 
 

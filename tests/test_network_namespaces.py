@@ -183,8 +183,9 @@ def test_bench_codecs_counts_the_bytes_of_compressed_gradients(tmp_path):
     table, record = record_of("codecs", tmp_path, "--mbit", "2000", "--models", "tiny", "--rounds", "2")
     assert "PowerSGD hook" in table
     arms, plain = record["all-reduce"], record["all-reduce"]["Gloo"]["sent_bytes"]
-    for arm, share, error in (("int8", 0.25, 0.03), ("int4", 0.125, 0.4)):
-        assert share < arms[arm]["sent_bytes"] / plain < 1.05 * share
+    # Of 32 bits: those of an element and of its sum, half of each, and a byte for 64 elements twice.
+    for arm, bits, error in (("int8", 8.0, 0.03), ("int4", (4 + 5) / 2, 0.4)):
+        assert bits < 32 * arms[arm]["sent_bytes"] / plain < 1.05 * (bits + 2 * 8 / 64)
         assert 0.001 < arms[arm]["error"] < error
     assert set(record["tiny"]) >= {"torch DDP", "Run", "Run, int8", "Run, int4"}
 

@@ -191,7 +191,7 @@ def test_what_was_planted_is_on_top(planted: str, tmp_path: Path) -> None:
     check_that_times_add_up(story, tmp_path, 100)
     assert story.causes[0].kind == planted, story.causes
     if planted == "worker":
-        assert "worker 1" in story.causes[0].sentence
+        assert "rank 1" in story.causes[0].sentence
         assert "compute" in story.causes[0].sentence
 
 
