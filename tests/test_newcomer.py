@@ -866,6 +866,30 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count(size: int, tmp_pa
     assert checkpoints(tmp_path / "run" / "best") == [12]
 
 
+def test_a_best_checkpoint_that_was_not_written_does_not_count_after_a_resume(tmp_path: Path) -> None:
+    def go(epochs: int, metric: float, *, is_blocked: bool) -> bool:
+        best, found = tmp_path / "best", False
+        with quiet(tmp_path) as run:
+            model = run.replicate(net())
+            batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=epochs)
+            for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
+                run.step(loss, batch)
+                if batch.ends_epoch:
+                    if is_blocked:
+                        best.rename(tmp_path / "away")
+                        best.write_text("in the way")
+                    found = run.save_best(metric)
+        if is_blocked:
+            best.unlink()
+            (tmp_path / "away").rename(best)
+        return found
+
+    assert go(1, 2.0, is_blocked=False)
+    assert go(2, 9.0, is_blocked=True)
+    assert go(3, 5.0, is_blocked=False)
+    assert not go(4, 3.0, is_blocked=False)
+
+
 def test_weights_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:
     train(tmp_path, epochs=1)
     with quiet() as run:
@@ -991,6 +1015,27 @@ def test_with_regional_compilation_only_repeated_blocks_are_compiled_and_their_c
     ]
     assert len(graphs) == 1
     assert set(model.state_dict()) == set(Layers().state_dict())
+
+
+class NumberedLayer(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + 0.01 * self.number)
+
+
+def test_blocks_that_differ_in_a_number_are_compiled_one_by_one() -> None:
+    """There are more of them than sets of shapes that one function may be compiled for."""
+    torch._dynamo.reset()
+    before, count = torch._dynamo.config.recompile_limit, 40
+    with quiet(compile={"regional": True, "backend": "eager"}) as run:
+        model = run.replicate(nn.Sequential(nn.Linear(8, 16), nn.Sequential(*map(NumberedLayer, range(count)))))
+        batches = run.batches(dataset(BATCH), global_batch_size=BATCH, shards=2)
+        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.01)):
+            run.step(lambda m, b: (m(b[0]).square().sum(), len(b[0])), batch)
+    assert torch._dynamo.config.recompile_limit == before
 
 
 @pytest.mark.parametrize(

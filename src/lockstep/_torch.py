@@ -208,6 +208,17 @@ def inductor_config() -> Any:
     return torch._inductor.config
 
 
+def allow_recompilations(times: int) -> None:
+    """Let torch.compile compile the same code so many times as often, where it ends the run otherwise.
+
+    Until the settings are restored that say so.
+    """
+    config: Any = dynamo().config
+    if config.fail_on_recompile_limit_hit:
+        config.recompile_limit *= times
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+
+
 def exclude_from_compiler(package: str) -> None:
     """Make torch.compile run the code of `package` as it is, as it does with torch's own distributed code."""
     dynamo().trace_rules.add(package)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,6 +86,10 @@ class CheckpointSaver:
         """Whether this worker has written the checkpoint of this step and read it back; True without a directory."""
         return self._store is None or (self._writer is not None and self._writer.written == step)
 
+    def is_on_disk(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there; True without a directory."""
+        return self._store is None or self._store.path_of(step).exists()
+
     def drain(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until everything is written. `check` is called repeatedly, and raises to end the wait."""
         began_s = said_s = time.monotonic()
@@ -131,6 +135,7 @@ class BestMetric:
     def __init__(self) -> None:
         self._value: float | None = None
         self._before: float | None = None  # the best before the last improvement
+        self.step: int | None = None  # of the checkpoint of the best
 
     def improves(self, value: float, mode: str) -> bool:
         """Whether `value` is better than all before it, which makes it the best so far. NaN is never better."""
@@ -142,13 +147,13 @@ class BestMetric:
 
     def forget_last(self) -> None:
         """Forget the last improvement: its checkpoint could not be written."""
-        self._value = self._before
+        self._value, self.step = self._before, None
 
-    def state(self) -> list[float | None]:
-        return [self._value, self._before]
+    def state(self) -> dict[str, Any]:
+        return {"value": self._value, "before": self._before, "step": self.step}
 
-    def restore(self, state: Sequence[float | None] | None) -> None:
-        self._value, self._before = state or (None, None)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._value, self._before, self.step = state["value"], state["before"], state["step"]
 
 
 def read_weights(path: str | Path, part: str) -> State:

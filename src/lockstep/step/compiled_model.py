@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep import _torch
+
 CompileOptions = bool | Mapping[str, Any]
 REGIONAL: Final = "regional"  # also one of the options
 _CONTAINERS: Final = (nn.ModuleList, nn.Sequential)
@@ -66,8 +68,10 @@ def compile_model(model: nn.Module, options: CompileOptions, device: torch.devic
         if not regions:
             raise ValueError(
                 f'Run(compile="{REGIONAL}"): the model has no nn.ModuleList and no nn.Sequential with several modules '
-                "of one class that have modules of their own, such as the layers of a transformer; use compile=True"
+                "of one class that have modules of their own, such as the layers of a transformer (lists and sequences "
+                "do not count); use compile=True"
             )
+        _torch.allow_recompilations(len(regions))  # of their code, if each keeps another number (its index, say)
     for region in regions:
         region.compile(**chosen)
 

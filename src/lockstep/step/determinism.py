@@ -90,6 +90,7 @@ def _compile_per_shape() -> Iterator[None]:
         config.patch(
             automatic_dynamic_shapes=False,
             recompile_limit=max(COMPILED_SHAPES, config.recompile_limit),
+            accumulated_recompile_limit=config.accumulated_recompile_limit,  # which may be raised
             fail_on_recompile_limit_hit=True,
         ),
         _torch.inductor_config().patch(deterministic=True),

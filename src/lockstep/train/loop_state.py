@@ -213,28 +213,22 @@ class WorkerState:
         found = session.calls.make(
             "the comparison of losses",
             lambda: self._try_steps(plan, loss, kind, Position(batch.epoch, batch.step, batch.number)),
-            encode=lambda one: None if one is None else one.to_json(),
-            decode=lambda plain: None if plain is None else LossComparison.from_json(plain),
+            encode=LossComparison.to_json,
+            decode=LossComparison.from_json,
         )
-        if found is None:  # a worker has asked to stop; the next start compares
-            return
         chosen = plan.tuner.conclude(kind, batch.number, is_harmless=found.is_harmless)
         text = f'{found.describe(kind.value)}; grad_comm "{chosen.value}" from step {batch.number + 1} on'
         session.trace_writer.event("grad_comm", text=text)
         session.announce(text)
 
-    def _try_steps(self, plan: TrainingPlan, loss: Loss, kind: GradComm, here: Position) -> LossComparison | None:
+    def _try_steps(self, plan: TrainingPlan, loss: Loss, kind: GradComm, here: Position) -> LossComparison:
         """Take the same steps without compression and with gradients sent as `kind`, and undo them.
 
         here  of the batch with which they begin
 
-        Returns None if a worker has asked to stop meanwhile.
+        A request to stop counts afterwards: a comparison that is made later could come to another conclusion.
         """
-        session = self._session
-
-        def requests() -> StepRequests:
-            return StepRequests(session.stops.asked, check_left=session.calls.check_left)
-
+        session, requests = self._session, StepRequests(check_left=self._session.calls.check_left)
         exchange = partial(sharded_training.exchange_within_call, session, plan, 0, confirms=False)
         context, sent = self.context, plan.tuner.current
         assert context is not None
@@ -245,15 +239,13 @@ class WorkerState:
                 self.drop_context(clears_gradients=True)
                 self._make_contexts(plan, balance, LastUpdate())
                 with session.step_stream.active(), undone(plan):
-                    found = losses_of_steps(self.begin_step(0), plan.batches, loss, here, requests, exchange)
-                if found is None:
-                    break
-                losses.append(found)
+                    context = self.begin_step(0)
+                    losses.append(losses_of_steps(context, plan.batches, loss, here, requests, exchange))
         finally:
             plan.tuner.current = sent
         self.drop_context(clears_gradients=True)
         self._make_contexts(plan, balance, LastUpdate())
-        return LossComparison.of(*losses) if len(losses) == 2 else None
+        return LossComparison.of(*losses)
 
     def _agree_on_largest(self, mine: list[float]) -> list[float]:
         """Return the largest of all workers of each of these numbers; the same on all of them, also on newcomers."""

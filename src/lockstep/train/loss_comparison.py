@@ -31,7 +31,7 @@ from lockstep.step.buffer_snapshot import Owner
 from lockstep.step.run_options import GradComm, RunOptions
 from lockstep.step.step import take_step
 from lockstep.step.step_check import DeferredNormCheck
-from lockstep.step.step_types import Loss, StepContext, StepRequests, Stop, TrainingPlan
+from lockstep.step.step_types import Loss, StepContext, StepRequests, TrainingPlan
 from lockstep.trace.step_observer import NullObserver
 from lockstep.train.optimizer_set import OptimizerSet
 
@@ -162,27 +162,22 @@ def losses_of_steps(
     batches: Batches,
     loss: Loss,
     here: Position,
-    requests: Callable[[], StepRequests],
+    requests: StepRequests,
     exchange: Callable[[], None],
-) -> list[float] | None:
+) -> list[float]:
     """Take STEPS steps from this position on, and return their losses; fewer if a gradient was not finite.
 
     context   is used for these steps only
-    requests  returns what this worker asks of the others in a step
+    requests  what this worker asks of the others in these steps
     exchange  sends new weights to the other workers after a step, if the state of the optimiser is distributed
-
-    Returns None if a worker has asked to stop.
     """
     context.observer, context.norm_check = NullObserver(context.sum.device), DeferredNormCheck()
     context.keeps_update = False
     losses = list[float]()
     try:
         for batch in islice(batches.read_again(here), STEPS):
-            result = take_step(context, loss, batch, requests())
+            losses.append(take_step(context, loss, batch, requests).loss)
             exchange()
-            if result.stop is not Stop.NO:
-                return None
-            losses.append(result.loss)
     except NonFiniteError:
         pass
     except Exception as error:

@@ -61,9 +61,8 @@ def forget_unwritten_best(session: Session) -> None:
     rows = list[list[int]]()
 
     def ask() -> None:
-        rows[:] = agreement.gather_rows(
-            session.group, [int(session.checkpoints.is_best_missing())], device=session.device
-        )
+        is_missing = session.is_main and session.checkpoints.is_best_missing()
+        rows[:] = agreement.gather_rows(session.group, [int(is_missing)], device=session.device)
 
     session.calls.make("run.save_best", ask)
     if any(is_missing for (is_missing,) in rows):

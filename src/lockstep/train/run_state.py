@@ -74,7 +74,6 @@ class Checkpoints:
         self._origins: dict[str, InitialModuleState] = {}  # of the model and registered modules
         self._best = BestMetric()
         self._best_saver: CheckpointSaver | None = None
-        self._best_step: int | None = None  # of the last checkpoint that this worker wrote there
         self.verified_steps = 0  # the state after so many steps is right (step/audit.py, Note [What an audit shows])
         self.was_stopped = False  # by the program, in an earlier start
         self._saved: tuple[int, int] | None = None  # what was saved or restored last: see `_mark`
@@ -116,7 +115,8 @@ class Checkpoints:
         restore_state(self._things(plan), state)
         restore_trainable(plan, state)
         restore_eval_mode(plan.model, state.get("in_eval_mode"))
-        self._best.restore(state.get("best"))
+        if state.get("best") is not None:
+            self._best.restore(state["best"])
         plan.tuner.restore(state.get("grad_comm"))
         if plan.residuals is not None:
             plan.residuals.restore(state.get("residuals"))
@@ -186,20 +186,24 @@ class Checkpoints:
     def save_best(self, plan: TrainingPlan, here: Position, *, writes: bool, whole: WholeParts | None = None) -> None:
         """Save to the folder `best`. The arguments are those of `save`."""
         if self.directory is not None:
-            if self._best_saver is None:
-                self._best_saver = CheckpointSaver(self.directory / BEST, None, self._fence)
-            self._best_saver.save(here.number, partial(self.state, plan, here, whole), writes=writes)
-            self._best_step = here.number if writes else None
+            self._best.step = here.number
+            self._saver_of_best(self.directory).save(here.number, partial(self.state, plan, here, whole), writes=writes)
+
+    def _saver_of_best(self, directory: Path) -> CheckpointSaver:
+        if self._best_saver is None:
+            self._best_saver = CheckpointSaver(directory / BEST, None, self._fence)
+        return self._best_saver
 
     def is_best_missing(self) -> bool:
-        """Whether this worker could not write the last checkpoint of `save_best`."""
-        saver, step = self._best_saver, self._best_step
-        return saver is not None and step is not None and saver.is_idle and not saver.has_written(step)
+        """Whether the last checkpoint of `save_best` is neither there nor being written; asked on rank 0."""
+        if self.directory is None or self._best.step is None:
+            return False
+        saver = self._saver_of_best(self.directory)
+        return saver.is_idle and not saver.is_on_disk(self._best.step)
 
     def forget_best(self) -> None:
         """Let metrics count as better again that are better than the one before the last of `save_best`."""
         self._best.forget_last()
-        self._best_step = None
 
     def is_last_missing(self, plan: TrainingPlan, here: Position, check: Callable[[], None]) -> bool:
         """Whether the last checkpoint is missing: an earlier rank 0 may have been lost before it was written.
