@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep import _torch
 from lockstep.ddp.replica import trained_leaves
 from lockstep.step import captured_shard
 from lockstep.step.buffer_exchange import BufferExchange
@@ -19,6 +20,12 @@ from lockstep.step.loss_check import ShardLoss, parse_loss
 from lockstep.step.weight_casts import WeightCasts, only_uses
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have compiled code, with which there are no copies."""
+    monkeypatch.setattr(_torch, "has_compiled_code", lambda: False)
 
 
 class Tied(nn.Module):
