@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -821,17 +821,20 @@ def test_evaluating_other_models_predictions_and_the_best_checkpoint(tmp_path: P
         assert {name: value for name, value in theirs.items() if not name.startswith("no ")} == same
 
 
+def epochs_of(run: lockstep.Run, epochs: int) -> Iterator[int]:
+    """Train, and yield the number of each epoch at its end."""
+    model = run.replicate(net())
+    batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=epochs)
+    for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
+        run.step(loss, batch)
+        if batch.ends_epoch:
+            yield batch.epoch
+
+
 def test_the_best_so_far_survives_a_resume(tmp_path: Path) -> None:
     def go(epochs: int, metric: float) -> list[bool]:
-        found = []
         with quiet(tmp_path) as run:
-            model = run.replicate(net())
-            batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=epochs)
-            for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
-                run.step(loss, batch)
-                if batch.ends_epoch:
-                    found.append(run.save_best(metric, mode="min"))
-        return found
+            return [run.save_best(metric, mode="min") for _ in epochs_of(run, epochs)]
 
     assert go(1, 0.5) == [True]
     assert go(2, 0.7) == [False]
@@ -846,17 +849,13 @@ def save_best_on_a_bad_disk(rank: int, size: int, folder: str) -> list[bool]:
     """The first checkpoint of the best cannot be written: a file is where its folder would be."""
     directory, found = Path(folder) / "run", list[bool]()
     with quiet(directory) as run:
-        model = run.replicate(net())
-        batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=3)
-        for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
-            run.step(loss, batch)
-            if batch.ends_epoch:
-                if rank == 0 and not found:
-                    (directory / "best").write_text("in the way")
-                found.append(run.save_best([0.5, 0.6, 0.7][len(found)], mode="min"))
-                time.sleep(0.5 if rank == 0 else 0.0)  # until the writer has given up
-                if rank == 0 and len(found) == 1:
-                    (directory / "best").unlink()
+        for epoch in epochs_of(run, 3):
+            if rank == 0 and epoch == 0:
+                (directory / "best").write_text("in the way")
+            found.append(run.save_best([0.5, 0.6, 0.7][epoch], mode="min"))
+            time.sleep(0.5 if rank == 0 else 0.0)  # until the writer has given up
+            if rank == 0 and epoch == 0:
+                (directory / "best").unlink()
     return found
 
 
@@ -870,15 +869,11 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count_after_a_resume(tm
     def go(epochs: int, metric: float, *, is_blocked: bool) -> bool:
         best, found = tmp_path / "best", False
         with quiet(tmp_path) as run:
-            model = run.replicate(net())
-            batches = run.batches(dataset(), global_batch_size=BATCH, shards=4, epochs=epochs)
-            for batch in run.train(batches, torch.optim.SGD(model.parameters(), lr=0.5)):
-                run.step(loss, batch)
-                if batch.ends_epoch:
-                    if is_blocked:
-                        best.rename(tmp_path / "away")
-                        best.write_text("in the way")
-                    found = run.save_best(metric)
+            for _ in epochs_of(run, epochs):
+                if is_blocked:
+                    best.rename(tmp_path / "away")
+                    best.write_text("in the way")
+                found = run.save_best(metric)
         if is_blocked:
             best.unlink()
             (tmp_path / "away").rename(best)
