@@ -7,8 +7,10 @@ import itertools
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from lockstep.comm.top_k_sum import TopK
 from lockstep.step import grad_comm_tuner
 from lockstep.step.precision import LossScale
 from lockstep.step.run_options import GradComm
-from lockstep.train import loss_comparison
+from lockstep.train import loop_state, loss_comparison
 from lockstep.train.loss_comparison import LossComparison, undone
 from on_workers import on_workers
 from runs import PROGRAMS, Program, adamw, mlp, train, use
@@ -117,6 +119,26 @@ def test_a_run_that_is_resumed_keeps_to_its_conclusion(tmp_path: Path) -> None:
         found = on_workers(resume_compared, size, str(tmp_path / "parts"), stop, limit)
         assert set(found) == {found[0]}
     assert found[0] == want
+
+
+def stop_while_comparing(rank: int, size: int, folder: str) -> None:
+    original = loop_state.losses_of_steps
+
+    def stopped(*arguments: Any) -> list[float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    loop_state.losses_of_steps = stopped  # type: ignore[assignment]
+    with suppress(SystemExit):
+        resume_compared(rank, size, folder, STEPS_IN_ALL, math.inf)
+
+
+def test_a_request_to_stop_during_the_comparison_changes_no_bit(tmp_path: Path) -> None:
+    (want,) = on_workers(resume_compared, 1, str(tmp_path / "whole"), STEPS_IN_ALL, math.inf)
+    parts = str(tmp_path / "parts")
+    on_workers(stop_while_comparing, 1, parts)
+    assert Path(parts, "checkpoints", "step-000000011").is_dir()
+    assert on_workers(resume_compared, 2, parts, STEPS_IN_ALL, -math.inf) == [want] * 2
 
 
 PROGRAM = """
