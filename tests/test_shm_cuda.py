@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep.bench.models import GPT2_124M, GPT_SMALL, GptModel, GptShape, draw_tokens, loss_of
 from lockstep.comm.tree_order import tree_pairs
-from on_workers import on_workers
+from on_workers import on_workers, try_on_workers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -257,3 +261,73 @@ def test_a_gpt_has_the_same_weights_on_1_2_and_4_workers(shape: GptShape) -> Non
         assert all(one == of_workers[0] for one in of_workers), "replicas differ"
         for ours, alone in zip(of_workers[0], outcomes[0][0], strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=1e-4, atol=1e-6)
+
+
+def queue_weights(rank: int, size: int) -> list[str]:
+    """Broadcasts that only streams wait for: the bits are right, and no host waits."""
+    torch.cuda.set_device(0)
+    group: Any = dist.new_group(backend="shm")
+    wrong, weights = [], [torch.zeros(300_000 + i, device="cuda") for i in range(300)]
+    broadcast = group.prepare_broadcasts(weights, [i % size for i in range(300)])
+    busy = torch.zeros(4_000_000, device="cuda")
+    side = torch.cuda.Stream()
+    for step in range(30):
+        with torch.cuda.stream(side if step % 2 else torch.cuda.current_stream()):
+            torch.cuda._sleep(20_000_000 if step % 3 == rank else 0)  # one of them is late
+            for i, one in enumerate(weights):
+                if i % size == rank:
+                    one += step + rank
+            works = [dist.all_reduce(busy, group=group, async_op=True) for _ in range(4 if step % 5 == 0 else 0)]
+            began_s = time.perf_counter()
+            broadcast(queues=True).wait()
+            took_s = time.perf_counter() - began_s
+            for work in works:
+                work.wait()
+            least, most = (torch.stack([pick(one) for one in weights]) for pick in (torch.amin, torch.amax))
+        torch.cuda.current_stream().wait_stream(side)
+        side.wait_stream(torch.cuda.current_stream())
+        if step == 29 and took_s > 0.008:
+            wrong.append(f"the call took {took_s} s")
+        want = [sum(s + i % size for s in range(step + 1)) for i in range(300)]
+        if least.tolist() != want or most.tolist() != want:
+            wrong.append(f"step {step}: {least[:4].tolist()} to {most[:4].tolist()} is not {want[:4]}")
+    return wrong
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_weights_that_only_streams_wait_for(workers: int) -> None:
+    assert on_workers(queue_weights, workers) == [[] for _ in range(workers)]
+
+
+def lose_a_worker(rank: int, size: int, lost: int, how: str, folder: str) -> None:
+    """A worker dies, with its weights on their way: the others get its error before they can read theirs."""
+    torch.cuda.set_device(0)
+    group: Any = dist.new_group(backend="shm")
+    weights = [torch.full((1_000_000,), float(rank), device="cuda") for _ in range(size)]
+    broadcast = group.prepare_broadcasts(weights, list(range(size)))
+    broadcast(queues=True).wait()
+    torch.cuda.synchronize()
+    if rank == lost:
+        torch.cuda._sleep(20_000_000_000)
+        broadcast(queues=True).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    began_s, read, outcome = time.monotonic(), list[float](), "no error"
+    try:
+        broadcast(queues=True).wait()
+        if how == "reads":
+            read = [one[0].item() for one in weights]  # blocked in CUDA
+        while time.monotonic() < began_s + 10:
+            time.sleep(0.01)
+    except lockstep.errors.PeerLostError as error:
+        outcome = f"rank {error.rank}, {read} was read, in time: {time.monotonic() < began_s + 3}"
+    torch.cuda.synchronize()  # the streams continue
+    group.shutdown()
+    (Path(folder) / str(rank)).write_text(outcome)
+
+
+@pytest.mark.parametrize("how", ["reads", "computes"])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_worker_that_dies_with_weights_on_their_way(lost: int, how: str, tmp_path: Path) -> None:
+    try_on_workers(lose_a_worker, 3, lost, how, str(tmp_path))
+    outcomes = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert outcomes == {str(r): f"rank {lost}, [] was read, in time: True" for r in range(3) if r != lost}

@@ -98,7 +98,9 @@ class RunArm:
         sharded: ShardedState | None = None
         self._weights: DeferredWeights | None = None
         if kind.endswith("-sharded"):
-            sharded = ShardedState([optimizer], whole_tensors=[False], redundancy=0, scatters=device.type == "cpu")
+            sharded = ShardedState(
+                [optimizer], whole_tensors=[False], redundancy=0, scatters=device.type == "cpu", queues=True
+            )
             sharded.assign(group, device)
         self._sharded, scatters = sharded, sharded is not None and sharded.scatters
         sum_ = ShardSum(group, shares, device=device, exact=exact, compresses=compresses, in_thread=scatters)

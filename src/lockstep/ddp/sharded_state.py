@@ -63,6 +63,7 @@ class ShardedState:
         whole_tensors: Sequence[bool],
         redundancy: int,
         scatters: bool = False,
+        queues: bool = False,
         master_weights: bool = False,
     ) -> None:
         """
@@ -70,9 +71,10 @@ class ShardedState:
         whole_tensors  of each optimiser: whether it looks at whole tensors (optimizer_cells.py)
         redundancy     1: every part is kept by two workers; 0: by one
         scatters       between hosts, workers get the gradients of their parts only (step/scattered_gradients.py)
+        queues         see WeightExchange.run: for workers that end if one of them is lost
         master_weights  the optimisers update float32 copies of weights with 16 bits (optimizer_cells.py)
         """
-        self._may_scatter = scatters
+        self._may_scatter, self._queues = scatters, queues
         self._optimizers, self._whole_tensors, self.redundancy = tuple(optimizers), tuple(whole_tensors), redundancy
         self._rank, self._size, self._hosts = 0, 1, 1
         self._pieces: dict[Tensor, list[Piece]] = {}
@@ -164,7 +166,7 @@ class ShardedState:
                     has_own=lambda _, piece: self._needs(piece, self._rank),
                 )
             if deferred is None:
-                exchange.run()
+                exchange.run(queues=self._queues)
             else:
                 deferred.start(exchange, [part.weights for part, _ in self.parts if not part.is_whole])
             self._is_complete = True

@@ -93,7 +93,7 @@ class WeightExchange:
                             sent_bytes[piece.owner] += _padded_bytes(chunk)
                             self._ends.setdefault(parameter, [0] * group.size())[piece.owner] = sent_bytes[piece.owner]
         own_group: Any = group
-        self._start_coalesced: list[tuple[torch.device, Callable[[], Any]]] = []
+        self._start_coalesced: list[tuple[torch.device, Callable[..., Any]]] = []
         for (device, _), chunks in coalesced.items():
             start = own_group.prepare_broadcasts([chunk for _, chunk in chunks], [owner for owner, _ in chunks])
             self._start_coalesced.append((device, start))
@@ -138,13 +138,15 @@ class WeightExchange:
         needed = max(self._ends.get(parameter, [0]))
         return bisect.bisect_left(self._bucket_ends, needed) + 1 if needed else 0
 
-    def run(self, on_arrival: Callable[[], None] = lambda: None) -> None:
+    def run(self, on_arrival: Callable[[], None] = lambda: None, *, queues: bool = False) -> None:
         """Overwrite all pieces with those of their owners. While a bucket is sent, the one before it is copied out.
 
         on_arrival  called after each bucket, in the order of the parameters
+        queues      on GPUs that are connected by `shm` only the current stream waits for what this sends and receives.
+                    If a worker is lost meanwhile, PeerLostError is raised in this thread at any time after the call
         """
         began_s, has_old, self._has_old = time.perf_counter(), self._has_old, False
-        coalesced = [(device, start()) for device, start in self._start_coalesced]
+        coalesced = [(device, start(queues=queues)) for device, start in self._start_coalesced]
         works = deque[tuple[Tensor, Any]]()
         for owner, memory in self._large:  # a process group may need as much memory again for what is on its way
             works.append((memory, self._group.broadcast([memory], _from(owner))))

@@ -143,7 +143,8 @@ class RunOptions:
     shard_optimizer  every worker keeps 1/N of the optimiser's state (ZeRO, stage 1); the bits are the same. Then
                   `Run.digest` in the loop, `save` and `save_best` are collective calls
     defer_weights  with shard_optimizer, between hosts: new weights arrive during the next forward pass, or when the
-                  program reads them; False: before run.step returns
+                  program reads them; on a GPU that workers share, only its streams wait for them. False: before
+                  run.step returns
     redundancy    with shard_optimizer, how many other workers keep a copy of each worker's part: 1: the loss of a
                   worker is repaired from the copy; 0: the others go back to the last checkpoint. None: 1 in an elastic
                   run or with audits, else 0

@@ -87,6 +87,7 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
         whole_tensors=whole_tensors,
         redundancy=redundancy,
         scatters=is_fixed,
+        queues=options.defer_weights and not session.calls.is_elastic,
         master_weights=options.master_weights,
     )
     # Synchronised batch norms would exchange values meanwhile.

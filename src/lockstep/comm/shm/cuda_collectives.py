@@ -11,7 +11,7 @@ A tensor may be written by kernels that are still queued when the collective is 
 for an event recorded behind them; an empty stream needs no event. The leader's event behind its own kernels is shared
 with all workers: a caller's stream waits for it, or, if that stream is idle, the caller polls the event for a moment,
 because even an event in an idle stream would cost a switch. No worker ever waits for a whole device, and no stream
-waits for a process that may have died.
+waits for a process that may have died; except for weights that are queued (stream_flags.py), where the host can end it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from torch import Tensor
 
 from lockstep import _torch
 from lockstep.comm.shm.collectives import Parts, describe_move, reduction_key
-from lockstep.comm.shm.cuda_ipc import NO_REGION, IpcExporter, IpcImporter, StagingBuffer, is_idle
-from lockstep.comm.shm.phases import DEVICE_INFO_BYTES, HEADERS, MAX_COALESCED, REGION_BYTES, Call, GroupSync, PeerCall
+from lockstep.comm.shm.cuda_ipc import NO_REGION, IpcExporter, IpcImporter, StagingBuffer, call_driver, is_idle
+from lockstep.comm.shm.device_info import EVENTS, DeviceInfoBlock
+from lockstep.comm.shm.phases import MAX_AHEAD, MAX_COALESCED, Call, GroupSync, PeerCall
 from lockstep.comm.shm.reduce_ops import Reduction
+from lockstep.comm.shm.stream_flags import Caller, StreamFlags
 from lockstep.errors import LockstepError
 
 # Torch's annotations of these are not complete.
@@ -39,47 +41,7 @@ Event: Any = torch.cuda.Event
 Stream: Any = torch.cuda.Stream
 
 ON_DEVICE: Final = 1  # part of a published call, so that a worker whose tensor is in host memory is detected
-EVENTS: Final = 4
 SPIN_S: Final = 300e-6
-UUID_BYTES: Final = 64
-EVENT_BYTES: Final = 64
-
-
-class DeviceInfoBlock:
-    """The block of a worker's segment that describes its GPU and its tensors of the current collective."""
-
-    def __init__(self, sync: GroupSync) -> None:
-        self._sync, self._start = sync, sync.layout.device_info()
-        assert UUID_BYTES + EVENTS * EVENT_BYTES <= DEVICE_INFO_BYTES
-
-    def write_device(self, uuid: str, handles: Sequence[bytes]) -> None:
-        data = uuid.encode().ljust(UUID_BYTES, b"\0") + b"".join(h.ljust(EVENT_BYTES, b"\0") for h in handles)
-        self._sync.segment.map[self._start : self._start + len(data)] = data
-
-    def uuid(self, rank: int) -> str:
-        return self._read(rank, 0, UUID_BYTES).rstrip(b"\0").decode()
-
-    def event(self, rank: int, i: int) -> bytes:
-        return self._read(rank, UUID_BYTES + i * EVENT_BYTES, EVENT_BYTES)
-
-    def write(self, regions: Sequence[bytes]) -> None:
-        """Write the regions of the current collective: those that it reads, then those that it writes."""
-        data, at = b"".join(regions), self._start + self._regions_offset()
-        self._sync.segment.map[at : at + len(data)] = data
-
-    def read(self, rank: int, i: int) -> bytes:
-        return self._read(rank, self._regions_offset() + i * REGION_BYTES, REGION_BYTES)
-
-    def read_table(self, rank: int, count: int) -> bytes:
-        """The first `count` regions of a rank."""
-        return self._read(rank, self._regions_offset(), count * REGION_BYTES)
-
-    def _regions_offset(self) -> int:
-        return self._sync.layout.region_table(self._sync.calls % HEADERS) - self._start
-
-    def _read(self, rank: int, offset: int, size: int) -> bytes:
-        at = self._start + offset
-        return self._sync.segments[rank].map[at : at + size]
 
 
 class CoalescedTensors:
@@ -92,12 +54,19 @@ class CoalescedTensors:
         assert len(tensors) <= MAX_COALESCED
         self.tensors, self.roots, self.dtype = list(tensors), list(roots), tensors[0].dtype
         self.same = (*roots, *(tensor.numel() for tensor in tensors), self.dtype.itemsize)
-        self.regions: list[bytes | None] | None = None  # describe this worker's tensors; None: not known yet
+        self.regions: bytes | None = None  # describe this worker's tensors; empty: they cannot be shared; None: unknown
+        self.is_shared = False  # whether all workers can reach those of all others
         # The leader copies `sources` to `targets`. They are valid until another worker has other regions, or a mapping
         # is closed: `described` has both.
         self.targets: list[Tensor] = []
         self.sources: list[Tensor] = []
         self.described: tuple[list[bytes], list[int]] | None = None
+
+    @staticmethod
+    def lists(tensors: Sequence[Tensor], roots: Sequence[int]) -> list[CoalescedTensors]:
+        """Return so many of these objects that all tensors are in one of them."""
+        starts = range(0, len(tensors), MAX_COALESCED)
+        return [CoalescedTensors(tensors[i : i + MAX_COALESCED], roots[i : i + MAX_COALESCED]) for i in starts]
 
 
 class CudaCollectives:
@@ -115,9 +84,14 @@ class CudaCollectives:
         self._own_event = Event()
         self._thread_state = threading.local()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        device_info.write_device(uuid, [event.ipc_handle() for event in self._events])
+        self._flags: StreamFlags | None = None
+        with contextlib.suppress(LockstepError, AttributeError):
+            self._flags = StreamFlags(sync, self.stream.cuda_stream)
+        handles = [event.ipc_handle() for event in self._events]
+        device_info.write_device(uuid, handles, has_flags=self._flags is not None)
         sync.await_phase(sync.arrive())
         uuids = [device_info.uuid(rank) for rank in range(sync.size)]
+        self._can_queue = all(device_info.has_flags(rank) for rank in range(sync.size))
         leader = [uuids.index(uuid) for uuid in uuids]  # leader[rank]: the first rank on the same GPU
         self._leaders = sorted(set(leader))
         # Ranks that this worker works for; empty unless it is a leader.
@@ -132,7 +106,9 @@ class CudaCollectives:
         self._exporter = IpcExporter()
         self._importers = {rank: IpcImporter(device) for rank in sync.members.peers}
         self._staging_buffers: list[StagingBuffer] = []
+        self._phase = 0  # of the current collective: its calls are published
         self._issued = 0
+        self._is_awaited = False  # the stream of the caller waits for the current collective already
         self._in_use: deque[tuple[int, list[Tensor]]] = deque()  # (number, tensors) that a collective may still use
         self._copy_back: list[tuple[Tensor, Tensor]] = []  # (tensor, staging copy with its result)
         self._own_stream_used = False  # own stream has work queued behind the current collective
@@ -167,23 +143,66 @@ class CudaCollectives:
                     target.copy_(source)
         self._finish(own)
 
-    def broadcast_coalesced(self, coalesced: CoalescedTensors) -> bool:
+    def broadcast_coalesced(self, coalesced: CoalescedTensors, caller: Caller | None = None) -> bool:
         """Overwrite each tensor with that of its root.
 
-        Returns False, on all workers, without an effect, if the memory of a tensor cannot be shared.
+        caller  Its stream is to wait for the result; the tensors will be ready where that is now. None: they are ready,
+                and `make_waiter` waits for the result
+
+        Returns False, on all workers, without an effect, if the memory of a tensor cannot be shared. Then they are
+        ready.
         """
-        self._release_finished()
-        if coalesced.regions is None:
-            coalesced.regions = [self._exporter.region(t) if t.numel() else NO_REGION for t in coalesced.tensors]
-        is_shareable = None not in coalesced.regions
-        call = Call("broadcast", (ON_DEVICE, *coalesced.same), offset=0 if is_shareable else -1)
-        calls = self._publish(call, [region or NO_REGION for region in coalesced.regions])
-        if any(call.offset < 0 for call in calls):
+        if caller is not None and self._can_queue:
+            return self._queue_coalesced(coalesced, caller)
+        if caller is not None:
+            call_driver("cuStreamSynchronize", caller.stream)
+        if not self._publish_coalesced(coalesced):
             return False
         if self._served:
             self._copy_coalesced(coalesced)
         self._finish(coalesced.tensors)
         return True
+
+    def _queue_coalesced(self, coalesced: CoalescedTensors, caller: Caller) -> bool:
+        """As broadcast_coalesced, but without a host that waits for a GPU, or, but for leaders, for another worker."""
+        number, flags = self.sync.calls + 1, self._flags
+        assert flags is not None
+        flags.write_ready(number, caller.stream)
+        try:
+            # That all can share their memory is known from the first time.
+            is_ahead = coalesced.is_shared and not self._served and number - self.sync.awaited_calls < MAX_AHEAD
+            if not self._publish_coalesced(coalesced, waits=not is_ahead):
+                call_driver("cuStreamSynchronize", caller.stream)
+                return False
+            self._issued, self._is_awaited = self._issued + 1, True
+            if self._served:
+                flags.wait(number, self.stream.cuda_stream)
+                self._copy_coalesced(coalesced)
+                flags.write_done(number, self.stream.cuda_stream)
+                self._events[self._issued % EVENTS].record(self.stream)
+        except BaseException:
+            flags.release(number, self._leaders)
+            raise
+        flags.wait(number, caller.stream, self._leaders)
+        # Not released in the next collective: a step that allocates its gradients before that needs the memory.
+        flags.watch(number, self._leaders, caller.thread, kept=[*self._in_use, coalesced])
+        self._in_use.clear()
+        return True
+
+    def _publish_coalesced(self, coalesced: CoalescedTensors, *, waits: bool = True) -> bool:
+        """Publish where this worker's tensors are, and wait until all workers have. Returns whether all are shared.
+
+        waits  False: return True at once, since that is known already
+        """
+        self._release_finished()
+        if coalesced.regions is None:
+            regions = [self._exporter.region(tensor) if tensor.numel() else NO_REGION for tensor in coalesced.tensors]
+            coalesced.regions = b"" if None in regions else b"".join(region or NO_REGION for region in regions)
+        call = Call("broadcast", (ON_DEVICE, *coalesced.same), offset=0 if coalesced.regions else -1)
+        self._publish(call, coalesced.regions)
+        if waits:
+            coalesced.is_shared = all(call.offset >= 0 for call in self._await_published())
+        return coalesced.is_shared
 
     def _copy_coalesced(self, coalesced: CoalescedTensors) -> None:
         """Copy the tensors to the workers on this leader's GPU."""
@@ -273,16 +292,20 @@ class CudaCollectives:
             shareable.append(shared)
         if not (self._served and len(self._leaders) == 1) and not is_idle(self.stream.cuda_stream):
             self.stream.synchronize()  # staging copies; a lone leader's kernels are queued behind them anyway
-        self._publish(call, regions)
+        self._publish(call, b"".join(regions))
+        self._await_published()
         return shareable
 
-    def _publish(self, call: Call, regions: Sequence[bytes]) -> list[PeerCall]:
-        """Publish this worker's call and regions, and wait until all workers have. Returns their calls."""
-        sync = self.sync
-        sync.publish_call(call)
+    def _publish(self, call: Call, regions: bytes) -> None:
+        """Publish this worker's call and regions."""
+        self.sync.publish_call(call)
         self._device_info.write(regions)
-        sync.await_phase(sync.arrive())
-        calls = sync.read_calls()
+        self._phase = self.sync.arrive()
+
+    def _await_published(self) -> list[PeerCall]:
+        """Wait until all workers have published their calls, and return them."""
+        self.sync.await_phase(self._phase)
+        calls = self.sync.read_calls()
         if self._served and len(self._leaders) > 1:
             for event in self._last_events():
                 self.stream.wait_event(event)
@@ -291,7 +314,7 @@ class CudaCollectives:
     def _finish(self, own: Parts) -> None:
         """Signal that the kernels of this collective are queued, and wait until those of all leaders are."""
         sync = self.sync
-        self._issued += 1
+        self._issued, self._is_awaited = self._issued + 1, False
         if self._served:
             self._events[self._issued % EVENTS].record(self.stream)
         sync.await_phase(sync.arrive())
@@ -347,7 +370,7 @@ class CudaCollectives:
 
     def make_waiter(self) -> Callable[[], None]:
         """Return the function that a caller runs in its own thread to wait for the collective that was just issued."""
-        events, device = self._last_events(), self.device
+        events, device = [] if self._is_awaited else self._last_events(), self.device
         if self._own_stream_used:
             events = [*events, self._own_event]
 
@@ -362,7 +385,14 @@ class CudaCollectives:
 
         return wait
 
+    def finish_queued(self, wait_s: float) -> None:
+        """Wait until all that is queued behind other workers is done, for some time at most."""
+        if self._flags is not None:
+            self._flags.wait_until_done(wait_s)
+
     def close(self) -> None:
+        if self._flags is not None:
+            self._flags.close()
         with contextlib.suppress(RuntimeError):
             self.stream.synchronize()
         for importer in self._importers.values():

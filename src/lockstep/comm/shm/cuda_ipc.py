@@ -9,6 +9,7 @@ import ctypes
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -46,10 +47,18 @@ def _driver() -> Any:
     driver.cuStreamQuery.argtypes = [ctypes.c_void_p]
     driver.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+    driver.cuMemHostRegister_v2.argtypes = [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint]
+    driver.cuMemHostUnregister.argtypes = [ctypes.c_uint64]
+    driver.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint]
+    driver.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+    with suppress(AttributeError):  # drivers before CUDA 11.7 do not have them
+        for function in (driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     return driver
 
 
-def _call(name: str, *args: Any) -> None:
+def call_driver(name: str, *args: Any) -> None:
+    """Call a function of the CUDA driver. Raises LockstepError if it returns an error."""
     code = getattr(_driver(), name)(*args)
     if code != 0:
         raise LockstepError(f"{name} failed with CUDA error {code}; see CUresult in cuda.h")
@@ -57,7 +66,7 @@ def _call(name: str, *args: Any) -> None:
 
 def _attribute(which: int, address: int) -> int:
     value = ctypes.c_uint64(0)
-    _call("cuPointerGetAttribute", ctypes.byref(value), which, address)
+    call_driver("cuPointerGetAttribute", ctypes.byref(value), which, address)
     return value.value
 
 
@@ -122,10 +131,10 @@ class IpcImporter:
                 # No queued kernel may use the mapping that is closed now.
                 torch.cuda.current_stream(self._device).synchronize()
                 self.closed += 1
-                _call("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
+                call_driver("cuIpcCloseMemHandle", self._mapped.popitem(last=False)[1])
             address, handle = ctypes.c_uint64(0), _Handle()
             ctypes.memmove(ctypes.addressof(handle), packed_handle, _HANDLE_BYTES)
-            _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+            call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
             self._mapped[allocation] = address.value
         self._mapped.move_to_end(allocation)
         return self._mapped[allocation]
@@ -159,7 +168,7 @@ class StagingBuffer:
             # Smaller allocations share a block of the driver, and a peer can map a block only once.
             capacity = max(BLOCK_BYTES, 1 << (size - 1).bit_length())
             address = ctypes.c_uint64(0)
-            _call("cuMemAlloc_v2", ctypes.byref(address), capacity)
+            call_driver("cuMemAlloc_v2", ctypes.byref(address), capacity)
             self._address, self._size = address.value, capacity
         return as_tensor(self._address, size, self._device)
 

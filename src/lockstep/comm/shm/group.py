@@ -8,11 +8,13 @@ memory in collectives.py, their queue and thread in executor.py.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from lockstep import _torch
 from lockstep._torch import BarrierOptions, Store
 from lockstep.comm.flatten_tensors import single_tensor
 from lockstep.comm.shm import tensor_collectives as on_tensors
@@ -28,10 +31,11 @@ from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives
 from lockstep.comm.shm.executor import CollectiveExecutor, CombinedWork, ShmWork
 from lockstep.comm.shm.memory import Heap, create_segment
 from lockstep.comm.shm.mixed_backend import DeviceBackends, dispatch_by_device
-from lockstep.comm.shm.phases import MAX_COALESCED, GroupSync, State
+from lockstep.comm.shm.phases import GroupSync, State
 from lockstep.comm.shm.point_to_point import PointToPoint
 from lockstep.comm.shm.reduce_ops import RedOpType, Reduction, parse_reduction
 from lockstep.comm.shm.rendezvous import exchange_segments
+from lockstep.comm.shm.stream_flags import Caller
 from lockstep.comm.shm.tensor_collectives import Splits, Tensors, as_bytes, flatten
 from lockstep.errors import PeerLostError
 from lockstep.world.rendezvous import JoinRegistry
@@ -96,8 +100,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- properties that torch reads --------------------------------------------------------------------------------
 
-    supports_splitting = False
-    supports_coalescing = True
+    supports_splitting, supports_coalescing = False, True
 
     def getBackendName(self) -> str:
         return "shm"
@@ -213,12 +216,12 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, root = single_tensor(tensors), self._root("broadcast", opts)
         return self._submit(tensor, opts, [tensor], on_tensors.broadcast, tensor, root)
 
-    def prepare_broadcasts(self, tensors: Tensors, roots: Sequence[int]) -> Callable[[], Work]:
+    def prepare_broadcasts(self, tensors: Tensors, roots: Sequence[int]) -> Callable[..., Work]:
         """Return a function that broadcasts these tensors, each from its root; on a GPU all at once. They are
-        contiguous, of one dtype, on a device that shm serves in this group, and kept."""
-        flat, n = [tensor.data.view(-1) for tensor in tensors], MAX_COALESCED
-        lists = [CoalescedTensors(flat[i : i + n], roots[i : i + n]) for i in range(0, len(flat), n)]
-        return lambda: self._submit(flat[0], None, flat[:1], on_tensors.broadcast_coalesced, lists)
+        contiguous, of one dtype, on a device that shm serves in this group, and kept. With `queues=True`, on a GPU,
+        only the current stream waits for that; if a worker is lost, PeerLostError comes later (stream_flags.py)."""
+        lists = CoalescedTensors.lists([tensor.data.view(-1) for tensor in tensors], roots)
+        return partial(self._submit, tensors[0], None, tensors[:1], on_tensors.broadcast_coalesced, lists)
 
     @dispatch_by_device
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
@@ -287,32 +290,23 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Work:
-        device = getattr(opts, "device", None)
-        if device is not None and device.type == "cuda":
+        if (device := getattr(opts, "device", None)) is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return self._submit(torch.empty(0), opts, [], Collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names a missing rank, or all of them if `wait_all_ranks`. Worded like Gloo's errors."""
         opts = BarrierOptions()
+        opts.asyncOp = False
         if timeout is not None:
             opts.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
             if opts.timeout <= timedelta(0):
                 raise RuntimeError(f"Rank {self._rank} timed out in monitoredBarrier: the timeout is {opts.timeout}")
-        opts.asyncOp = False
+        wait_s = self._sync.timeout_s if timeout is None else opts.timeout.total_seconds()
         try:
             self._submit(torch.empty(0), opts, [], Collectives.barrier, "monitored_barrier").wait()
         except PeerLostError as error:
-            if self._rank != 0:
-                text = f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting "
-                text += "for send/recv from rank 0"
-            elif wait_all_ranks:
-                missing = [str(self._sync.global_ranks[rank]) for rank in self._sync.missing()]
-                text = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier"
-            else:
-                wait_ms = 1000 * (opts.timeout.total_seconds() if timeout is not None else self._sync.timeout_s)
-                text = f"Rank {error.rank} failed to pass monitoredBarrier in {wait_ms:.0f} ms"
-            raise PeerLostError(f"{text}: {error}", rank=error.rank, pid=error.pid) from error
+            raise self._sync.monitored_barrier_error(error, wait_s, all_missing=wait_all_ranks) from error
 
     # ---- point to point ---------------------------------------------------------------------------------------------
 
@@ -356,15 +350,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        for device in self._devices.values():
+            device.finish_queued(0 if state is State.ABORTED else CLOSE_TIMEOUT_S)
         self._sync.leave(state)
         self._executor.close(CLOSE_TIMEOUT_S)
         self._device_backends.close(state is State.ABORTED)
-        self._sync.close()
-        self._kept_works.clear()
-        del self._host, self._heap, self._point_to_point
         for device in self._devices.values():
             device.close()
         self._devices = {}
+        self._sync.close()
+        self._kept_works.clear()
+        del self._host, self._heap, self._point_to_point
 
     def fail_if_dead(self, error: PeerLostError) -> PeerLostError:
         """Fail this group if the rank that was lost while a subgroup was formed is dead. Returns the error to raise.
@@ -382,15 +378,19 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- execution --------------------------------------------------------------------------------------------------
 
-    def _submit(self, tensor: Tensor, opts: Any, results: Tensors, run: Callable[..., None], *args: Any) -> Work:
-        """Queue `run(collectives, *args)` with the collectives for the device of `tensor`."""
+    def _submit(
+        self, tensor: Tensor, opts: Any, results: Tensors, run: Callable[..., None], *args: Any, queues: bool = False
+    ) -> Work:
+        """Queue `run(collectives, *args)` with the collectives for the device of `tensor`. If `queues`, only the stream
+        of the caller waits for the tensors and the result: `run` gets a Caller as well."""
         self._sequence += 1
         self._check_open()
-        seconds = 0.0 if opts is None else opts.timeout.total_seconds()
-        wait_s = seconds if seconds > 0 else None
-        wait = not getattr(opts, "asyncOp", True) and self._coalescing is None
+        wait_s = None if opts is None or opts.timeout <= timedelta(0) else opts.timeout.total_seconds()
+        wait = queues or (not getattr(opts, "asyncOp", True) and self._coalescing is None)
         device = tensor.device if tensor.is_cuda else None
-        ready = None if device is None else event_behind_queued(device)
+        ready = None if device is None or queues else event_behind_queued(device)
+        if queues:
+            args = (*args, Caller(_torch.cuda_current_raw_stream(tensor.device.index), threading.get_ident()))
 
         def execute(work: ShmWork, spin: bool) -> None:
             with self._sync.begin(wait_s=wait_s, spin=spin):
@@ -402,8 +402,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
                     run(collectives, *args)
                 work.sync_stream = collectives.make_waiter()
 
-        work = self._executor.submit(execute, results, wait=wait)
-        return self._collect(work, results if device is None else ())
+        return self._collect(self._executor.submit(execute, results, wait=wait), results if device is None else ())
 
     def _cuda_collectives(self, device: torch.device) -> CudaCollectives:
         if device not in self._devices:

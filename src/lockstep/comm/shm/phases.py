@@ -16,6 +16,7 @@ import ctypes
 import os
 import select
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ from lockstep.errors import DesyncError, LockstepError, PeerLostError
 from lockstep.process_identity import read_stat
 
 POLL_S: Final = 0.05
-HEADERS: Final = 4  # no worker is more than one collective ahead of another
+HEADERS: Final = 4  # no worker is more than MAX_AHEAD collectives ahead of another
+MAX_AHEAD: Final = 2
 DEVICE_INFO_BYTES: Final = 512
 REGION_BYTES: Final = 88  # of the description of a tensor on a GPU (cuda_ipc.py)
 MAX_COALESCED: Final = 256  # tensors that are broadcast at once
@@ -106,8 +108,17 @@ class SegmentLayout:
         return self.message_ring(self.size) + number % HEADERS * 2 * self.size * 8
 
     @property
+    def stream_flags(self) -> int:
+        """Offset of the numbers of stream_flags.py, two for each pair of workers; used in the first segment only."""
+        return _in_pages(self.region_table(HEADERS))
+
+    @property
     def end(self) -> int:
-        return -(-self.region_table(HEADERS) // PAGE) * PAGE
+        return self.stream_flags + _in_pages(8 * self.size * self.size)
+
+
+def _in_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE) * PAGE
 
 
 @dataclass(slots=True)
@@ -231,7 +242,9 @@ class GroupSync:
         self.layout = SegmentLayout(size)
         self.members = GroupMembers(rank, segment, global_ranks, {})
         self.calls = 0  # number of collectives so far
+        self.awaited_calls = 0  # the last one of which all workers are known to have come to it
         self.failure: LockstepError | None = None
+        self.failed_in: int | None = None  # the thread that knows it first
         self.on_idle: Callable[[], None] = lambda: None  # called now and then while a worker waits
         self._wait_s = timeout_s
         self._pending = PendingWait("the formation of the group", timeout_s)
@@ -309,6 +322,7 @@ class GroupSync:
                     self.check_peers([r for r, _ in incoming if self._seen[r] < phase], self._pending)
         if self.failure is not None:  # another thread has closed the group, and no peers are left to wait for
             raise self.failure
+        self.awaited_calls = self.calls
 
     def exchange_calls(self, call: Call) -> list[PeerCall]:
         """Publish this worker's next call, and return those of all ranks. Raises DesyncError if they differ."""
@@ -347,9 +361,20 @@ class GroupSync:
 
     # ---- lost and late peers ----------------------------------------------------------------------------------------
 
-    def missing(self) -> list[int]:
-        """Ranks that have not arrived at this worker's current phase."""
-        return [rank for rank, _ in self._incoming if self._seen[rank] < self._arrived]
+    def monitored_barrier_error(self, error: PeerLostError, wait_s: float, *, all_missing: bool) -> PeerLostError:
+        """Return an error of a barrier in the words of Gloo.
+
+        all_missing  whether rank 0 names all ranks that have not arrived
+        """
+        if self.rank != 0:
+            text = f"Rank {self.rank} successfully reached monitoredBarrier, but received errors while waiting "
+            text += "for send/recv from rank 0"
+        elif all_missing:
+            missing = [str(self.global_ranks[rank]) for rank, _ in self._incoming if self._seen[rank] < self._arrived]
+            text = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier"
+        else:
+            text = f"Rank {error.rank} failed to pass monitoredBarrier in {1000 * wait_s:.0f} ms"
+        return PeerLostError(f"{text}: {error}", rank=error.rank, pid=error.pid)
 
     def check_peers(self, missing: Sequence[int], pending: PendingWait) -> None:
         """Raise if waiting for `missing` is of no use: a peer is lost, the group was aborted, or it is too late."""
@@ -363,7 +388,7 @@ class GroupSync:
     def fail(self, error: LockstepError) -> LockstepError:
         """Mark the group as failed for good, and publish that to the peers. Returns the error to raise."""
         if self.failure is None:
-            self.failure = error
+            self.failure, self.failed_in = error, threading.get_ident()
             cause = -1
             if isinstance(error, PeerLostError) and error.rank is not None:
                 _lost_peer[:] = [error.rank + 1, error.pid or 0]
@@ -376,6 +401,7 @@ class GroupSync:
         if self.failure is None:
             word, who = "aborted" if state is State.ABORTED else "destroyed", self.members.describe(self.rank)
             self.failure = LockstepError(f"this shm group was {word} by {who}; form a new one")
+            self.failed_in = threading.get_ident()
             self._publish_state(state, -1)
         # Other threads of this process that wait here wake up and raise the failure.
         for rank, semaphore in self._incoming:

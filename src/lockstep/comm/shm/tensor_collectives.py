@@ -12,6 +12,7 @@ from lockstep import _torch
 from lockstep.comm.shm.collectives import Collectives
 from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives
 from lockstep.comm.shm.reduce_ops import RedOpType, Reduction
+from lockstep.comm.shm.stream_flags import Caller
 
 COALESCE_BYTES: Final = 1 << 20
 PACKED_BYTES: Final = 32 << 20
@@ -144,10 +145,15 @@ def broadcast(collectives: AnyCollectives, tensor: Tensor, root: int) -> None:
     _write_into(collectives, [tensor], move, read=True)
 
 
-def broadcast_coalesced(collectives: AnyCollectives, lists: Sequence[CoalescedTensors]) -> None:
-    """Broadcast the tensors of each list at once, or where memory cannot be shared, copied together."""
+def broadcast_coalesced(
+    collectives: AnyCollectives, lists: Sequence[CoalescedTensors], caller: Caller | None = None
+) -> None:
+    """Broadcast the tensors of each list at once, or where memory cannot be shared, copied together.
+
+    caller  None if the tensors are ready: see CudaCollectives.broadcast_coalesced
+    """
     for coalesced in lists:
-        if not (isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(coalesced)):
+        if not (isinstance(collectives, CudaCollectives) and collectives.broadcast_coalesced(coalesced, caller)):
             for root in range(collectives.sync.size):
                 own = [
                     tensor for tensor, owner in zip(coalesced.tensors, coalesced.roots, strict=True) if owner == root
