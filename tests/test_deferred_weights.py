@@ -38,9 +38,9 @@ def on_hosts_of_their_own(rank: int, delay_s: float = DELAY_S) -> None:
     os.environ["LOCKSTEP_HOST"] = f"host {rank}"
     run = WeightExchange.run
 
-    def run_late(self: WeightExchange, *arguments: Any) -> None:
+    def run_late(self: WeightExchange, *arguments: Any, **options: Any) -> None:
         time.sleep(delay_s)
-        run(self, *arguments)
+        run(self, *arguments, **options)
 
     WeightExchange.run = run_late  # type: ignore[method-assign]
 
