@@ -278,6 +278,15 @@ def test_harm(without: list[float], compressed: list[float], harm: float) -> Non
     assert str(LossComparison.from_json(found.to_json())) == str(found)
 
 
+def test_a_loss_that_does_not_fall_is_not_said_to_show_that_nothing_is_harmed() -> None:
+    told = LossComparison.of([1.1] * 16 + [1.12] * 16, [1.1] * 16 + [1.12] * 16).describe("int4")
+    assert "the loss went from 1.1 to 1.12 without and to 1.12 with" in told
+    assert "a loss that hardly falls does not show whether this harms" in told
+    assert "harmless" not in told
+    assert "too harmful" in LossComparison.of([2.0] * 32, [2.0] * 16 + [2.1] * 16).describe("int4")
+    assert "too harmful" in LossComparison.of([2.0] * 32, [2.0] * 7).describe("int4")
+
+
 class Overflows:
     """A loss that is not finite in a step of a comparison, and never in one of the run itself."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.differences import setting_changes
-from lockstep.errors import LockstepError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.step.loss_check import Evaluated, cut_in_two, is_mean, may_be_mean
 from on_workers import on_workers, run_program, try_on_workers
 from test_launch import Stage, stage, wait_for  # noqa: F401
@@ -377,6 +378,45 @@ def test_starting_over_moves_what_was_there(tmp_path: Path, monkeypatch: pytest.
     assert train(tmp_path, epochs=1) == []  # a replaced worker of the same job
     with pytest.raises(TypeError, match="resume='no' must be True or False"):
         quiet(tmp_path, resume="no")
+
+
+def block_checkpoints(directory: Path) -> None:
+    """Make it impossible to write another checkpoint there."""
+    (directory / "checkpoints").rename(directory / "written")
+    (directory / "checkpoints").write_text("")
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error_at_the_end(tmp_path: Path) -> None:
+    after = []
+    with pytest.raises(CheckpointError, match=r"step 18, the last one, is not saved in .*start the same command again"):
+        with quiet(tmp_path, save_every=5) as run:
+            model = run.replicate(net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch in run.train(run.batches(dataset(), global_batch_size=BATCH, epochs=3, shards=4), optimizer):
+                run.step(loss, batch)
+                if batch.number == 16:
+                    block_checkpoints(tmp_path)
+            after.append(run.digest())  # the program is not kept from using what it has trained
+    assert len(after) == 1
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "written").rename(tmp_path / "checkpoints")
+    assert train(tmp_path, options={"save_every": 5})[-1] == 17
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elastic", [(), ("--min", "1", "--max", "2")], ids=["fixed", "elastic"])
+def test_the_launcher_fails_if_the_last_checkpoint_cannot_be_written(stage: Stage, elastic: tuple[str, ...]) -> None:  # noqa: F811
+    script = stage.script(
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_newcomer import *\n"
+        "def block(batch):\n"
+        "    if batch.number == 16 and rank == 0:\n"
+        "        block_checkpoints(Path('run'))\n"
+        "train(Path('run'), body=block)\n"
+    )
+    done = stage.run(*(elastic or ("-n", "2")), script)
+    assert done.returncode == 1, done.stderr
+    assert "step 18, the last one, is not saved" in done.stderr
 
 
 @pytest.mark.slow
@@ -883,6 +923,18 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count_after_a_resume(tm
     assert go(2, 9.0, is_blocked=True)
     assert go(3, 5.0, is_blocked=False)
     assert not go(4, 3.0, is_blocked=False)
+
+
+def test_a_folder_of_the_best_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    with quiet(tmp_path) as run:
+        for epoch in epochs_of(run, 2):
+            assert run.save_best([0.6, 0.5][epoch], mode="min")
+            if epoch == 0:
+                wait_for(
+                    (tmp_path / "best" / "checkpoints" / "step-000000006").exists, "the first checkpoint of the best"
+                )
+                shutil.rmtree(tmp_path / "best")
+    assert checkpoints(tmp_path / "best") == [12]
 
 
 def test_weights_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:

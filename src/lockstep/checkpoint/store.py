@@ -87,13 +87,14 @@ def choose_outdated(
 class CheckpointStore:
     """The checkpoint directory of a run. One worker writes, all workers read."""
 
-    def __init__(self, run_directory: Path, *, kept: int = KEPT) -> None:
+    def __init__(self, run_directory: Path, *, kept: int = KEPT, mounted: Path | None = None) -> None:
+        """`mounted`: what is not made again if it is missing after the first checkpoint; None: `run_directory`."""
         if not isinstance(kept, int) or kept < KEPT:
             raise ValueError(f"kept={kept!r} checkpoints: {KEPT} is the least, since the newest may get damaged")
         self.directory = run_directory / "checkpoints"
         self._kept = kept
         self._known_valid: set[int] = set()  # steps whose checkpoint this process has read completely
-        self._was_created = False
+        self._mounted, self._was_created = mounted or run_directory, False
         self.kept_step: int | None = None  # the newest checkpoint up to this step is not removed
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -214,11 +215,11 @@ class CheckpointStore:
         file_io.remove(aside)
 
     def _make_directory(self) -> None:
-        """Create the directory; the first time with its parents.
+        """Create the directory, with its parents.
 
-        If the run's directory is missing later, it was unmounted or removed, and FileNotFoundError is raised.
+        If that of the run is missing after the first time, it was unmounted or removed: raises FileNotFoundError.
         """
-        if not self._was_created:
+        if not self._was_created or self._mounted.is_dir():
             file_io.make_directory(self.directory)
             self._was_created = True
         self.directory.mkdir(exist_ok=True)

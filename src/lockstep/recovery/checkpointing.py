@@ -37,8 +37,10 @@ class CheckpointSaver:
         every: str | int | None,
         fence: Callable[[], bool] = lambda: True,
         on_written: Callable[[SavedCheckpoint], None] = lambda _: None,
+        mounted: Path | None = None,
     ) -> None:
-        self._store = CheckpointStore(directory) if directory is not None else None
+        """`mounted`: see CheckpointStore."""
+        self._store = CheckpointStore(directory, mounted=mounted) if directory is not None else None
         self._every, self._fence, self._on_written = read_interval(every), fence, on_written
         self._writer: CheckpointWriter | None = None
         self._saved_at = -1

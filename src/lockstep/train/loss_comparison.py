@@ -60,17 +60,25 @@ class LossComparison:
         return LossComparison(*(mean if math.isfinite(mean) else math.nan for mean in means))
 
     @property
+    def _least_fall(self) -> float:
+        return max(LEAST_FALL * abs(self.without), SMALLEST_FALL)
+
+    @property
     def harm(self) -> float:
         """By how much the loss falls less with compression, as a share of what it falls without."""
-        fall = max(self.before - self.without, LEAST_FALL * abs(self.without), SMALLEST_FALL)
-        return (self.compressed - self.without) / fall
+        return (self.compressed - self.without) / max(self.before - self.without, self._least_fall)
 
     def describe(self, kind: str) -> str:
         """Return the losses and what they mean, for users."""
-        losses = f"the loss fell from {self.before:.4g} to {self.without:.4g} without and to {self.compressed:.4g} with"
-        verdict = "harmless" if self.is_harmless else "too harmful"
-        share = f"{self.harm:.1%} less far, at most {LARGEST_HARM:.0%} is accepted: {verdict}"
-        return f'{STEPS} steps were tried: {losses} grad_comm="{kind}" ({share})'
+        is_falling = not self.before - self.without < self._least_fall  # also if a loss is NaN
+        losses = f"from {self.before:.4g} to {self.without:.4g} without and to {self.compressed:.4g} with"
+        losses = f'the loss {"fell" if is_falling else "went"} {losses} grad_comm="{kind}"'
+        if self.is_harmless and not is_falling:
+            verdict = "a loss that hardly falls does not show whether this harms; nothing speaks against it"
+        else:
+            verdict = f"{self.harm:.1%} less far, at most {LARGEST_HARM:.0%} is accepted: "
+            verdict += "harmless" if self.is_harmless else "too harmful"
+        return f"{STEPS} steps were tried: {losses} ({verdict})"
 
     def to_json(self) -> list[float | None]:
         return [None if math.isnan(loss) else loss for loss in (self.before, self.without, self.compressed)]

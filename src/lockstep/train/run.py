@@ -141,8 +141,8 @@ class Run:
             self._loop.progress.print_report_command(session.trace_folder if self.options.trace else None)
         if is_planned and session.group is not dist.group.WORLD:
             dist.destroy_process_group(session.group)
-        if error is None and self.interrupted:
-            raise session.stops.exit()
+        if error is None:
+            session.end_program(is_interrupted=self.interrupted)
 
     def _leave(self, error: BaseException | None) -> None:
         """Inform the launcher and the other workers that the program leaves the Run by an exception, before its end."""

@@ -78,6 +78,7 @@ class Checkpoints:
         self.was_stopped = False  # by the program, in an earlier start
         self._saved: tuple[int, int] | None = None  # what was saved or restored last: see `_mark`
         self._resumed_from: tuple[int, int] | None = None  # what the checkpoint holds: see `_mark`
+        self.unsaved_step: int | None = None  # where the loop has ended, if its last checkpoint could not be written
 
     # -- what a state is ---------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class Checkpoints:
 
     def _saver_of_best(self, directory: Path) -> CheckpointSaver:
         if self._best_saver is None:
-            self._best_saver = CheckpointSaver(directory / BEST, None, self._fence)
+            self._best_saver = CheckpointSaver(directory / BEST, None, self._fence, mounted=directory)
         return self._best_saver
 
     def is_best_missing(self) -> bool:
@@ -232,6 +233,15 @@ class Checkpoints:
         """
         mark = self._mark(plan, here)
         return mark == self._resumed_from or (self._saved == mark and self.saver.has_written(here.number))
+
+    def refuse_unsaved(self) -> None:
+        """Raise CheckpointError, on all workers, if the last checkpoint of the run could not be written."""
+        if self.unsaved_step is not None:
+            raise CheckpointError(
+                f"step {self.unsaved_step}, the last one, is not saved in {self.directory}: its checkpoint could not "
+                "be written, and rank 0 has printed why. Mend that, and start the same command again: it continues "
+                "from the checkpoint before it"
+            )
 
     def save_alone(self, plan: TrainingPlan, here: Position, why: str, then: Callable[[], None]) -> None:
         """Write a checkpoint without other workers, wait for it, and call `then`. Prints whether this was done."""

@@ -181,6 +181,12 @@ class Session:
             self.calls.make("the end of the run", self._wait_for_all)
         self.calls.end()
 
+    def end_program(self, *, is_interrupted: bool) -> None:
+        """Raise what ends the program after the run: SystemExit for a stop that was asked for, or CheckpointError."""
+        if is_interrupted:
+            raise self.stops.exit()
+        self.checkpoints.refuse_unsaved()
+
     def _wait_for_all(self) -> None:
         """Barrier: no worker leaves while another still communicates."""
         faults.at("ending")

@@ -319,14 +319,15 @@ def save_last(session: Session, plan: TrainingPlan, here: Position, note_end: Ca
             session, plan, lambda whole: checkpoints.save(plan, here, writes=session.is_main, whole=whole)
         )
 
-    def finish_checkpoints() -> None:
+    def finish_checkpoints() -> bool:
         if plan.is_distributed:
             checkpoints.drain(check)
         else:
             checkpoints.save_last(plan, here, check)
         note_end()
+        return checkpoints.is_on_disk(plan, here)
 
-    session.on_one.run(finish_checkpoints)
+    checkpoints.unsaved_step = None if session.on_one.run(finish_checkpoints) else here.number
 
 
 def is_save_due(session: Session, plan: TrainingPlan, batch: Batch, *, asked: bool) -> bool:
