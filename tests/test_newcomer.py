@@ -1089,7 +1089,7 @@ def test_blocks_that_differ_in_a_number_are_compiled_one_by_one() -> None:
     "options",
     [
         {"backend": "aot_eager"},
-        {"backend": "aot_eager", "regional": True},
+        pytest.param({"backend": "aot_eager", "regional": True}, marks=pytest.mark.slow),
         pytest.param("regional", marks=pytest.mark.slow),
         pytest.param(True, marks=pytest.mark.slow),
         pytest.param({"mode": "max-autotune"}, marks=pytest.mark.slow),

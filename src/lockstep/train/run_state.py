@@ -234,15 +234,6 @@ class Checkpoints:
         mark = self._mark(plan, here)
         return mark == self._resumed_from or (self._saved == mark and self.saver.has_written(here.number))
 
-    def refuse_unsaved(self) -> None:
-        """Raise CheckpointError, on all workers, if the last checkpoint of the run could not be written."""
-        if self.unsaved_step is not None:
-            raise CheckpointError(
-                f"step {self.unsaved_step}, the last one, is not saved in {self.directory}: its checkpoint could not "
-                "be written, and rank 0 has printed why. Mend that, and start the same command again: it continues "
-                "from the checkpoint before it"
-            )
-
     def save_alone(self, plan: TrainingPlan, here: Position, why: str, then: Callable[[], None]) -> None:
         """Write a checkpoint without other workers, wait for it, and call `then`. Prints whether this was done."""
         end_s = time.monotonic() + SAVE_ALONE_S

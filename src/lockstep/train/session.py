@@ -19,6 +19,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.comm import abortable_wait
 from lockstep.data.sample_order import is_int
 from lockstep.elastic import agent_client
+from lockstep.errors import CheckpointError
 from lockstep.recovery.call_check import CallCheck
 from lockstep.recovery.certify_log import StateLog
 from lockstep.recovery.collective_calls import CollectiveCalls, print_message
@@ -182,10 +183,16 @@ class Session:
         self.calls.end()
 
     def end_program(self, *, is_interrupted: bool) -> None:
-        """Raise what ends the program after the run: SystemExit for a stop that was asked for, or CheckpointError."""
+        """Raise what ends the program after the run: SystemExit for a stop that was asked for, or CheckpointError, on
+        all workers, if the last checkpoint could not be written."""
         if is_interrupted:
             raise self.stops.exit()
-        self.checkpoints.refuse_unsaved()
+        if (step := self.checkpoints.unsaved_step) is not None:
+            raise CheckpointError(
+                f"step {step}, the last one, is not saved in {self.directory}: its checkpoint could not be written, "
+                "and rank 0 has printed why. Mend that, and start the same command again: it continues from the "
+                "checkpoint before it"
+            )
 
     def _wait_for_all(self) -> None:
         """Barrier: no worker leaves while another still communicates."""
