@@ -1,6 +1,9 @@
 /* The operations of integer_codec.py on a CPU, each in one pass. They return the same bits as the functions there: see
    Note [Exactness]. Blocks have BLOCK elements; codec_kernels.py compiles this file and calls it. */
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -208,6 +211,21 @@ void round_sums(const int16_t *sums, int32_t offset, const int64_t *numbers, uin
     }
 }
 
+#ifdef __AVX512F__
+/* Writes a block past the caches: what is decoded is large, and was not in them. Then nothing has to be read first. */
+static void write_block(float *to, const float *block) {
+    if ((uintptr_t)to % 64 == 0)
+        for (int j = 0; j < BLOCK; j += 16) _mm512_stream_ps(to + j, _mm512_loadu_ps(block + j));
+    else
+        memcpy(to, block, BLOCK * sizeof *to);
+}
+
+static void finish_writes(void) { _mm_sfence(); }
+#else
+static void write_block(float *to, const float *block) { memcpy(to, block, BLOCK * sizeof *to); }
+static void finish_writes(void) {}
+#endif
+
 /* Values of 5 bits: four are in the bytes at `low`, shifted by `down`, and one in those at `high`, at place `slice`. */
 static inline void decode_few(const uint8_t *restrict low, const uint8_t *restrict high, int down, int slice,
                               float factor, float *restrict out, int64_t count) {
@@ -231,14 +249,18 @@ void decode(const uint8_t *packed, const uint8_t *codes, const uint8_t *shifts, 
             if (i == 0) find_factors(codes + b, shifts + b, scale, factors, left);
             /* the first and the last block of a slice may belong to two of them */
             int64_t at = b == first ? begin : b * BLOCK, until = (b + 1) * BLOCK < end ? (b + 1) * BLOCK : end;
-            if (bits == 8)
-                for (int j = 0; j < BLOCK; j++) gradient[at + j] = (float)((int32_t)packed[at + j] - 127) * factors[i];
-            else if (until - at == BLOCK)
-                decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], gradient + at, BLOCK);
-            else
+            float block[BLOCK];
+            if (bits == 8) {
+                for (int j = 0; j < BLOCK; j++) block[j] = (float)((int32_t)packed[at + j] - 127) * factors[i];
+                write_block(gradient + at, block);
+            } else if (until - at == BLOCK) {
+                decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], block, BLOCK);
+                write_block(gradient + at, block);
+            } else
                 decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], gradient + at, until - at);
         }
     }
+    finish_writes();
 }
 
 /* -- differences of weights: delta_codec.py ------------------------------------------------------------------------ */
@@ -286,7 +308,6 @@ static void read_planes(const uint16_t *planes, int width, uint32_t *values) {
 }
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-#include <immintrin.h>
 
 static void write_planes_fast(const uint32_t *values, int width, uint16_t *planes) {
     __m512i all = _mm512_loadu_si512(values);

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Kernels, TorchKernels, dither_table
+from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Kernels, Rows, TorchKernels, dither_table
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class CpuKernels:
         for row, packed in zip(values, out, strict=True):
             pack(_at(row), _at(packed), ctypes.c_int64(row.numel()), bits)
 
-    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
+    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
         if out.dtype != torch.int16:
             self._torch.unpack_sum(packed, bits, out)
             return
@@ -188,7 +188,7 @@ class CpuKernels:
         at, to = [_at(sums), offset, _at(numbers), _key(key)], [_at(values), _at(shifts)]
         self._library.round_sums(*at, *self._table_of_sums, *to, _count(sums), self.codec.result_bits)
 
-    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         blocks, factor = len(out) // len(packed), ctypes.c_float(float(scale))
         for n, section in enumerate(packed):
             at = slice(n * blocks, (n + 1) * blocks)

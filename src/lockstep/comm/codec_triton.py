@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.comm.integer_codec import BLOCK, CODE_OFFSET, CODE_SHIFT, ROWS, TorchKernels, dither_table, planes_of
+from lockstep.comm.integer_codec import (
+    BLOCK,
+    CODE_OFFSET,
+    CODE_SHIFT,
+    ROWS,
+    Rows,
+    TorchKernels,
+    as_tensor,
+    dither_table,
+    planes_of,
+)
 
 PER_PROGRAM = 32  # blocks
 ELEMENTS = 2048  # of a program that packs or unpacks
@@ -210,16 +220,16 @@ class TritonKernels(TorchKernels):
                 )
                 at, shift = at + size, shift + width
 
-    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
-        at, shift = 0, 0
-        with _on(packed.device):
+    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
+        at, shift, rows = 0, 0, as_tensor(packed)
+        with _on(rows.device):
             for width in planes_of(bits):
                 size = len(out) * width // 8
                 _unpack_sum[(triton.cdiv(size, ELEMENTS),)](
-                    packed[:, at:] if at else packed,
+                    rows[:, at:] if at else rows,
                     out,
-                    len(packed),
-                    packed.stride(0),
+                    len(rows),
+                    rows.stride(0),
                     size,
                     shift,
                     at == 0,
@@ -236,11 +246,11 @@ class TritonKernels(TorchKernels):
                 sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes, **UNFUSED
             )
 
-    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        sections, blocks = len(packed), len(out) // len(packed)
+    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        rows, blocks = as_tensor(packed), len(out) // len(packed)
         sizes = (self.codec.result_bits, isinstance(scale, Tensor), BLOCK, PER_PROGRAM)
         number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
         with _on(out.device):
-            _decode[(triton.cdiv(blocks, PER_PROGRAM), sections)](
-                packed, codes, shifts, number, where, out, blocks, packed.stride(0), *sizes
+            _decode[(triton.cdiv(blocks, PER_PROGRAM), len(rows))](
+                rows, codes, shifts, number, where, out, blocks, rows.stride(0), *sizes
             )

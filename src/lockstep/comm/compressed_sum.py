@@ -25,9 +25,9 @@ from torch import Tensor
 from lockstep import faults
 from lockstep.comm.codec_kernels import kernels_for
 from lockstep.comm.host_groups import OpType, RowSubgroup, SingleWorker, split_range
-from lockstep.comm.integer_codec import BLOCK, IntegerCodec
+from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Rows
 from lockstep.comm.pipelined_collectives import run_interleaved
-from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope
+from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope, SharedBuffers, shared_buffers
 
 # Chunks of a bucket, on a CPU. Each needs three exchanges inside the host and three between hosts, so there are fewer
 # where these would have to wait for a core: where a host has fewer than MANY_CORES for each of its workers.
@@ -122,7 +122,7 @@ class CompressedSum:
     def __init__(self, codec: IntegerCodec, route: Route, *, shards: int, own: int, device: torch.device) -> None:
         self.codec, self._route, self._shards, self._own, self._device = codec, route, shards, own, device
         self._sections = route.local.size * route.across.size
-        self._scratch = ScratchBuffers()
+        self._scratch, self._shared = ScratchBuffers(), _shared_buffers_of(route, device)
         self._total_dtype = torch.int16 if codec.sum_bits(shards) < 16 else torch.int32
         self._kernels, self._there = kernels_for(codec, device), kernels_for(codec, route.device)
 
@@ -161,22 +161,28 @@ class CompressedSum:
         shards = buffers.rows.view(len(buffers.rows), -1, BLOCK)[: self._own, at]
         codes = yield from self._agree_on_codes(buffers, shards, at)
         with ScratchScope(self._scratch, route.device) as scratch:
-            sums = scratch.empty(codec.sum_dtype(route.own_shards), shards.shape[1:], device=self._device)
+            dtype, width = codec.sum_dtype(route.own_shards), codec.sum_bits(route.own_shards)
+            if self._shared is not None and dtype == torch.uint8 and width == 8:  # sent as they are
+                sums = self._shared.acquire(shards[0].numel()).view(shards.shape[1:])
+            else:
+                sums = scratch.empty(dtype, shards.shape[1:], device=self._device)
             if not self._own:
                 sums.zero_()
             self._kernels.encode(shards, codes, buffers.numbers[at], buffers.shard_keys, sums)
             mine = sums.to(route.device).view(-1)
-            of_host = self._exchange(route.local, mine, codec.sum_bits(route.own_shards), scratch)()
+            of_host = self._sum_in_host(mine, width, scratch)
             finish = self._exchange(route.across, of_host, codec.sum_bits(route.shards), scratch)
             yield
             yield  # twice, so that the network has another chunk to send while this worker waits for this one
             mine = finish()
             faults.at("exchange")
             total = mine.to(self._total_dtype).view(-1, BLOCK)
-            packed, shifts = yield from self._round_and_gather(buffers, total, at, scratch)
+            packed, shifts, row = yield from self._round_and_gather(buffers, total, at, scratch)
             out = buffers.rows[-1].view(-1, BLOCK)[at]
             scale = buffers.scale()
             self._kernels.decode(packed, codes, shifts, scale, out)
+            if self._shared is not None:
+                self._shared.release(row.view(-1))
             if buffers.errors is not None:
                 noise = self.codec.noise_energy(codes, shifts, self._shards) * scale**2
                 buffers.errors.add(noise, out.double().square().sum())
@@ -217,6 +223,25 @@ class CompressedSum:
         local.all_gather(parts.flatten(1))()
         return found[: len(values)]
 
+    def _sum_in_host(self, sums: Tensor, width: int, scratch: ScratchScope) -> Tensor:
+        """Return the sum over the host's workers of this worker's part of the sums, of `width` bits."""
+        local, shared = self._route.local, self._shared
+        if shared is None:
+            return self._exchange(local, sums, width, scratch)()
+        parts = sums.view(local.size, -1)
+        numel, packed = parts.shape[1], sums
+        if parts.dtype != torch.uint8 or width != 8:
+            packed = shared.acquire(sums.numel() * width // 8)
+            self._there.pack(parts, width, packed.view(local.size, -1))
+        rows: Rows = [row.view(local.size, -1)[local.rank] for row in shared.share(packed)]
+        if not len(rows):
+            rows, wait = local.exchange_rows(packed.view(local.size, -1))
+            wait()
+        total = scratch.empty(self._total_dtype, (numel,))
+        self._there.unpack_sum(rows, width, total)
+        shared.release(packed)
+        return total
+
     def _exchange(self, subgroup: RowSubgroup, sums: Tensor, width: int, scratch: ScratchScope) -> Callable[[], Tensor]:
         """Send each worker of the subgroup its part of the sums, of `width` bits. Returns a function that waits, and
         returns the sum of what has arrived."""
@@ -239,19 +264,40 @@ class CompressedSum:
 
     def _round_and_gather(
         self, buffers: CompressedBuffers, total: Tensor, at: slice, scratch: ScratchScope
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Round the sums of this worker's section. Returns those of all sections, packed, and their shifts."""
+    ) -> Generator[None, None, tuple[Rows, Tensor, Tensor]]:
+        """Round the sums of this worker's section. Returns those of all sections, packed, their shifts, and the memory
+        of those that this worker has from other hosts."""
         codec, local, across, where = self.codec, self._route.local, self._route.across, self._route.device
         numbers = buffers.numbers[at].view(local.size, across.size, -1)[local.rank, across.rank].to(where)
         offset, size = codec.largest * self._shards, total.numel() * codec.result_bits // 8
-        gathered = scratch.empty(torch.uint8, (local.size, across.size, size + len(total)))
-        section, values = gathered[local.rank, across.rank], scratch.empty(torch.uint8, (1, total.numel()))
+        shape, values = (across.size, size + len(total)), scratch.empty(torch.uint8, (1, total.numel()))
+        gathered = scratch.empty(torch.uint8, (local.size, *shape)) if self._shared is None else None
+        if self._shared is not None:
+            row = self._shared.acquire(math.prod(shape)).view(shape)
+        elif gathered is not None:
+            row = gathered[local.rank]
+        section = row[across.rank]
         self._there.round_sums(total, offset, numbers, buffers.sum_key, values, section[size:])
         self._there.pack(values, codec.result_bits, section[:size].unsqueeze(0))
-        finish = across.all_gather(gathered[local.rank])
+        finish = across.all_gather(row)
         yield
         yield
         finish()
+        rows = [] if self._shared is None else self._shared.share(row.view(-1))
+        if rows:
+            sections = [section for one in rows for section in one.view(shape)]
+            return [one[:size] for one in sections], torch.cat([one[size:] for one in sections]), row
+        if gathered is None:
+            gathered = scratch.empty(torch.uint8, (local.size, *shape))
+            gathered[local.rank] = row
         local.all_gather(gathered.flatten(1))()
         arrived = gathered.flatten(0, 1).to(self._device)
-        return arrived[:, :size], arrived[:, size:].flatten().contiguous()  # with one block, `flatten` does not copy
+        # With one block, `flatten` does not copy.
+        return arrived[:, :size], arrived[:, size:].flatten().contiguous(), row
+
+
+def _shared_buffers_of(route: Route, device: torch.device) -> SharedBuffers | None:
+    """Return buffers that all workers of a host can read; None if they have no such memory, or need none."""
+    group = getattr(route.local, "group", None)
+    is_possible = route.local.size > 1 and {device.type, route.device.type} == {"cpu"} and hasattr(group, "share")
+    return shared_buffers(group) if is_possible else None

@@ -48,6 +48,14 @@ CODE_SHIFT: Final = 21
 CODE_OFFSET: Final = 363
 
 
+Rows = Tensor | Sequence[Tensor]  # of bytes: the second also if they are apart in memory
+
+
+def as_tensor(rows: Rows) -> Tensor:
+    """Return the rows as one tensor."""
+    return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
+
+
 class Kernels(Protocol):
     """The operations of a codec on all elements.
 
@@ -68,7 +76,7 @@ class Kernels(Protocol):
     def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
         """Pack rows of non-negative integers [rows, numel] of so many bits into uint8 [rows, numel * bits / 8]."""
 
-    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
+    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
         """Write the sum over the rows of what was packed to `out`, int16 or int32 [numel]."""
 
     def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
@@ -77,7 +85,7 @@ class Kernels(Protocol):
         values, shifts  the result, and the shift of each block (Note [Scales]), both uint8
         """
 
-    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         """Unpack rounded values [sections, bytes], and write the gradients that they stand for, times `scale`."""
 
 
@@ -220,12 +228,12 @@ class TorchKernels:
             shift += width
         torch.cat(planes, dim=1, out=out)
 
-    def unpack_sum(self, packed: Tensor, bits: int, out: Tensor) -> None:
-        at, shift = 0, 0
+    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
+        at, shift, rows = 0, 0, as_tensor(packed)
         out.zero_()
         for width in planes_of(bits):
             size = len(out) * width // 8
-            plane = packed[:, at : at + size]
+            plane = rows[:, at : at + size]
             for n, slot in enumerate(out.view(8 // width, size)):
                 part = (plane >> (n * width)).bitwise_and_(2**width - 1)
                 slot.add_(part.sum(dim=0, dtype=out.dtype) << shift)
@@ -241,7 +249,7 @@ class TorchKernels:
         values.copy_(total.float().mul_(inverse).add_(table[dither_rows(numbers, key)]).view(values.shape))
         shifts.copy_((powers << 3) + eighths - 8)
 
-    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
+    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
         values = torch.empty(len(packed), out.numel() // len(packed), dtype=torch.int16, device=out.device)
         for n, section in enumerate(values):
             self.unpack_sum(packed[n : n + 1], self.codec.result_bits, section)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from lockstep.errors import SharedMemoryFullError
 
 
 class ScratchBuffers:
@@ -44,6 +47,50 @@ class ScratchBuffers:
 def _capacity_bytes(size_bytes: int) -> int:
     """Round up to a power of two, so that few sizes occur."""
     return 1 << max(12, (size_bytes - 1).bit_length())
+
+
+class SharedBuffers:
+    """Buffers of bytes in the memory of a group, which its other workers read where they are.
+
+    A released buffer is used again after the next `share`: then all workers have read it. All workers acquire, share
+    and release buffers of the same sizes in the same order.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._free: dict[int, list[Tensor]] = {}
+        self._released: list[Tensor] = []
+
+    def acquire(self, size: int) -> Tensor:
+        if free := self._free.get(size):
+            return free.pop()
+        try:
+            found: Tensor = self._group.allocate_tensor(size, dtype=torch.uint8, device="cpu")
+        except SharedMemoryFullError:  # then `share` says so, on all workers
+            found = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return found
+
+    def share(self, buffer: Tensor) -> list[Tensor]:
+        """Wait until all workers have written their buffers, and return them by rank; none if one is not shared."""
+        released, self._released = self._released, []
+        found: list[Tensor] = self._group.share(buffer)
+        for one in released:
+            self._free.setdefault(len(one), []).append(one)
+        return found
+
+    def release(self, buffer: Tensor) -> None:
+        self._released.append(buffer)
+
+
+_shared_buffers: weakref.WeakKeyDictionary[Any, SharedBuffers] = weakref.WeakKeyDictionary()
+
+
+def shared_buffers(group: Any) -> SharedBuffers:
+    """Return those of a group: one for all who use it, since another worker may still read what was released last."""
+    found = _shared_buffers.get(group)
+    if found is None:
+        found = _shared_buffers[group] = SharedBuffers(weakref.proxy(group))
+    return found
 
 
 class ScratchScope:

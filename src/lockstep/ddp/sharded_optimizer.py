@@ -280,7 +280,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             changed = {one: self._pieces[one] for one in self._pieces if one.requires_grad or one.grad is not None}
             if self._exchange is None or self._exchange.has_moved(changed):
                 self._exchange = WeightExchange(self._group, changed, self._bucket_bytes, spans_hosts=self._spans_hosts)
-            self._exchange.run(queues=True)
+            self._exchange.run()
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError for what cannot be updated. Looks at all parameters, so that all workers raise it."""

@@ -305,7 +305,8 @@ def save(session: Session, plan: TrainingPlan, here: Position, write: Callable[.
 
 
 def save_last(session: Session, plan: TrainingPlan, here: Position, note_end: Callable[[], None]) -> None:
-    """Write the last checkpoint if it is missing, wait until everything is written, and call `note_end` on rank 0.
+    """Write the last checkpoint if it is missing, wait until everything is written, and call `note_end` on rank 0. If
+    it could not be written, that is noted in `Checkpoints.unsaved_step` instead.
 
     Part of a collective call.
     """
@@ -324,8 +325,9 @@ def save_last(session: Session, plan: TrainingPlan, here: Position, note_end: Ca
             checkpoints.drain(check)
         else:
             checkpoints.save_last(plan, here, check)
-        note_end()
-        return checkpoints.is_on_disk(plan, here)
+        if is_saved := checkpoints.is_on_disk(plan, here):
+            note_end()
+        return is_saved
 
     checkpoints.unsaved_step = None if session.on_one.run(finish_checkpoints) else here.number
 

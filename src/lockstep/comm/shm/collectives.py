@@ -182,6 +182,17 @@ class Collectives:
         offset = self.sync.segment.offset_of(first) if size > SMALL_BYTES else None
         return -1 if offset is None else offset
 
+    def share(self, mine: Tensor, found: list[Tensor]) -> None:
+        """Wait until all workers have written their bytes, and append those of each rank to `found`, without a copy.
+
+        Nothing is appended, on all workers, unless all are in group memory.
+        """
+        offset = self.sync.segment.offset_of(mine)
+        call = Call("share", (mine.numel(),), offset=-1 if offset is None else offset)
+        calls = self.sync.exchange_calls(call)
+        if all(peer.offset >= 0 for peer in calls):
+            found += [self._shared(rank, peer.offset, mine.numel()) for rank, peer in enumerate(calls)]
+
     def barrier(self, name: str = "barrier") -> None:
         self.sync.exchange_calls(Call(name))
 

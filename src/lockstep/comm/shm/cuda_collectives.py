@@ -21,7 +21,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -61,6 +61,10 @@ class CoalescedTensors:
         self.targets: list[Tensor] = []
         self.sources: list[Tensor] = []
         self.described: tuple[list[bytes], list[int]] | None = None
+
+    def copy(self) -> None:
+        if self.targets:
+            _torch.foreach_copy_(self.targets, self.sources)
 
     @staticmethod
     def lists(tensors: Sequence[Tensor], roots: Sequence[int]) -> list[CoalescedTensors]:
@@ -159,34 +163,32 @@ class CudaCollectives:
         if not self._publish_coalesced(coalesced):
             return False
         if self._served:
-            self._copy_coalesced(coalesced)
+            self._prepare_copies(coalesced)
+            coalesced.copy()
         self._finish(coalesced.tensors)
         return True
 
     def _queue_coalesced(self, coalesced: CoalescedTensors, caller: Caller) -> bool:
-        """As broadcast_coalesced, but without a host that waits for a GPU, or, but for leaders, for another worker."""
+        """As broadcast_coalesced; no host waits for a GPU, and from the second time on only leaders for other hosts."""
         number, flags = self.sync.calls + 1, self._flags
         assert flags is not None
-        flags.write_ready(number, caller.stream)
-        try:
-            # That all can share their memory is known from the first time.
-            is_ahead = coalesced.is_shared and not self._served and number - self.sync.awaited_calls < MAX_AHEAD
-            if not self._publish_coalesced(coalesced, waits=not is_ahead):
-                call_driver("cuStreamSynchronize", caller.stream)
-                return False
-            self._issued, self._is_awaited = self._issued + 1, True
-            if self._served:
-                flags.wait(number, self.stream.cuda_stream)
-                self._copy_coalesced(coalesced)
-                flags.write_done(number, self.stream.cuda_stream)
-                self._events[self._issued % EVENTS].record(self.stream)
-        except BaseException:
-            flags.release(number, self._leaders)
-            raise
-        flags.wait(number, caller.stream, self._leaders)
+        flags.begin(number, caller.stream)
+        is_ahead = coalesced.is_shared and not self._served and number - self.sync.awaited_calls < MAX_AHEAD
+        if not self._publish_coalesced(coalesced, waits=not is_ahead):
+            call_driver("cuStreamSynchronize", caller.stream)
+            return False
+        if self._served:
+            self._prepare_copies(coalesced)  # which may wait for this object's stream
+        self._issued, self._is_awaited = self._issued + 1, True
         # Not released in the next collective: a step that allocates its gradients before that needs the memory.
-        flags.watch(number, self._leaders, caller.thread, kept=[*self._in_use, coalesced])
+        flags.watch(number, self._leaders, caller, kept=[*self._in_use, coalesced])
         self._in_use.clear()
+        if self._served:
+            flags.wait(number, self.stream.cuda_stream)
+            coalesced.copy()
+            flags.write_done(number, self.stream.cuda_stream)
+            self._events[self._issued % EVENTS].record(self.stream)
+        flags.wait(number, caller.stream, self._leaders)
         return True
 
     def _publish_coalesced(self, coalesced: CoalescedTensors, *, waits: bool = True) -> bool:
@@ -204,8 +206,8 @@ class CudaCollectives:
             coalesced.is_shared = all(call.offset >= 0 for call in self._await_published())
         return coalesced.is_shared
 
-    def _copy_coalesced(self, coalesced: CoalescedTensors) -> None:
-        """Copy the tensors to the workers on this leader's GPU."""
+    def _prepare_copies(self, coalesced: CoalescedTensors) -> None:
+        """Map the tensors, and list what this leader copies to the workers on its GPU."""
         tables = [self._device_info.read_table(rank, len(coalesced.tensors)) for rank in self._importers]
         described = tables, [importer.closed for importer in self._importers.values()]
         if coalesced.described != described:  # the first time, or a tensor has moved, or a mapping was closed
@@ -216,8 +218,6 @@ class CudaCollectives:
                     coalesced.targets.append(target)
                     coalesced.sources.append(source)
             coalesced.described = tables, [importer.closed for importer in self._importers.values()]
-        if coalesced.targets:
-            _torch.foreach_copy_(coalesced.targets, coalesced.sources)
 
     def all_reduce(self, tensor: Tensor, op: Reduction, *, root: int | None = None) -> None:
         """As Collectives.all_reduce."""
@@ -335,6 +335,9 @@ class CudaCollectives:
     def wait_for_result(self) -> None:
         """Make this object's stream wait for the result."""
         self._own_stream_used = True
+        if self._is_awaited and self._flags is not None:  # the leader may not have recorded its event yet
+            self._flags.wait_for_last(self.stream.cuda_stream)
+            return
         for event in self._last_events():
             self.stream.wait_event(event)
 
@@ -385,20 +388,25 @@ class CudaCollectives:
 
         return wait
 
-    def finish_queued(self, wait_s: float) -> None:
-        """Wait until all that is queued behind other workers is done, for some time at most."""
+    def finish_queued(self) -> None:
+        """Wait until all that is queued behind other workers is done. Raises the error of the group if it fails."""
         if self._flags is not None:
-            self._flags.wait_until_done(wait_s)
+            self._flags.finish()
 
     def close(self) -> None:
-        if self._flags is not None:
-            self._flags.close()
         with contextlib.suppress(RuntimeError):
             self.stream.synchronize()
+        if self._flags is not None:
+            self._flags.close()
         for importer in self._importers.values():
             importer.close()
         for staged in self._staging_buffers:
             staged.close(lambda: None)
+
+
+def finish_queued(devices: Iterable[CudaCollectives]) -> None:
+    for device in devices:
+        device.finish_queued()
 
 
 def event_behind_queued(device: torch.device) -> Any:

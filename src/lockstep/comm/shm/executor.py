@@ -39,6 +39,7 @@ class ShmWork(Work):
         if not self._done:
             self._executor.wait_for(self, timeout.total_seconds())
         if self._error is not None:
+            self._executor.told.add(threading.get_ident())
             raise self._error
         self.sync_stream()
         return True
@@ -127,8 +128,9 @@ class CombinedWork(Work):
 class CollectiveExecutor:
     """A queue of works, of which at most one runs at a time."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, told: set[int] | None = None) -> None:
+        """`told`: to which the threads are added to which the error of a work is raised."""
+        self._name, self.told = name, set[int]() if told is None else told
         self.lock = threading.RLock()
         self._work_available = threading.Condition(self.lock)  # notifies the executor's thread
         self._work_finished = threading.Condition(self.lock)  # notifies callers that wait

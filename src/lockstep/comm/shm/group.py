@@ -27,7 +27,7 @@ from lockstep._torch import BarrierOptions, Store
 from lockstep.comm.flatten_tensors import single_tensor
 from lockstep.comm.shm import tensor_collectives as on_tensors
 from lockstep.comm.shm.collectives import Collectives, heap_start, reserve_slots
-from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives, event_behind_queued
+from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives, event_behind_queued, finish_queued
 from lockstep.comm.shm.executor import CollectiveExecutor, CombinedWork, ShmWork
 from lockstep.comm.shm.memory import Heap, create_segment
 from lockstep.comm.shm.mixed_backend import DeviceBackends, dispatch_by_device
@@ -88,7 +88,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             raise
         self.processes = {registry.names[r]: process for r, process in registry.processes.items()}
         section = min([section, *(peer.section_bytes for peer in peers.values())])
-        self._executor = CollectiveExecutor(f"shm-{rank}")
+        self._executor = CollectiveExecutor(f"shm-{rank}", self._sync.told)
         self._host = Collectives(self._sync, section)
         self._devices: dict[torch.device, CudaCollectives] = {}
         self._heap = Heap(segment, heap_start(self._sync, section))
@@ -159,6 +159,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_open()
         return self._heap.tensor(size, dtype)
 
+    def share(self, mine: Tensor) -> list[Tensor]:
+        """Return the bytes of all ranks, in group memory, when all have written theirs; none if one is elsewhere."""
+        self._submit(mine, on_tensors.WAITS, [], Collectives.share, mine, found := list[Tensor]()).wait()
+        return found
+
     # ---- reductions -------------------------------------------------------------------------------------------------
 
     @dispatch_by_device
@@ -203,8 +208,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         for out, data in zip(outputs, inputs, strict=True):
             on_tensors.check_whole("reduce_scatter", "input", data, "output", out, self._size)
         ops = [self._reduction(opts, out.dtype) for out in outputs]
-        run = on_tensors.reduce_scatter_single
-        return self._submit(outputs[0], opts, outputs, on_tensors.for_each, run, outputs, inputs, ops)
+        run, each = on_tensors.for_each, on_tensors.reduce_scatter_single
+        return self._submit(outputs[0], opts, outputs, run, each, outputs, inputs, ops)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -312,10 +317,9 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     @dispatch_by_device
     def send(self, tensors: Tensors | Tensor, dst: int, tag: int = 0) -> Work:
-        tensor = single_tensor(tensors)
         self._check_peer("send", dst)
         self._sequence += 1
-        return self._collect(self._point_to_point.send(as_bytes(flatten(tensor).cpu()), dst, tag))
+        return self._collect(self._point_to_point.send(as_bytes(flatten(single_tensor(tensors)).cpu()), dst, tag))
 
     @dispatch_by_device
     def recv(self, tensors: Tensors | Tensor, src: int, tag: int = 0) -> Work:
@@ -329,8 +333,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     def _receive(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         self._check_open()
         self._sequence += 1
-        bare = tensor.data
-        in_place = bare.is_contiguous() and bare.device.type == "cpu"
+        in_place = (bare := tensor.data).is_contiguous() and bare.device.type == "cpu"
         flat = bare.view(-1) if in_place else torch.empty(bare.numel(), dtype=bare.dtype)
         work = self._point_to_point.receive(as_bytes(flat), src, tag, wait_s=self._sync.timeout_s)
         if not in_place:
@@ -344,14 +347,15 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._close(State.ABORTED)
 
     def shutdown(self) -> None:
-        self._close(State.LEFT)
+        try:
+            finish_queued(self._devices.values() if os.getpid() == self._pid else ())
+        finally:
+            self._close(State.LEFT)
 
     def _close(self, state: State) -> None:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        for device in self._devices.values():
-            device.finish_queued(0 if state is State.ABORTED else CLOSE_TIMEOUT_S)
         self._sync.leave(state)
         self._executor.close(CLOSE_TIMEOUT_S)
         self._device_backends.close(state is State.ABORTED)
@@ -363,11 +367,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         del self._host, self._heap, self._point_to_point
 
     def fail_if_dead(self, error: PeerLostError) -> PeerLostError:
-        """Fail this group if the rank that was lost while a subgroup was formed is dead. Returns the error to raise.
-
-        A dead member is lost to this group too. Its members are notified; otherwise they would take this worker for the
-        cause if it now exits because of the loss. If the rank died because of another loss, that one is returned.
-        """
+        """Fail this group if the rank that was lost while a subgroup was formed is dead: else its members would take
+        this worker for the cause. Returns the error to raise: that loss, or the one because of which the rank died."""
         sync, process = self._sync, self.processes.get(-1 if error.rank is None else error.rank)
         if self._closed or sync.failure is not None or process is None:
             return error
@@ -389,7 +390,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         wait = queues or (not getattr(opts, "asyncOp", True) and self._coalescing is None)
         device = tensor.device if tensor.is_cuda else None
         ready = None if device is None or queues else event_behind_queued(device)
-        if queues:
+        if queues and device is not None:
             args = (*args, Caller(_torch.cuda_current_raw_stream(tensor.device.index), threading.get_ident()))
 
         def execute(work: ShmWork, spin: bool) -> None:
@@ -414,8 +415,8 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        works, self._coalescing = self._coalescing or [], None
-        return CombinedWork(works)
+        works, self._coalescing = CombinedWork(self._coalescing or []), None
+        return works
 
     def _collect(self, work: Work, tensors: Tensors = ()) -> Work:
         if self._coalescing is not None:
@@ -431,8 +432,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("this shm group belongs to the parent process; a forked child cannot use it")
-        if self._sync.failure is not None:
-            raise self._sync.failure
+        self._sync.check_failed()
 
     def _root(self, name: str, opts: Any) -> int:
         root = 0 if opts is None else int(opts.rootRank)

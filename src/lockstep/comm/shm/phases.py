@@ -41,7 +41,7 @@ NOTHING_WANTED: Final = -1
 # The position of a name is its code in the headers.
 OPERATIONS: Final = (
     *("none", "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all"),
-    *("barrier", "monitored_barrier"),
+    *("barrier", "monitored_barrier", "share"),
 )
 _OPERATION_CODES: Final = {name: number for number, name in enumerate(OPERATIONS)}
 _HEADER = struct.Struct("<QHxxIqq")  # number, operation code, hash of `same`, length, offset
@@ -169,8 +169,13 @@ class GroupMembers:
     def pid(self, rank: int) -> int:
         return os.getpid() if rank == self.rank else self.peers[rank].pid
 
-    def find_error(self, missing: Sequence[int], pending: PendingWait) -> PeerLostError | None:
-        """The error if waiting for `missing` is of no use, else None: a peer is lost or has left, or it is too late."""
+    def find_error(
+        self, missing: Sequence[int], pending: PendingWait, *, are_signals_read: bool = False
+    ) -> PeerLostError | None:
+        """The error if waiting for `missing` is of no use, else None: a peer is lost or has left, or it is too late.
+
+        `are_signals_read`: signals of a peer that has left, and that this worker has not read, are of no use.
+        """
         dead = [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
         states = {rank: _STATE.unpack_from(peer.segment.map, self.layout.STATE) for rank, peer in self.peers.items()}
         for rank in dead:
@@ -183,7 +188,7 @@ class GroupMembers:
                 more = f"{self.describe(rank)} reported that first"
                 return self._error(cause - 1, how, pending, more)
         for rank in missing:
-            if states[rank][0] != State.OPEN and not self._has_unread_signal(rank):
+            if states[rank][0] != State.OPEN and (are_signals_read or not self._has_unread_signal(rank)):
                 _, _, lost, pid = states[rank]
                 if lost:
                     text = f"rank {lost - 1} (pid {pid}) was lost: because of it {self.describe(rank)} does not join"
@@ -244,7 +249,7 @@ class GroupSync:
         self.calls = 0  # number of collectives so far
         self.awaited_calls = 0  # the last one of which all workers are known to have come to it
         self.failure: LockstepError | None = None
-        self.failed_in: int | None = None  # the thread that knows it first
+        self.told: set[int] = set()  # the threads to which the failure was raised
         self.on_idle: Callable[[], None] = lambda: None  # called now and then while a worker waits
         self._wait_s = timeout_s
         self._pending = PendingWait("the formation of the group", timeout_s)
@@ -277,8 +282,7 @@ class GroupSync:
         `spin`: no other thread of this process needs the core. If the block raises, the group fails, because its
         peers would take the next collective for the one that did not finish. Raises the failure of a failed group.
         """
-        if self.failure is not None:
-            raise self.failure
+        self.check_failed()
         self._wait_s = self.timeout_s if wait_s is None else wait_s
         self._spin = spin
         return self
@@ -316,12 +320,10 @@ class GroupSync:
             while self._seen[rank] < phase:
                 if await_semaphore(semaphore, POLL_S, spin=self._spin):
                     self._seen[rank] += 1
-                    if self.failure is not None:
-                        raise self.failure
+                    self.check_failed()
                 else:
                     self.check_peers([r for r, _ in incoming if self._seen[r] < phase], self._pending)
-        if self.failure is not None:  # another thread has closed the group, and no peers are left to wait for
-            raise self.failure
+        self.check_failed()  # another thread may have closed the group, and no peers are left to wait for
         self.awaited_calls = self.calls
 
     def exchange_calls(self, call: Call) -> list[PeerCall]:
@@ -333,8 +335,7 @@ class GroupSync:
     def read_calls(self) -> list[PeerCall]:
         """The published call of each rank, after the first phase. Raises DesyncError if the calls differ."""
         at, calls, segments = self.layout.header(self.calls), [], self.segments
-        if self.failure is not None:  # checked after `segments` was read: another thread may close the group
-            raise self.failure
+        self.check_failed()  # after `segments` was read: another thread may close the group
         for rank, segment in enumerate(segments):
             number, name, check, length, offset = _HEADER.unpack_from(segment.map, at)
             if (number, name, check) != self._published:
@@ -378,17 +379,23 @@ class GroupSync:
 
     def check_peers(self, missing: Sequence[int], pending: PendingWait) -> None:
         """Raise if waiting for `missing` is of no use: a peer is lost, the group was aborted, or it is too late."""
-        if self.failure is not None:
-            raise self.failure
+        self.check_failed()
         self.on_idle()
         error = self.members.find_error(missing, pending)
         if error is not None:
             raise self.fail(error)
 
+    def check_failed(self) -> None:
+        """Raise the error of the group if it has failed."""
+        if self.failure is not None:
+            self.told.add(threading.get_ident())
+            raise self.failure
+
     def fail(self, error: LockstepError) -> LockstepError:
         """Mark the group as failed for good, and publish that to the peers. Returns the error to raise."""
+        self.told.add(threading.get_ident())
         if self.failure is None:
-            self.failure, self.failed_in = error, threading.get_ident()
+            self.failure = error
             cause = -1
             if isinstance(error, PeerLostError) and error.rank is not None:
                 _lost_peer[:] = [error.rank + 1, error.pid or 0]
@@ -401,7 +408,7 @@ class GroupSync:
         if self.failure is None:
             word, who = "aborted" if state is State.ABORTED else "destroyed", self.members.describe(self.rank)
             self.failure = LockstepError(f"this shm group was {word} by {who}; form a new one")
-            self.failed_in = threading.get_ident()
+            self.told.add(threading.get_ident())
             self._publish_state(state, -1)
         # Other threads of this process that wait here wake up and raise the failure.
         for rank, semaphore in self._incoming:

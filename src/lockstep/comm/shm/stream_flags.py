@@ -1,27 +1,29 @@
 """Lets a CUDA stream of one process wait for a stream of another one, without any host that waits for a GPU.
 
-Every worker has two numbers in host memory that all their GPUs can reach: streams write them when they come to them,
-and wait until they have a value, in the order in which this was queued.
+Every worker has numbers in host memory that all their GPUs can reach: streams write them when they come to them, and
+wait until they have a value at least, in the order in which this was queued.
 
 Note [A worker that dies]
 The number of a worker that dies is never written, and what waits for it would never end: neither would a thread that
 waits for such a stream in CUDA, where no exception can reach it. So a thread watches the workers until all numbers are
-there. If one is lost, it first raises PeerLostError in the thread that has queued the wait (as soon as that executes
-Python code again), and then writes the numbers for which this worker waits: its streams continue with tensors that are
-not complete, which the program cannot read before it has the exception. Each worker has numbers of its own for this,
-and waits until all workers are ready even if it needs the end of another one's work only, which may have been released.
+there. If one is lost, it first raises PeerLostError in the thread that has queued the wait, unless that has the error
+from a collective already, and then writes the numbers for which this worker waits: its streams continue with tensors
+that are not complete. The exception comes before the next instruction of Python, so a program can read these only if it
+goes on after PeerLostError, or in another thread. Each worker has numbers of its own for this, and waits until all
+workers are ready even if it needs the end of another one's work only, which may have been released.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Final, NamedTuple
 
 from lockstep.comm.shm.cuda_ipc import call_driver
@@ -31,8 +33,8 @@ from lockstep.errors import LockstepError
 _PORTABLE, _MAPPED = 1, 2  # flags of cuMemHostRegister
 _AT_LEAST: Final = 0  # a flag of cuStreamWaitValue32: waits until (int32)(number - value) >= 0
 INTERVAL_S: Final = 0.001
-EXIT_WAIT_S: Final = 5.0
 CHECKED_EVERY: Final = round(POLL_S / INTERVAL_S)
+TOLD_WITHIN_S: Final = 0.1  # in which a thread that waits in a collective has the error from that
 
 
 class Caller(NamedTuple):
@@ -65,9 +67,12 @@ class StreamFlags:
         self._segment, self._offset = sync.segments[0], sync.layout.stream_flags
         self._members: GroupMembers | None = None  # an own one, for the watching thread
         self._changed = threading.Condition()
-        self._watched: _Watched | None = None
-        self._is_closed = False
+        self._watched = deque[_Watched]()
+        self._last: tuple[int, Sequence[int], int] | None = None  # the last exchange: number, leaders, caller's stream
+        self._streams: set[int] = set()  # of all callers
+        self._has_failed = self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._at_exit: Finalize | None = None
         host, address = self._segment.address + self._offset, ctypes.c_uint64(0)
         call_driver("cuMemHostRegister_v2", host, sync.layout.end - self._offset, _PORTABLE | _MAPPED)
         self._host = host
@@ -81,8 +86,16 @@ class StreamFlags:
             self._unregister()
             raise
 
+    def begin(self, number: int, stream: int) -> None:
+        """Make a stream (its address) write for all workers that this worker's tensors are ready for an exchange.
+
+        If an earlier exchange was queued in another stream, this one waits for its end: numbers must not decrease.
+        """
+        if self._last is not None and self._last[2] != stream:
+            self.wait(self._last[0], stream, self._last[1])
+        self.write_ready(number, stream)
+
     def write_ready(self, number: int, stream: int) -> None:
-        """Make a stream (its address) write for all workers that it has come here: this worker's tensors are ready."""
         self._write(0, number, stream)
 
     def write_done(self, number: int, stream: int) -> None:
@@ -94,8 +107,14 @@ class StreamFlags:
         for place in self._places(leaders):
             call_driver("cuStreamWaitValue32_v2", stream, self._address + place, _wrap(number), _AT_LEAST)
 
+    def wait_for_last(self, stream: int) -> None:
+        """Make a stream wait for the end of the last exchange."""
+        if self._last is not None:
+            self.wait(self._last[0], stream, self._last[1])
+
     def _write(self, first: int, number: int, stream: int) -> None:
-        for reader in range(self._size):
+        others = (reader for reader in range(self._size) if reader != self._sync.rank)
+        for reader in (*others, self._sync.rank):  # a worker that sees its own numbers may end
             place = 4 * (2 * self._size * reader + first + self._sync.rank)
             call_driver("cuStreamWriteValue32_v2", stream, self._address + place, _wrap(number), 0)
 
@@ -106,38 +125,54 @@ class StreamFlags:
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
-    def watch(self, number: int, leaders: Sequence[int], thread: int, kept: object) -> None:
+    def watch(self, number: int, leaders: Sequence[int], caller: Caller, kept: object) -> None:
         """Watch the workers until all have written `ready` and the leaders `done`, or the time limit of the group has
-        passed.
+        passed. Called before anything waits for these numbers.
 
-        thread  in which an error is raised: see Note [A worker that dies]
+        caller  in its thread an error is raised: see Note [A worker that dies]
         kept    what is kept until then
         """
         with self._changed:
+            self._last = number, leaders, caller.stream
+            self._streams.add(caller.stream)
             pending = PendingWait("broadcast", self._sync.timeout_s, number)
-            self._watched = _Watched(number, leaders, thread, pending, kept)
+            self._watched.append(_Watched(number, leaders, caller.thread, pending, kept))
             if self._thread is None:
                 self._members = GroupMembers(
                     self._sync.rank, self._sync.segment, self._sync.global_ranks, self._sync.members.peers
                 )
-                atexit.register(self.wait_until_done, EXIT_WAIT_S)  # else the others take this worker for a lost one
+                # A process that ends before its streams have come there would be taken for a lost one.
+                self._at_exit = Finalize(None, self._wait_at_exit, exitpriority=0)
                 self._thread = threading.Thread(target=self._run, name="lockstep-stream-flags", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait_until_done(self, wait_s: float) -> None:
-        """Wait until nothing is watched any more, for some time at most."""
+    def _wait_at_exit(self) -> None:
+        with suppress(LockstepError):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until nothing is watched any more. Raises the error of the group if it fails meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: self._watched is None, wait_s)
+            self._changed.wait_for(lambda: not self._watched or self._has_failed)
+        if self._has_failed:
+            self._sync.check_failed()
 
     def close(self) -> None:
-        """End the thread, and release all that waits."""
+        """Release all that waits, wait until no stream uses the numbers, and end the thread.
+
+        The group has ended before: the thread has an error, if there is anything that is still watched.
+        """
+        for stream in self._streams:
+            with suppress(LockstepError):
+                call_driver("cuStreamSynchronize", stream)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-            atexit.unregister(self.wait_until_done)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
         self._unregister()
 
     def _unregister(self) -> None:
@@ -147,42 +182,71 @@ class StreamFlags:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._watched is not None or self._is_closed)
-                if self._watched is None:
+                self._changed.wait_for(lambda: self._watched or self._is_closed)
+                if not self._watched:
                     return
-                watched = self._watched
-            error = self._wait_for_streams(watched.number, watched.leaders, watched.pending)
-            if error is not None:
-                if self._sync.failed_in != watched.thread:  # else it has the exception already
-                    _raise_in(watched.thread, error)
-                self.release(watched.number, watched.leaders)
+                watched = self._watched[0]
+            if not self._wait_for_streams(watched):
+                self._release_all()
+                return
             with self._changed:
-                if self._watched is watched:
-                    self._watched = None
-                del watched
+                self._watched.popleft()
                 self._changed.notify_all()
+            del watched
 
-    def _wait_for_streams(self, number: int, leaders: Sequence[int], pending: PendingWait) -> LockstepError | None:
-        """Wait until all numbers are written; return the error if they will not be."""
+    def _wait_for_streams(self, watched: _Watched) -> bool:
+        """Wait until all numbers are written. Returns False if they will not be."""
         assert self._members is not None
         for i in itertools.count(1):
-            if all(value == _wrap(number) for value in self._numbers(leaders)):
-                return None
-            if self._is_closed or self._sync.failure is not None:
-                return self._sync.failure or LockstepError("this shm group was closed in the exchange of weights")
-            if i % CHECKED_EVERY == 0 and (error := self._members.find_error((), pending)) is not None:
-                return self._sync.fail(error)
+            if not self._missing(watched):
+                return True
+            if self._sync.failure is not None:
+                return False
+            if i % CHECKED_EVERY == 0:
+                peers = [rank for rank in self._missing(watched) if rank != self._sync.rank]
+                error = self._members.find_error(peers, watched.pending, are_signals_read=True)
+                if error is not None and self._missing(watched):  # not if it has ended after it had written them
+                    self._sync.fail(error)
+                    return False
             time.sleep(INTERVAL_S)
-        return None
+        return False
 
-    def _numbers(self, leaders: Sequence[int]) -> list[int]:
-        return [struct.unpack_from("<I", self._segment.map, self._offset + place)[0] for place in self._places(leaders)]
+    def _release_all(self) -> None:
+        """Raise the error in the threads that wait, and write their numbers until the group is closed: a stream of
+        another worker may still write an older one."""
+        with self._changed:
+            self._has_failed = True
+            self._changed.notify_all()
+        time.sleep(TOLD_WITHIN_S)
+        told, failure = set(self._sync.told), self._sync.failure
+        assert failure is not None
+        while not self._is_closed:
+            with self._changed:
+                waiting = list(self._watched)
+            for watched in waiting:
+                if watched.thread not in told:
+                    told.add(watched.thread)
+                    _raise_in(watched.thread, failure)
+            for watched in waiting:
+                for place, value in self._numbers(watched.leaders):
+                    if not _is_reached(value, watched.number):
+                        struct.pack_into("<I", self._segment.map, self._offset + place, _wrap(watched.number))
+            time.sleep(INTERVAL_S)
 
-    def release(self, number: int, leaders: Sequence[int]) -> None:
-        """Write the numbers that streams have not written, with which the waits of this worker end."""
-        for place, value in zip(self._places(leaders), self._numbers(leaders), strict=True):
-            if value != _wrap(number):
-                struct.pack_into("<I", self._segment.map, self._offset + place, _wrap(number))
+    def _missing(self, watched: _Watched) -> list[int]:
+        """The ranks whose numbers are not there."""
+        ranks = (*range(self._size), *watched.leaders)
+        numbers = self._numbers(watched.leaders)
+        return [r for r, (_, value) in zip(ranks, numbers, strict=True) if not _is_reached(value, watched.number)]
+
+    def _numbers(self, leaders: Sequence[int]) -> list[tuple[int, int]]:
+        """(place, value) of the numbers that this worker waits for."""
+        places = self._places(leaders)
+        return [(place, struct.unpack_from("<I", self._segment.map, self._offset + place)[0]) for place in places]
+
+
+def _is_reached(value: int, number: int) -> bool:
+    return (value - number) & 0xFFFFFFFF < 1 << 31
 
 
 def _wrap(number: int) -> int:

@@ -16,6 +16,8 @@ from lockstep.comm.shm.stream_flags import Caller
 
 COALESCE_BYTES: Final = 1 << 20
 PACKED_BYTES: Final = 32 << 20
+WAITS: Final = _torch.BarrierOptions()  # of a caller that waits at once
+WAITS.asyncOp = False
 
 AnyCollectives = Collectives | CudaCollectives
 Tensors = Sequence[Tensor]
