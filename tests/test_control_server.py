@@ -306,10 +306,10 @@ def test_a_server_that_is_killed_and_started_again_is_found_again() -> None:
 
 
 def test_a_server_that_is_stopped_for_a_while_forgets_no_client() -> None:
-    with server_process() as (process, port), honest(port, ttl_s=1.5) as (loop, client):
+    with server_process() as (process, port), honest(port, ttl_s=3.0) as (loop, client):
         loop.cas(client, "job/mine", 1, 0, leased=True)
         process.send_signal(signal.SIGSTOP)
-        loop.spin(1.2)
+        loop.spin(1.6)
         process.send_signal(signal.SIGCONT)
         loop.spin(1.0)
         assert loop.lost == []

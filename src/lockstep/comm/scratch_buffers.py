@@ -39,9 +39,12 @@ class ScratchBuffers:
         capacity = _capacity_bytes(tensor.nbytes)
         with self._lock:
             if len(self._free[capacity]) < self.KEEP:
-                self._free[capacity].append(
-                    torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
-                )
+                self._free[capacity].append(_whole(tensor))
+
+
+def _whole(part: Tensor) -> Tensor:
+    """Return the bytes of the buffer of which this is the beginning."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(part.untyped_storage())
 
 
 def _capacity_bytes(size_bytes: int) -> int:
@@ -62,20 +65,21 @@ class SharedBuffers:
         self._released: list[Tensor] = []
 
     def acquire(self, size: int) -> Tensor:
-        if free := self._free.get(size):
-            return free.pop()
+        capacity = _capacity_bytes(size)
+        if free := self._free.get(capacity):
+            return free.pop()[:size]
         try:
-            found: Tensor = self._group.allocate_tensor(size, dtype=torch.uint8, device="cpu")
+            found: Tensor = self._group.allocate_tensor(capacity, dtype=torch.uint8, device="cpu")
         except SharedMemoryFullError:  # then `share` says so, on all workers
-            found = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return found
+            found = torch.empty(capacity, dtype=torch.uint8, device="cpu")
+        return found[:size]
 
     def share(self, buffer: Tensor) -> list[Tensor]:
         """Wait until all workers have written their buffers, and return them by rank; none if one is not shared."""
         released, self._released = self._released, []
         found: list[Tensor] = self._group.share(buffer)
         for one in released:
-            self._free.setdefault(len(one), []).append(one)
+            self._free.setdefault(_capacity_bytes(len(one)), []).append(_whole(one))
         return found
 
     def release(self, buffer: Tensor) -> None:
