@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lockstep.comm import codec_kernels, compressed_sum
 from lockstep.comm.codec_kernels import CpuKernels, kernels_for, trial
 from lockstep.comm.compressed_sum import CompressedSum, Route
 from lockstep.comm.host_groups import SingleWorker
-from lockstep.comm.integer_codec import BLOCK, ROWS, IntegerCodec, TorchKernels, dither_rows, dither_table
+from lockstep.comm.integer_codec import BLOCK, ROWS, IntegerCodec, TorchKernels, dither_rows, dither_table, pack, unpack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 CPU = torch.device("cpu")
@@ -93,21 +93,23 @@ def test_every_column_of_the_table_has_every_number_once() -> None:
 
 @pytest.mark.parametrize("width", range(1, 21))
 def test_packing_loses_nothing(width: int) -> None:
-    values = torch.randint(0, 2**width, (3, 5 * BLOCK), generator=torch.Generator().manual_seed(width)).int()
-    narrow = [torch.uint8] * (width <= 8) + [torch.int16] * (width < 16) + [torch.int32]
-    total_dtypes = [torch.int16] * (3 * 2**width < 2**15) + [torch.int32]
+    numel, wider = 24 * BLOCK, width + 2
+    values = torch.randint(0, 2**width, (3, 2, numel), generator=torch.Generator().manual_seed(width)).int()
+    packed = [
+        torch.empty(2, numel * width // 8 + 1, dtype=torch.uint8)[:, :-1] for _ in values
+    ]  # rows at odd addresses
+    for one, out in zip(values, packed, strict=True):
+        pack(one, width, out)
+        assert torch.equal(unpack(out, width), one)
     for kernels in (TorchKernels(IntegerCodec(8)), kernels_for(IntegerCodec(8), CPU)):
-        for dtype, total_dtype in itertools.product(narrow, total_dtypes):
-            packed = torch.empty(3, 5 * BLOCK * width // 8 + 1, dtype=torch.uint8)[:, :-1]  # rows at odd addresses
-            kernels.pack(values.to(dtype), width, packed)
-            total = torch.empty(5 * BLOCK, dtype=total_dtype)
-            kernels.unpack_sum(packed, width, total)
-            assert torch.equal(total.int(), values.sum(dim=0, dtype=torch.int32)), (type(kernels), dtype, total_dtype)
+        total = torch.empty(2, numel * wider // 8, dtype=torch.uint8)
+        kernels.add(packed, width, total, wider)
+        assert torch.equal(unpack(total, wider), values.sum(dim=0, dtype=torch.int32)), type(kernels)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("blocks", "sections"), [(3, 1), (12, 4), (2050, 2), (15, 3)])
+@pytest.mark.parametrize(("blocks", "sections"), [(8, 1), (24, 4), (2056, 2), (136, 3)])
 def test_fused_kernels_return_the_bits_of_torch(device: str, bits: int, blocks: int, sections: int) -> None:
     where, codec = torch.device(device), IntegerCodec(bits)
     fused = kernels_for(codec, where)
@@ -209,14 +211,17 @@ class ThreadSubgroup:
 class StrictKernels(TorchKernels):
     """Takes only what kernels on a GPU can read."""
 
-    def decode(self, packed: Tensor, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        assert packed.stride(1) == 1
-        assert all(one.is_contiguous() for one in (codes, shifts, out))
-        super().decode(packed, codes, shifts, scale, out)
+    def add(self, packed: Sequence[Tensor], bits: int, out: Tensor, out_bits: int) -> None:
+        assert all(one.stride(1) == 1 for one in (*packed, out))
+        super().add(packed, bits, out, out_bits)
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        assert all(one.is_contiguous() for one in (sums, numbers, values, shifts))
-        super().round_sums(sums, offset, numbers, key, values, shifts)
+    def round(self, packed: Sequence[Tensor], bits: int, offset: int, numbers: Tensor, key: int, out: Tensor) -> None:
+        assert all(one.is_contiguous() for one in (*packed, numbers, out))
+        super().round(packed, bits, offset, numbers, key, out)
+
+    def decode(self, rounded: Sequence[Tensor], codes: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        assert all(one.is_contiguous() for one in (*rounded, codes, out))
+        super().decode(rounded, codes, scale, out)
 
 
 GRID = [(1, 2, 1), (2, 1, 2), (1, 3, 3), (3, 1, 7), (2, 2, 9), (3, 2, 5)]

@@ -126,21 +126,20 @@ def kernel_calls(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return how to encode the gradient of one shard to packed integers, and how to decode such integers."""
     blocks, device = gradient.shape[1], gradient.device
-    numbers, sums = torch.arange(blocks, device=device), torch.empty_like(gradient[0], dtype=torch.uint8)
+    numbers, codes = torch.arange(blocks, device=device), torch.empty(blocks, dtype=torch.uint8, device=device)
     packed, rounded = (
-        torch.empty(1, blocks * BLOCK * bits // 8, dtype=torch.uint8, device=device)
-        for bits in (codec.bits, codec.result_bits)
+        torch.empty(1, blocks * BLOCK * bits // 8 + more, dtype=torch.uint8, device=device)
+        for bits, more in ((codec.bits, 0), (codec.result_bits, blocks))
     )
-    kernels.pack(torch.full_like(sums, codec.largest).view(1, -1), codec.result_bits, rounded)
-    codes, out = kernels.block_codes(gradient), torch.empty_like(gradient[0])
-    shifts = torch.zeros_like(codes)
+    out = torch.empty_like(gradient[0])
 
     def encode() -> None:
-        kernels.encode(gradient, kernels.block_codes(gradient), numbers, [3], sums)
-        if codec.bits < 8:  # those of 8 bits are packed already
-            kernels.pack(sums.view(1, -1), codec.bits, packed)
+        kernels.block_codes(gradient, codes)
+        kernels.encode(gradient, codes, numbers, [3], codec.bits, packed)
 
-    return encode, lambda: kernels.decode(rounded, codes, shifts, 0.5, out)
+    encode()
+    kernels.round([packed[0]], codec.bits, codec.largest, numbers, 5, rounded[0])
+    return encode, lambda: kernels.decode(list(rounded), codes, 0.5, out)
 
 
 # ---------------------------------------------------------------------------------------------------- inside a worker

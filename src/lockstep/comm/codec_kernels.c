@@ -23,9 +23,6 @@ static float float_of_bits(int32_t bits) {
 
 static float scale_of(int code) { return float_of_bits((code + CODE_OFFSET) << CODE_SHIFT); }
 
-/* What belongs to a block is computed for several blocks at once, which takes a fraction of the time. */
-#define TOGETHER 64
-
 /* The rows of the dither table for `count` blocks: `dither_rows`. */
 static void dither_rows(const int64_t *numbers, uint32_t key, int64_t rows, uint32_t *found, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -46,168 +43,220 @@ static void find_factors(const uint8_t *codes, const uint8_t *shifts, float scal
     }
 }
 
-/* The code of each block. The bits of a float without its sign have the order of the values, NaN last. With `more`, the
-   maximum with what is in `codes`. */
-void block_codes(const int32_t *gradient, uint8_t *codes, int64_t blocks, int bits, int more) {
+/* Gradients are read once, in order, and were not in the caches. So far ahead the memory is asked for them: the processor
+   itself does not look beyond a page of 4 KiB. */
+#define AHEAD 2048
+
+static inline void ask_for_block(const void *block) {
+    for (int line = 0; line < BLOCK * 4; line += 64) __builtin_prefetch((const float *)block + AHEAD + line / 4, 0, 3);
+}
+
+/* The code of each block: the largest that one of the shards needs, which are `stride` elements apart. The bits of a
+   float without its sign have the order of the values, NaN last. */
+void block_codes(const int32_t *gradient, int64_t stride, int shards, uint8_t *codes, int64_t blocks, int bits) {
     float inverse = 1.0f / (float)((1 << (bits - 1)) - 1);
-    for (int64_t b = 0; b < blocks; b++) {
-        int32_t found = 0, scale;
-        for (int j = 0; j < BLOCK; j++) {
-            int32_t value = gradient[b * BLOCK + j] & 0x7fffffff;
-            found = value > found ? value : found;
+    for (int shard = 0; shard < shards; shard++) {
+        const int32_t *x = gradient + shard * stride;
+        for (int64_t b = 0; b < blocks; b++, x += BLOCK) {
+            int32_t found = 0, scale;
+            ask_for_block(x);
+            for (int j = 0; j < BLOCK; j++) {
+                int32_t value = x[j] & 0x7fffffff;
+                found = value > found ? value : found;
+            }
+            float smallest = float_of_bits(found) * inverse;
+            memcpy(&scale, &smallest, sizeof scale);
+            int32_t code = ((scale + (1 << CODE_SHIFT) - 1) >> CODE_SHIFT) - CODE_OFFSET;
+            code = code < 1 ? 1 : code > NON_FINITE ? NON_FINITE : code;
+            code = found == 0 ? 0 : found >= 0x7f800000 ? NON_FINITE : code;
+            codes[b] = (uint8_t)(shard && codes[b] > code ? codes[b] : code);
         }
-        float smallest = float_of_bits(found) * inverse;
-        memcpy(&scale, &smallest, sizeof scale);
-        int32_t code = ((scale + (1 << CODE_SHIFT) - 1) >> CODE_SHIFT) - CODE_OFFSET;
-        code = code < 1 ? 1 : code > NON_FINITE ? NON_FINITE : code;
-        code = found == 0 ? 0 : found >= 0x7f800000 ? NON_FINITE : code;
-        codes[b] = (uint8_t)(more && codes[b] > code ? codes[b] : code);
     }
 }
 
-/* Rounds a gradient. With `more`, adds to `sums`, whose type is INTEGER. */
-#define ENCODE(NAME, INTEGER)                                                                                        \
-    void NAME(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key, const float *table, \
-              int64_t rows, INTEGER *sums, int64_t blocks, int more) {                                               \
-        uint32_t row[TOGETHER];                                                                                      \
-        float inverse[TOGETHER];                                                                                     \
-        for (int64_t from = 0; from < blocks; from += TOGETHER) {                                                    \
-            int64_t count = blocks - from < TOGETHER ? blocks - from : TOGETHER;                                     \
-            dither_rows(numbers + from, key, rows, row, count);                                                      \
-            for (int64_t i = 0; i < count; i++) inverse[i] = 1.0f / scale_of(codes[from + i]);                       \
-            for (int64_t i = 0; i < count; i++) {                                                                    \
-                const float *x = gradient + (from + i) * BLOCK, *dither = table + row[i] * BLOCK;                    \
-                const float by = codes[from + i] == 0 ? 0.0f : inverse[i];                                           \
-                INTEGER *out = sums + (from + i) * BLOCK;                                                            \
-                if (codes[from + i] == NON_FINITE)                                                                   \
-                    memset(out, 0, BLOCK * sizeof *out);                                                             \
-                else if (more)                                                                                       \
-                    for (int j = 0; j < BLOCK; j++) out[j] += (INTEGER)(int32_t)(dither[j] + x[j] * by);             \
-                else                                                                                                 \
-                    for (int j = 0; j < BLOCK; j++) out[j] = (INTEGER)(int32_t)(dither[j] + x[j] * by);              \
-            }                                                                                                        \
-        }                                                                                                            \
-    }
-
-ENCODE(encode_uint8, uint8_t)
-ENCODE(encode_int16, int16_t)
-
 /* Packed values consist of planes: the low bytes, if there are more than 8 bits, and then 4, 2 and 1 bits of each value,
-   8 / width values to a byte, which are far apart. The loops below go over the values in slices in which the place of
-   every plane is fixed, a few at a time, so that they stay in the nearest cache. Bytes are shifted eight at a time:
-   nothing is shifted out of a byte that its mask would keep. */
-#define FEW 1024
+   8 / width values to a byte, which are far apart. So the functions below go over the values in slices in which the
+   place of every plane is fixed: in each slice a few at a time, FEW of them, which stay in the nearest cache, however
+   many operations are between their packed forms. Bytes are shifted eight at a time: nothing is shifted out of a byte
+   that its mask would keep.
 
-static int narrowest(int bits) { return bits % 8 == 0 ? 8 : bits & 1 ? 1 : bits & 2 ? 2 : 4; }
+   A section has a multiple of 8 blocks, so every slice has whole blocks. */
+#define FEW_BLOCKS 16
+#define FEW (FEW_BLOCKS * BLOCK)
+
+static int slices_of(int bits) { return bits % 8 == 0 ? 1 : bits & 1 ? 8 : bits & 2 ? 4 : 2; }
+
+static int most(int a, int b) { return a > b ? a : b; }
 
 static uint64_t in_each_byte(int width) { return (uint64_t)((1 << width) - 1) * 0x0101010101010101u; }
 
-/* out |= bytes << up, or out = bytes << up. */
-static void put_bits(const uint64_t *bytes, uint8_t *out, int64_t count, int up, int more) {
-    word *words = (word *)out;
-    if (more)
-        for (int64_t i = 0; i < count / 8; i++) words[i] |= bytes[i] << up;
-    else
-        for (int64_t i = 0; i < count / 8; i++) words[i] = bytes[i] << up;
+/* Some values of a section of `numel`: `count` of them from place `from` of a slice. */
+struct few {
+    int64_t numel, from, count;
+    int slice, slices;
+};
+
+/* Where the bytes are that have these values' bits of a plane with so many, and the place of the bits in each byte. */
+static inline int64_t byte_of(const struct few at, int width, int *place) {
+    int together = at.slices / (8 / width);
+    *place = at.slice / together * width;
+    return at.slice % together * (at.numel / at.slices) + at.from;
 }
 
-#define PACK(NAME, INTEGER)                                                                                     \
-    void NAME(const INTEGER *values, uint8_t *packed, int64_t numel, int bits) {                                \
-        int slices = 8 / narrowest(bits);                                                                       \
-        int64_t length = numel / slices;                                                                        \
-        uint64_t cut[FEW / 8];                                                                                  \
-        for (int64_t from = 0; from < length; from += FEW) {                                                    \
-            int64_t few = length - from < FEW ? length - from : FEW;                                            \
-            for (int slice = 0; slice < slices; slice++) {                                                      \
-                const INTEGER *x = values + slice * length + from;                                              \
-                uint8_t *plane = packed, *bytes = (uint8_t *)cut;                                               \
-                int shift = 0;                                                                                  \
-                if (bits >= 8) {                                                                                \
-                    uint8_t *out = plane + slice * length + from;                                               \
-                    for (int64_t i = 0; i < few; i++) out[i] = (uint8_t)x[i];                                   \
-                    plane += numel, shift = 8;                                                                  \
-                }                                                                                               \
-                for (int width = 4; width; width /= 2) {                                                        \
-                    if (!(bits % 8 & width)) continue;                                                          \
-                    int together = slices / (8 / width), slot = slice / together;                               \
-                    uint64_t mask = in_each_byte(width);                                                        \
-                    if (sizeof *x == 1) {                                                                       \
-                        for (int64_t i = 0; i < few / 8; i++) cut[i] = (((const word *)x)[i] >> shift) & mask;    \
-                    } else {                                                                                    \
-                        for (int64_t i = 0; i < few; i++) bytes[i] = (uint8_t)((uint16_t)x[i] >> shift);        \
-                        for (int64_t i = 0; i < few / 8; i++) cut[i] &= mask;                                   \
-                    }                                                                                           \
-                    put_bits(cut, plane + (slice % together) * length + from, few, slot * width, slot > 0);     \
-                    plane += numel * width / 8, shift += width;                                                 \
-                }                                                                                               \
-            }                                                                                                   \
-        }                                                                                                       \
+static inline void pack_few(const int16_t *values, uint8_t *packed, const struct few at, int bits) {
+    uint64_t cut[FEW / 8];
+    uint8_t *bytes = (uint8_t *)cut;
+    int shift = 0, place;
+    if (bits >= 8) {
+        uint8_t *out = packed + byte_of(at, 8, &place);
+        for (int64_t i = 0; i < at.count; i++) out[i] = (uint8_t)values[i];
+        packed += at.numel, shift = 8;
     }
+    for (int width = 4; width; width /= 2) {
+        if (!(bits % 8 & width)) continue;
+        word *out = (word *)(packed + byte_of(at, width, &place));
+        uint64_t mask = in_each_byte(width);
+        for (int64_t i = 0; i < at.count; i++) bytes[i] = (uint8_t)((uint16_t)values[i] >> shift);
+        if (place)
+            for (int64_t i = 0; i < at.count / 8; i++) out[i] |= (cut[i] & mask) << place;
+        else
+            for (int64_t i = 0; i < at.count / 8; i++) out[i] = cut[i] & mask;
+        packed += at.numel * width / 8, shift += width;
+    }
+}
 
-PACK(pack_uint8, uint8_t)
-PACK(pack_int16, int16_t)
-
-/* The inverse of `pack`; with `more`, adds to `values`. */
-void unpack(const uint8_t *packed, int16_t *values, int64_t numel, int bits, int more) {
-    int slices = 8 / narrowest(bits);
-    int64_t length = numel / slices;
+/* The inverse of `pack_few`; with `add`, adds to `values`. */
+static inline void unpack_few(const uint8_t *packed, int16_t *values, const struct few at, int bits, int add) {
     uint64_t cut[FEW / 8];
     const uint8_t *bytes = (const uint8_t *)cut;
-    for (int64_t from = 0; from < length; from += FEW) {
-        int64_t few = length - from < FEW ? length - from : FEW;
-        for (int slice = 0; slice < slices; slice++) {
-            int16_t *to = values + slice * length + from;
-            const uint8_t *plane = packed;
-            int shift = 0, add = more;
-            if (bits >= 8) {
-                const uint8_t *x = plane + slice * length + from;
-                if (add)
-                    for (int64_t i = 0; i < few; i++) to[i] += x[i];
-                else
-                    for (int64_t i = 0; i < few; i++) to[i] = x[i];
-                plane += numel, shift = 8, add = 1;
-            }
-            for (int width = 4; width; width /= 2) {
-                if (!(bits % 8 & width)) continue;
-                int together = slices / (8 / width), down = slice / together * width;
-                const word *x = (const word *)(plane + (slice % together) * length + from);
-                uint64_t mask = in_each_byte(width);
-                int16_t factor = (int16_t)(1 << shift);
-                for (int64_t i = 0; i < few / 8; i++) cut[i] = (x[i] >> down) & mask;
-                if (add)
-                    for (int64_t i = 0; i < few; i++) to[i] = (int16_t)(to[i] + bytes[i] * factor);
-                else
-                    for (int64_t i = 0; i < few; i++) to[i] = (int16_t)(bytes[i] * factor);
-                plane += numel * width / 8, shift += width, add = 1;
-            }
-        }
+    int shift = 0, place;
+    if (bits >= 8) {
+        const uint8_t *x = packed + byte_of(at, 8, &place);
+        if (add)
+            for (int64_t i = 0; i < at.count; i++) values[i] += x[i];
+        else
+            for (int64_t i = 0; i < at.count; i++) values[i] = x[i];
+        packed += at.numel, shift = 8, add = 1;
+    }
+    for (int width = 4; width; width /= 2) {
+        if (!(bits % 8 & width)) continue;
+        const word *x = (const word *)(packed + byte_of(at, width, &place));
+        uint64_t mask = in_each_byte(width);
+        int16_t factor = (int16_t)(1 << shift);
+        for (int64_t i = 0; i < at.count / 8; i++) cut[i] = (x[i] >> place) & mask;
+        if (add)
+            for (int64_t i = 0; i < at.count; i++) values[i] = (int16_t)(values[i] + bytes[i] * factor);
+        else
+            for (int64_t i = 0; i < at.count; i++) values[i] = (int16_t)(bytes[i] * factor);
+        packed += at.numel * width / 8, shift += width, add = 1;
     }
 }
 
-/* Rounds sums of integers with the offset `offset` to `bits` bits, each block with a shift of its own. */
-void round_sums(const int16_t *sums, int32_t offset, const int64_t *numbers, uint32_t key, const float *table,
-                int64_t rows, uint8_t *values, uint8_t *shifts, int64_t blocks, int bits) {
-    int32_t limit = (1 << (bits - 1)) - 1;
-    uint32_t row[TOGETHER];
-    for (int64_t b = 0; b < blocks; b++) {
-        const int16_t *x = sums + b * BLOCK;
-        if (b % TOGETHER == 0) dither_rows(numbers + b, key, rows, row, blocks - b < TOGETHER ? blocks - b : TOGETHER);
-        const float *dither = table + row[b % TOGETHER] * BLOCK;
-        int16_t least = x[0], most = x[0];
-        for (int j = 1; j < BLOCK; j++) {
-            least = x[j] < least ? x[j] : least;
-            most = x[j] > most ? x[j] : most;
+/* For all few values of a section of `blocks`, in an order in which slice 0 of each byte is first; `first` is the number
+   of the first of their blocks, `count` that of their blocks. */
+#define FOR_EACH_FEW(BLOCKS, SLICES)                                                                              \
+    for (int64_t length = (BLOCKS) / (SLICES), begin = 0; begin < length; begin += FEW_BLOCKS)                    \
+        for (int64_t slice = 0, first = begin, count = length - begin < FEW_BLOCKS ? length - begin : FEW_BLOCKS; \
+             slice < (SLICES); slice++, first += length)
+
+#define THESE(BLOCKS, SLICES) \
+    (struct few) { (BLOCKS) * BLOCK, begin * BLOCK, count * BLOCK, (int)slice, (SLICES) }
+
+/* Rounds `count` blocks of a gradient; with `add`, adds to `sums`. */
+static void encode_few(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key,
+                       const float *table, int64_t rows, int16_t *sums, int64_t count, int add) {
+    uint32_t row[FEW_BLOCKS];
+    float inverse[FEW_BLOCKS];
+    dither_rows(numbers, key, rows, row, count);
+    for (int64_t i = 0; i < count; i++) inverse[i] = codes[i] == 0 ? 0.0f : 1.0f / scale_of(codes[i]);
+    for (int64_t i = 0; i < count; i++) {
+        const float *x = gradient + i * BLOCK, *dither = table + row[i] * BLOCK, by = inverse[i];
+        int16_t *out = sums + i * BLOCK;
+        ask_for_block(x);
+        if (codes[i] == NON_FINITE)
+            memset(out, 0, BLOCK * sizeof *out);
+        else if (add)
+            for (int j = 0; j < BLOCK; j++) out[j] = (int16_t)(out[j] + (int32_t)(dither[j] + x[j] * by));
+        else
+            for (int j = 0; j < BLOCK; j++) out[j] = (int16_t)(int32_t)(dither[j] + x[j] * by);
+    }
+}
+
+/* Rounds the shards of a gradient, each with its key, and packs their sums: `blocks` in each section, whose packed forms
+   are `out_stride` bytes apart. Without shards they are 0. */
+void encode(const float *gradient, int64_t stride, int shards, const uint8_t *codes, const int64_t *numbers,
+            const uint32_t *keys, const float *table, int64_t rows, uint8_t *out, int64_t out_stride, int sections,
+            int64_t blocks, int bits) {
+    int16_t sums[FEW] = {0};
+    int slices = slices_of(bits);
+    for (int section = 0; section < sections; section++) {
+        FOR_EACH_FEW(blocks, slices) {
+            for (int shard = 0; shard < shards; shard++)
+                encode_few(gradient + shard * stride + first * BLOCK, codes + first, numbers + first, keys[shard], table,
+                           rows, sums, count, shard > 0);
+            pack_few(sums, out, THESE(blocks, slices), bits);
         }
-        int32_t found = offset - least > most - offset ? offset - least : most - offset, power = 0, eighths = 8;
-        while ((limit << power) < found) power++;
-        if (power) {
-            eighths = (8 * limit << power) / found;
-            eighths = eighths > 15 ? 15 : eighths;
+        gradient += blocks * BLOCK, codes += blocks, numbers += blocks, out += out_stride;
+    }
+}
+
+/* Adds packed rows. Each has `sections` of `blocks`, `stride` bytes apart. */
+void add_packed(const uint8_t *const *packed, int rows, int64_t stride, int bits, uint8_t *out, int64_t out_stride,
+                int out_bits, int sections, int64_t blocks) {
+    int16_t sums[FEW];
+    int slices = most(slices_of(bits), slices_of(out_bits));
+    for (int section = 0; section < sections; section++)
+        FOR_EACH_FEW(blocks, slices) {
+            for (int n = 0; n < rows; n++)
+                unpack_few(packed[n] + section * stride, sums, THESE(blocks, slices), bits, n > 0);
+            pack_few(sums, out + section * out_stride, THESE(blocks, slices), out_bits);
         }
-        float inverse = (float)eighths * float_of_bits((124 - power) << 23);
-        for (int j = 0; j < BLOCK; j++)
-            values[b * BLOCK + j] = (uint8_t)(int32_t)(dither[j] + (float)(x[j] - offset) * inverse);
-        shifts[b] = (uint8_t)(power << 3 | (eighths - 8));
+}
+
+/* The largest distance of the values of a block from `offset`. */
+static int32_t largest_distance(const int16_t *x, int32_t offset) {
+    int16_t least = x[0], most = x[0];
+    for (int j = 1; j < BLOCK; j++) {
+        least = x[j] < least ? x[j] : least;
+        most = x[j] > most ? x[j] : most;
+    }
+    return offset - least > most - offset ? offset - least : most - offset;
+}
+
+/* The shifts of `count` blocks, and by what their values are multiplied, from the largest value of each. */
+static void find_shifts(const int32_t *largest, int bits, uint8_t *shifts, float *factors, int64_t count) {
+    const int32_t limit = (1 << (bits - 1)) - 1;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t power = 0;
+        for (int p = 0; p < 16; p++) power += (limit << p) < largest[i];
+        /* The quotient of two small integers, rounded to a float, is below the next integer if it is exactly. */
+        int32_t eighths = (int32_t)((float)(8 * limit << power) / (float)(largest[i] > 1 ? largest[i] : 1));
+        eighths = power == 0 ? 8 : eighths > 15 ? 15 : eighths;
+        factors[i] = (float)eighths * float_of_bits((124 - power) << 23);
+        shifts[i] = (uint8_t)(power << 3 | (eighths - 8));
+    }
+}
+
+/* Adds packed rows of sums, which then have the offset `offset`, rounds them to `bits` bits, and packs them. */
+void round_packed(const uint8_t *const *packed, int rows, int packed_bits, int32_t offset, const int64_t *numbers,
+                  uint32_t key, const float *table, int64_t table_rows, uint8_t *out, uint8_t *shifts, int64_t blocks,
+                  int bits) {
+    int16_t sums[FEW];
+    uint32_t row[FEW_BLOCKS];
+    int32_t largest[FEW_BLOCKS];
+    float factors[FEW_BLOCKS];
+    int slices = most(slices_of(packed_bits), slices_of(bits));
+    FOR_EACH_FEW(blocks, slices) {
+        for (int n = 0; n < rows; n++) unpack_few(packed[n], sums, THESE(blocks, slices), packed_bits, n > 0);
+        dither_rows(numbers + first, key, table_rows, row, count);
+        for (int64_t i = 0; i < count; i++) largest[i] = largest_distance(sums + i * BLOCK, offset);
+        find_shifts(largest, bits, shifts + first, factors, count);
+        for (int64_t i = 0; i < count; i++) {
+            int16_t *x = sums + i * BLOCK;
+            const float *dither = table + row[i] * BLOCK;
+            for (int j = 0; j < BLOCK; j++) x[j] = (int16_t)(int32_t)(dither[j] + (float)(x[j] - offset) * factors[i]);
+        }
+        pack_few(sums, out, THESE(blocks, slices), bits);
     }
 }
 
@@ -226,39 +275,38 @@ static void write_block(float *to, const float *block) { memcpy(to, block, BLOCK
 static void finish_writes(void) {}
 #endif
 
-/* Values of 5 bits: four are in the bytes at `low`, shifted by `down`, and one in those at `high`, at place `slice`. */
-static inline void decode_few(const uint8_t *restrict low, const uint8_t *restrict high, int down, int slice,
-                              float factor, float *restrict out, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        uint8_t value = (uint8_t)((low[i] >> down & 15) | (high[i] >> slice & 1) << 4);
-        out[i] = (float)((int32_t)value - 15) * factor;
-    }
+/* Values of 8 bits, or of 5: four are in the bytes at `low`, at place `down`, and one in those at `high`. */
+static inline void decode_block(const uint8_t *restrict low, const uint8_t *restrict high, int down, int slice, int bits,
+                                float factor, float *restrict out) {
+    if (bits == 8)
+        for (int j = 0; j < BLOCK; j++) out[j] = (float)((int32_t)low[j] - 127) * factor;
+    else
+        for (int j = 0; j < BLOCK; j++) {
+            uint8_t value = (uint8_t)((low[j] >> down & 15) | (high[j] >> slice & 1) << 4);
+            out[j] = (float)((int32_t)value - 15) * factor;
+        }
 }
 
-/* Converts packed values of 8 or 5 bits, which have the offset of these bits, back to gradients. */
-void decode(const uint8_t *packed, const uint8_t *codes, const uint8_t *shifts, float scale, float *gradient,
-            int64_t blocks, int bits) {
-    float factors[TOGETHER];
-    int slices = bits == 8 ? 1 : 8; /* see PACK */
-    int64_t length = blocks * BLOCK / slices;
-    for (int slice = 0; slice < slices; slice++) {
-        const uint8_t *low = packed + slice % 4 * length, *high = packed + 4 * length;
-        const int64_t begin = slice * length, end = begin + length, first = begin / BLOCK;
-        for (int64_t b = first; b * BLOCK < end; b++) {
-            int64_t i = (b - first) % TOGETHER, left = blocks - b < TOGETHER ? blocks - b : TOGETHER;
-            if (i == 0) find_factors(codes + b, shifts + b, scale, factors, left);
-            /* the first and the last block of a slice may belong to two of them */
-            int64_t at = b == first ? begin : b * BLOCK, until = (b + 1) * BLOCK < end ? (b + 1) * BLOCK : end;
-            float block[BLOCK];
-            if (bits == 8) {
-                for (int j = 0; j < BLOCK; j++) block[j] = (float)((int32_t)packed[at + j] - 127) * factors[i];
-                write_block(gradient + at, block);
-            } else if (until - at == BLOCK) {
-                decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], block, BLOCK);
-                write_block(gradient + at, block);
-            } else
-                decode_few(low + at - begin, high + at - begin, slice / 4 * 4, slice, factors[i], gradient + at, until - at);
+/* Converts packed values of 8 or 5 bits, which have the offset of these bits, back to gradients. Each section has `blocks`,
+   and their shifts behind the values. */
+void decode(const uint8_t *const *packed, int sections, const uint8_t *codes, float scale, float *gradient, int64_t blocks,
+            int bits) {
+    float factors[FEW_BLOCKS], block[BLOCK];
+    int slices = slices_of(bits);
+    for (int section = 0; section < sections; section++) {
+        const uint8_t *values = packed[section], *shifts = values + blocks * BLOCK * bits / 8;
+        const uint8_t *high = values + blocks * BLOCK / 2; /* of 5 bits */
+        FOR_EACH_FEW(blocks, slices) {
+            int place = 0;
+            const uint8_t *low = values + byte_of(THESE(blocks, slices), bits == 8 ? 8 : 4, &place);
+            find_factors(codes + first, shifts + first, scale, factors, count);
+            for (int64_t i = 0; i < count; i++) {
+                const uint8_t *bit = high + (begin + i) * BLOCK;
+                decode_block(low + i * BLOCK, bit, place, (int)slice, bits, factors[i], block);
+                write_block(gradient + (first + i) * BLOCK, block);
+            }
         }
+        codes += blocks, gradient += blocks * BLOCK;
     }
     finish_writes();
 }

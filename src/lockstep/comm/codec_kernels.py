@@ -24,14 +24,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Kernels, Rows, TorchKernels, dither_table
+from lockstep.comm.integer_codec import BLOCK, SECTION_BLOCKS, IntegerCodec, Kernels, TorchKernels, dither_table
 
 logger = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_suffix(".c")
 FLAGS: Final = ("-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC")
 COMPILE_S: Final = 60.0
-_NARROW: Final = (torch.uint8, torch.int16)
 
 
 @cache
@@ -63,30 +62,38 @@ def _agree(fused: Kernels, codec: IntegerCodec, device: torch.device) -> bool:
 
 
 def trial(
-    kernels: Kernels, codec: IntegerCodec, device: torch.device, *, blocks: int = 6, sections: int = 2
+    kernels: Kernels, codec: IntegerCodec, device: torch.device, *, blocks: int = SECTION_BLOCKS, sections: int = 2
 ) -> list[Tensor]:
-    """Return what each of the kernels makes of the same gradients of two shards, some of them 0 or not finite."""
-    generator, dtype = torch.Generator("cpu").manual_seed(blocks), torch.float32
-    sizes = 10.0 ** torch.randint(-12, 12, (blocks, 1), generator=generator, dtype=dtype, device="cpu")
-    shards = torch.randn(2, blocks, BLOCK, generator=generator, dtype=dtype, device="cpu") * sizes
-    shards[0, -1], shards[1, blocks // 2, 5], shards[:, blocks // 3] = 0.0, float("inf"), 0.0
-    shards, numbers = shards.to(device), torch.arange(7, 7 + blocks, device=device)
-    codes = kernels.block_codes(shards)
-    sums = torch.empty(blocks, BLOCK, dtype=codec.sum_dtype(2), device=device)
-    kernels.encode(shards, codes, numbers, [2**62 + 5, 12], sums)
-    width, numel = codec.sum_bits(2), blocks * BLOCK
-    packed = torch.empty(sections, numel // sections * width // 8, dtype=torch.uint8, device=device)
-    kernels.pack(sums.view(sections, -1), width, packed)
-    total = torch.empty(numel // sections, dtype=torch.int16, device=device)
-    kernels.unpack_sum(packed, width, total)
-    values, shifts = torch.empty_like(sums, dtype=torch.uint8), torch.empty_like(codes)
-    kernels.round_sums(sums.short(), 2 * codec.largest, numbers, 2**33 + 1, values, shifts)
-    final = torch.empty(sections, numel // sections * codec.result_bits // 8, dtype=torch.uint8, device=device)
-    kernels.pack(values.view(sections, -1), codec.result_bits, final)
+    """Return what each of the kernels makes of the same gradients of two shards, some of them 0 or not finite.
+
+    blocks  of each section
+    """
+    generator, dtype, count = torch.Generator("cpu").manual_seed(blocks), torch.float32, blocks * sections
+    sizes = 10.0 ** torch.randint(-12, 12, (count, 1), generator=generator, dtype=dtype, device="cpu")
+    shards = torch.randn(2, count, BLOCK, generator=generator, dtype=dtype, device="cpu") * sizes
+    shards[0, -1], shards[1, count // 2, 5], shards[:, count // 3] = 0.0, float("inf"), 0.0
+    shards, numbers = shards.to(device), torch.arange(7, 7 + count, device=device)
+    codes = torch.empty(count, dtype=torch.uint8, device=device)
+    kernels.block_codes(shards, codes)
+
+    def bytes_of(bits: int, more: int = 0) -> Tensor:
+        return torch.empty(sections, blocks * BLOCK * bits // 8 + more, dtype=torch.uint8, device=device)
+
+    width, total = codec.sum_bits(2), codec.sum_bits(6)
+    one, both, none, sums, rounded = (
+        *(bytes_of(codec.sum_bits(n)) for n in (1, 2, 2, 6)),
+        bytes_of(codec.result_bits, blocks),
+    )
+    kernels.encode(shards[:1], codes, numbers, [12], codec.sum_bits(1), one)
+    kernels.encode(shards, codes, numbers, [2**62 + 5, 12], width, both)
+    kernels.encode(shards[:0], codes, numbers, [], width, none)
+    kernels.add([both, both, both], width, sums, total)
+    for n, (row, of_row) in enumerate(zip(rounded, numbers.view(sections, blocks), strict=True)):
+        kernels.round([sums[n], sums[n - 1]], total, 12 * codec.largest, of_row, 2**33 + 1, row)
     outs = [torch.empty_like(shards[0]) for _ in range(2)]
-    kernels.decode(final, codes, shifts, 0.3, outs[0])
-    kernels.decode(final, codes, shifts, torch.tensor(0.3, dtype=torch.float32, device=device), outs[1])
-    return [codes, sums, packed, total, values, shifts, final, *(out.view(torch.int32) for out in outs)]
+    kernels.decode(list(rounded), codes, 0.3, outs[0])
+    kernels.decode(list(rounded), codes, torch.tensor(0.3, dtype=dtype, device=device), outs[1])
+    return [codes, one, both, none, sums, rounded, *(out.view(torch.int32) for out in outs)]
 
 
 # -- CPU ---------------------------------------------------------------------------------------------------------------
@@ -143,66 +150,81 @@ def _cpu_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+# The arguments of the functions in the C file: p, a pointer; i, an int; l, an int64; u, a uint32; f, a float.
+_TYPES: Final = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "u": ctypes.c_uint32,
+    "f": ctypes.c_float,
+}
+_ARGUMENTS: Final = {
+    "block_codes": "plipli",
+    "encode": "plipppplplili",
+    "add_packed": "pilipliil",
+    "round_packed": "piiipuplppli",
+    "decode": "pipfpli",
+}
+MOST_BITS: Final = 15  # of sums that the functions in C compute
+
+
 class CpuKernels:
     """See `Kernels`. Integers of more than 15 bits are left to torch."""
 
     def __init__(self, library: Any, codec: IntegerCodec) -> None:
         self._library, self.codec, self._torch = library, codec, TorchKernels(codec)
         tables = [dither_table(torch.device("cpu"), largest) for largest in (codec.largest, codec.largest_result)]
-        self._table, self._table_of_sums = [(_at(table), ctypes.c_int64(len(table))) for table in tables]
+        self._table, self._table_of_sums = [(table.data_ptr(), len(table)) for table in tables]
+        for name, kinds in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_TYPES[kind] for kind in kinds], None
 
-    def block_codes(self, shards: Tensor) -> Tensor:
-        codes = torch.empty(shards.shape[1], dtype=torch.uint8, device="cpu")
-        for n, one in enumerate(shards):
-            self._library.block_codes(_at(one), _at(codes), _count(one), self.codec.bits, int(n > 0))
-        return codes
+    def block_codes(self, shards: Tensor, out: Tensor) -> None:
+        one, bits = _pointer(shards), self.codec.bits
+        self._library.block_codes(one, shards.stride(0), len(shards), _pointer(out), shards.shape[1], bits)
 
-    def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
-        if out.dtype not in _NARROW:
-            self._torch.encode(shards, codes, numbers, keys, out)
+    def encode(
+        self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], bits: int, out: Tensor
+    ) -> None:
+        if bits > MOST_BITS:
+            self._torch.encode(shards, codes, numbers, keys, bits, out)
             return
-        encode = self._library.encode_uint8 if out.dtype == torch.uint8 else self._library.encode_int16
-        for n, (one, key) in enumerate(zip(shards, keys, strict=True)):
-            at = [_at(tensor) for tensor in (one, codes, numbers)]
-            encode(*at, _key(key), *self._table, _at(out), _count(one), int(n > 0))
+        gradient, all_keys = (_pointer(shards), shards.stride(0), len(shards)), _keys(keys)
+        packed, blocks = (_pointer(out), out.stride(0), len(out)), len(codes) // len(out)
+        pointers = _pointer(codes), _pointer(numbers), all_keys
+        self._library.encode(*gradient, *pointers, *self._table, *packed, blocks, bits)
 
-    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
-        if values.dtype not in _NARROW:
-            self._torch.pack(values, bits, out)
+    def add(self, packed: Sequence[Tensor], bits: int, out: Tensor, out_bits: int) -> None:
+        if out_bits > MOST_BITS:
+            self._torch.add(packed, bits, out, out_bits)
             return
-        pack = self._library.pack_uint8 if values.dtype == torch.uint8 else self._library.pack_int16
-        for row, packed in zip(values, out, strict=True):
-            pack(_at(row), _at(packed), ctypes.c_int64(row.numel()), bits)
+        first, blocks = packed[0], out.shape[1] * 8 // out_bits // BLOCK
+        assert all(one.stride() == first.stride() for one in packed)
+        rows = _pointers(packed), len(packed), first.stride(0), bits
+        self._library.add_packed(*rows, _pointer(out), out.stride(0), out_bits, len(out), blocks)
 
-    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
-        if out.dtype != torch.int16:
-            self._torch.unpack_sum(packed, bits, out)
+    def round(self, packed: Sequence[Tensor], bits: int, offset: int, numbers: Tensor, key: int, out: Tensor) -> None:
+        if (2 * offset).bit_length() > MOST_BITS:
+            self._torch.round(packed, bits, offset, numbers, key, out)
             return
-        for n, row in enumerate(packed):
-            self._library.unpack(_at(row), _at(out), ctypes.c_int64(out.numel()), bits, int(n > 0))
+        rows, blocks = (_pointers(packed), len(packed), bits), len(numbers)
+        found = _pointer(out), _pointer(out) + len(out) - blocks
+        dither = _pointer(numbers), key & 0xFFFFFFFF, *self._table_of_sums
+        self._library.round_packed(*rows, offset, *dither, *found, blocks, self.codec.result_bits)
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        if sums.dtype != torch.int16:
-            self._torch.round_sums(sums, offset, numbers, key, values, shifts)
-            return
-        at, to = [_at(sums), offset, _at(numbers), _key(key)], [_at(values), _at(shifts)]
-        self._library.round_sums(*at, *self._table_of_sums, *to, _count(sums), self.codec.result_bits)
-
-    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        blocks, factor = len(out) // len(packed), ctypes.c_float(float(scale))
-        for n, section in enumerate(packed):
-            at = slice(n * blocks, (n + 1) * blocks)
-            given = [_at(tensor) for tensor in (section, codes[at], shifts[at])]
-            self._library.decode(*given, factor, _at(out[at]), ctypes.c_int64(blocks), self.codec.result_bits)
+    def decode(self, rounded: Sequence[Tensor], codes: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        sections = _pointers(rounded), len(rounded)
+        to = _pointer(out), len(codes) // len(rounded), self.codec.result_bits
+        self._library.decode(*sections, _pointer(codes), float(scale), *to)
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointer(tensor: Tensor) -> int:
+    return tensor.data_ptr()
 
 
-def _count(blocks: Tensor) -> ctypes.c_int64:
-    return ctypes.c_int64(len(blocks))
+def _pointers(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*map(_pointer, tensors))
 
 
-def _key(key: int) -> ctypes.c_uint32:
-    return ctypes.c_uint32(key & 0xFFFFFFFF)
+def _keys(keys: Sequence[int]) -> Any:
+    return (ctypes.c_uint32 * len(keys))(*(key & 0xFFFFFFFF for key in keys))

@@ -16,9 +16,7 @@ from lockstep.comm.integer_codec import (
     CODE_OFFSET,
     CODE_SHIFT,
     ROWS,
-    Rows,
     TorchKernels,
-    as_tensor,
     dither_table,
     planes_of,
 )
@@ -188,28 +186,67 @@ class TritonKernels(TorchKernels):
         bits, largest = self.codec.result_bits, self.codec.largest_result
         return 2**23 - 1 - ((largest << (25 - bits)) - 2**23)
 
-    def block_codes(self, shards: Tensor) -> Tensor:
+    def block_codes(self, shards: Tensor, out: Tensor) -> None:
         blocks, inverse = shards.shape[1], 1 / self.codec.largest
-        codes = torch.empty(blocks, dtype=torch.uint8, device=shards.device)
         with _on(shards.device):
             _block_codes[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards, codes, blocks, len(shards), shards.stride(0), inverse, BLOCK, PER_PROGRAM
+                shards, out, blocks, len(shards), shards.stride(0), inverse, BLOCK, PER_PROGRAM
             )
-        return codes
 
-    def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
+    def encode(
+        self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], bits: int, out: Tensor
+    ) -> None:
         if not len(shards):
+            out.zero_()
             return
+        sums = out if bits == 8 and out.is_contiguous() else self._integers(bits, len(out), codes)
         blocks, table = shards.shape[1], dither_table(shards.device, self.codec.largest)
         key, several = keys[0] & 0xFFFFFFFF | 2**32, len(keys) > 1
         sizes, stride = (several, ROWS, BLOCK, PER_PROGRAM), shards.stride(0)
         all_keys = torch.tensor(keys, device="cpu").to(shards.device, non_blocking=True) if several else codes
         with _on(shards.device):
             _encode[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards, codes, numbers, key, all_keys, table, out, blocks, len(shards), stride, *sizes, **UNFUSED
+                shards, codes, numbers, key, all_keys, table, sums, blocks, len(shards), stride, *sizes, **UNFUSED
+            )
+        if sums is not out:
+            self._pack(sums, bits, out)
+
+    def add(self, packed: Sequence[Tensor], bits: int, out: Tensor, out_bits: int) -> None:
+        sums = self._integers(out_bits, len(out), out, numel=out.shape[1] * 8 // out_bits)
+        for n, section in enumerate(sums):
+            self._unpack_sum([one[n] for one in packed], bits, section)
+        self._pack(sums, out_bits, out)
+
+    def round(self, packed: Sequence[Tensor], bits: int, offset: int, numbers: Tensor, key: int, out: Tensor) -> None:
+        blocks, table = len(numbers), dither_table(numbers.device, self.codec.largest_result)
+        sums = self._integers((2 * offset).bit_length(), 1, numbers)
+        self._unpack_sum(packed, bits, sums[0])
+        values, shifts = torch.empty_like(sums, dtype=torch.uint8), out[-blocks:]
+        key, sizes = (key & 0xFFFFFFFF) | 2**32, (self.codec.result_bits, ROWS, BLOCK, PER_PROGRAM)
+        with _on(numbers.device):
+            _round_sums[(triton.cdiv(blocks, PER_PROGRAM),)](
+                sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes, **UNFUSED
+            )
+        self._pack(values, self.codec.result_bits, out[:-blocks].unsqueeze(0))
+
+    def decode(self, rounded: Sequence[Tensor], codes: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        rows, blocks = as_rows(rounded), len(codes) // len(rounded)
+        shifts = rows[:, -blocks:].flatten().contiguous()  # with one block, `flatten` does not copy
+        sizes = (self.codec.result_bits, isinstance(scale, Tensor), BLOCK, PER_PROGRAM)
+        number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
+        with _on(out.device):
+            _decode[(triton.cdiv(blocks, PER_PROGRAM), len(rows))](
+                rows, codes, shifts, number, where, out, blocks, rows.stride(0), *sizes
             )
 
-    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
+    @staticmethod
+    def _integers(bits: int, rows: int, like: Tensor, *, numel: int = 0) -> Tensor:
+        """Return memory for rows of integers of so many bits; by default for a block for each element of `like`."""
+        dtype = torch.uint8 if bits <= 8 else torch.int16 if bits < 16 else torch.int32
+        return torch.empty(rows, numel or len(like) * BLOCK // rows, dtype=dtype, device=like.device)
+
+    @staticmethod
+    def _pack(values: Tensor, bits: int, out: Tensor) -> None:
         rows, numel = values.shape
         at, shift = 0, 0
         with _on(values.device):
@@ -220,8 +257,9 @@ class TritonKernels(TorchKernels):
                 )
                 at, shift = at + size, shift + width
 
-    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
-        at, shift, rows = 0, 0, as_tensor(packed)
+    @staticmethod
+    def _unpack_sum(packed: Sequence[Tensor], bits: int, out: Tensor) -> None:
+        at, shift, rows = 0, 0, as_rows(packed)
         with _on(rows.device):
             for width in planes_of(bits):
                 size = len(out) * width // 8
@@ -238,19 +276,13 @@ class TritonKernels(TorchKernels):
                 )
                 at, shift = at + size, shift + width
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        blocks, table = len(sums), dither_table(sums.device, self.codec.largest_result)
-        key, sizes = (key & 0xFFFFFFFF) | 2**32, (self.codec.result_bits, ROWS, BLOCK, PER_PROGRAM)
-        with _on(sums.device):
-            _round_sums[(triton.cdiv(blocks, PER_PROGRAM),)](
-                sums, offset, numbers, key, table, values, shifts, blocks, self._carry, *sizes, **UNFUSED
-            )
 
-    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        rows, blocks = as_tensor(packed), len(out) // len(packed)
-        sizes = (self.codec.result_bits, isinstance(scale, Tensor), BLOCK, PER_PROGRAM)
-        number, where = (1.0, scale) if isinstance(scale, Tensor) else (scale, codes)
-        with _on(out.device):
-            _decode[(triton.cdiv(blocks, PER_PROGRAM), len(rows))](
-                rows, codes, shifts, number, where, out, blocks, rows.stride(0), *sizes
-            )
+def as_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of bytes as rows of one: a view if they lie at equal distances in the same memory."""
+    first = tensors[0]
+    step = tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else len(first)
+    starts = [first.data_ptr() + n * step for n in range(len(tensors))]
+    same = all(one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for one in tensors)
+    if same and step > 0 and starts == [one.data_ptr() for one in tensors]:
+        return first.as_strided((len(tensors), len(first)), (step, 1))
+    return torch.stack(list(tensors))

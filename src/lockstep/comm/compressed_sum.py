@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep import faults
 from lockstep.comm.codec_kernels import kernels_for
 from lockstep.comm.host_groups import OpType, RowSubgroup, SingleWorker, split_range
-from lockstep.comm.integer_codec import BLOCK, IntegerCodec, Rows
+from lockstep.comm.integer_codec import BLOCK, SECTION_BLOCKS, IntegerCodec, shifts_of
 from lockstep.comm.pipelined_collectives import run_interleaved
 from lockstep.comm.scratch_buffers import ScratchBuffers, ScratchScope, SharedBuffers, shared_buffers
 
@@ -122,13 +122,13 @@ class CompressedSum:
     def __init__(self, codec: IntegerCodec, route: Route, *, shards: int, own: int, device: torch.device) -> None:
         self.codec, self._route, self._shards, self._own, self._device = codec, route, shards, own, device
         self._sections = route.local.size * route.across.size
+        self._unit = self._sections * SECTION_BLOCKS  # the blocks of a bucket, and of a chunk, are a multiple of it
         self._scratch, self._shared = ScratchBuffers(), _shared_buffers_of(route, device)
-        self._total_dtype = torch.int16 if codec.sum_bits(shards) < 16 else torch.int32
         self._kernels, self._there = kernels_for(codec, device), kernels_for(codec, route.device)
 
     def allocate(self, numbers: Tensor, flags: int) -> CompressedBuffers:
         """Allocate the buffers of a sum of blocks with these numbers, and of so many flags."""
-        count = -(-len(numbers) // self._sections) * self._sections
+        count = -(-len(numbers) // self._unit) * self._unit
         padded = torch.zeros(count, dtype=torch.int64, device=self._device)
         padded[: len(numbers)] = numbers
         rows = torch.zeros(max(self._own, 1), count * BLOCK, dtype=torch.float32, device=self._device)
@@ -148,51 +148,47 @@ class CompressedSum:
         return buffers.rows[-1]
 
     def _chunk_blocks(self, count: int) -> int:
-        """Return the number of blocks of a chunk, a multiple of the sections."""
+        """Return the number of blocks of a chunk."""
         if self._device.type != "cpu" or self._sections == 1:
             return max(count, 1)
         chunks = CHUNKS if self._route.cores_per_worker >= MANY_CORES else CHUNKS_ON_FEW_CORES
         most = max(-(-count // chunks), MIN_CHUNK_BLOCKS)
-        return -(-most // self._sections) * self._sections
+        return -(-most // self._unit) * self._unit
 
     def _reduce_chunk(self, buffers: CompressedBuffers, at: slice) -> Iterator[None]:
         """Sum some of the blocks. Yields while data is on the network."""
-        codec, route = self.codec, self._route
+        codec, route, numbers = self.codec, self._route, buffers.numbers[at]
         shards = buffers.rows.view(len(buffers.rows), -1, BLOCK)[: self._own, at]
         codes = yield from self._agree_on_codes(buffers, shards, at)
         with ScratchScope(self._scratch, route.device) as scratch:
-            dtype, width = codec.sum_dtype(route.own_shards), codec.sum_bits(route.own_shards)
-            if self._shared is not None and dtype == torch.uint8 and width == 8:  # sent as they are
-                sums = self._shared.acquire(shards[0].numel()).view(shards.shape[1:])
-            else:
-                sums = scratch.empty(dtype, shards.shape[1:], device=self._device)
-            if not self._own:
-                sums.zero_()
-            self._kernels.encode(shards, codes, buffers.numbers[at], buffers.shard_keys, sums)
-            mine = sums.to(route.device).view(-1)
-            of_host = self._sum_in_host(mine, width, scratch)
-            finish = self._exchange(route.across, of_host, codec.sum_bits(route.shards), scratch)
-            yield
-            yield  # twice, so that the network has another chunk to send while this worker waits for this one
-            mine = finish()
+            width = codec.sum_bits(route.own_shards)
+            mine = self._empty_rows(self._sections, len(codes) // self._sections * BLOCK * width // 8, scratch)
+            self._kernels.encode(shards, codes, numbers, buffers.shard_keys, width, mine)
+            parts, bits = yield from self._exchange_parts(mine.to(route.device), width, scratch)
             faults.at("exchange")
-            total = mine.to(self._total_dtype).view(-1, BLOCK)
-            packed, shifts, row = yield from self._round_and_gather(buffers, total, at, scratch)
+            rounded, row = yield from self._round_and_gather(buffers, parts, bits, at, scratch)
             out = buffers.rows[-1].view(-1, BLOCK)[at]
             scale = buffers.scale()
-            self._kernels.decode(packed, codes, shifts, scale, out)
-            if self._shared is not None:
-                self._shared.release(row.view(-1))
+            self._kernels.decode(rounded, codes, scale, out)
             if buffers.errors is not None:
+                shifts = shifts_of(rounded, len(codes) // self._sections)
                 noise = self.codec.noise_energy(codes, shifts, self._shards) * scale**2
                 buffers.errors.add(noise, out.double().square().sum())
+            if self._shared is not None:
+                self._shared.release(row.view(-1))
+
+    def _empty_rows(self, count: int, size: int, scratch: ScratchScope) -> Tensor:
+        """Return memory for rows of bytes, which the other workers of the host can read if that is possible."""
+        if self._shared is not None:
+            return self._shared.acquire(count * size).view(count, size)
+        return scratch.empty(torch.uint8, (count, size), device=self._device)
 
     def _agree_on_codes(self, buffers: CompressedBuffers, shards: Tensor, at: slice) -> Generator[None, None, Tensor]:
         """Return the codes of blocks that fit the shards of all workers; in the first chunk agree on the flags, too."""
         count, is_first = shards.shape[1], at.start == 0
         codes = torch.zeros(count, dtype=torch.uint8, device=self._device)
         if self._own:
-            codes = self._kernels.block_codes(shards)
+            self._kernels.block_codes(shards, codes)
         agreed = yield from self._find_largest(torch.cat([codes, buffers.flags]) if is_first else codes)
         if is_first:
             buffers.flags.copy_(agreed[count:])
@@ -223,77 +219,65 @@ class CompressedSum:
         local.all_gather(parts.flatten(1))()
         return found[: len(values)]
 
-    def _sum_in_host(self, sums: Tensor, width: int, scratch: ScratchScope) -> Tensor:
-        """Return the sum over the host's workers of this worker's part of the sums, of `width` bits."""
-        local, shared = self._route.local, self._shared
-        if shared is None:
-            return self._exchange(local, sums, width, scratch)()
-        parts = sums.view(local.size, -1)
-        numel, packed = parts.shape[1], sums
-        if parts.dtype != torch.uint8 or width != 8:
-            packed = shared.acquire(sums.numel() * width // 8)
-            self._there.pack(parts, width, packed.view(local.size, -1))
-        rows: Rows = [row.view(local.size, -1)[local.rank] for row in shared.share(packed)]
-        if not len(rows):
-            rows, wait = local.exchange_rows(packed.view(local.size, -1))
+    def _exchange_parts(
+        self, mine: Tensor, width: int, scratch: ScratchScope
+    ) -> Generator[None, None, tuple[Sequence[Tensor], int]]:
+        """Send this worker's rounded values, of `width` bits, to where they are added.
+
+        Returns what is to be added in this worker's section, one row for each host, or for each worker of the only
+        host; and the bits of these values.
+        """
+        local, across = self._route.local, self._route.across
+        of_host = [mine] if local.size == 1 else self._exchange_in_host(mine)
+        if across.size == 1:
+            return [one[0] for one in of_host], width
+        bits = self.codec.sum_bits(self._route.shards)
+        if local.size > 1:
+            sums = scratch.empty(torch.uint8, (across.size, mine.shape[1] * bits // width))
+            self._there.add(of_host, width, sums, bits)
+        inbox, wait = across.exchange_rows(sums if local.size > 1 else mine)
+        yield
+        yield  # twice, so that the network has another chunk to send while this worker waits for this one
+        wait()
+        return inbox.unbind(), bits
+
+    def _exchange_in_host(self, mine: Tensor) -> list[Tensor]:
+        """Return what each worker of this host has for this one: a row for each host. Valid until the next `share`."""
+        local, across, found = self._route.local, self._route.across, list[Tensor]()
+        if self._shared is not None:
+            found = [one.view(local.size, across.size, -1)[local.rank] for one in self._shared.share(mine.view(-1))]
+            self._shared.release(mine.view(-1))
+        if not found:
+            inbox, wait = local.exchange_rows(mine.view(local.size, -1))
             wait()
-        total = scratch.empty(self._total_dtype, (numel,))
-        self._there.unpack_sum(rows, width, total)
-        shared.release(packed)
-        return total
-
-    def _exchange(self, subgroup: RowSubgroup, sums: Tensor, width: int, scratch: ScratchScope) -> Callable[[], Tensor]:
-        """Send each worker of the subgroup its part of the sums, of `width` bits. Returns a function that waits, and
-        returns the sum of what has arrived."""
-        if subgroup.size == 1:
-            return lambda: sums
-        parts = sums.view(subgroup.size, -1)
-        numel, packed = parts.shape[1], parts
-        if parts.dtype != torch.uint8 or width != 8:
-            packed = scratch.empty(torch.uint8, (subgroup.size, numel * width // 8))
-            self._there.pack(parts, width, packed)
-        inbox, wait = subgroup.exchange_rows(packed)
-
-        def finish() -> Tensor:
-            wait()
-            total = scratch.empty(self._total_dtype, (numel,))
-            self._there.unpack_sum(inbox, width, total)
-            return total
-
-        return finish
+            found = list(inbox.view(local.size, across.size, -1))
+        return found
 
     def _round_and_gather(
-        self, buffers: CompressedBuffers, total: Tensor, at: slice, scratch: ScratchScope
-    ) -> Generator[None, None, tuple[Rows, Tensor, Tensor]]:
-        """Round the sums of this worker's section. Returns those of all sections, packed, their shifts, and the memory
-        of those that this worker has from other hosts."""
+        self, buffers: CompressedBuffers, parts: Sequence[Tensor], bits: int, at: slice, scratch: ScratchScope
+    ) -> Generator[None, None, tuple[list[Tensor], Tensor]]:
+        """Round the sums of this worker's section, of which each host has a part, in `bits` bits.
+
+        Returns the rounded sums of all sections, and the memory of those that this worker has from other hosts.
+        """
         codec, local, across, where = self.codec, self._route.local, self._route.across, self._route.device
         numbers = buffers.numbers[at].view(local.size, across.size, -1)[local.rank, across.rank].to(where)
-        offset, size = codec.largest * self._shards, total.numel() * codec.result_bits // 8
-        shape, values = (across.size, size + len(total)), scratch.empty(torch.uint8, (1, total.numel()))
-        gathered = scratch.empty(torch.uint8, (local.size, *shape)) if self._shared is None else None
-        if self._shared is not None:
-            row = self._shared.acquire(math.prod(shape)).view(shape)
-        elif gathered is not None:
-            row = gathered[local.rank]
-        section = row[across.rank]
-        self._there.round_sums(total, offset, numbers, buffers.sum_key, values, section[size:])
-        self._there.pack(values, codec.result_bits, section[:size].unsqueeze(0))
+        size = len(numbers) * BLOCK * codec.result_bits // 8 + len(numbers)
+        gathered = scratch.empty(torch.uint8, (local.size, across.size, size)) if self._shared is None else None
+        row = self._empty_rows(across.size, size, scratch) if gathered is None else gathered[local.rank]
+        self._there.round(parts, bits, codec.largest * self._shards, numbers, buffers.sum_key, row[across.rank])
         finish = across.all_gather(row)
         yield
         yield
         finish()
-        rows = [] if self._shared is None else self._shared.share(row.view(-1))
-        if rows:
-            sections = [section for one in rows for section in one.view(shape)]
-            return [one[:size] for one in sections], torch.cat([one[size:] for one in sections]), row
+        shared = [] if self._shared is None else self._shared.share(row.view(-1))
+        if shared:
+            return [section for one in shared for section in one.view(across.size, size)], row
         if gathered is None:
-            gathered = scratch.empty(torch.uint8, (local.size, *shape))
+            gathered = scratch.empty(torch.uint8, (local.size, across.size, size))
             gathered[local.rank] = row
         local.all_gather(gathered.flatten(1))()
-        arrived = gathered.flatten(0, 1).to(self._device)
-        # With one block, `flatten` does not copy.
-        return arrived[:, :size], arrived[:, size:].flatten().contiguous(), row
+        return list(gathered.flatten(0, 1).to(self._device)), row
 
 
 def _shared_buffers_of(route: Route, device: torch.device) -> SharedBuffers | None:

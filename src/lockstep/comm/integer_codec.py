@@ -48,45 +48,40 @@ CODE_SHIFT: Final = 21
 CODE_OFFSET: Final = 363
 
 
-Rows = Tensor | Sequence[Tensor]  # of bytes: the second also if they are apart in memory
-
-
-def as_tensor(rows: Rows) -> Tensor:
-    """Return the rows as one tensor."""
-    return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
+SECTION_BLOCKS: Final = 8  # a section of packed values has a multiple of so many blocks
 
 
 class Kernels(Protocol):
-    """The operations of a codec on all elements.
+    """The operations of a codec on all elements, on rounded values in packed form.
 
-    Gradients are float32 [..., blocks, BLOCK]. `numbers` are the numbers of the blocks, int64, from which and from a
-    key the rows of the dither table follow. `codes` are the scales of the blocks: see `IntegerCodec`. Rows of shards
-    and of packed integers may be apart in memory; all else is contiguous.
+    Gradients are float32 [shards, blocks, BLOCK]. `numbers` are the numbers of the blocks, int64, from which and from a
+    key the rows of the dither table follow. `codes` are the scales of the blocks: see `IntegerCodec`. Packed values are
+    uint8 [sections, bytes]; each section is packed by itself. Rows of shards, and packed rows, may be apart in memory;
+    all else is contiguous.
     """
 
-    def block_codes(self, shards: Tensor) -> Tensor:
-        """Return the code of each block: the largest that one of the shards needs."""
+    def block_codes(self, shards: Tensor, out: Tensor) -> None:
+        """Write the code of each block, the largest that one of the shards needs; there is at least one."""
 
-    def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
-        """Round the shards, each with its own key, and write their sum to the integers `out`.
+    def encode(
+        self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], bits: int, out: Tensor
+    ) -> None:
+        """Round the shards, each with its own key, and pack their sums with so many bits; without shards 0.
 
-        In blocks whose code is NON_FINITE it is 0.
+        In blocks whose code is NON_FINITE a sum is 0.
         """
 
-    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
-        """Pack rows of non-negative integers [rows, numel] of so many bits into uint8 [rows, numel * bits / 8]."""
+    def add(self, packed: Sequence[Tensor], bits: int, out: Tensor, out_bits: int) -> None:
+        """Add packed values of so many bits, and pack the sums."""
 
-    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
-        """Write the sum over the rows of what was packed to `out`, int16 or int32 [numel]."""
+    def round(self, packed: Sequence[Tensor], bits: int, offset: int, numbers: Tensor, key: int, out: Tensor) -> None:
+        """Add packed values [bytes] of one section, subtract `offset`, and round the sums to `result_bits`.
 
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        """Subtract `offset` from the sums [blocks, BLOCK], int16 or int32, and round them to `result_bits`.
-
-        values, shifts  the result, and the shift of each block (Note [Scales]), both uint8
+        out  the rounded values, packed, and behind them the shift of each block (Note [Scales])
         """
 
-    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        """Unpack rounded values [sections, bytes], and write the gradients that they stand for, times `scale`."""
+    def decode(self, rounded: Sequence[Tensor], codes: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        """Write the gradients that sections as `round` writes them stand for, times `scale`."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +111,6 @@ class IntegerCodec:
     def sum_bits(self, shards: int) -> int:
         """Return the number of bits of a sum of the rounded values of so many shards. See Note [Offset]."""
         return (2 * self.largest * shards).bit_length()
-
-    def sum_dtype(self, shards: int) -> torch.dtype:
-        """Return the narrowest dtype of such a sum."""
-        bits = self.sum_bits(shards)
-        return torch.uint8 if bits <= 8 else torch.int16 if bits < 16 else torch.int32
 
     def codes(self, largest: Tensor) -> Tensor:
         """Return the codes of blocks whose largest absolute values are given."""
@@ -199,59 +189,85 @@ def planes_of(bits: int) -> list[int]:
     return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits % 8 & width]
 
 
+def pack(values: Tensor, bits: int, out: Tensor) -> None:
+    """Pack rows of non-negative integers [rows, numel] of so many bits into uint8 [rows, numel * bits / 8]."""
+    planes, shift = list[Tensor](), 0
+    for width in planes_of(bits):
+        plane = (values >> shift).bitwise_and_(2**width - 1).to(torch.uint8)
+        slots = plane.view(len(plane), 8 // width, -1)
+        packed = slots[:, 0].clone()
+        for n in range(1, 8 // width):
+            packed |= slots[:, n] << (n * width)
+        planes.append(packed)
+        shift += width
+    out.copy_(torch.cat(planes, dim=1))
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return packed values [rows, numel] as int32."""
+    rows, size = packed.shape
+    numel, at, shift = size * 8 // bits, 0, 0
+    values = torch.zeros(rows, numel, dtype=torch.int32, device=packed.device)
+    for width in planes_of(bits):
+        size = numel * width // 8
+        plane = packed[:, at : at + size]
+        for n, slot in enumerate(values.view(rows, 8 // width, size).unbind(1)):
+            slot += ((plane >> (n * width)).bitwise_and_(2**width - 1)).int() << shift
+        at, shift = at + size, shift + width
+    return values
+
+
 class TorchKernels:
     """See `Kernels`. For every device; others are faster (comm/codec_kernels.py), and return the same bits."""
 
     def __init__(self, codec: IntegerCodec) -> None:
         self.codec = codec
 
-    def block_codes(self, shards: Tensor) -> Tensor:
-        return self.codec.codes(torch.stack([one.abs().amax(dim=1) for one in shards]).amax(dim=0))
+    def block_codes(self, shards: Tensor, out: Tensor) -> None:
+        out.copy_(self.codec.codes(torch.stack([one.abs().amax(dim=1) for one in shards]).amax(dim=0)))
 
-    def encode(self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], out: Tensor) -> None:
-        table, inverse = dither_table(shards.device, self.codec.largest), self.codec.inverse_scales(codes).unsqueeze(1)
-        bad = (codes == NON_FINITE).unsqueeze(1)
-        for n, (one, key) in enumerate(zip(shards, keys, strict=True)):
-            rounded = one.masked_fill(bad, 0.0).mul_(inverse).add_(table[dither_rows(numbers, key)])
-            out.copy_(rounded) if n == 0 else out.add_(rounded.to(out.dtype))
-        out.masked_fill_(bad, 0)
+    def encode(
+        self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], bits: int, out: Tensor
+    ) -> None:
+        table, inverse = dither_table(codes.device, self.codec.largest), self.codec.inverse_scales(codes).unsqueeze(1)
+        bad, sums = (
+            (codes == NON_FINITE).unsqueeze(1),
+            torch.zeros(len(codes), BLOCK, dtype=torch.int32, device=codes.device),
+        )
+        for one, key in zip(shards, keys, strict=True):
+            sums += one.masked_fill(bad, 0.0).mul_(inverse).add_(table[dither_rows(numbers, key)]).int()
+        pack(sums.masked_fill_(bad, 0).view(len(out), -1), bits, out)
 
-    def pack(self, values: Tensor, bits: int, out: Tensor) -> None:
-        planes, shift = list[Tensor](), 0
-        for width in planes_of(bits):
-            plane = (values >> shift).bitwise_and_(2**width - 1).to(torch.uint8)
-            slots = plane.view(len(plane), 8 // width, -1)
-            packed = slots[:, 0].clone()
-            for n in range(1, 8 // width):
-                packed |= slots[:, n] << (n * width)
-            planes.append(packed)
-            shift += width
-        torch.cat(planes, dim=1, out=out)
+    def add(self, packed: Sequence[Tensor], bits: int, out: Tensor, out_bits: int) -> None:
+        pack(_sum_of(packed, bits), out_bits, out)
 
-    def unpack_sum(self, packed: Rows, bits: int, out: Tensor) -> None:
-        at, shift, rows = 0, 0, as_tensor(packed)
-        out.zero_()
-        for width in planes_of(bits):
-            size = len(out) * width // 8
-            plane = rows[:, at : at + size]
-            for n, slot in enumerate(out.view(8 // width, size)):
-                part = (plane >> (n * width)).bitwise_and_(2**width - 1)
-                slot.add_(part.sum(dim=0, dtype=out.dtype) << shift)
-            at, shift = at + size, shift + width
-
-    def round_sums(self, sums: Tensor, offset: int, numbers: Tensor, key: int, values: Tensor, shifts: Tensor) -> None:
-        codec, total = self.codec, sums.int() - offset
-        found, table = total.abs().amax(dim=1), dither_table(sums.device, codec.largest_result)
+    def round(self, packed: Sequence[Tensor], bits: int, offset: int, numbers: Tensor, key: int, out: Tensor) -> None:
+        codec = self.codec
+        total = _sum_of([one.unsqueeze(0) for one in packed], bits).view(-1, BLOCK) - offset
+        found, table = total.abs().amax(dim=1), dither_table(total.device, codec.largest_result)
         powers = exponents(found, codec.result_bits).clamp_(min=0)
         eighths = torch.div(8 * codec.largest_result << powers, found.clamp(min=1), rounding_mode="floor")
         eighths = eighths.clamp_(8, 15).masked_fill_(powers == 0, 8)
         inverse = (eighths.float() * ((124 - powers) << 23).view(torch.float32)).unsqueeze(1)
-        values.copy_(total.float().mul_(inverse).add_(table[dither_rows(numbers, key)]).view(values.shape))
-        shifts.copy_((powers << 3) + eighths - 8)
+        values = total.float().mul_(inverse).add_(table[dither_rows(numbers, key)]).int()
+        pack(values.view(1, -1), codec.result_bits, out[: -len(numbers)].unsqueeze(0))
+        out[-len(numbers) :] = (powers << 3) + eighths - 8
 
-    def decode(self, packed: Rows, codes: Tensor, shifts: Tensor, scale: float | Tensor, out: Tensor) -> None:
-        values = torch.empty(len(packed), out.numel() // len(packed), dtype=torch.int16, device=out.device)
-        for n, section in enumerate(values):
-            self.unpack_sum(packed[n : n + 1], self.codec.result_bits, section)
+    def decode(self, rounded: Sequence[Tensor], codes: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        blocks = len(codes) // len(rounded)
+        values = torch.cat([unpack(one[:-blocks].unsqueeze(0), self.codec.result_bits) for one in rounded])
         values -= self.codec.largest_result
-        torch.mul(values.view(out.shape), self.codec.factors(codes, shifts, scale).unsqueeze(1), out=out)
+        factors = self.codec.factors(codes, shifts_of(rounded, blocks), scale).unsqueeze(1)
+        torch.mul(values.view(out.shape), factors, out=out)
+
+
+def shifts_of(rounded: Sequence[Tensor], blocks: int) -> Tensor:
+    """Return the shifts of the blocks of all sections, of so many blocks each."""
+    return torch.cat([one[-blocks:] for one in rounded])
+
+
+def _sum_of(packed: Sequence[Tensor], bits: int) -> Tensor:
+    total = unpack(packed[0], bits)
+    for one in packed[1:]:
+        total += unpack(one, bits)
+    return total
