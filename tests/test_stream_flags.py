@@ -26,7 +26,7 @@ from torch import Tensor
 from lockstep.comm.shm import stream_flags
 from lockstep.comm.shm.cuda_collectives import CoalescedTensors, CudaCollectives
 from lockstep.comm.shm.device_info import EVENTS, DeviceInfoBlock
-from lockstep.comm.shm.phases import REGION_BYTES, State
+from lockstep.comm.shm.phases import REGION_BYTES
 from lockstep.comm.shm.stream_flags import Caller, StreamFlags
 from lockstep.comm.shm.tensor_collectives import broadcast_coalesced
 from lockstep.errors import LockstepError, PeerLostError
@@ -158,8 +158,8 @@ def lose(rank: int, size: int, lost: int, how: str, folder: str) -> None:
         time.sleep(0.5)
     except PeerLostError:
         found.append("raised twice")
-    one.sync.leave(State.ABORTED)
-    one.close()
+    one.group._devices[torch.device("cpu")] = make_collectives(one)
+    one.group.shutdown()  # which does not raise the error again
     (Path(folder) / str(rank)).write_text(f"{found}, late: {late}")
 
 
@@ -174,6 +174,32 @@ def test_a_worker_that_is_lost(lost: int, how: str, tmp_path: Path) -> None:
 
 
 # ---- the collective that uses them -----------------------------------------------------------------------------------
+
+
+def fail_as_leader(rank: int, size: int) -> str:
+    """The leader fails while the last worker is late. Returns what came first, the error or the end of the exchange."""
+    one, passed, found = Exchanges(), list[bool](), "neither"
+    one.queue()
+    one.flags.finish()
+    one.queue(before=0.6 if rank == size - 1 else 0.0)
+    STREAMS[1].add(lambda: passed.append(True))
+    try:
+        if rank == 0:
+            raise one.sync.fail(LockstepError("it has failed"))
+        end_s = time.monotonic() + LIMIT_S
+        while not passed and time.monotonic() < end_s:  # so that the watching thread often waits for the interpreter
+            pass
+        found = "its end"
+        time.sleep(0.1)
+    except LockstepError:
+        found = "the error" if found == "neither" else "its end, and then the error"
+    one.group._devices[torch.device("cpu")] = make_collectives(one)
+    one.group.shutdown()
+    return found
+
+
+def test_no_worker_continues_with_what_a_leader_that_has_failed_copies() -> None:
+    assert on_workers(fail_as_leader, 3) == ["the error"] * 3
 
 
 class Regions:

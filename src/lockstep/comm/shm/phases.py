@@ -199,6 +199,12 @@ class GroupMembers:
         is_late = time.monotonic() > pending.began_s + pending.wait_s
         return self._timeout_error(missing, pending) if is_late else None
 
+    def have_all_ended(self) -> bool:
+        """Whether every peer has died, or has left or failed as far as it has published."""
+        dead = {self._by_fd[fd] for fd, _ in self._poll.poll(0)}
+        states = {rank: _STATE.unpack_from(peer.segment.map, self.layout.STATE) for rank, peer in self.peers.items()}
+        return all(rank in dead or state[0] != State.OPEN for rank, state in states.items())
+
     def _stopped_peer(self) -> int | None:
         """The rank of a stopped peer, or None. It is the cause even if other peers are missing because of it."""
         return next((rank for rank in self.peers if _condition(self.pid(rank)).startswith("is stopped")), None)

@@ -10,13 +10,14 @@ there. If one is lost, it first raises PeerLostError in the thread that has queu
 from a collective already, and then writes the numbers for which this worker waits: its streams continue with tensors
 that are not complete. The exception comes before the next instruction of Python, so a program can read these only if it
 goes on after PeerLostError, or in another thread. Each worker has numbers of its own for this, and waits until all
-workers are ready even if it needs the end of another one's work only, which may have been released.
+workers are ready even if it needs the end of another one's work only, which may have been released. A leader whose
+streams continue copies tensors that are not ready, and then writes to the others that it is done: so it waits until
+these have noticed the failure.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
 import threading
 import time
@@ -33,8 +34,8 @@ from lockstep.errors import LockstepError
 _PORTABLE, _MAPPED = 1, 2  # flags of cuMemHostRegister
 _AT_LEAST: Final = 0  # a flag of cuStreamWaitValue32: waits until (int32)(number - value) >= 0
 INTERVAL_S: Final = 0.001
-CHECKED_EVERY: Final = round(POLL_S / INTERVAL_S)
 TOLD_WITHIN_S: Final = 0.1  # in which a thread that waits in a collective has the error from that
+NOTICED_WITHIN_S: Final = 2.0  # in which the other workers notice that this one has failed
 
 
 class Caller(NamedTuple):
@@ -70,7 +71,7 @@ class StreamFlags:
         self._watched = deque[_Watched]()
         self._last: tuple[int, Sequence[int], int] | None = None  # the last exchange: number, leaders, caller's stream
         self._streams: set[int] = set()  # of all callers
-        self._has_failed = self._is_closed = False
+        self._has_failed = self._is_released = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._at_exit: Finalize | None = None
         host, address = self._segment.address + self._offset, ctypes.c_uint64(0)
@@ -150,12 +151,16 @@ class StreamFlags:
     def _wait_at_exit(self) -> None:
         with suppress(LockstepError):
             self.finish()
+        with self._changed:
+            if self._has_failed:
+                self._changed.wait_for(lambda: self._is_released, TOLD_WITHIN_S + 2 * NOTICED_WITHIN_S)
 
     def finish(self) -> None:
-        """Wait until nothing is watched any more. Raises the error of the group if it fails meanwhile."""
+        """Wait until nothing is watched any more. Raises the error of the group if it fails meanwhile, unless it was
+        raised in this thread already."""
         with self._changed:
             self._changed.wait_for(lambda: not self._watched or self._has_failed)
-        if self._has_failed:
+        if self._has_failed and threading.get_ident() not in self._sync.told:
             self._sync.check_failed()
 
     def close(self) -> None:
@@ -197,41 +202,55 @@ class StreamFlags:
     def _wait_for_streams(self, watched: _Watched) -> bool:
         """Wait until all numbers are written. Returns False if they will not be."""
         assert self._members is not None
-        for i in itertools.count(1):
-            if not self._missing(watched):
-                return True
+        checked_s = time.monotonic()
+        while self._missing(watched):
             if self._sync.failure is not None:
                 return False
-            if i % CHECKED_EVERY == 0:
+            if time.monotonic() > checked_s + POLL_S:  # each turn may wait for the interpreter
+                checked_s = time.monotonic()
                 peers = [rank for rank in self._missing(watched) if rank != self._sync.rank]
                 error = self._members.find_error(peers, watched.pending, are_signals_read=True)
                 if error is not None and self._missing(watched):  # not if it has ended after it had written them
                     self._sync.fail(error)
                     return False
             time.sleep(INTERVAL_S)
-        return False
+        return True
 
     def _release_all(self) -> None:
         """Raise the error in the threads that wait, and write their numbers until the group is closed: a stream of
-        another worker may still write an older one."""
+        another worker may still write an older one. See Note [A worker that dies]."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()
         time.sleep(TOLD_WITHIN_S)
-        told, failure = set(self._sync.told), self._sync.failure
-        assert failure is not None
+        assert self._members is not None
+        until_s = time.monotonic() + NOTICED_WITHIN_S
         while not self._is_closed:
             with self._changed:
                 waiting = list(self._watched)
             for watched in waiting:
-                if watched.thread not in told:
-                    told.add(watched.thread)
-                    _raise_in(watched.thread, failure)
-            for watched in waiting:
-                for place, value in self._numbers(watched.leaders):
-                    if not _is_reached(value, watched.number):
-                        struct.pack_into("<I", self._segment.map, self._offset + place, _wrap(watched.number))
+                self._tell(watched.thread)
+            is_leader = any(self._sync.rank in watched.leaders for watched in waiting)
+            if not is_leader or self._members.have_all_ended() or time.monotonic() > until_s:
+                self._release(waiting)
             time.sleep(INTERVAL_S)
+
+    def _tell(self, thread: int) -> None:
+        """Raise the error of the group in a thread that does not have it."""
+        failure = self._sync.failure
+        assert failure is not None
+        if thread not in self._sync.told:
+            self._sync.told.add(thread)
+            _raise_in(thread, failure)
+
+    def _release(self, waiting: Sequence[_Watched]) -> None:
+        for watched in waiting:
+            for place, value in self._numbers(watched.leaders):
+                if not _is_reached(value, watched.number):
+                    struct.pack_into("<I", self._segment.map, self._offset + place, _wrap(watched.number))
+        with self._changed:
+            self._is_released = True
+            self._changed.notify_all()
 
     def _missing(self, watched: _Watched) -> list[int]:
         """The ranks whose numbers are not there."""
