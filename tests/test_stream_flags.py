@@ -176,32 +176,6 @@ def test_a_worker_that_is_lost(lost: int, how: str, tmp_path: Path) -> None:
 # ---- the collective that uses them -----------------------------------------------------------------------------------
 
 
-def fail_as_leader(rank: int, size: int) -> str:
-    """The leader fails while the last worker is late. Returns what came first, the error or the end of the exchange."""
-    one, passed, found = Exchanges(), list[bool](), "neither"
-    one.queue()
-    one.flags.finish()
-    one.queue(before=0.6 if rank == size - 1 else 0.0)
-    STREAMS[1].add(lambda: passed.append(True))
-    try:
-        if rank == 0:
-            raise one.sync.fail(LockstepError("it has failed"))
-        end_s = time.monotonic() + LIMIT_S
-        while not passed and time.monotonic() < end_s:  # so that the watching thread often waits for the interpreter
-            pass
-        found = "its end"
-        time.sleep(0.1)
-    except LockstepError:
-        found = "the error" if found == "neither" else "its end, and then the error"
-    one.group._devices[torch.device("cpu")] = make_collectives(one)
-    one.group.shutdown()
-    return found
-
-
-def test_no_worker_continues_with_what_a_leader_that_has_failed_copies() -> None:
-    assert on_workers(fail_as_leader, 3) == ["the error"] * 3
-
-
 class Regions:
     """Describes tensors in group memory, in the place of cuda_ipc.py."""
 
@@ -251,6 +225,45 @@ def make_collectives(one: Exchanges) -> CudaCollectives:
     for name, value in values.items():
         setattr(made, name, value)
     return made
+
+
+def fail_as_leader(rank: int, size: int) -> str:
+    """The leader fails while the last worker is late. Returns what this worker has then."""
+    one, seen, found = Exchanges(), list[float](), "nothing"
+    collectives, copy = make_collectives(one), CoalescedTensors.copy
+    CoalescedTensors.copy = lambda self: STREAMS[3].add(lambda: copy(self))  # type: ignore[method-assign]
+    one.group._devices[torch.device("cpu")] = collectives
+    if rank == 1:
+        stream_flags.POLL_S = 1.0  # type: ignore[misc]  # it notices the failure only after the last worker is ready
+    weights = [one.group.allocate_tensor(100, dtype=torch.float32, device="cpu") for _ in range(size)]
+    lists = CoalescedTensors.lists(weights, list(range(size)))
+    for step in range(2):
+
+        def update(step: int = step) -> None:
+            time.sleep(0.6 * step * (rank == size - 1))
+            weights[rank].fill_(step)
+
+        STREAMS[1].add(update)
+        with one.sync.begin(wait_s=None, spin=False):
+            broadcast_coalesced(collectives, lists, Caller(1, threading.get_ident()))
+    STREAMS[1].add(lambda: seen.append(min(float(weight.min()) for weight in weights)))
+    try:
+        if rank == 0:
+            raise one.sync.fail(LockstepError("it has failed"))
+        end_s = time.monotonic() + LIMIT_S
+        while not seen and time.monotonic() < end_s:  # so that the watching thread often waits for the interpreter
+            pass
+        found = "right weights" if seen == [1.0] else "wrong weights"
+        time.sleep(0.1)
+    except LockstepError:
+        found = "the error" if found == "nothing" else found
+    one.group.shutdown()
+    return found
+
+
+def test_no_worker_continues_with_what_a_leader_that_has_failed_copies() -> None:
+    found = on_workers(fail_as_leader, 3)
+    assert found in ([["the error", one, "the error"] for one in ("right weights", "the error")])
 
 
 def broadcast(rank: int, size: int) -> list[str]:
