@@ -140,17 +140,19 @@ def resume_guarded(rank: int, size: int, folder: str, stop: int, since: int) -> 
     lose_everything(since)
     found = train_and_note(steps=stop, directory=Path(folder), save_every=4, **BY_TOP_K)
     Path(folder, "stopped").unlink(missing_ok=True)
-    return found[:2]
+    return found
 
 
 @pytest.mark.parametrize("since", [15, NEVER])
 def test_a_run_that_is_resumed_around_the_second_comparison(tmp_path: Path, since: int) -> None:
     """On other numbers of workers. After the second one a run keeps to its conclusion, though there is no harm now."""
     (want,) = on_workers(resume_guarded, 1, str(tmp_path / "whole"), STEPS_IN_ALL, since)
+    concluded = list[tuple[int, bool]]()
     for size, stop, harm in [(3, SECOND - 2, since), (1, SECOND + 5, since), (2, STEPS_IN_ALL, NEVER)]:
         found = on_workers(resume_guarded, size, str(tmp_path / "parts"), stop, harm)
         assert set(found) == {found[0]}
-    assert found[0] == want
+        concluded += found[0][2:]
+    assert (*found[0][:2], *concluded) == want
 
 
 def stop_while_comparing_again(rank: int, size: int, folder: str) -> None:
@@ -172,7 +174,7 @@ def test_a_request_to_stop_during_the_second_comparison_changes_no_bit(tmp_path:
     parts = str(tmp_path / "parts")
     on_workers(stop_while_comparing_again, 1, parts)
     assert Path(parts, "checkpoints", f"step-{SECOND + 1:09}").is_dir()
-    assert on_workers(resume_guarded, 2, parts, STEPS_IN_ALL, NEVER) == [want] * 2
+    assert on_workers(resume_guarded, 2, parts, STEPS_IN_ALL, NEVER) == [(*want[:2], (THIRD, True))] * 2
 
 
 def train_for_long(kind: str) -> tuple[Any, ...]:
@@ -367,10 +369,12 @@ def test_single_errors_change_nothing_and_a_late_worker_decides_alike() -> None:
     later.restore(tuner.state())  # it joins in step 321
     assert later.prepare(321, lambda mine: mine) is None
     assert later.current is GradComm.FP32
+    assert later.describe_change() == ', grad_comm="int8" no longer: its errors were too large'
     asked = GradCommTuner(GradComm.INT8, compares=False)
     asked.restore(tuner.state())
     asked.prepare(322, lambda mine: mine)
     assert asked.current is GradComm.INT8
+    assert not asked.describe_change()
 
 
 def test_auto_falls_back_to_the_next_best() -> None:

@@ -278,6 +278,12 @@ class GradCommTuner:
             return f"from step {COMPARISON + 1} on, if the loss does not suffer"
         return f"from step {WARM_UP} on" if self.chosen is self._asked else "no longer: the loss suffered"
 
+    def describe_change(self) -> str:
+        """Return, for the first line of a run that resumes, that integers are not sent any more; empty if they are."""
+        if self._asked.codec is None or self.chosen is self._asked:
+            return ""
+        return f', grad_comm="{self._asked.value}" no longer: its errors were too large'
+
     def candidate(self, number: int) -> GradComm | None:
         """Return the kind that is to be compared before step `number`, None if none is.
 

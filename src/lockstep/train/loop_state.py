@@ -248,7 +248,7 @@ class WorkerState:
             plan.tuner.current = sent
         self.drop_context(clears_gradients=True)
         self._make_contexts(plan, balance, LastUpdate())
-        return LossComparison.of(*losses, share_moved(*moved))
+        return LossComparison.of(losses[0], losses[1], share_moved(*moved))
 
     def _agree_on_largest(self, mine: list[float]) -> list[float]:
         """Return the largest of all workers of each of these numbers; the same on all of them, also on newcomers."""

@@ -77,12 +77,12 @@ class LossComparison:
 
     @property
     def _least_fall(self) -> float:
-        return max(SMALLEST_FALL, LEAST_FALL * abs(self.without), self.spread)
+        return max(self.spread, LEAST_FALL * abs(self.without), SMALLEST_FALL)  # NaN if the first is
 
     @property
     def harm(self) -> float:
         """By how much the loss falls less with compression, as a share of what it falls without, or of its spread."""
-        return (self.compressed - self.without) / max(self._least_fall, self.before - self.without)
+        return (self.compressed - self.without) / max(self.before - self.without, self._least_fall)
 
     def describe(self, kind: str) -> str:
         """Return the losses and what they mean, for users."""

@@ -432,6 +432,7 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
         count = sum(not leaf.sparse and method.compresses(leaf.parameter) for leaf in plan.leaves)
         how += f", {method.describe()} for {count} of {len(plan.leaves)} parameters (the others are sent whole)"
         how += f" {plan.tuner.describe_start()}"
+    how += plan.tuner.describe_change()
     if plan.tuner.is_auto:
         how += ', grad_comm="auto": how gradients are sent follows from times, and the bits from that'
     if plan.tuner.why_not_compared is not None:
