@@ -197,7 +197,8 @@ class CompressedSum:
                 self._shared.release(row.view(-1))
             if buffers.errors is not None:
                 noise = self.codec.noise_energy(codes, shifts, self._shards) * scale**2
-                buffers.errors.add(noise, out.double().square().sum())
+                energy = torch.linalg.vector_norm(out, dim=1).double().square().sum()
+                buffers.errors.add(noise, energy)
 
     def _agree_on_codes(self, buffers: CompressedBuffers, shards: Tensor, at: slice) -> Generator[None, None, Tensor]:
         """Return the codes of blocks that fit the shards of all workers; in the first chunk agree on the flags, too."""
