@@ -296,11 +296,13 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         shard_balance.WINDOW, shard_balance.LEAST_GAIN, shard_balance.LEAST_GAIN_S = 3, 0.0, 0.0
     options: dict[str, Any] = {"threads": THREADS, "progress": False, "check_every": 4, "backend": chosen.backend}
     options["grad_comm"] = chosen.grad_comm
+    grad_comm_tuner.MEASURED_EVERY = 3  # errors by rounding
     small = {"powersgd": {"powersgd_rank": 1}, "topk": {"topk_ratio": 0.05}}  # as the models
     if chosen.grad_comm in small:
         options |= small[chosen.grad_comm]
         grad_comm_tuner.COMPARISON, loss_comparison.STEPS, loss_comparison.COUNTED = 10, 6, 3
-        loss_comparison.LARGEST_HARM = math.inf  # it is always used then
+        grad_comm_tuner.REPEATED = 2  # before steps 10, 20 and so on
+        loss_comparison.LARGEST_HARM, loss_comparison.LEAST_MOVED = math.inf, -math.inf  # it is always used then
     if chosen.sharded:
         options |= {"shard_optimizer": True, "redundancy": 1}
     if name == "half":

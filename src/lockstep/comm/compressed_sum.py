@@ -36,6 +36,8 @@ CHUNKS_ON_FEW_CORES: Final = 3
 MANY_CORES: Final = 2
 MIN_CHUNK_BLOCKS: Final = 4096  # 1 MiB of float32
 
+LARGEST_RATIO: Final = 1e6  # of an error to a norm, which may be 0; JSON has no infinity
+
 Scale = Callable[[], float | Tensor]  # called after everything that was started before has completed
 
 
@@ -79,15 +81,25 @@ class RoundingErrors:
 
     noise: float | Tensor = 0.0
     energy: float | Tensor = 0.0
-    is_open: bool = True  # more is to be added
+    is_open: bool = False  # more is to be added
+
+    def begin(self, *, is_open: bool) -> None:
+        """Forget what was added so far."""
+        self.noise, self.energy, self.is_open = 0.0, 0.0, is_open
 
     def add(self, noise: Tensor, energy: Tensor) -> None:
         self.noise, self.energy = self.noise + noise, self.energy + energy
 
     def close(self) -> float:
-        """Return the error relative to the norm; 0 if there is none. Nothing is added from now on."""
+        """Return the error relative to the norm, at most LARGEST_RATIO. Nothing is added from now on.
+
+        It has few digits, so that it is the same on any number of workers, which add it up in different pieces.
+        """
         self.is_open, noise, energy = False, float(self.noise), float(self.energy)
-        return math.sqrt(noise / energy) if energy > 0 else 0.0
+        if not noise > 0:  # also if it is NaN
+            return 0.0
+        ratio = math.sqrt(noise / energy) if energy > 0 else math.inf
+        return float(f"{min(LARGEST_RATIO, ratio):.6g}")
 
 
 @dataclass
@@ -173,7 +185,8 @@ class CompressedSum:
             if buffers.errors is not None:
                 shifts = shifts_of(rounded, len(codes) // self._sections)
                 noise = self.codec.noise_energy(codes, shifts, self._shards) * scale**2
-                buffers.errors.add(noise, out.double().square().sum())
+                energy = torch.linalg.vector_norm(out, dim=1).double().square().sum()
+                buffers.errors.add(noise, energy)
             if self._shared is not None:
                 self._shared.release(row.view(-1))
 

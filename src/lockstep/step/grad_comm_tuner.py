@@ -5,7 +5,12 @@ steps at a time, in turns: for more of them if steps are short, since the speed 
 Times are compared within each round of turns. The length of a turn and the choice are part of the state of the run: a
 run that is resumed, or a worker that joins, continues with them, and the bits are those of any other run with the same.
 A kind that a model may suffer from is used only after the losses of some steps with and without it were compared
-(train/loss_comparison.py).
+(train/loss_comparison.py), and they are compared again later.
+
+Note [Errors by rounding]
+The errors of "int8" and "int4" are measured in the trial, and then in one step of MEASURED_EVERY. All workers decode
+the whole sum, so all measure the same; a worker that has not taken a step gets its result, with the error, from another
+one. So no collective call is needed to agree. If they are too large IN_A_ROW times, less is compressed.
 """
 
 from __future__ import annotations
@@ -15,10 +20,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
-from lockstep.comm.compressed_sum import RoundingErrors
 from lockstep.comm.low_rank_sum import LowRank
 from lockstep.comm.top_k_sum import TopK
 from lockstep.step.run_options import GradComm
@@ -36,6 +40,9 @@ LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
 LARGEST_ERROR: Final = 0.7
 COMPARED: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
 COMPARISON: Final = 48  # the step before which losses are compared; with "auto" that is the end of the trial
+REPEATED: Final = 10  # they are compared again before the step with so many times the number of the last one
+MEASURED_EVERY: Final = 64  # steps: see Note [Errors by rounding]
+IN_A_ROW: Final = 3
 
 
 def trial_kind(step: int, turn: int) -> GradComm:
@@ -80,6 +87,24 @@ def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], k
     return best
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Which kind was compared, before which step, and how the gradients of that step are sent."""
+
+    kind: GradComm
+    step: int
+    sent: GradComm
+
+    def to_json(self) -> list[str | int]:
+        return [self.kind.value, self.step, self.sent.value]
+
+    @staticmethod
+    def from_json(plain: Sequence[Any]) -> Compared:
+        """Return what `to_json` has returned. Of the first comparison of a run the last entry may be missing."""
+        kind, step, *sent = plain
+        return Compared(GradComm(kind), step, GradComm(sent[0]) if sent else GradComm.FP32)
+
+
 @final
 class GradCommTuner:
     """What is sent in which step: one fixed kind, or with "auto" what the trial shows."""
@@ -93,18 +118,20 @@ class GradCommTuner:
         method: LowRank | TopK | None = None,
     ) -> None:
         """
-        compares          a kind of COMPARED is used only after a comparison of losses
+        compares          a kind of COMPARED is used only after a comparison of losses, and a kind whose errors by
+                          rounding are too large is used no longer
         why_not_compared  why this run cannot do that; None: it can
         method            of `asked`, if it has residuals; a comparison of another rank or ratio does not count
         """
         self._method = None if method is None else asdict(method)
+        self._steps_back = compares
         self.why_not_compared, compares = why_not_compared, compares and why_not_compared is None
         self._asked, self.is_auto = asked, asked is GradComm.AUTO
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
         self._compares = compares and (asked.has_residuals or self.is_auto)
         waits = self._compares and not self.is_auto
         self._candidate: GradComm | None = asked if waits else None  # to be used after a comparison
-        self._compared: tuple[GradComm, int] | None = None  # what was compared, and before which step
+        self._compared: Compared | None = None  # the last comparison
         self.chosen: GradComm | None = None if self.is_auto or waits else asked
         self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
@@ -113,18 +140,21 @@ class GradCommTuner:
         self._times: defaultdict[tuple[int, GradComm], list[float]] = defaultdict(list)  # by round and kind
         self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
         self._next_best: GradComm = GradComm.FP32  # what is chosen if the candidate is not
-        self._measured: RoundingErrors | None = None
+        self._measured: dict[int, float] = {}  # after the trial: the last errors by rounding, by step
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
     def state(self) -> dict[str, Any] | None:
         """When a trial began, its turns, and what was chosen, for a checkpoint; None: the program has chosen."""
-        if not self.is_auto and not self._compares:
+        if not self.is_auto and self._asked.codec is None and not self._compares:
             return None
         values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
         found = {"asked": self._asked.value, "method": self._method, "began": self._began, "turn": self._turn} | dict(
             zip(("chosen", "candidate", "next_best"), values, strict=True)
         )
-        return found | {"compared": None if self._compared is None else [self._compared[0].value, self._compared[1]]}
+        return found | {
+            "compared": None if self._compared is None else self._compared.to_json(),
+            "measured": [[step, error] for step, error in sorted(self._measured.items())],
+        }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue a trial, or with what was chosen after it.
@@ -137,22 +167,48 @@ class GradCommTuner:
             and state.get("asked", GradComm.AUTO.value) == self._asked.value
             and state.get("method") == self._method
         )
-        if state is None or not is_same or not (self.is_auto or self._compares):
+        counts = self.is_auto or self._compares or (self._asked.codec is not None and self._steps_back)
+        if state is None or not is_same or not counts:
             return
         compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}
         self._began, self._turn = state["began"], state.get("turn")
         self._next_best = GradComm(state.get("next_best") or GradComm.FP32.value)
         self.chosen, self._candidate = (None if kind is None else GradComm(kind) for kind in named.values())
-        self._compared = None if compared is None else (GradComm(compared[0]), compared[1])
+        self._compared = None if compared is None else Compared.from_json(compared)
+        self._measured = {step: error for step, error in state.get("measured") or []}
         if not self._compares and self._candidate is not None:  # the program no longer wants a comparison
             self.chosen, self._candidate = self._candidate, None
         self.current = GradComm.FP32 if self.chosen is None else self.chosen
 
-    def measure_errors(self) -> RoundingErrors | None:
-        """Return to what the errors by rounding in the next step are to be added; None: no trial is running."""
-        is_trial = self.is_auto and self.chosen is None and self._candidate is None
-        self._measured = RoundingErrors() if is_trial else None
-        return self._measured
+    @property
+    def _is_trial(self) -> bool:
+        return self.is_auto and self.chosen is None and self._candidate is None
+
+    @property
+    def last_error(self) -> float | None:
+        """The errors by rounding that were measured last, relative to the norm of the gradient."""
+        return self._measured[max(self._measured)] if self._measured else None
+
+    def measures(self, number: int) -> bool:
+        """Whether the errors by rounding in step `number` are measured: see Note [Errors by rounding]."""
+        if not self._is_trial:
+            return number % MEASURED_EVERY == 0
+        step = number - (number if self._began is None else self._began)
+        return step >= WARM_UP and (step - WARM_UP) % self._turn_steps == 0  # the first of a turn, which is not timed
+
+    def add_error(self, number: int, error: float | None) -> None:
+        """Note the errors by rounding in step `number`, relative to the norm of the gradient; None: not measured.
+
+        A worker that joins in this step calls it once more than its state needs, which changes nothing.
+        """
+        if error is None:
+            return
+        if self._is_trial:
+            self._errors[self.current] = max(self._errors[self.current], error)
+            return
+        self._measured[number] = max(error, self._measured.get(number, 0.0))  # with several optimizers the largest
+        while len(self._measured) > IN_A_ROW:
+            del self._measured[min(self._measured)]
 
     def prepare(self, number: int, agree: Callable[[list[float]], list[float]]) -> str | None:
         """Set `current` for step `number` of the run. Called by all workers. Returns what is to be told, if anything.
@@ -161,14 +217,13 @@ class GradCommTuner:
         """
         if not self.is_auto:
             is_early = self._asked.has_residuals and number < WARM_UP
+            told = self._check_errors(number)
             self.current = GradComm.FP32 if is_early or self.chosen is None else self.chosen
             self._wait_until_compared(number)
-            return None
+            return told
         if self._began is None:
             self._began = number
         step, told = number - self._began, None
-        if self._measured is not None and self._measured.is_open:  # in the first step of a turn, which is not timed
-            self._errors[self.current] = max(self._errors[self.current], self._measured.close())
         self._record(step)
         is_open = self.chosen is None and self._candidate is None
         if is_open and self._turn is None and step >= WARM_UP:
@@ -182,6 +237,7 @@ class GradCommTuner:
             told = self._decide(number, agree)
         elif step == ends + REVIEWED_AFTER and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
+        told = self._check_errors(number) or told
         self.current = trial_kind(step, self._turn_steps) if self.chosen is None else self.chosen
         self._wait_until_compared(number)
         return told
@@ -192,12 +248,29 @@ class GradCommTuner:
         return MOST_TURN if self._turn is None else self._turn
 
     def _wait_until_compared(self, number: int) -> None:
-        """Send step `number` without compression if losses are compared before it, or later.
+        """Send step `number` without compression if losses are compared for the first time before it, or later.
 
         A worker that joins in this step has the state of one that has compared them already.
         """
-        if self._candidate is not None or (self._compared is not None and number <= self._compared[1]):
+        if self._candidate is not None:
             self.current = GradComm.FP32
+        elif self._compared is not None and number <= self._compared.step:
+            self.current = self._compared.sent
+
+    def _check_errors(self, number: int) -> str | None:
+        """Choose another kind from step `number` on if the errors by rounding were too large. Returns what is told."""
+        kind, last = self.chosen, sorted(step for step in self._measured if step < number)[-IN_A_ROW:]
+        errors = [self._measured[step] for step in last]
+        is_too_large = len(errors) == IN_A_ROW and min(errors) > LARGEST_ERROR
+        if kind is None or kind.codec is None or not self._steps_back or not is_too_large:
+            return None
+        self.chosen = GradComm.FP32 if self._next_best is kind else self._next_best
+        self._expected_s, self._measured = 0.0, {}
+        return (
+            f"the errors by rounding were {', '.join(f'{error:.2g}' for error in errors)} of the norm of the gradient "
+            f'with grad_comm="{kind.value}" in steps {", ".join(map(str, last))} (at most {LARGEST_ERROR} is used): '
+            f'grad_comm "{self.chosen.value}" from step {number} on'
+        )
 
     def describe_start(self) -> str:
         """Return from which step on a kind that was asked for is used."""
@@ -205,13 +278,25 @@ class GradCommTuner:
             return f"from step {COMPARISON + 1} on, if the loss does not suffer"
         return f"from step {WARM_UP} on" if self.chosen is self._asked else "no longer: the loss suffered"
 
+    def describe_change(self) -> str:
+        """Return, for the first line of a run that resumes, that integers are not sent any more; empty if they are."""
+        if self._asked.codec is None or self.chosen is self._asked:
+            return ""
+        return f', grad_comm="{self._asked.value}" no longer: its errors were too large'
+
     def candidate(self, number: int) -> GradComm | None:
-        """Return the kind that is to be compared before step `number`, None if none is."""
+        """Return the kind that is to be compared before step `number`, None if none is.
+
+        A kind that is used is compared again and again, at intervals that grow with the number of steps.
+        """
         if not self._compares:
             return None
-        if self._compared is not None and self._compared[1] == number:
-            return self._compared[0]  # by the other workers; this one takes over the result
-        return self._candidate if self.is_auto or number >= COMPARISON else None
+        if self._compared is not None and self._compared.step == number:
+            return self._compared.kind  # by the other workers; this one takes over the result
+        if self._candidate is not None:
+            return self._candidate if self.is_auto or number >= COMPARISON else None
+        last = COMPARISON if self._compared is None else self._compared.step
+        return self.chosen if self.chosen in COMPARED and number >= REPEATED * last else None
 
     def conclude(self, kind: GradComm, number: int, *, is_harmless: bool) -> GradComm:
         """Choose this kind after a comparison before step `number`, or the next best. Returns what is chosen.
@@ -219,9 +304,11 @@ class GradCommTuner:
         It is used from the next step on.
         """
         self.chosen = kind if is_harmless else self._next_best
-        self._candidate, self._compared = None, (kind, number)
+        if self._compared is None or self._compared.step != number:
+            self._compared = Compared(kind, number, sent=self.current)
+        self._candidate = None
         if not is_harmless:
-            self._expected_s = 0.0
+            self._expected_s, self._measured = 0.0, {}
         return self.chosen
 
     def _record(self, step: int) -> None:
@@ -242,9 +329,10 @@ class GradCommTuner:
         step_s = step_times(rounds)
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
         best = choose(step_s, errors, KINDS) if is_known else GradComm.FP32
+        if best in COMPARED:
+            self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in COMPARED])
         if best in COMPARED and self._compares:
             self._candidate = best
-            self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in COMPARED])
         else:
             self.chosen = best
         self._expected_s = step_s[best]

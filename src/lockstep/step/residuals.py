@@ -12,7 +12,7 @@ same bits again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -93,6 +93,19 @@ class Residuals:
             return first
         last = last.to(device)
         return torch.where(last.norm(dim=0) > SMALLEST_NORM, last, first)  # a column of zeros would stay one
+
+    def make_undo(self) -> Callable[[], None]:
+        """Return a function that makes all residuals and projections what they are now. Copies are on the CPU."""
+        found = {key: (residual, residual.to("cpu", copy=True)) for key, residual in self._found.items()}
+        projections, copies = dict(self._projections), self._copies
+
+        def restore() -> None:
+            for residual, copied in found.values():
+                residual.copy_(copied)
+            self._found = {key: residual for key, (residual, _) in found.items()}
+            self._projections, self._copies = dict(projections), copies
+
+        return restore
 
     # -- moving them ---------------------------------------------------------------------------------------------------
 

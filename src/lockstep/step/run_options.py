@@ -132,7 +132,8 @@ class RunOptions:
     powersgd_rank  the rank of the matrices with grad_comm="powersgd"
     topk_ratio    the share of the elements that is sent with grad_comm="topk"
     compare_loss  with grad_comm="powersgd", "topk" or "auto": take 32 steps with and without compression before it is
-                  used, undo them, and do without it if the loss falls less with it (docs/compression.md)
+                  used, and again later, undo them, and do without it if the loss falls less with it; with "int8" and
+                  "int4": do without them if their errors become too large (docs/compression.md)
     max_grad_norm  largest norm of the gradient of the global batch; a larger one is clipped
     on_nonfinite  what to do if a loss or gradient is not finite: "stop", "skip" or "ignore"
     check_every   steps between two comparisons of the replicas; None: so many that they cost less than 0.5 %

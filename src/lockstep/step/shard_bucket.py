@@ -162,13 +162,19 @@ class ShardBucket(GradientBucket):
 class Rounding:
     """Gradients are sent as small integers.
 
-    key     returns the key of random numbers for words such as a step
-    errors  to which the errors by rounding of all sums are added while it is open
+    key       returns the key of random numbers for words such as a step
+    measures  whether the errors by rounding in a step are measured
+    errors    those of all sums of this step
     """
 
     codec: IntegerCodec
     key: Callable[..., int]
-    errors: RoundingErrors | None = None
+    measures: Callable[[int], bool] = lambda _step: False
+    errors: RoundingErrors = field(default_factory=RoundingErrors)
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        self.errors.begin(is_open=self.measures(step))
 
 
 Compression = Rounding | Residuals  # with residuals: by their method
@@ -262,8 +268,7 @@ class RoundedBucket(CompressedBucket):
             buffers.flags.copy_(torch.tensor(self.used, dtype=torch.uint8))
         buffers.shard_keys, buffers.sum_key = [key(step, shard) for shard in shards], key(step, "sum")
         buffers.scale, buffers.started_s = scale, time.monotonic()
-        errors = self._rounding.errors
-        buffers.errors = errors if errors is not None and errors.is_open else None
+        buffers.errors = self._rounding.errors if self._rounding.errors.is_open else None
         buffers.sent = self._sum.submit(lambda: self._compressed.run(buffers))
 
     @property

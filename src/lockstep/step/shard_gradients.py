@@ -38,6 +38,7 @@ from lockstep.step.scattered_gradients import ScatteredGradients
 from lockstep.step.shard_bucket import (
     CompressedBucket,
     Compression,
+    Rounding,
     ShardBucket,
     agree_on_order,
     comm_dtype_of,
@@ -97,6 +98,8 @@ class ShardGradients:
     def begin(self, step: int) -> None:
         """Begin a step: drop the gradients of the previous one."""
         self._step = step
+        if isinstance(self._compression, Rounding):
+            self._compression.begin(step)
         self.clear()
         self._pack_again()
 
@@ -387,6 +390,11 @@ class ShardGradients:
             self._new_order = None
 
     # -- what compression has lost -----------------------------------------------------------------------------------
+
+    def rounding_error(self) -> float | None:
+        """Return the errors by rounding in this step, relative to the norm of the gradient; None: not measured."""
+        errors = self._compression.errors if isinstance(self._compression, Rounding) else None
+        return errors.close() if errors is not None and errors.is_open else None
 
     @torch.no_grad()
     def keep_residuals(self, step: int, compressed_gradients: CompressedGradients) -> None:

@@ -69,6 +69,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
     if is_bad:
         step_check.stop_or_skip(check, batch, t.options)
     apply(t, make_update(t, batch, buffers, finite=check.finite, bad_loss=bool(outcome.bad_shards)))
+    rounding_error = t.gradients.rounding_error()
     return Result(
         number=batch.number,
         loss=outcome.loss,
@@ -82,6 +83,7 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
         save=outcome.save,
         samples=outcome.fingerprint,
         metrics={name: Mean(*pair) for name, pair in outcome.metrics.items()},
+        rounding_error=rounding_error if check.finite else None,
     )
 
 

@@ -72,6 +72,7 @@ class Result:
     save: bool = False  # rank 0 has asked to save after this step
     samples: int = 0  # fingerprint of the samples of the global batch (data/ledger.py)
     metrics: Mapping[str, Mean] = field(default_factory=dict)  # of the loss function, over the global batch
+    rounding_error: float | None = None  # of compressed gradients, relative to their norm; None: not measured
 
     def to_json(self) -> dict[str, Any]:
         metrics = {name: [mean.sum, mean.weight] for name, mean in self.metrics.items()}

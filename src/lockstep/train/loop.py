@@ -329,6 +329,7 @@ class TrainLoop:
             check.is_stepping = False
         check.end_step(part)
         plan.finished[part] = result
+        plan.tuner.add_error(batch.number, result.rounding_error)
         self.state.start_receipt()
         sharded_training.exchange_weights(session, plan, part)
         if self.state.applied_steps <= self._resumed_at + len(parts_of(plan.optimizer)):  # it has a state now

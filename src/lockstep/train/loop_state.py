@@ -29,7 +29,7 @@ from lockstep.step.shard_balance import ShardBalance
 from lockstep.step.step import drop_update
 from lockstep.step.step_types import LastUpdate, Loss, StepContext, StepRequests, TrainingPlan
 from lockstep.train import sharded_training, training_plan
-from lockstep.train.loss_comparison import LossComparison, losses_of_steps, undone
+from lockstep.train.loss_comparison import LossComparison, Movement, losses_of_steps, share_moved, undone
 from lockstep.train.optimizer_set import SchedulerSet, parts_of
 from lockstep.train.run_state import is_batch_done
 from lockstep.train.session import Session
@@ -201,6 +201,8 @@ class WorkerState:
             if text is not None:
                 session.trace_writer.event(kind, text=text)
                 session.announce(text)
+        if plan.residuals is not None and not plan.tuner.current.has_residuals:
+            plan.residuals.restore(None)  # after a kind that was used so far
         if change is not None or plan.tuner.current is not self._grad_comm:
             self.drop_context(clears_gradients=False)
             self._make_contexts(plan, context.balance, context.last)
@@ -233,19 +235,20 @@ class WorkerState:
         context, sent = self.context, plan.tuner.current
         assert context is not None
         drop_update(context)  # all workers have applied the step before, so no worker needs it any more
-        losses, balance = list[list[float]](), context.balance
+        losses, moved, balance = list[list[float]](), list[Movement](), context.balance
         try:
             for plan.tuner.current in (GradComm.FP32, kind):
                 self.drop_context(clears_gradients=True)
                 self._make_contexts(plan, balance, LastUpdate())
-                with session.step_stream.active(), undone(plan):
+                with session.step_stream.active(), undone(plan) as movement:
                     context = self.begin_step(0)
                     losses.append(losses_of_steps(context, plan.batches, loss, here, requests, exchange))
+                    moved.append(movement())
         finally:
             plan.tuner.current = sent
         self.drop_context(clears_gradients=True)
         self._make_contexts(plan, balance, LastUpdate())
-        return LossComparison.of(*losses)
+        return LossComparison.of(losses[0], losses[1], share_moved(*moved))
 
     def _agree_on_largest(self, mine: list[float]) -> list[float]:
         """Return the largest of all workers of each of these numbers; the same on all of them, also on newcomers."""

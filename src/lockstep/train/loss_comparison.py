@@ -4,9 +4,15 @@ Note [Comparison of losses]
 Errors of a gradient do not tell whether a model suffers from them: one with larger errors may learn as well as before.
 So the same batches are used for STEPS steps twice, from the same weights: once without compression, and once with it.
 What counts is the mean loss of the last COUNTED of them, relative to how much the loss has fallen without compression.
-After that the weights, the buffers, the state of the optimiser and the loss scale are what they were before, and the
-next step of the run is the one that it would have taken anyway. All losses are sums along the tree over shards, so the
-result, and what follows from it, is the same on any number of workers.
+After that the weights, the buffers, the state of the optimiser, the residuals and the loss scale are what they were
+before, and the next step of the run is the one that it would have taken anyway. All losses are sums along the tree over
+shards, so the result, and what follows from it, is the same on any number of workers.
+
+A kind that is used is compared again later (step/grad_comm_tuner.py), from the weights and residuals that it has led
+to. Then the loss often falls less within these steps than losses of batches differ. But both branches have the same
+batches, so their losses differ by a small part of that spread only: what counts then is their difference relative to
+it. And weights that do not move at all may have no larger loss after so few steps. So it also counts how far the
+weights move with compression in the direction in which they move without it.
 """
 
 from __future__ import annotations
@@ -16,8 +22,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import astuple, dataclass
+from itertools import islice, pairwise
 from typing import Any, Final
 
 import torch
@@ -38,34 +44,44 @@ from lockstep.train.optimizer_set import OptimizerSet
 STEPS: Final = 32
 COUNTED: Final = 16  # the last of them
 FIRST: Final = 4  # so many losses at the beginning are those from which the loss falls
-LEAST_FALL: Final = 0.02  # of the loss: one that falls less is taken to fall so much, or chance would decide
+# Of the loss: one that falls less than that, or less than its spread, is taken to fall so much, or chance would decide.
+LEAST_FALL: Final = 0.02
 SMALLEST_FALL: Final = 1e-12
 LARGEST_HARM: Final = 0.03
+LEAST_MOVED: Final = 0.5
+
+Movement = list[Tensor]  # the differences of parameters from what they were
 
 
 @dataclass(frozen=True)
 class LossComparison:
-    """The mean losses at the beginning, and at the end with and without compression; NaN if they are not finite."""
+    """The mean losses at the beginning, and at the end with and without compression; NaN if they are not finite.
+
+    spread  the standard deviation of the losses of batches
+    moved   how far the weights moved with compression in the direction in which they moved without it; that is 1
+    """
 
     before: float
     without: float
     compressed: float
+    spread: float
+    moved: float
 
     @staticmethod
-    def of(without: Sequence[float], compressed: Sequence[float]) -> LossComparison:
+    def of(without: Sequence[float], compressed: Sequence[float], moved: float = 1.0) -> LossComparison:
         """Compare the losses of the steps of two branches."""
         branches = (without, compressed)
         ends = [statistics.fmean(losses[-COUNTED:]) if len(losses) == STEPS else math.nan for losses in branches]
-        means = (statistics.fmean(without[:FIRST] or [math.nan]), *ends)
-        return LossComparison(*(mean if math.isfinite(mean) else math.nan for mean in means))
+        found = (statistics.fmean(without[:FIRST] or [math.nan]), *ends, spread_of(without), moved)
+        return LossComparison(*(value if math.isfinite(value) else math.nan for value in found))
 
     @property
     def _least_fall(self) -> float:
-        return max(LEAST_FALL * abs(self.without), SMALLEST_FALL)
+        return max(self.spread, LEAST_FALL * abs(self.without), SMALLEST_FALL)  # NaN if the first is
 
     @property
     def harm(self) -> float:
-        """By how much the loss falls less with compression, as a share of what it falls without."""
+        """By how much the loss falls less with compression, as a share of what it falls without, or of its spread."""
         return (self.compressed - self.without) / max(self.before - self.without, self._least_fall)
 
     def describe(self, kind: str) -> str:
@@ -75,21 +91,31 @@ class LossComparison:
         losses = f'the loss {"fell" if is_falling else "went"} {losses} grad_comm="{kind}"'
         if self.is_harmless and not is_falling:
             verdict = "a loss that hardly falls does not show whether this harms; nothing speaks against it"
+        elif self.harm <= LARGEST_HARM and not self.is_harmless:
+            verdict = f"the weights moved {self.moved:.0%} as far in the direction in which they moved without it, "
+            verdict += f"at least {LEAST_MOVED:.0%} is expected: too harmful"
         else:
-            verdict = f"{self.harm:.1%} less far, at most {LARGEST_HARM:.0%} is accepted: "
+            less = "less far" if is_falling else f"of {self._least_fall:.3g} higher with it"
+            verdict = f"{self.harm:.1%} {less}, at most {LARGEST_HARM:.0%} is accepted: "
             verdict += "harmless" if self.is_harmless else "too harmful"
         return f"{STEPS} steps were tried: {losses} ({verdict})"
 
     def to_json(self) -> list[float | None]:
-        return [None if math.isnan(loss) else loss for loss in (self.before, self.without, self.compressed)]
+        return [None if math.isnan(one) else one for one in astuple(self)]
 
     @staticmethod
     def from_json(plain: Sequence[float | None]) -> LossComparison:
-        return LossComparison(*(math.nan if loss is None else loss for loss in plain))
+        return LossComparison(*(math.nan if one is None else one for one in plain))
 
     @property
     def is_harmless(self) -> bool:
-        return self.harm <= LARGEST_HARM  # not if it is NaN
+        return self.harm <= LARGEST_HARM and self.moved >= LEAST_MOVED  # not if one is NaN
+
+
+def spread_of(losses: Sequence[float]) -> float:
+    """Return the standard deviation of losses, from how much each differs from the next: they may rise or fall."""
+    squares = [(second - first) ** 2 for first, second in pairwise(losses)]
+    return math.sqrt(statistics.fmean(squares or [0.0]) / 2)
 
 
 def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str | None:
@@ -105,29 +131,38 @@ def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str
 
 
 @contextmanager
-def undone(plan: TrainingPlan) -> Iterator[None]:
-    """Undo, at the end of this context, what steps inside of it change. Copies are kept in the memory of the CPU."""
+def undone(plan: TrainingPlan) -> Iterator[Callable[[], Movement]]:
+    """Undo, at the end of this context, what steps inside of it change. Copies are kept in the memory of the CPU.
+
+    Yields a function that returns how far each parameter has moved since then.
+    """
     optimizer, scale = plan.optimizer, plan.loss_scale.state()
     owners = [Owner(name, module) for name, module in plan.model.named_modules()]
     # `load_state_dict` would convert a state in float32 to the dtype of its parameter.
     mappings: list[Any] = [*optimizer.param_groups, *(owner.module._buffers for owner in owners)]
     mappings += [entry for entry in optimizer.state.values() if isinstance(entry, MutableMapping)]
-    undo_parts: Callable[[], None] | None = None
+    undo_more = [] if plan.residuals is None else [plan.residuals.make_undo()]
     if plan.sharded_state is not None:
         mappings += plan.sharded_state.parts.mappings()
-        undo_parts = plan.sharded_state.parts.make_undo()
+        undo_more.append(plan.sharded_state.parts.make_undo())
     with torch.no_grad():
         weights = [(parameter, copy_of(parameter)) for parameter in plan.model.parameters()]
         saved = [entries_of(mapping) for mapping in [optimizer.state, *mappings]]
     for owner in owners:
         owner.capture_numbers()
+
+    def movement() -> Movement:
+        if plan.weights is not None:
+            plan.weights.finish()
+        return [parameter.detach().to("cpu") - copied for parameter, copied in weights]
+
     try:
-        yield
+        yield movement
         if plan.weights is not None:
             plan.weights.finish()
     finally:
-        if undo_parts is not None:
-            undo_parts()
+        for undo in undo_more:
+            undo()
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
@@ -138,8 +173,20 @@ def undone(plan: TrainingPlan) -> Iterator[None]:
             for owner in owners:
                 owner.restore_order()
         plan.loss_scale.restore(scale)
-        if plan.residuals is not None:
-            plan.residuals.restore(None)
+
+
+def share_moved(without: Movement, compressed: Movement) -> float:
+    """Return how far parameters moved along the direction of `without`, in units of that way; 1 if there is none."""
+    pairs = [[product(one, two) for two in (one, other)] for one, other in zip(without, compressed, strict=True)]
+    length, along = (math.fsum(values) for values in zip(*pairs, strict=True))
+    return along / length if length > 0 else 1.0
+
+
+def product(one: Tensor, other: Tensor) -> float:
+    """Return the sum of the products of all elements."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value for value in (one, other))
+    left, right = (value.double() for value in flat)
+    return float((left * right).sum())
 
 
 def copy_of(value: Any) -> Any:

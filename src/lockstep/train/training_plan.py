@@ -277,7 +277,7 @@ def assign_shards(
     batches.set_rank(world.rank, world.size, shares[world.rank])
     comm, key = plan.tuner.current, (config.seed, "codec")
     codec, residuals = comm.codec, plan.residuals if comm.has_residuals else None
-    compresses, errors = codec is not None or residuals is not None, plan.tuner.measure_errors()
+    compresses = codec is not None or residuals is not None
     sharded = plan.sharded_state
     scatters = sharded is not None and sharded.scatters and not compresses and options.max_grad_norm is None
     weights = plan.weights if sharded is not None and sharded.sends_between_hosts else None
@@ -294,7 +294,7 @@ def assign_shards(
     def compression(part: int) -> Compression | None:
         if codec is None:
             return residuals
-        return Rounding(codec, partial(derive_seed, *key, part), errors)
+        return Rounding(codec, partial(derive_seed, *key, part), plan.tuner.measures)
 
     def fetch(batch: Batch, number: int) -> Shard:
         return batches.fetch(Position(batch.epoch, batch.step, batch.number), [number]).shards[0]
@@ -364,7 +364,8 @@ def lr_and_grad_norm(plan: TrainingPlan | StepContext, result: Result) -> dict[s
 
 def last_facts(plan: TrainingPlan, result: Result) -> dict[str, float | None]:
     """What the trace tells of the last step of a window. Graphs are captured after the first steps."""
-    return lr_and_grad_norm(plan, result) | {"graphs": plan.graphs.memory_bytes}
+    more = {"graphs": plan.graphs.memory_bytes, "rounding_error": plan.tuner.last_error}
+    return lr_and_grad_norm(plan, result) | more
 
 
 def describe(plan: TrainingPlan, contexts: Mapping[int, StepContext]) -> dict[str, Any]:
@@ -431,6 +432,7 @@ def describe_start(plan: TrainingPlan, config: RunConfig, world: World) -> str:
         count = sum(not leaf.sparse and method.compresses(leaf.parameter) for leaf in plan.leaves)
         how += f", {method.describe()} for {count} of {len(plan.leaves)} parameters (the others are sent whole)"
         how += f" {plan.tuner.describe_start()}"
+    how += plan.tuner.describe_change()
     if plan.tuner.is_auto:
         how += ', grad_comm="auto": how gradients are sent follows from times, and the bits from that'
     if plan.tuner.why_not_compared is not None:
