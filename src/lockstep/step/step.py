@@ -21,7 +21,7 @@ from lockstep.data.batches import Batch, Shard
 from lockstep.errors import PeerLostError
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.step import loss_check, step_check
-from lockstep.step.buffer_changes import NewBuffer, NewNumber
+from lockstep.step.buffer_changes import NewValue
 from lockstep.step.captured_shard import CapturedShard, ShardPass
 from lockstep.step.loss_check import ShardLoss, parse_loss
 from lockstep.step.run_options import OnNonFinite
@@ -271,9 +271,7 @@ def compute_again(
 # -- apply -------------------------------------------------------------------------------------------------------------
 
 
-def make_update(
-    t: StepContext, batch: Batch, buffers: Sequence[NewBuffer | NewNumber], *, finite: bool, bad_loss: bool
-) -> Update:
+def make_update(t: StepContext, batch: Batch, buffers: Sequence[NewValue], *, finite: bool, bad_loss: bool) -> Update:
     """Collect what the step changes. The gradients are included only where another worker may have to get them."""
     gradients = [leaf.parameter.grad for leaf in t.leaves] if t.keeps_update else []
     return Update(
