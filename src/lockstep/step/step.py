@@ -91,15 +91,14 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
 def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable, requests: StepRequests) -> None:
     """Run forward and backward for each shard of this worker. Buckets are sent during the last backward pass."""
     observer = t.observer.active
-    for shard in batch.shards:
+    seeds = [seed_of(t, batch, shard) for shard in batch.shards]  # at once: between two passes caches are cold
+    for shard, seed in zip(batch.shards, seeds, strict=True):
         is_last = shard is batch.shards[-1]
         requests.check_left()
         faults.at("forward")
-        graph = find_graph(t, loss, batch, shard)
+        graph = find_graph(t, loss, batch, shard, seed)
         if shard.count:
-            one = (
-                forward(t, loss, batch, shard) if graph is None else graph.forward(shard.data, seed_of(t, batch, shard))
-            )
+            one = forward(t, loss, batch, shard, seed) if graph is None else graph.forward(shard.data, seed)
             table.add_shard(shard.number, one, t.buffers.collect(shard.number))
         observer.lap("forward", shard.number)
         if is_last:
@@ -125,9 +124,9 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
     observer.lap("backward")
 
 
-def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
+def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard, seed: int) -> ShardLoss:
     """Run the loss function on a shard, with the random numbers of this step and shard."""
-    seed_all(seed_of(t, batch, shard), t.sum.device)
+    seed_all(seed, t.sum.device)
     with t.audit.recording(shard), t.graphs.watching():
         one = run_loss(t, loss, shard.data)
     is_first_step = batch.number == 0 or (t.part > 0 and not has_stepped(t))
@@ -164,7 +163,7 @@ def seed_of(t: StepContext, batch: Batch, shard: Shard) -> int:
     return derive_seed(t.seed, "shard", batch.number, shard.number, *([t.part] if t.part else []))
 
 
-def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> CapturedShard | None:
+def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard, seed: int) -> CapturedShard | None:
     """Return the captured pass for this shard; None: run it eagerly (captured_shard.py)."""
     t.audit.stop_recording()
     if not t.graphs.is_enabled or shard.count == 0 or t.audit.is_owned_task(shard.number) or batch.number == 0:
@@ -172,7 +171,7 @@ def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> Captur
     one = ShardPass(
         run=partial(run_loss, t, loss),
         data=shard.data,
-        seed=seed_of(t, batch, shard),
+        seed=seed,
         leaves=t.leaves,
         buffers=t.buffers,
         scaled=t.loss_scale.scaled,
