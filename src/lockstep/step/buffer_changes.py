@@ -116,10 +116,10 @@ class NormLayers:
         for change in changes:
             place, group = change.place, others
             if place is not None and place.tensor is not None and change.kind.dtype is not None:
-                dtype = place.tensor.dtype
-                if place.is_norm_average and change.averages and dtype is torch.float32:
+                dtype, dim = place.tensor.dtype, len(change.kind.shape)
+                if place.is_norm_average and change.averages and dtype is torch.float32 and dim == 1:
                     group = averages
-                elif place.detection is WriteDetection.NORM_COUNTER and dtype is torch.int64:
+                elif place.detection is WriteDetection.NORM_COUNTER and dtype is torch.int64 and dim == 0:
                     group = counters
             first = group[0] if group and group is not others else change
             is_alike = first.device == change.device and first.shards == change.shards
@@ -144,9 +144,9 @@ class NormLayers:
     def fill(self, head: Tensor, averages: Mapping[int, Tensor], counters: Mapping[int, Tensor]) -> None:
         """Write what the shards of this worker have changed: by shard, all averages and all counters."""
         rows, words = self._rows(head)
-        for row, shard in zip(rows, self.averages[0].shards if self.averages else (), strict=True):
-            if shard in averages:  # else another worker runs this shard
-                row.copy_(averages[shard])
+        own = [n for n, shard in enumerate(self.averages[0].shards if self.averages else ()) if shard in averages]
+        if own:  # consecutive: the others were run by other workers
+            rows[own[0] : own[-1] + 1].copy_(torch.stack([averages[self.averages[0].shards[n]] for n in own]))
         if self.counters and self.counters[0].shards[0] in counters:
             words.copy_(counters[self.counters[0].shards[0]].view(torch.int32))
 
@@ -157,8 +157,8 @@ class NormLayers:
         if self.averages:
             shards = self.averages[0].shards
             weight = sum(counts[s] for s in shards)
-            for row, shard in zip(rows, shards, strict=True):
-                mean = mean + row * (counts[shard] / weight)
+            for row in _torch.foreach_mul(rows.unbind(), [counts[s] / weight for s in shards]):
+                mean += row
         found = words.to(torch.int32).view(torch.int64)
         is_on_host = bool(self.counters) and self.counters[0].kind.is_on_host
         return NewNorms(self, mean.to(torch.float32), found.cpu() if is_on_host else found)
@@ -180,17 +180,18 @@ class NewNorms:
             there = [target for target in targets if target is not None]
             if there:
                 yield tuple(change.name for change in changes), bit_sums(there)
-                _torch.foreach_copy_(there, [v.view(t.shape) for v, t in zip(values, there, strict=True)])
+                _torch.foreach_copy_(there, values)
 
 
 NewValue = NewBuffer | NewNumber | NewNorms  # what a step changes beside the weights
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bit patterns of each tensor; all have the same dtype, of 4 or 8 bytes."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    bits = flat.view(torch.int32).to(torch.int64) if flat.itemsize == WORD_BYTES else flat.view(torch.int64)
-    numbers = _numbers_of_elements(tuple(tensor.numel() for tensor in tensors), bits.device)
+    """Return the sum of the bit patterns of each tensor: int64 without dimensions, or float32 with one."""
+    if tensors[0].dtype is torch.int64:
+        return torch.stack(list(tensors))
+    bits = torch.cat(list(tensors)).view(torch.int32).to(torch.int64)
+    numbers = _numbers_of_elements(tuple(map(len, tensors)), bits.device)
     return bits.new_zeros(len(tensors)).index_add_(0, numbers, bits)
 
 

@@ -65,6 +65,9 @@ class BufferExchange:
         self._shards = shards
         self._new_values: dict[tuple[int, str], Tensor] = {}  # (shard, name) -> what its forward pass wrote
         self._new_norms: dict[int, tuple[list[int], NormValues]] = {}  # the same of norms: shard -> columns, values
+        self._counters: Tensor | None = (
+            None  # of a shard that has written all of them: those of later ones do not count
+        )
         self._layers: tuple[NormBuffers | None, dict[tuple[int, ...], NormLayers]] = (None, {})  # by shards
         self._incompatible: dict[int, list[list[Any]]] = {}  # shard -> changes without a column, as JSON
         self._overwritten: dict[
@@ -79,7 +82,8 @@ class BufferExchange:
 
     def begin(self) -> None:
         """Begin a step from the buffers as they are."""
-        self._new_values, self._new_norms, self._incompatible, self._in_step = {}, {}, {}, True
+        self._new_values, self._new_norms, self._incompatible, self._counters = {}, {}, {}, None
+        self._in_step = True
         self._snapshot.capture()
         if self._checks_weights:
             self._weights = cheap_digests(self._module.parameters())
@@ -95,7 +99,10 @@ class BufferExchange:
         changed, norms = [0] * len(self._snapshot.places), self._snapshot.check_norms()
         are_written = norms.are_written() if norms is not None else []
         if norms is not None and any(are_written):
-            self._new_norms[shard] = self._snapshot.norm_columns, norms.values()
+            values = norms.values(self._counters)
+            if are_written is norms.all_written:
+                self._counters = values.counters
+            self._new_norms[shard] = self._snapshot.norm_columns, values
             for n, is_written in zip(self._snapshot.norm_columns, are_written, strict=True):
                 changed[n] = COUNTED if is_written else 0
         for n, place in self._snapshot.singles:

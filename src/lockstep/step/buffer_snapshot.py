@@ -356,7 +356,7 @@ class BufferSnapshot:
         """
         norms = self.check_norms()
         if norms is not None:
-            norms.restore([True] * len(self.norm_columns) if always else norms.are_written())
+            norms.restore(norms.all_written if always else norms.are_written())
         incompatible = self.incompatible_owners()
         touched = [place for _, place in self.singles if always or place.detection.compares or place.has_changed()]
         for place in touched:

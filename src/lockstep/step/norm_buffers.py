@@ -65,13 +65,17 @@ class NormBuffers:
         self.tensors: list[Tensor] = [layer._buffers[key] for layer, key in entries]  # type: ignore[misc]
         numbers = {id(layer): n for n, layer in enumerate(counters, len(averages))}
         self._counter_of = [numbers[id(layer)] for layer, _ in entries]
-        self._averages = len(averages)
-        self._sizes = [tensor.numel() for tensor in self.tensors[: self._averages]]
+        self._averages, self._counters = self.tensors[: len(averages)], self.tensors[len(averages) :]
+        self._sizes = [tensor.numel() for tensor in self._averages]
         self._layout = self._layout_now()
-        self._none_written = [False] * len(entries)
+        self.all_written, self._none_written = [True] * len(entries), [False] * len(entries)
         self._saved = self.values()
         self.saved = self._saved.split()
+        self._set_versions()
+
+    def _set_versions(self) -> None:
         self.versions = self._versions_now()  # when the buffers were captured or restored last
+        self._are_all_written = False  # since then
 
     def counted_by(self, n: int) -> int:
         """Return the version of the counter of the layer of buffer `n`, when that was captured or restored last."""
@@ -87,20 +91,25 @@ class NormBuffers:
         """Whether the layers still have these tensors."""
         return all(map(is_, map(_GET, self._buffers, self._keys), self.tensors))
 
-    def values(self) -> NormValues:
-        """Return copies of the values."""
-        averages, counters = self.tensors[: self._averages], self.tensors[self._averages :]
-        return NormValues(torch.cat(averages), torch.stack(counters), self._sizes)
+    def values(self, counters: Tensor | None = None) -> NormValues:
+        """Return copies of the values; `counters` in the place of those of the counters, if they are not needed."""
+        counters = torch.stack(self._counters) if counters is None else counters
+        return NormValues(torch.cat(self._averages), counters, self._sizes)
 
     def are_written(self) -> list[bool]:
-        """Return for each buffer whether it was written since it was captured or restored.
+        """Return for each buffer whether it was written since it was captured or restored; or `all_written`.
 
         The kernels of batch norm do not count their writes to the running averages, but the layer counts its batches.
         """
+        if self._are_all_written:
+            return self.all_written
         now = self._versions_now()
         if now == self.versions:
             return self._none_written
         differ = list(map(ne, now, self.versions))
+        self._are_all_written = all(differ[len(self._averages) :])
+        if self._are_all_written:
+            return self.all_written
         return [own or differ[n] for own, n in zip(differ, self._counter_of, strict=True)]
 
     def capture(self) -> bool:
@@ -109,18 +118,17 @@ class NormBuffers:
             return True
         if self._layout_now() != self._layout:
             return False
-        torch.cat(self.tensors[: self._averages], out=self._saved.averages)
-        torch.stack(self.tensors[self._averages :], out=self._saved.counters)
-        self.versions = self._versions_now()
+        torch.cat(self._averages, out=self._saved.averages)
+        torch.stack(self._counters, out=self._saved.counters)
+        self._set_versions()
         return True
 
     def restore(self, which: Sequence[bool]) -> None:
         """Write the captured values into some of the buffers."""
-        for part in (slice(self._averages), slice(self._averages, None)):
-            targets, sources = self.tensors[part], self.saved[part]
-            if not all(which[part]):
-                chosen = [n for n, is_chosen in enumerate(which[part]) if is_chosen]
-                targets, sources = [targets[n] for n in chosen], [sources[n] for n in chosen]
-            if targets:
-                _torch.foreach_copy_(targets, sources)
-        self.versions = self._versions_now()
+        tensors, saved = self.tensors, self.saved
+        if which is not self.all_written:
+            chosen = [n for n, is_chosen in enumerate(which) if is_chosen]
+            tensors, saved = [tensors[n] for n in chosen], [saved[n] for n in chosen]
+        if tensors:
+            _torch.foreach_copy_(tensors, saved)
+            self._set_versions()
