@@ -77,7 +77,7 @@ class TreeAccumulator(Generic[T]):
     def push(self, node: Subtree, value: T) -> None:
         """Add a subtree. It must begin where the one before it ends."""
         node, sums = node.expand(self._size), list[T]()
-        for _ in range(self.count_merges(node)):
+        while self.pending and self.pending[-1][0].is_left_sibling_of(node):
             left, sum_so_far = self.pending.pop()
             node = Subtree(left.start, 2 * left.reach).expand(self._size)
             sums.append(sum_so_far)

@@ -100,9 +100,9 @@ class BufferExchange:
         are_written = norms.are_written() if norms is not None else []
         if norms is not None and any(are_written):
             values = norms.values(self._counters)
+            self._new_norms[shard] = self._snapshot.norm_columns, values
             if are_written is norms.all_written:
                 self._counters = values.counters
-            self._new_norms[shard] = self._snapshot.norm_columns, values
             for n, is_written in zip(self._snapshot.norm_columns, are_written, strict=True):
                 changed[n] = COUNTED if is_written else 0
         for n, place in self._snapshot.singles:

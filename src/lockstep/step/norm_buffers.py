@@ -67,7 +67,7 @@ class NormBuffers:
         self._counter_of = [numbers[id(layer)] for layer, _ in entries]
         self._averages, self._counters = self.tensors[: len(averages)], self.tensors[len(averages) :]
         self._sizes = [tensor.numel() for tensor in self._averages]
-        self._layout = self._layout_now()
+        self._shapes = self._shapes_now()
         self.all_written, self._none_written = [True] * len(entries), [False] * len(entries)
         self._saved = self.values()
         self.saved = self._saved.split()
@@ -84,8 +84,8 @@ class NormBuffers:
     def _versions_now(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]
 
-    def _layout_now(self) -> list[Any]:
-        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors]
+    def _shapes_now(self) -> list[torch.Size]:
+        return [tensor.shape for tensor in self.tensors]
 
     def is_intact(self) -> bool:
         """Whether the layers still have these tensors."""
@@ -113,13 +113,16 @@ class NormBuffers:
         return [own or differ[n] for own, n in zip(differ, self._counter_of, strict=True)]
 
     def capture(self) -> bool:
-        """Keep the values as they are now. Returns False, and does nothing, if shapes, dtypes or devices are others."""
+        """Keep the values as they are now. Returns False, and does nothing, if shapes, dtype or device are others."""
         if self._versions_now() == self.versions:
             return True
-        if self._layout_now() != self._layout:
+        if self._shapes_now() != self._shapes:
             return False
-        torch.cat(self._averages, out=self._saved.averages)
-        torch.stack(self._counters, out=self._saved.counters)
+        now, saved = self.values(), self._saved
+        if (now.averages.dtype, now.averages.device) != (saved.averages.dtype, saved.averages.device):
+            return False
+        saved.averages.copy_(now.averages)
+        saved.counters.copy_(now.counters)
         self._set_versions()
         return True
 

@@ -180,6 +180,8 @@ class ShardGradients:
         waiting = self._sums.count_merges(self._last)
         self._rows = sums[: len(sums) - waiting]
         self._chain = sums[len(sums) - waiting :][::-1]  # what the last shard is added to, the nearest first
+        if self._is_single:
+            return  # gradients are read when the backward pass is over
         self._armed = True
         self._next = 0
         self._arrivals = []
