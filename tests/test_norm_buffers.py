@@ -23,7 +23,7 @@ from runs import Program, sgd, train
 
 WAYS = (
     *("plain", "momentum", "instance", "shared", "tied", "double", "untracked", "frozen", "dropped", "checkpoint"),
-    *("replaces", "replaces sometimes", "writes", "reads", "resets", "registers"),
+    *("replaces", "replaces sometimes", "replaces and drops", "writes", "reads", "resets", "registers"),
 )
 
 
@@ -55,7 +55,9 @@ class Norms(nn.Module):
         if self.way == "reads":
             x = x + self.first.running_mean.view(1, -1, 1, 1) * self.first.num_batches_tracked
         x = self.b(x)
-        return self.out((x if self.way == "dropped" and is_odd else x + self.second(x)).mean((2, 3)))
+        return self.out(
+            (x if self.way in ("dropped", "replaces and drops") and is_odd else x + self.second(x)).mean((2, 3))
+        )
 
     def body(self, x: Tensor) -> Tensor:
         return F.relu(self.first(self.a(x)))
@@ -68,6 +70,8 @@ class Norms(nn.Module):
             second.running_mean = mean * 0.5 + x.mean((0, 2, 3))
         elif self.way == "replaces sometimes" and is_odd:
             second.running_mean = mean * 1.5
+        elif self.way == "replaces and drops" and is_odd:
+            self.first.running_mean = self.first.running_mean * 1.5
         elif self.way == "writes":
             mean.mul_(0.5)
         elif self.way == "resets":
