@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lockstep.comm.shard_sum import ReduceMethod, choose_method
-from lockstep.comm.tree_order import Subtree, TreeAccumulator, additions, is_tree_over_workers, subtrees, tree_pairs
+from lockstep.comm.tree_order import (
+    Subtree,
+    TreeAccumulator,
+    additions,
+    is_tree_over_workers,
+    pairwise,
+    subtrees,
+    tree_pairs,
+)
 from lockstep.data.sample_order import shards_of_rank
 
 
@@ -22,7 +30,7 @@ def test_workers_form_the_sums_of_the_tree_whatever_their_shares(size: int) -> N
     for workers in range(1, size + 1):
         nodes, words = [], []
         for rank in range(workers):
-            accumulator = TreeAccumulator[str](size, lambda left, right: f"({left}+{right})")
+            accumulator = TreeAccumulator[str](size, pairwise(lambda left, right: f"({left}+{right})"))
             for n in shards_of_rank(size, workers, rank):
                 accumulator.push(Subtree(n, 1), str(n))
             nodes += [node for node, _ in accumulator.pending]
@@ -51,7 +59,7 @@ def test_few_subtrees_are_left() -> None:
 
 def test_awaiting_tells_what_push_will_add() -> None:
     for size in range(1, 33):
-        accumulator = TreeAccumulator[int](size, lambda left, right: left + right)
+        accumulator = TreeAccumulator[int](size, lambda sums, value: value + sum(sums))
         for n in range(size):
             before, meets = len(accumulator.pending), accumulator.count_merges(Subtree(n, 1))
             accumulator.push(Subtree(n, 1), 1)

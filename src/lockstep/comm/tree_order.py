@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -61,21 +61,27 @@ class Subtree:
         return self.reach == right.reach and self.is_left and right.start == self.start + self.reach
 
 
+def pairwise(add: Callable[[T, T], T]) -> Callable[[Sequence[T], T], T]:
+    """Return the function that a TreeAccumulator needs, from one that adds a right summand to a left one."""
+    return lambda sums, value: reduce(lambda right, left: add(left, right), sums, value)
+
+
 class TreeAccumulator(Generic[T]):
     """Adds subtrees that are pushed from left to right, as soon as the tree allows."""
 
-    def __init__(self, size: int, add: Callable[[T, T], T]) -> None:
-        self._size, self._add = size, add
+    def __init__(self, size: int, add_all: Callable[[Sequence[T], T], T]) -> None:
+        """`add_all(sums, value)` returns `value` added to the first of `sums`, the result to the second, and so on."""
+        self._size, self._add_all = size, add_all
         self.pending: list[tuple[Subtree, T]] = []  # subtrees that could not be added yet
 
     def push(self, node: Subtree, value: T) -> None:
         """Add a subtree. It must begin where the one before it ends."""
-        node = node.expand(self._size)
-        for _ in range(self.count_merges(node)):
+        node, sums = node.expand(self._size), list[T]()
+        while self.pending and self.pending[-1][0].is_left_sibling_of(node):
             left, sum_so_far = self.pending.pop()
             node = Subtree(left.start, 2 * left.reach).expand(self._size)
-            value = self._add(sum_so_far, value)
-        self.pending.append((node, value))
+            sums.append(sum_so_far)
+        self.pending.append((node, self._add_all(sums, value)))
 
     def count_merges(self, node: Subtree) -> int:
         """Return to how many of the last pending sums `node` would be added, one after the other."""
@@ -95,7 +101,7 @@ def additions(nodes: Iterable[Subtree], size: int) -> list[tuple[int, int]]:
         pairs.append((dst, src))
         return dst
 
-    accumulator = TreeAccumulator(size, add)
+    accumulator = TreeAccumulator(size, pairwise(add))
     for position, node in enumerate(nodes):
         accumulator.push(node, position)
     return pairs
@@ -104,7 +110,7 @@ def additions(nodes: Iterable[Subtree], size: int) -> list[tuple[int, int]]:
 @cache
 def subtrees(first: int, stop: int, size: int) -> tuple[Subtree, ...]:
     """Return the subtrees that remain of the summands `first` to `stop - 1` after all possible additions."""
-    accumulator: TreeAccumulator[None] = TreeAccumulator(size, lambda left, right: None)
+    accumulator: TreeAccumulator[None] = TreeAccumulator(size, lambda sums, value: None)
     for n in range(first, stop):
         accumulator.push(Subtree(n, 1), None)
     return tuple(node for node, _ in accumulator.pending)

@@ -22,7 +22,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
@@ -233,16 +233,13 @@ class ShardAudit:
         """Whether another worker audits this shard, which this worker computes."""
         return any(task.shard == shard and task.owner == self._rank for task in self._tasks)
 
-    @contextmanager
-    def recording(self, shard: Shard) -> Iterator[None]:
+    def recording(self, shard: Shard) -> AbstractContextManager[None]:
         """Record the forward pass in this context, and its backward pass until `stop_recording`."""
         self.stop_recording()
         if not self.is_owned_task(shard.number):
-            yield
-            return
+            return nullcontext()
         self._owned[shard.number] = self._digests = [digest_of_samples(shard)]
-        with self._hooks():
-            yield
+        return self._hooks()
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:

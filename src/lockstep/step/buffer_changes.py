@@ -3,7 +3,8 @@
 Note [Norm layers together]
 Most buffers are those of batch norm: a model has some hundred of them, of a few numbers each. The running averages that
 the same shards have changed are one matrix at the head of the table, with a row for each shard, followed by the
-counters of batches, so that they are exchanged, averaged and written with a few calls for all of them.
+counters of batches, so that they are exchanged, averaged and written with a few calls for all of them. The layout
+depends only on what all workers know: which shards have changed which buffers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final, cast
+from functools import cache, cached_property
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class BufferChange:
     place: BufferPlace | None  # its tensor is written in place; None: the buffer becomes a new tensor
     averages: bool = False
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.owner.name_of(self.key)
 
@@ -109,22 +110,19 @@ class NormLayers:
     counters: list[BufferChange]
 
     @staticmethod
-    def split(changes: Sequence[BufferChange], *, any_shards: bool = False) -> tuple[NormLayers, list[BufferChange]]:
-        """Return the changes that fit together, and the others. The same on all workers.
-
-        any_shards  which shards have made the changes does not matter
-        """
+    def split(changes: Sequence[BufferChange]) -> tuple[NormLayers, list[BufferChange]]:
+        """Return the changes that fit together, and the others. The same on all workers."""
         averages, counters, others = list[BufferChange](), list[BufferChange](), list[BufferChange]()
         for change in changes:
             place, group = change.place, others
             if place is not None and place.tensor is not None and change.kind.dtype is not None:
-                dtype = place.tensor.dtype
-                if place.is_norm_average and (change.averages or any_shards) and dtype is torch.float32:
+                dtype, dim = place.tensor.dtype, len(change.kind.shape)
+                if place.is_norm_average and change.averages and dtype is torch.float32 and dim == 1:
                     group = averages
-                elif place.detection is WriteDetection.NORM_COUNTER and dtype is torch.int64:
+                elif place.detection is WriteDetection.NORM_COUNTER and dtype is torch.int64 and dim == 0:
                     group = counters
             first = group[0] if group and group is not others else change
-            is_alike = first.device == change.device and (any_shards or first.shards == change.shards)
+            is_alike = first.device == change.device and first.shards == change.shards
             (group if is_alike else others).append(change)
         return NormLayers(averages, counters), others
 
@@ -133,56 +131,67 @@ class NormLayers:
         """Number of cells at the head of the table."""
         return sum(change.width for change in (*self.averages, *self.counters))
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Numbers of elements of the averages."""
+        return [math.prod(change.kind.shape) for change in self.averages]
+
     def _rows(self, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the averages [shard, element] and the words of the counters."""
-        shards = len(self.averages[0].shards) if self.averages else 1
-        words = len(self.counters) * (torch.int64.itemsize // WORD_BYTES)
-        return head[: len(head) - words].view(shards, -1), head[len(head) - words :]
+        shards, cells = len(self.averages[0].shards) if self.averages else 0, sum(self.sizes)
+        return head[: shards * cells].view(shards, cells), head[shards * cells :]
 
-    def fill(self, head: Tensor, values: Mapping[tuple[int, str], Tensor]) -> None:
-        """Write what the shards of this worker have changed; `values` by shard and name."""
+    def fill(self, head: Tensor, averages: Mapping[int, Tensor], counters: Mapping[int, Tensor]) -> None:
+        """Write what the shards of this worker have changed: by shard, all averages and all counters."""
         rows, words = self._rows(head)
-        for row, shard in zip(rows, self.averages[0].shards if self.averages else (), strict=False):
-            found = [values.get((shard, change.name)) for change in self.averages]
-            if all(value is not None for value in found):  # else another worker runs this shard
-                row.copy_(torch.cat([value.reshape(-1) for value in found if value is not None]))
-        if self.counters:
-            found = [values.get((self.counters[0].shards[0], change.name)) for change in self.counters]
-            if all(value is not None for value in found):
-                words.copy_(torch.cat([value.reshape(-1) for value in found if value is not None]).view(torch.int32))
+        own = [n for n, shard in enumerate(self.averages[0].shards if self.averages else ()) if shard in averages]
+        if own:  # consecutive: the others were run by other workers
+            rows[own[0] : own[-1] + 1].copy_(torch.stack([averages[self.averages[0].shards[n]] for n in own]))
+        if self.counters and self.counters[0].shards[0] in counters:
+            words.copy_(counters[self.counters[0].shards[0]].view(torch.int32))
 
-    def read(self, head: Tensor, counts: Sequence[int]) -> Iterator[NewBuffer]:
-        """Yield the values after the step: means over the shards, weighted by their samples, and counters."""
+    def read(self, head: Tensor, counts: Sequence[int]) -> NewNorms:
+        """Return the values after the step: means over the shards, weighted by their samples, and counters."""
         rows, words = self._rows(head)
+        mean = head.new_zeros(sum(self.sizes))
         if self.averages:
             shards = self.averages[0].shards
-            weight, mean = sum(counts[s] for s in shards), torch.zeros_like(rows[0])
-            for row, shard in zip(rows, shards, strict=True):
-                mean = mean + row * (counts[shard] / weight)
-            sizes = [math.prod(change.kind.shape) for change in self.averages]
-            yield from map(NewBuffer, self.averages, torch.split(mean.to(torch.float32), sizes))
-        if self.counters:
-            found = words.to(torch.int32).view(torch.int64)
-            yield from map(NewBuffer, self.counters, found.cpu() if self.counters[0].kind.is_on_host else found)
+            weight = sum(counts[s] for s in shards)
+            for row in _torch.foreach_mul(rows.unbind(), [counts[s] / weight for s in shards]):
+                mean += row
+        found = words.to(torch.int32).view(torch.int64)
+        is_on_host = bool(self.counters) and self.counters[0].kind.is_on_host
+        return NewNorms(self, mean.to(torch.float32), found.cpu() if is_on_host else found)
 
-    def write(self, values: Mapping[str, BufferValue]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Write new values, by name. Yields names, and digests of the values before: Note [Overwritten differences]."""
-        for changes in (self.averages, self.counters):
+
+@dataclass(frozen=True)
+class NewNorms:
+    """Buffers of batch norm layers, and their values after the step: all averages in one tensor, and all counters."""
+
+    layers: NormLayers
+    averages: Tensor
+    counters: Tensor
+
+    def write(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Write the values. Yields names, and digests of the values before: Note [Overwritten differences]."""
+        averages = self.averages.split(self.layers.sizes)  # type: ignore[no-untyped-call]
+        for changes, values in ((self.layers.averages, averages), (self.layers.counters, self.counters.unbind())):
             targets = [change.place.tensor for change in changes if change.place is not None]
             there = [target for target in targets if target is not None]
             if there:
                 yield tuple(change.name for change in changes), bit_sums(there)
-                sources = [
-                    cast(Tensor, values[change.name]).view(t.shape) for change, t in zip(changes, there, strict=True)
-                ]
-                _torch.foreach_copy_(there, sources)
+                _torch.foreach_copy_(there, values)
+
+
+NewValue = NewBuffer | NewNumber | NewNorms  # what a step changes beside the weights
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bit patterns of each tensor; all have the same dtype, of 4 or 8 bytes."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    bits = flat.view(torch.int32).to(torch.int64) if flat.itemsize == WORD_BYTES else flat.view(torch.int64)
-    numbers = _numbers_of_elements(tuple(tensor.numel() for tensor in tensors), bits.device)
+    """Return the sum of the bit patterns of each tensor: int64 without dimensions, or float32 with one."""
+    if tensors[0].dtype is torch.int64:
+        return torch.stack(list(tensors))
+    bits = torch.cat(list(tensors)).view(torch.int32).to(torch.int64)
+    numbers = _numbers_of_elements(tuple(map(len, tensors)), bits.device)
     return bits.new_zeros(len(tensors)).index_add_(0, numbers, bits)
 
 

@@ -19,7 +19,7 @@ overwritten goes into a digest, which is compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, final
 
@@ -34,13 +34,16 @@ from lockstep.step.buffer_changes import (
     BufferChange,
     BufferKind,
     NewBuffer,
+    NewNorms,
     NewNumber,
+    NewValue,
     NormLayers,
     compatible_change,
     read_value,
     to_words,
 )
 from lockstep.step.buffer_snapshot import BufferPlace, BufferSnapshot, BufferValue, Gone, Owner
+from lockstep.step.norm_buffers import NormBuffers, NormValues
 
 # How a change of a buffer was noticed: see Note [Silent writes] in buffer_snapshot.py.
 COUNTED, FOUND_BY_VALUE = 1, 2
@@ -61,6 +64,11 @@ class BufferExchange:
         self._checks_weights = checks_weights
         self._shards = shards
         self._new_values: dict[tuple[int, str], Tensor] = {}  # (shard, name) -> what its forward pass wrote
+        self._new_norms: dict[int, tuple[list[int], NormValues]] = {}  # the same of norms: shard -> columns, values
+        self._counters: Tensor | None = (
+            None  # of a shard that has written all of them: those of later ones do not count
+        )
+        self._layers: tuple[NormBuffers | None, dict[tuple[int, ...], NormLayers]] = (None, {})  # by shards
         self._incompatible: dict[int, list[list[Any]]] = {}  # shard -> changes without a column, as JSON
         self._overwritten: dict[
             tuple[str, ...], Tensor
@@ -74,7 +82,8 @@ class BufferExchange:
 
     def begin(self) -> None:
         """Begin a step from the buffers as they are."""
-        self._new_values, self._incompatible, self._in_step = {}, {}, True
+        self._new_values, self._new_norms, self._incompatible, self._counters = {}, {}, {}, None
+        self._in_step = True
         self._snapshot.capture()
         if self._checks_weights:
             self._weights = cheap_digests(self._module.parameters())
@@ -87,23 +96,20 @@ class BufferExchange:
         registered, deleted or changed their shape. Raises ValueError if the first forward pass has written to weights.
         """
         self._refuse_written_weights()
-        changed, replaced = list[int](), list[BufferPlace]()
-        for place in self._snapshot.places:
-            is_written = place.counted_write()
-            if is_written is not None:
-                if is_written and place.tensor is not None:
-                    self._new_values[shard, place.name] = place.tensor.clone()
-                changed.append(COUNTED if is_written else 0)
-                continue
-            if place.detection.is_norm:
-                replaced.append(place)
-            is_compatible = place.has_changed() and not place.is_incompatible()
-            if is_compatible:
+        changed, norms = [0] * len(self._snapshot.places), self._snapshot.check_norms()
+        are_written = norms.are_written() if norms is not None else []
+        if norms is not None and any(are_written):
+            values = norms.values(self._counters)
+            self._new_norms[shard] = self._snapshot.norm_columns, values
+            if are_written is norms.all_written:
+                self._counters = values.counters
+            for n, is_written in zip(self._snapshot.norm_columns, are_written, strict=True):
+                changed[n] = COUNTED if is_written else 0
+        for n, place in self._snapshot.singles:
+            if place.has_changed() and not place.is_incompatible():
                 self._save(shard, place.name, place.current())
-            changed.append((COUNTED if place.is_written() else FOUND_BY_VALUE) if is_compatible else 0)
-        entries = [
-            entry for owner in self._snapshot.incompatible_owners(replaced) for entry in self._describe(shard, owner)
-        ]
+                changed[n] = COUNTED if place.is_written() else FOUND_BY_VALUE
+        entries = [entry for owner in self._snapshot.incompatible_owners() for entry in self._describe(shard, owner)]
         if entries:
             self._incompatible[shard] = entries
         return [*changed, int(bool(entries))]
@@ -155,37 +161,91 @@ class BufferExchange:
         self._in_step = False
 
     @torch.no_grad()
-    def gather(
-        self, changed: Sequence[Sequence[float]], counts: Sequence[int], sum_: ShardSum
-    ) -> list[NewBuffer | NewNumber]:
+    def gather(self, changed: Sequence[Sequence[float]], counts: Sequence[int], sum_: ShardSum) -> list[NewValue]:
         """Exchange the new values with all workers. Returns what `apply` is to write, equal on all; writes nothing yet.
 
         `changed[shard][buffer]`: what `collect` returned for all shards. `counts`: samples of each shard.
         """
-        changes: list[BufferChange] = []
-        if any(map(any, changed)):
-            for n, place in enumerate(self._snapshot.places):
-                if shards := [shard for shard, row in enumerate(changed) if row[n]]:
-                    changes.append(compatible_change(place, shards))
+        are_incompatible = any(row[-1] for row in changed)
+        layers = None if are_incompatible else self._find_layers(changed)
         numbers: list[NewNumber] = []
-        if any(row[-1] for row in changed):
+        changes = self._changes(changed, self._snapshot.singles if layers else enumerate(self._snapshot.places))
+        if are_incompatible:
             mine = [[shard, entries] for shard, entries in self._incompatible.items()]
             gathered = agreement.gather_values(sum_.group, mine, device=sum_.device)
             incompatible = sorted((entry for one in gathered for entry in one), key=lambda entry: int(entry[0]))
             changes, numbers = self._merge(changes, incompatible)
         self._compare_less(changed)
-        if not changes:
+        if layers is None:
+            self._separate_norms()
+            layers, changes = NormLayers.split(changes)
+        if not layers.width and not changes:
             return [*numbers]
-        norms, others = NormLayers.split(changes)
-        widths = [norms.width, *(change.width for change in others)]
+        widths = [layers.width, *(change.width for change in changes)]
         table = torch.zeros(sum(widths), dtype=torch.float64, device=sum_.device)
         head, *parts = torch.split(table, widths)
-        norms.fill(head, self._new_values)
-        for change, part in zip(others, parts, strict=True):
+        self._fill_norms(layers, head)
+        for change, part in zip(changes, parts, strict=True):
             self._fill(change, part)
         sum_.wait_for_values(sum_.start_small_sum(table), "the exchange of buffers")
-        read = (NewBuffer(c, read_value(c, part, counts)) for c, part in zip(others, parts, strict=True))
-        return [*norms.read(head, counts), *read, *numbers]
+        read = (NewBuffer(c, read_value(c, part, counts)) for c, part in zip(changes, parts, strict=True))
+        return [*([layers.read(head, counts)] if layers.width else ()), *read, *numbers]
+
+    def _changes(
+        self, changed: Sequence[Sequence[float]], places: Iterable[tuple[int, BufferPlace]]
+    ) -> list[BufferChange]:
+        """`places`: those to look at, and their columns."""
+        if not any(map(any, changed)):
+            return []
+        by_place = ((place, [shard for shard, row in enumerate(changed) if row[n]]) for n, place in places)
+        return [compatible_change(place, shards) for place, shards in by_place if shards]
+
+    def _find_layers(self, changed: Sequence[Sequence[float]]) -> NormLayers | None:
+        """Return the buffers that are handled together as changes, if some shards have changed all of them, the other
+        shards none, and no shard a batch norm buffer that is handled alone. That is the usual case, and what
+        `NormLayers.split` would return then."""
+        norms, columns = self._snapshot.norms, self._snapshot.norm_columns
+        if norms is None or norms.tensors[0].dtype is not torch.float32:
+            return None
+        if any(place.detection.is_norm and any(row[n] for row in changed) for n, place in self._snapshot.singles):
+            return None
+        counts = [[row[n] for n in columns].count(COUNTED) for row in changed]
+        shards = tuple(shard for shard, count in enumerate(counts) if count)
+        if not shards or any(counts[shard] < len(columns) for shard in shards):
+            return None
+        if self._layers[0] is not norms:
+            self._layers = norms, {}
+        known = self._layers[1]
+        if shards not in known:
+            changes = [compatible_change(self._snapshot.places[n], shards) for n in columns]
+            known[shards], _ = NormLayers.split(changes)
+        return known[shards]
+
+    def _separate_norms(self) -> None:
+        """Keep the new values of the buffers that are handled together by name, as those of all others."""
+        for shard, (columns, values) in self._new_norms.items():
+            names = ((shard, self._snapshot.places[n].name) for n in columns)
+            self._new_values.update(zip(names, values.split(), strict=True))
+        self._new_norms = {}
+
+    def _fill_norms(self, layers: NormLayers, head: Tensor) -> None:
+        if self._new_norms:
+            values = {shard: values for shard, (_, values) in self._new_norms.items()}
+            averages = {shard: one.averages for shard, one in values.items()}
+            counters = {shard: one.counters for shard, one in values.items()}
+        else:
+            averages, counters = self._join_values(layers.averages), self._join_values(layers.counters)
+        layers.fill(head, averages, counters)
+
+    def _join_values(self, changes: Sequence[BufferChange]) -> dict[int, Tensor]:
+        """Return the new values of these buffers in one tensor, by shard of this worker."""
+        found: dict[int, Tensor] = {}
+        for shard in changes[0].shards if changes else ():
+            values = [self._new_values.get((shard, change.name)) for change in changes]
+            there = [value.reshape(-1) for value in values if value is not None]
+            if len(there) == len(values):
+                found[shard] = torch.cat(there)
+        return found
 
     def _merge(
         self, compatible: Sequence[BufferChange], incompatible: Sequence[tuple[int, list[list[Any]]]]
@@ -227,25 +287,22 @@ class BufferExchange:
 
     def _compare_less(self, changed: Sequence[Sequence[float]]) -> None:
         """After the first step, equally on all workers: see Note [Silent writes] in buffer_snapshot.py."""
-        for n, place in enumerate(self._snapshot.places):
+        for n, place in self._snapshot.singles:
             place.compare_less(is_found=any(row[n] == FOUND_BY_VALUE for row in changed))
 
     @torch.no_grad()
-    def apply(self, new: Sequence[NewBuffer | NewNumber]) -> None:
+    def apply(self, new: Sequence[NewValue]) -> None:
         """Write what `gather` returned, and end the step."""
         self._in_step = False
-        norms, others = NormLayers.split([one.change for one in new if isinstance(one, NewBuffer)], any_shards=True)
-        values = {one.change.name: one.value for one in new if isinstance(one, NewBuffer)}
-        for names, digests in norms.write(values):
-            self._add_digests(names, digests)
-        remaining = {change.name for change in others}
         for one in new:
+            if isinstance(one, NewNorms):
+                for names, digests in one.write():
+                    self._add_digests(names, digests)
+                continue
             if isinstance(one, NewNumber):
                 setattr(one.owner.module, one.key, one.value)
                 continue
             change, place = one.change, one.change.place
-            if change.name not in remaining:
-                continue
             before = change.owner.module._buffers.get(change.key)
             if before is not None:
                 self._add_digests((change.name,), sum_of_bits(before).view(1))
@@ -258,10 +315,17 @@ class BufferExchange:
         past = self._overwritten.get(names)
         self._overwritten[names] = digests if past is None else past * 3 + digests
 
-    def encode(self, new: Sequence[NewBuffer | NewNumber]) -> list[dict[str, Any]]:
+    def encode(self, new: Sequence[NewValue]) -> list[dict[str, Any]]:
         """Convert what `gather` returned to dicts of plain values and tensors, for a worker that has missed it."""
         found: list[dict[str, Any]] = []
         for one in new:
+            if isinstance(one, NewNorms):
+                averages, counters = (
+                    [[change.owner.prefix, change.key] for change in changes]
+                    for changes in (one.layers.averages, one.layers.counters)
+                )
+                found.append({"norms": [averages, counters], "averages": one.averages, "counters": one.counters})
+                continue
             if isinstance(one, NewNumber):
                 found.append({"module": one.owner.prefix, "key": one.key, "number": one.value})
                 continue
@@ -278,12 +342,18 @@ class BufferExchange:
             )
         return found
 
-    def decode(self, sent: Sequence[Mapping[str, Any]]) -> list[NewBuffer | NewNumber]:
+    def decode(self, sent: Sequence[Mapping[str, Any]]) -> list[NewValue]:
         """The inverse of `encode`, on a worker whose buffers are as they were before the step."""
         owners = {owner.prefix: owner for owner in self._snapshot.owners}
         places = {(place.owner.prefix, place.key): place for place in self._snapshot.places}
-        found: list[NewBuffer | NewNumber] = []
+        found: list[NewValue] = []
         for one in sent:
+            if "norms" in one:
+                averages, counters = (
+                    [_change_of(places[prefix, key]) for prefix, key in names] for names in one["norms"]
+                )
+                found.append(NewNorms(NormLayers(averages, counters), one["averages"], one["counters"]))
+                continue
             owner, key = owners[one["module"]], one["key"]
             if "number" in one:
                 found.append(NewNumber(owner, key, one["number"]))
@@ -301,6 +371,12 @@ class BufferExchange:
             for name, digest in zip(names, digests, strict=True):
                 found[name] = digest if name not in found else found[name] * 3 + digest
         return {f"{name} before a step": found[name] for name in sorted(found)}
+
+
+def _change_of(place: BufferPlace) -> BufferChange:
+    """Return a change of this buffer by shards that are not known."""
+    kind = BufferKind.of(place.current(), is_persistent=True)
+    return BufferChange(place.owner, place.key, kind, (), place, averages=place.is_norm_average)
 
 
 def put_buffer(module: nn.Module, key: str, value: BufferValue, *, is_persistent: bool) -> None:

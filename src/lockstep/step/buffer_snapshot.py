@@ -21,7 +21,7 @@ exchanged, together with its buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, final
@@ -29,8 +29,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep import _torch
 from lockstep._torch import BatchNormBase, NormBase
+from lockstep.step.norm_buffers import NormBuffers, is_ordinary
 
 ALWAYS_COMPARED_BYTES: Final = 65536  # on a CPU, where comparing that much takes some 10 microseconds
 _SCALARS: Final = (bool, int, float, str, type(None))
@@ -79,19 +79,6 @@ class BufferPlace:
         self.name = self.owner.name_of(self.key)
         self.is_norm_average = self.detection is WriteDetection.NORM_AVERAGE  # which never changes
 
-    def counted_write(self) -> bool | None:
-        """Whether it was written, if counters tell: it is a buffer of batch norm, and still the captured tensor.
-
-        Returns None if they do not. Called for every buffer after every shard, so it looks up each thing once.
-        """
-        tensor, module = self.tensor, self.owner.module
-        if not self.detection.is_norm or tensor is None or module._buffers.get(self.key) is not tensor:
-            return None
-        if self._versions_of(tensor) != self.versions:
-            return True
-        # Instance norm does not even count its batches.
-        return self.is_norm_average and module.training and not _counts(module)
-
     def current(self) -> BufferValue:
         return self.owner.module._buffers.get(self.key, Gone.GONE)
 
@@ -135,7 +122,10 @@ class BufferPlace:
         current, tensor = self.current(), self.tensor
         if tensor is None or current is not tensor:
             return current is not tensor
-        return bool(self.counted_write()) if self.detection.is_norm else self._versions_of(tensor) != self.versions
+        if self._versions_of(tensor) != self.versions:
+            return True
+        # Instance norm does not even count its batches.
+        return self.is_norm_average and self.owner.module.training and not _counts(self.owner.module)
 
     def compare_less(self, *, is_found: bool) -> None:
         """Compare values only where that is needed, from the second step on.
@@ -186,10 +176,6 @@ class BufferPlace:
     def update_versions(self) -> None:
         if self.tensor is not None:
             self.versions = self._versions_of(self.tensor)
-
-    def fits(self) -> bool:
-        """Whether the captured tensor still has the shape and dtype of the copy of its value."""
-        return self.tensor is not None and self._fits(self.tensor)
 
     def _fits(self, current: Tensor) -> bool:
         saved = self.saved
@@ -266,13 +252,18 @@ class BufferSnapshot:
         self._module = module
         self.owners: list[Owner] = []
         self._numbered: list[Owner] = []
-        self._sizes: list[tuple[Mapping[str, Any], int]] = []
+        self._sizes: list[int] = []
+        self._dicts: list[Mapping[str, Any]] = []
         self.places: list[BufferPlace] = []  # by name: their order does not depend on when each was registered
+        self.norms: NormBuffers | None = None  # those that are handled together
+        self.norm_columns: list[int] = []  # which of `places` these are, in their order
+        self.singles: list[tuple[int, BufferPlace]] = []  # the others, which are handled one by one, and their columns
         self.refresh()
 
     def refresh(self) -> None:
         """Find the buffers that have been registered, or deleted, since the last call."""
-        if self.owners and not self._has_other_number() and not any(place.is_gone() for place in self.places):
+        self.check_norms()
+        if self.owners and not self._has_other_number() and not any(place.is_gone() for _, place in self.singles):
             return
         known = {(id(place.owner.module), place.key): place for place in self.places}
         self.owners = [Owner(prefix, module) for prefix, module in self._module.named_modules()]
@@ -280,43 +271,78 @@ class BufferSnapshot:
         for place in self.places:
             place.detection = known.get((id(place.owner.module), place.key), place).detection
         self._numbered = list(self.owners)
-        self._sizes = [(owner.module._buffers, len(owner.keys)) for owner in self.owners]
-        self._norm_places = [place for place in self.places if place.detection.is_norm]
-        self._other_places = [place for place in self.places if not place.detection.is_norm]
+        self._dicts = [owner.module._buffers for owner in self.owners]
+        self._sizes = [len(owner.keys) for owner in self.owners]
+        self._set_norms(None, [])
 
     def _has_other_number(self) -> bool:
         """Whether any module has more buffers than before, or fewer. Called after every shard, for all modules."""
-        return any(len(buffers) != size for buffers, size in self._sizes)
+        return list(map(len, self._dicts)) != self._sizes
+
+    # -- buffers that are handled together ---------------------------------------------------------------------------
+
+    def check_norms(self) -> NormBuffers | None:
+        """Return the buffers that are handled together. If one of them was replaced, all are handled one by one."""
+        if self.norms is not None and not self.norms.is_intact():
+            self._separate_norms(self.norms)
+        return self.norms
+
+    def _separate_norms(self, norms: NormBuffers) -> None:
+        for n, column in enumerate(self.norm_columns):
+            place = self.places[column]
+            place.versions = norms.versions[n], norms.counted_by(n) if place.is_norm_average else 0
+        self._set_norms(None, [])
+
+    def _set_norms(self, norms: NormBuffers | None, columns: list[int]) -> None:
+        """Handle these buffers together, and all others one by one. `columns`: which of `places` they are."""
+        self.norms, self.norm_columns, together = norms, columns, set(columns)
+        self.singles = [(n, place) for n, place in enumerate(self.places) if n not in together]
+
+    def _join_norms(self) -> None:
+        """Handle the buffers of ordinary batch norm layers together from now on. They have been captured."""
+        averages = (place.tensor for place in self.places if place.is_norm_average)
+        first = next((tensor for tensor in averages if tensor is not None), None)
+        if first is None:
+            return
+        layers = {id(owner.module) for owner in self.owners if is_ordinary(owner.module, first)}
+        columns = [n for n, p in enumerate(self.places) if p.detection.is_norm and id(p.owner.module) in layers]
+        if not columns:
+            return
+        columns.sort(key=lambda n: not self.places[n].is_norm_average)  # averages first, each kind by name
+        places = [self.places[n] for n in columns]
+        entries = [(place.owner.module, place.key) for place in places if place.is_norm_average]
+        norms = NormBuffers(entries, [place.owner.module for place in places if not place.is_norm_average])
+        for place, saved in zip(places, norms.saved, strict=True):
+            place.saved = saved
+        self._set_norms(norms, columns)
+
+    # -- capture and restore -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def capture(self) -> None:
         """Keep the buffers as they are now."""
         self.refresh()
-        written = [place for place in self._norm_places if place.counted_write() and place.fits()]
-        if written:  # most of the buffers, in few calls
-            _torch.foreach_copy_([place.saved for place in written], [place.tensor for place in written])  # type: ignore[misc]
-            for place in written:
-                place.update_versions()
-        is_usual = len(written) == len(self._norm_places)
-        for place in self._other_places if is_usual else self.places:
+        if self.norms is not None and not self.norms.capture():
+            self._separate_norms(self.norms)
+        for _, place in self.singles:
             if not place.is_up_to_date():
                 place.capture()
         for owner in self._numbered:
             owner.capture_numbers()
         # From now on only for modules that have such buffers; for the others the first capture has to suffice.
-        self._numbered = list({id(place.owner): place.owner for place in self._other_places}.values())
+        others = [place for _, place in self.singles if not place.detection.is_norm]
+        self._numbered = list({id(place.owner): place.owner for place in others}.values())
+        if self.norms is None:
+            self._join_norms()
 
     def compare_less(self) -> None:
         """Call it after the first forward pass: see Note [Silent writes]."""
-        for place in self._other_places:
+        for _, place in self.singles:
             place.compare_less(is_found=place.has_changed() and not place.is_written())
 
-    def incompatible_owners(self, replaced: Sequence[BufferPlace]) -> list[Owner]:
-        """Modules in which a buffer was registered or deleted, or has another shape or dtype than before.
-
-        replaced  the buffers of batch norm of which `counted_write` is not known
-        """
-        found = {id(place.owner) for place in (*self._other_places, *replaced) if place.is_incompatible()}
+    def incompatible_owners(self) -> list[Owner]:
+        """Return the modules in which a buffer was registered or deleted, or has another shape or dtype than before."""
+        found = {id(place.owner) for _, place in self.singles if place.is_incompatible()}
         if not found and not self._has_other_number():
             return []
         return [owner for owner in self.owners if id(owner) in found or owner.new_keys()]
@@ -328,21 +354,17 @@ class BufferSnapshot:
         always  also buffers to which torch has counted no write and whose values are not compared
         waits   compare values on a GPU as well, and write nothing where the value is unchanged
         """
-        writes = [place.counted_write() for place in self._norm_places]
-        pairs = list(zip(self._norm_places, writes, strict=True))
-        replaced = [place for place, is_written in pairs if is_written is None]
-        counted = [place for place, is_written in pairs if is_written or (always and is_written is not None)]
-        incompatible = self.incompatible_owners(replaced)
-        if counted:  # most of the buffers, in few calls
-            _torch.foreach_copy_([place.tensor for place in counted], [place.saved for place in counted])  # type: ignore[misc]
-        others = [*self._other_places, *replaced]
-        touched = [place for place in others if always or place.detection.compares or place.has_changed()]
+        norms = self.check_norms()
+        if norms is not None:
+            norms.restore(norms.all_written if always else norms.are_written())
+        incompatible = self.incompatible_owners()
+        touched = [place for _, place in self.singles if always or place.detection.compares or place.has_changed()]
         for place in touched:
             place.restore(always=always, waits=waits)
         for owner in incompatible:
             owner.restore()
             owner.restore_order()
-        for place in (*counted, *touched):  # after all are restored: the counter of a batch norm is a buffer, too
+        for place in touched:  # after all are restored: the counter of a batch norm is a buffer, too
             place.update_versions()
 
 

@@ -62,14 +62,15 @@ def parse_loss(returned: Any) -> ShardLoss:
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise TypeError(f"{advice}; the sum must be a tensor of one element, not {shape}")
+    total = total if total.dim() == 0 else total.reshape(())
     if not total.requires_grad and torch.is_grad_enabled():
         raise ValueError("the loss does not depend on any parameter that is trained: it has no gradient")
     if isinstance(weight, Tensor) and weight.numel() == 1:
-        return ShardLoss(total.reshape(()), weight.detach().reshape(()), metrics)
-    if not isinstance(weight, Real):
+        return ShardLoss(total, weight.detach().reshape(()), metrics)
+    if not isinstance(weight, (int, float, Real)):  # the first two for speed: to ask an abstract class takes longer
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise TypeError(f"{advice}; the weight must be a number, or a tensor of one element, not {shape}")
-    return ShardLoss(total.reshape(()), float(weight), metrics)
+    return ShardLoss(total, float(weight), metrics)
 
 
 def _checked_metrics(given: Mapping[Any, Any]) -> dict[str, tuple[float | Tensor, float | Tensor]]:

@@ -18,7 +18,7 @@ checkpoints) is complete only at the end, so it is always read there. None of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -45,7 +45,9 @@ from lockstep.step.shard_bucket import (
     copy_rounded,
     round_gradient,
 )
-from lockstep.step.subtree_gradients import SubtreeGradients, add_sparse, no_rows, own_their_memory
+from lockstep.step.subtree_gradients import GradientAdder, SubtreeGradients, add_sparse, no_rows
+
+KEPT_KINDS: Final = {(dtype, torch.strided) for dtype in (torch.float32, torch.float64)}  # of gradients: never widened
 
 
 class ShardGradients:
@@ -74,8 +76,8 @@ class ShardGradients:
         self._parameters = [leaf.parameter for leaf in leaves]
         self._device = self._parameters[0].device
         self._on_cpu = self._device.type == "cpu"
-        self._dense = [i for i, leaf in enumerate(leaves) if not leaf.sparse]
         self._sparse = [i for i, leaf in enumerate(leaves) if leaf.sparse]
+        self._adder = GradientAdder(self._parameters, self._sparse)
         self._grad_hooks = GradHooks(self._parameters)
         self.on_gradients: Callable[[Sequence[Tensor | None]], None] | None = None  # gets those of each shard
         self._armed = False
@@ -90,7 +92,7 @@ class ShardGradients:
         self._step = 0
         if not self._is_single:
             self.buckets.pack()
-            self._grad_hooks.register(self._dense, self._on_gradient)
+            self._grad_hooks.register(self._adder.dense, self._on_gradient)
         self._reset()
 
     # -- the shards before the last ----------------------------------------------------------------------------------
@@ -119,11 +121,10 @@ class ShardGradients:
 
     def _reset(self) -> None:
         self._armed = self._is_replayed = False
-        self._sums: TreeAccumulator[SubtreeGradients] = TreeAccumulator(
-            self._sum.shards, lambda left, right: left.add(right, self._dense, self._sparse)
-        )
+        self._sums: TreeAccumulator[SubtreeGradients] = TreeAccumulator(self._sum.shards, self._adder.add_all)
         self._chain: list[SubtreeGradients] = []
         self._rows: list[SubtreeGradients] = []
+        self._total = SubtreeGradients([])  # with one worker: the sum over all shards
         self._shards: list[int] = []  # the numbers of those that were run in this step
         for bucket in self.buckets:
             if isinstance(bucket, CompressedBucket):
@@ -164,6 +165,9 @@ class ShardGradients:
         return others
 
     def _round(self, gradients: Sequence[Tensor | None]) -> SubtreeGradients:
+        kinds = {(gradient.dtype, gradient.layout) for gradient in gradients if gradient is not None}
+        if self._comm_dtype is None and not self._sparse and kinds <= KEPT_KINDS:
+            return SubtreeGradients(list(gradients))  # which is what the general case would return
         pairs = zip(self._leaves, gradients, strict=True)
         return SubtreeGradients([round_gradient(leaf, gradient, self._comm_dtype) for leaf, gradient in pairs])
 
@@ -179,6 +183,8 @@ class ShardGradients:
         waiting = self._sums.count_merges(self._last)
         self._rows = sums[: len(sums) - waiting]
         self._chain = sums[len(sums) - waiting :][::-1]  # what the last shard is added to, the nearest first
+        if self._is_single:
+            return  # gradients are read when the backward pass is over
         self._armed = True
         self._next = 0
         self._arrivals = []
@@ -347,26 +353,20 @@ class ShardGradients:
         gradients = self._take_gradients()
         if self.on_gradients is not None:
             self.on_gradients(gradients)
-        self._sums.push(self._last, self._round(gradients))
-        ((_, kept),) = self._sums.pending
-        there = [i for i in self._dense if kept.values[i] is not None]
-        values, scale = [kept.values[i] for i in there], self._scale()
-        # A program may keep its gradients, which the next replay would overwrite.
-        if there and (kept.is_owned or (not self._is_replayed and own_their_memory(values))):
-            _torch.foreach_mul_(values, scale)  # type: ignore[arg-type]
-        elif there:
-            values = list(_torch.foreach_mul(values, scale))  # type: ignore[arg-type]
-        for i, value in zip(there, values, strict=True):
-            assert value is not None
-            parameter = self._parameters[i]
-            narrow = comm_dtype_of(parameter.dtype, self._comm_dtype)
-            parameter.grad = (value if narrow is None else value.to(narrow)).to(parameter.dtype)
+        last = self._round(gradients)
+        last.is_lent = self._is_replayed
+        self._total = self._adder.add_and_scale(self._chain, last, self._scale())
+        for i in self._adder.dense:
+            value, parameter = self._total.values[i], self._parameters[i]
+            if value is not None:
+                narrow = comm_dtype_of(parameter.dtype, self._comm_dtype)
+                value = value if narrow is None else value.to(narrow)
+                parameter.grad = value if value.dtype is parameter.dtype else value.to(parameter.dtype)
 
     def _sum_sparse(self, index: int) -> Tensor | None:
         parameter = self._parameters[index]
         if self._is_single:
-            ((_, kept),) = self._sums.pending
-            parts = [kept.values[index]]
+            parts = [self._total.values[index]]
         else:
             last, parameter.grad = round_gradient(self._leaves[index], parameter.grad, self._comm_dtype), None
             for kept in self._chain:

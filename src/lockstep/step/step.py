@@ -21,7 +21,7 @@ from lockstep.data.batches import Batch, Shard
 from lockstep.errors import PeerLostError
 from lockstep.seed import derive_seed, preserve_random_state, seed_all
 from lockstep.step import loss_check, step_check
-from lockstep.step.buffer_changes import NewBuffer, NewNumber
+from lockstep.step.buffer_changes import NewValue
 from lockstep.step.captured_shard import CapturedShard, ShardPass
 from lockstep.step.loss_check import ShardLoss, parse_loss
 from lockstep.step.run_options import OnNonFinite
@@ -93,15 +93,14 @@ def take_step(t: StepContext, loss: Loss, batch: Batch, requests: StepRequests =
 def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable, requests: StepRequests) -> None:
     """Run forward and backward for each shard of this worker. Buckets are sent during the last backward pass."""
     observer = t.observer.active
-    for shard in batch.shards:
+    seeds = [seed_of(t, batch, shard) for shard in batch.shards]  # at once: between two passes caches are cold
+    for shard, seed in zip(batch.shards, seeds, strict=True):
         is_last = shard is batch.shards[-1]
         requests.check_left()
         faults.at("forward")
-        graph = find_graph(t, loss, batch, shard)
+        graph = find_graph(t, loss, batch, shard, seed)
         if shard.count:
-            one = (
-                forward(t, loss, batch, shard) if graph is None else graph.forward(shard.data, seed_of(t, batch, shard))
-            )
+            one = forward(t, loss, batch, shard, seed) if graph is None else graph.forward(shard.data, seed)
             table.add_shard(shard.number, one, t.buffers.collect(shard.number))
         observer.lap("forward", shard.number)
         if is_last:
@@ -127,9 +126,9 @@ def compute_gradients(t: StepContext, loss: Loss, batch: Batch, table: StepTable
     observer.lap("backward")
 
 
-def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> ShardLoss:
+def forward(t: StepContext, loss: Loss, batch: Batch, shard: Shard, seed: int) -> ShardLoss:
     """Run the loss function on a shard, with the random numbers of this step and shard."""
-    seed_all(seed_of(t, batch, shard), t.sum.device)
+    seed_all(seed, t.sum.device)
     with t.audit.recording(shard), t.graphs.watching():
         one = run_loss(t, loss, shard.data)
     is_first_step = batch.number == 0 or (t.part > 0 and not has_stepped(t))
@@ -166,7 +165,7 @@ def seed_of(t: StepContext, batch: Batch, shard: Shard) -> int:
     return derive_seed(t.seed, "shard", batch.number, shard.number, *([t.part] if t.part else []))
 
 
-def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> CapturedShard | None:
+def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard, seed: int) -> CapturedShard | None:
     """Return the captured pass for this shard; None: run it eagerly (captured_shard.py)."""
     t.audit.stop_recording()
     if not t.graphs.is_enabled or shard.count == 0 or t.audit.is_owned_task(shard.number) or batch.number == 0:
@@ -174,7 +173,7 @@ def find_graph(t: StepContext, loss: Loss, batch: Batch, shard: Shard) -> Captur
     one = ShardPass(
         run=partial(run_loss, t, loss),
         data=shard.data,
-        seed=seed_of(t, batch, shard),
+        seed=seed,
         leaves=t.leaves,
         buffers=t.buffers,
         scaled=t.loss_scale.scaled,
@@ -273,9 +272,7 @@ def compute_again(
 # -- apply -------------------------------------------------------------------------------------------------------------
 
 
-def make_update(
-    t: StepContext, batch: Batch, buffers: Sequence[NewBuffer | NewNumber], *, finite: bool, bad_loss: bool
-) -> Update:
+def make_update(t: StepContext, batch: Batch, buffers: Sequence[NewValue], *, finite: bool, bad_loss: bool) -> Update:
     """Collect what the step changes. The gradients are included only where another worker may have to get them."""
     gradients = [leaf.parameter.grad for leaf in t.leaves] if t.keeps_update else []
     return Update(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class StepTable:
 
     def add_shard(self, shard: int, loss: ShardLoss, changed: list[int]) -> None:
         """Add what the loss function returned for a shard. `changed`: by buffer, whether the shard changed it."""
-        self._added.append((shard, replace(loss, total=loss.total.detach()), changed))
+        self._added.append((shard, ShardLoss(loss.total.detach(), loss.weight, loss.metrics), changed))
 
     def weight_of(self, shard: int) -> float | Tensor:
         """Weight of a shard of this worker; 0 if it has no samples."""

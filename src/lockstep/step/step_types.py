@@ -16,7 +16,7 @@ from lockstep.ddp.deferred_weights import DeferredWeights
 from lockstep.ddp.replica import Leaf, cheap_digests
 from lockstep.ddp.sharded_state import ShardedState
 from lockstep.step.audit import AuditSchedule, ShardAudit
-from lockstep.step.buffer_changes import NewBuffer, NewNumber
+from lockstep.step.buffer_changes import NewValue
 from lockstep.step.buffer_exchange import BufferExchange
 from lockstep.step.feedback_bucket import CompressedGradients
 from lockstep.step.grad_comm_tuner import GradCommTuner
@@ -100,7 +100,7 @@ class Update:
     ends_epoch: bool
     finite: bool  # if not, the weights are not changed
     bad_loss: bool  # a loss was not finite, of which the loss scale is not the cause
-    buffers: Sequence[NewBuffer | NewNumber]  # as returned by `BufferExchange.gather`
+    buffers: Sequence[NewValue]  # as returned by `BufferExchange.gather`
     gradients: Sequence[Tensor | None]  # by parameter, as passed to the optimiser
     versions: Sequence[int]  # `_version` of each gradient
     digests: Sequence[int] | None = None  # of the gradients; only in some steps
