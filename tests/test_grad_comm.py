@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -287,6 +289,23 @@ def test_a_trial_whose_turns_are_not_known_warms_up_once_more(resumed_at: int, m
     length = grad_comm_tuner.trial_length(26)
     assert used[:length] == [grad_comm_tuner.trial_kind(step, 26) for step in range(length)]
     assert set(used[length:]) == {int8}
+
+
+def test_a_worker_that_joins_in_the_step_of_an_agreement_makes_the_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are numbered, and it has the state of a worker that has made this one already."""
+    fp32, int8, int4 = grad_comm_tuner.KINDS
+    tuner, clock = grad_comm_tuner.GradCommTuner(GradComm.AUTO), Clock({fp32: 2**-7, int8: 2**-8, int4: 2**-6})
+    decided = grad_comm_tuner.trial_length(26)
+    for step in range(decided + 2):
+        made: tuple[list[Any], list[Any]] = ([], [])
+        monkeypatch.setattr(grad_comm_tuner.time, "perf_counter", lambda: clock.now_s)
+        tuner.prepare(step, lambda mine, made=made: made[0].append(mine) or mine)
+        new = grad_comm_tuner.GradCommTuner(GradComm.AUTO)
+        new.restore(json.loads(json.dumps(tuner.state())))
+        new.prepare(step, lambda mine, made=made: made[1].append(mine) or mine)
+        assert len(made[0]) == len(made[1]) == (step in (grad_comm_tuner.WARM_UP, decided)), step
+        assert (new.current, new.chosen) == (tuner.current, tuner.chosen)
+        clock.now_s += clock.steps_s[tuner.current]
 
 
 def test_times_are_compared_within_each_round() -> None:

@@ -136,6 +136,7 @@ class GradCommTuner:
         self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
         self._turn: int | None = None  # steps; None: not known yet
+        self._agreed: int | None = None  # the last step before which the workers have agreed on something
         self._expected_s = 0.0
         self._times: defaultdict[tuple[int, GradComm], list[float]] = defaultdict(list)  # by round and kind
         self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
@@ -152,6 +153,7 @@ class GradCommTuner:
             zip(("chosen", "candidate", "next_best"), values, strict=True)
         )
         return found | {
+            "agreed": self._agreed,
             "compared": None if self._compared is None else self._compared.to_json(),
             "measured": [[step, error] for step, error in sorted(self._measured.items())],
         }
@@ -171,7 +173,7 @@ class GradCommTuner:
         if state is None or not is_same or not counts:
             return
         compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}
-        self._began, self._turn = state["began"], state.get("turn")
+        self._began, self._turn, self._agreed = state["began"], state.get("turn"), state.get("agreed")
         self._next_best = GradComm(state.get("next_best") or GradComm.FP32.value)
         self.chosen, self._candidate = (None if kind is None else GradComm(kind) for kind in named.values())
         self._compared = None if compared is None else Compared.from_json(compared)
@@ -226,14 +228,18 @@ class GradCommTuner:
         step, told = number - self._began, None
         self._record(step)
         is_open = self.chosen is None and self._candidate is None
-        if is_open and self._turn is None and step >= WARM_UP:
+        if self._agreed == number:  # a worker that joins in this step: its state has the result of the others' call
+            agree([])
+        elif is_open and self._turn is None and step >= WARM_UP:
+            self._agreed = number
             (step_s,) = agree([median_of(self._times[WARM_UP_ROUND, GradComm.FP32])])
             if step_s > 0:
                 self._turn = turn_for(step_s)
             else:  # all workers have resumed, or are new: they warm up once more
                 self._began, step = number, 0
         ends = trial_length(self._turn_steps)
-        if is_open and step >= ends:
+        if is_open and step >= ends and self._agreed != number:
+            self._agreed = number
             told = self._decide(number, agree)
         elif step == ends + REVIEWED_AFTER and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
