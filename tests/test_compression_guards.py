@@ -246,6 +246,8 @@ def test_how_far_weights_moved() -> None:
     assert share_moved(one, other) == pytest.approx((0.5 + 4.0) / 5.0)
     assert share_moved(one, [torch.zeros(2), torch.zeros(2)]) == 0.0
     assert share_moved([torch.zeros(2)], [torch.ones(2)]) == 1.0  # nothing moved without compression, either
+    infinite = share_moved([torch.ones(2)], [torch.tensor([float("inf"), -float("inf")])])
+    assert not LossComparison(1.0, 0.5, 0.5, 0.0, infinite).is_harmless
 
 
 def test_a_worker_that_joins_in_a_later_comparison_sends_what_the_others_send() -> None:

@@ -296,15 +296,26 @@ def test_a_worker_that_joins_in_the_step_of_an_agreement_makes_the_call_too(monk
     fp32, int8, int4 = grad_comm_tuner.KINDS
     tuner, clock = grad_comm_tuner.GradCommTuner(GradComm.AUTO), Clock({fp32: 2**-7, int8: 2**-8, int4: 2**-6})
     decided = grad_comm_tuner.trial_length(26)
+    joins = lambda: grad_comm_tuner.GradCommTuner(GradComm.AUTO)  # noqa: E731
     for step in range(decided + 2):
-        made: tuple[list[Any], list[Any]] = ([], [])
+        made, during = list[list[float]](), joins()
+
+        def agree(mine: list[float], made: list[list[float]] = made, during: Any = during) -> list[float]:
+            during.restore(json.loads(json.dumps(tuner.state())))  # another one joins in the middle of the call
+            made.append(mine)
+            return mine
+
         monkeypatch.setattr(grad_comm_tuner.time, "perf_counter", lambda: clock.now_s)
-        tuner.prepare(step, lambda mine, made=made: made[0].append(mine) or mine)
-        new = grad_comm_tuner.GradCommTuner(GradComm.AUTO)
-        new.restore(json.loads(json.dumps(tuner.state())))
-        new.prepare(step, lambda mine, made=made: made[1].append(mine) or mine)
-        assert len(made[0]) == len(made[1]) == (step in (grad_comm_tuner.WARM_UP, decided)), step
-        assert (new.current, new.chosen) == (tuner.current, tuner.chosen)
+        tuner.prepare(step, agree)
+        assert len(made) == (step in (grad_comm_tuner.WARM_UP, decided)), step
+        after = joins()
+        after.restore(json.loads(json.dumps(tuner.state())))
+        for new in (during, after) if made else (after,):
+            made_by_new = list[list[float]]()
+            new.prepare(step, lambda mine, to=made_by_new, results=tuple(made): to.append(mine) or results[0])
+            # One that joins in the call takes part, with as many numbers; for one that joins later it is over.
+            assert [len(one) for one in made_by_new] == [len(one) if new is during else 0 for one in made]
+            assert (new.current, new.chosen) == (tuner.current, tuner.chosen)
         clock.now_s += clock.steps_s[tuner.current]
 
 

@@ -46,3 +46,20 @@ def test_the_sum_is_that_of_single_tensors(
     for value, wanted in zip(total.values, expected, strict=True):
         assert (value is None) == (wanted is None)
         assert value is None or wanted is None or torch.equal(value, wanted * 0.3)
+
+
+def test_what_is_not_added_stays_as_it_is() -> None:
+    parameters, kept = [torch.empty(size) for size in SIZES], SubtreeGradients(draw(1, -1), is_owned=True)
+    assert GradientAdder(parameters, []).add_all([], kept) is kept  # else its memory would not be written later
+
+
+def test_gradients_that_are_there_are_added_together_also_if_another_one_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts, add = list[int](), subtree_gradients._torch.foreach_add_
+    monkeypatch.setattr(subtree_gradients._torch, "foreach_add_", lambda a, b: counts.append(len(a)) or add(a, b))
+    left, right = SubtreeGradients(draw(1, -1), is_owned=True), SubtreeGradients(draw(2, 3))
+    places = [None if value is None else value.data_ptr() for value in left.values]
+    total = GradientAdder([torch.empty(size) for size in SIZES], []).add_all([left], right)
+    assert counts == [len(SIZES) - 1]
+    assert [n for n, one in enumerate(total.values) if one is None or one.data_ptr() != places[n]] == [3]

@@ -43,12 +43,12 @@ static void find_factors(const uint8_t *codes, const uint8_t *shifts, float scal
     }
 }
 
-/* Gradients are read once, in order, and were not in the caches. So far ahead the memory is asked for them: the processor
-   itself does not look beyond a page of 4 KiB. */
-#define AHEAD 2048
+/* Gradients are read once, in order, and are not in the caches. They are prefetched so many elements ahead, because the
+   prefetcher of the processor stops at the end of a page of 4 KiB. */
+#define PREFETCH_AHEAD 2048
 
-static inline void ask_for_block(const void *block) {
-    for (int line = 0; line < BLOCK * 4; line += 64) __builtin_prefetch((const float *)block + AHEAD + line / 4, 0, 3);
+static inline void prefetch_block(const void *block) {
+    for (int line = 0; line < BLOCK * 4; line += 64) __builtin_prefetch((const float *)block + PREFETCH_AHEAD + line / 4, 0, 3);
 }
 
 /* The code of each block: the largest that one of the shards needs, which are `stride` elements apart. The bits of a
@@ -59,7 +59,7 @@ void block_codes(const int32_t *gradient, int64_t stride, int shards, uint8_t *c
         const int32_t *x = gradient + shard * stride;
         for (int64_t b = 0; b < blocks; b++, x += BLOCK) {
             int32_t found = 0, scale;
-            ask_for_block(x);
+            prefetch_block(x);
             for (int j = 0; j < BLOCK; j++) {
                 int32_t value = x[j] & 0x7fffffff;
                 found = value > found ? value : found;
@@ -76,13 +76,13 @@ void block_codes(const int32_t *gradient, int64_t stride, int shards, uint8_t *c
 
 /* Packed values consist of planes: the low bytes, if there are more than 8 bits, and then 4, 2 and 1 bits of each value,
    8 / width values to a byte, which are far apart. So the functions below go over the values in slices in which the
-   place of every plane is fixed: in each slice a few at a time, FEW of them, which stay in the nearest cache, however
-   many operations are between their packed forms. Bytes are shifted eight at a time: nothing is shifted out of a byte
+   place of every plane is fixed, a tile of one slice at a time, which stays in the nearest cache from one packed form to
+   the next. Bytes are shifted eight at a time: nothing is shifted out of a byte
    that its mask would keep.
 
    A section has a multiple of 8 blocks, so every slice has whole blocks. */
-#define FEW_BLOCKS 16
-#define FEW (FEW_BLOCKS * BLOCK)
+#define TILE_BLOCKS 16
+#define TILE_NUMEL (TILE_BLOCKS * BLOCK)
 
 static int slices_of(int bits) { return bits % 8 == 0 ? 1 : bits & 1 ? 8 : bits & 2 ? 4 : 2; }
 
@@ -90,21 +90,21 @@ static int most(int a, int b) { return a > b ? a : b; }
 
 static uint64_t in_each_byte(int width) { return (uint64_t)((1 << width) - 1) * 0x0101010101010101u; }
 
-/* Some values of a section of `numel`: `count` of them from place `from` of a slice. */
-struct few {
+/* A tile of a section of `numel` values: `count` of them, beginning with value `from` of a slice. */
+struct tile {
     int64_t numel, from, count;
     int slice, slices;
 };
 
-/* Where the bytes are that have these values' bits of a plane with so many, and the place of the bits in each byte. */
-static inline int64_t byte_of(const struct few at, int width, int *place) {
+/* Returns the offset of a tile's bytes in a plane of `width` bits, and in `place` the place of its bits in each byte. */
+static inline int64_t byte_of(const struct tile at, int width, int *place) {
     int together = at.slices / (8 / width);
     *place = at.slice / together * width;
     return at.slice % together * (at.numel / at.slices) + at.from;
 }
 
-static inline void pack_few(const int16_t *values, uint8_t *packed, const struct few at, int bits) {
-    uint64_t cut[FEW / 8];
+static inline void pack_tile(const int16_t *values, uint8_t *packed, const struct tile at, int bits) {
+    uint64_t cut[TILE_NUMEL / 8];
     uint8_t *bytes = (uint8_t *)cut;
     int shift = 0, place;
     if (bits >= 8) {
@@ -125,9 +125,9 @@ static inline void pack_few(const int16_t *values, uint8_t *packed, const struct
     }
 }
 
-/* The inverse of `pack_few`; with `add`, adds to `values`. */
-static inline void unpack_few(const uint8_t *packed, int16_t *values, const struct few at, int bits, int add) {
-    uint64_t cut[FEW / 8];
+/* The inverse of `pack_tile`; with `add`, adds to `values`. */
+static inline void unpack_tile(const uint8_t *packed, int16_t *values, const struct tile at, int bits, int add) {
+    uint64_t cut[TILE_NUMEL / 8];
     const uint8_t *bytes = (const uint8_t *)cut;
     int shift = 0, place;
     if (bits >= 8) {
@@ -152,27 +152,27 @@ static inline void unpack_few(const uint8_t *packed, int16_t *values, const stru
     }
 }
 
-/* For all few values of a section of `blocks`, in an order in which slice 0 of each byte is first; `first` is the number
-   of the first of their blocks, `count` that of their blocks. */
-#define FOR_EACH_FEW(BLOCKS, SLICES)                                                                              \
-    for (int64_t length = (BLOCKS) / (SLICES), begin = 0; begin < length; begin += FEW_BLOCKS)                    \
-        for (int64_t slice = 0, first = begin, count = length - begin < FEW_BLOCKS ? length - begin : FEW_BLOCKS; \
+/* Goes over the tiles of a section; of those that share bytes, the one with the lowest bits comes first. `first` is the
+   number of a tile's first block, `count` the number of its blocks. */
+#define FOR_EACH_TILE(BLOCKS, SLICES)                                                                              \
+    for (int64_t length = (BLOCKS) / (SLICES), begin = 0; begin < length; begin += TILE_BLOCKS)                    \
+        for (int64_t slice = 0, first = begin, count = length - begin < TILE_BLOCKS ? length - begin : TILE_BLOCKS; \
              slice < (SLICES); slice++, first += length)
 
-#define THESE(BLOCKS, SLICES) \
-    (struct few) { (BLOCKS) * BLOCK, begin * BLOCK, count * BLOCK, (int)slice, (SLICES) }
+#define TILE(BLOCKS, SLICES) \
+    (struct tile) { (BLOCKS) * BLOCK, begin * BLOCK, count * BLOCK, (int)slice, (SLICES) }
 
 /* Rounds `count` blocks of a gradient; with `add`, adds to `sums`. */
-static void encode_few(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key,
+static void encode_tile(const float *gradient, const uint8_t *codes, const int64_t *numbers, uint32_t key,
                        const float *table, int64_t rows, int16_t *sums, int64_t count, int add) {
-    uint32_t row[FEW_BLOCKS];
-    float inverse[FEW_BLOCKS];
+    uint32_t row[TILE_BLOCKS];
+    float inverse[TILE_BLOCKS];
     dither_rows(numbers, key, rows, row, count);
     for (int64_t i = 0; i < count; i++) inverse[i] = codes[i] == 0 ? 0.0f : 1.0f / scale_of(codes[i]);
     for (int64_t i = 0; i < count; i++) {
         const float *x = gradient + i * BLOCK, *dither = table + row[i] * BLOCK, by = inverse[i];
         int16_t *out = sums + i * BLOCK;
-        ask_for_block(x);
+        prefetch_block(x);
         if (codes[i] == NON_FINITE)
             memset(out, 0, BLOCK * sizeof *out);
         else if (add)
@@ -187,14 +187,14 @@ static void encode_few(const float *gradient, const uint8_t *codes, const int64_
 void encode(const float *gradient, int64_t stride, int shards, const uint8_t *codes, const int64_t *numbers,
             const uint32_t *keys, const float *table, int64_t rows, uint8_t *out, int64_t out_stride, int sections,
             int64_t blocks, int bits) {
-    int16_t sums[FEW] = {0};
+    int16_t sums[TILE_NUMEL] = {0};
     int slices = slices_of(bits);
     for (int section = 0; section < sections; section++) {
-        FOR_EACH_FEW(blocks, slices) {
+        FOR_EACH_TILE(blocks, slices) {
             for (int shard = 0; shard < shards; shard++)
-                encode_few(gradient + shard * stride + first * BLOCK, codes + first, numbers + first, keys[shard], table,
+                encode_tile(gradient + shard * stride + first * BLOCK, codes + first, numbers + first, keys[shard], table,
                            rows, sums, count, shard > 0);
-            pack_few(sums, out, THESE(blocks, slices), bits);
+            pack_tile(sums, out, TILE(blocks, slices), bits);
         }
         gradient += blocks * BLOCK, codes += blocks, numbers += blocks, out += out_stride;
     }
@@ -203,13 +203,13 @@ void encode(const float *gradient, int64_t stride, int shards, const uint8_t *co
 /* Adds packed rows. Each has `sections` of `blocks`, `stride` bytes apart. */
 void add_packed(const uint8_t *const *packed, int rows, int64_t stride, int bits, uint8_t *out, int64_t out_stride,
                 int out_bits, int sections, int64_t blocks) {
-    int16_t sums[FEW];
+    int16_t sums[TILE_NUMEL];
     int slices = most(slices_of(bits), slices_of(out_bits));
     for (int section = 0; section < sections; section++)
-        FOR_EACH_FEW(blocks, slices) {
+        FOR_EACH_TILE(blocks, slices) {
             for (int n = 0; n < rows; n++)
-                unpack_few(packed[n] + section * stride, sums, THESE(blocks, slices), bits, n > 0);
-            pack_few(sums, out + section * out_stride, THESE(blocks, slices), out_bits);
+                unpack_tile(packed[n] + section * stride, sums, TILE(blocks, slices), bits, n > 0);
+            pack_tile(sums, out + section * out_stride, TILE(blocks, slices), out_bits);
         }
 }
 
@@ -241,13 +241,13 @@ static void find_shifts(const int32_t *largest, int bits, uint8_t *shifts, float
 void round_packed(const uint8_t *const *packed, int rows, int packed_bits, int32_t offset, const int64_t *numbers,
                   uint32_t key, const float *table, int64_t table_rows, uint8_t *out, uint8_t *shifts, int64_t blocks,
                   int bits) {
-    int16_t sums[FEW];
-    uint32_t row[FEW_BLOCKS];
-    int32_t largest[FEW_BLOCKS];
-    float factors[FEW_BLOCKS];
+    int16_t sums[TILE_NUMEL];
+    uint32_t row[TILE_BLOCKS];
+    int32_t largest[TILE_BLOCKS];
+    float factors[TILE_BLOCKS];
     int slices = most(slices_of(packed_bits), slices_of(bits));
-    FOR_EACH_FEW(blocks, slices) {
-        for (int n = 0; n < rows; n++) unpack_few(packed[n], sums, THESE(blocks, slices), packed_bits, n > 0);
+    FOR_EACH_TILE(blocks, slices) {
+        for (int n = 0; n < rows; n++) unpack_tile(packed[n], sums, TILE(blocks, slices), packed_bits, n > 0);
         dither_rows(numbers + first, key, table_rows, row, count);
         for (int64_t i = 0; i < count; i++) largest[i] = largest_distance(sums + i * BLOCK, offset);
         find_shifts(largest, bits, shifts + first, factors, count);
@@ -256,7 +256,7 @@ void round_packed(const uint8_t *const *packed, int rows, int packed_bits, int32
             const float *dither = table + row[i] * BLOCK;
             for (int j = 0; j < BLOCK; j++) x[j] = (int16_t)(int32_t)(dither[j] + (float)(x[j] - offset) * factors[i]);
         }
-        pack_few(sums, out, THESE(blocks, slices), bits);
+        pack_tile(sums, out, TILE(blocks, slices), bits);
     }
 }
 
@@ -291,14 +291,14 @@ static inline void decode_block(const uint8_t *restrict low, const uint8_t *rest
    and their shifts behind the values. */
 void decode(const uint8_t *const *packed, int sections, const uint8_t *codes, float scale, float *gradient, int64_t blocks,
             int bits) {
-    float factors[FEW_BLOCKS], block[BLOCK];
+    float factors[TILE_BLOCKS], block[BLOCK];
     int slices = slices_of(bits);
     for (int section = 0; section < sections; section++) {
         const uint8_t *values = packed[section], *shifts = values + blocks * BLOCK * bits / 8;
         const uint8_t *high = values + blocks * BLOCK / 2; /* of 5 bits */
-        FOR_EACH_FEW(blocks, slices) {
+        FOR_EACH_TILE(blocks, slices) {
             int place = 0;
-            const uint8_t *low = values + byte_of(THESE(blocks, slices), bits == 8 ? 8 : 4, &place);
+            const uint8_t *low = values + byte_of(TILE(blocks, slices), bits == 8 ? 8 : 4, &place);
             find_factors(codes + first, shifts + first, scale, factors, count);
             for (int64_t i = 0; i < count; i++) {
                 const uint8_t *bit = high + (begin + i) * BLOCK;

@@ -230,10 +230,8 @@ class TorchKernels:
         self, shards: Tensor, codes: Tensor, numbers: Tensor, keys: Sequence[int], bits: int, out: Tensor
     ) -> None:
         table, inverse = dither_table(codes.device, self.codec.largest), self.codec.inverse_scales(codes).unsqueeze(1)
-        bad, sums = (
-            (codes == NON_FINITE).unsqueeze(1),
-            torch.zeros(len(codes), BLOCK, dtype=torch.int32, device=codes.device),
-        )
+        sums = torch.zeros(len(codes), BLOCK, dtype=torch.int32, device=codes.device)
+        bad = (codes == NON_FINITE).unsqueeze(1)
         for one, key in zip(shards, keys, strict=True):
             sums += one.masked_fill(bad, 0.0).mul_(inverse).add_(table[dither_rows(numbers, key)]).int()
         pack(sums.masked_fill_(bad, 0).view(len(out), -1), bits, out)

@@ -65,14 +65,12 @@ class BufferExchange:
         self._shards = shards
         self._new_values: dict[tuple[int, str], Tensor] = {}  # (shard, name) -> what its forward pass wrote
         self._new_norms: dict[int, tuple[list[int], NormValues]] = {}  # the same of norms: shard -> columns, values
-        self._counters: Tensor | None = (
-            None  # of a shard that has written all of them: those of later ones do not count
-        )
+        # Of a shard that has written all of them: those of later shards do not count.
+        self._counters: Tensor | None = None
         self._layers: tuple[NormBuffers | None, dict[tuple[int, ...], NormLayers]] = (None, {})  # by shards
         self._incompatible: dict[int, list[list[Any]]] = {}  # shard -> changes without a column, as JSON
-        self._overwritten: dict[
-            tuple[str, ...], Tensor
-        ] = {}  # names, and their digests: Note [Overwritten differences]
+        # Names, and their digests: Note [Overwritten differences]
+        self._overwritten: dict[tuple[str, ...], Tensor] = {}
         self._in_step = False
 
     def __len__(self) -> int:
@@ -177,7 +175,7 @@ class BufferExchange:
             changes, numbers = self._merge(changes, incompatible)
         self._compare_less(changed)
         if layers is None:
-            self._separate_norms()
+            self._split_norm_values()
             layers, changes = NormLayers.split(changes)
         if not layers.width and not changes:
             return [*numbers]
@@ -221,7 +219,7 @@ class BufferExchange:
             known[shards], _ = NormLayers.split(changes)
         return known[shards]
 
-    def _separate_norms(self) -> None:
+    def _split_norm_values(self) -> None:
         """Keep the new values of the buffers that are handled together by name, as those of all others."""
         for shard, (columns, values) in self._new_norms.items():
             names = ((shard, self._snapshot.places[n].name) for n in columns)

@@ -290,7 +290,7 @@ class BufferSnapshot:
     def _separate_norms(self, norms: NormBuffers) -> None:
         for n, column in enumerate(self.norm_columns):
             place = self.places[column]
-            place.versions = norms.versions[n], norms.counted_by(n) if place.is_norm_average else 0
+            place.versions = norms.versions[n], norms.counter_version(n) if place.is_norm_average else 0
         self._set_norms(None, [])
 
     def _set_norms(self, norms: NormBuffers | None, columns: list[int]) -> None:

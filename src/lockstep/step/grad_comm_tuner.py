@@ -145,7 +145,7 @@ class GradCommTuner:
         self._last: tuple[int, float] | None = None  # the step that was prepared last, and when
 
     def state(self) -> dict[str, Any] | None:
-        """When a trial began, its turns, and what was chosen, for a checkpoint; None: the program has chosen."""
+        """Return when a trial began, its turns, and what was chosen, for a checkpoint; None: the kind never changes."""
         if not self.is_auto and self._asked.codec is None and not self._compares:
             return None
         values = [None if kind is None else kind.value for kind in (self.chosen, self._candidate, self._next_best)]
@@ -231,16 +231,16 @@ class GradCommTuner:
         if self._agreed == number:  # a worker that joins in this step: its state has the result of the others' call
             agree([])
         elif is_open and self._turn is None and step >= WARM_UP:
-            self._agreed = number
             (step_s,) = agree([median_of(self._times[WARM_UP_ROUND, GradComm.FP32])])
+            self._agreed = number  # only now: a worker that joins during the call takes part in it
             if step_s > 0:
                 self._turn = turn_for(step_s)
             else:  # all workers have resumed, or are new: they warm up once more
                 self._began, step = number, 0
         ends = trial_length(self._turn_steps)
         if is_open and step >= ends and self._agreed != number:
-            self._agreed = number
             told = self._decide(number, agree)
+            self._agreed = number
         elif step == ends + REVIEWED_AFTER and self._expected_s and self.chosen is not None:
             told = self._review(self.chosen)
         told = self._check_errors(number) or told

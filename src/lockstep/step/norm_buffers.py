@@ -54,7 +54,7 @@ def is_ordinary(module: nn.Module, like: Tensor) -> bool:
 class NormBuffers:
     """Buffers of batch norm layers, and what they were when they were captured last.
 
-    To be used as long as `is_intact`. In all lists the running averages come first, and then the counters.
+    Valid while `is_intact()` returns True. In all lists the running averages come first, and then the counters.
     """
 
     def __init__(self, averages: Sequence[tuple[nn.Module, str]], counters: Sequence[nn.Module]) -> None:
@@ -77,7 +77,7 @@ class NormBuffers:
         self.versions = self._versions_now()  # when the buffers were captured or restored last
         self._are_all_written = False  # since then
 
-    def counted_by(self, n: int) -> int:
+    def counter_version(self, n: int) -> int:
         """Return the version of the counter of the layer of buffer `n`, when that was captured or restored last."""
         return self.versions[self._counter_of[n]]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep import _torch
 from lockstep.comm.shard_sum import add_coalesced, coalesced
 
-GROUP_BYTES: Final = 512 * 1024  # of gradients that are added before others; twice that stays in the L2 cache
+GROUP_BYTES: Final = 512 * 1024  # of parameters whose gradients are added together, so that two stay in the L2 cache
 TENSOR_AND_STORAGE: Final = 2  # uses of the memory of a tensor: by it, and by Python's object for the storage
 
 
@@ -54,6 +54,8 @@ class GradientAdder:
 
         All is done with some of the gradients before the others, because reading them takes longer than adding them.
         """
+        if not sums and scale is None:
+            return last
         total = list(last.values)
         may_write = [one.may_be_written(self.dense) for one in sums]
         may_scale = bool(sums) or scale is None or last.may_be_written(self.dense)
@@ -89,17 +91,18 @@ def pack_groups(parameters: Sequence[Tensor], dense: Sequence[int]) -> list[list
 def add_dense(left: list[Tensor | None], right: list[Tensor | None], *, writes: bool) -> list[Tensor | None]:
     """Return the sums of pairs of dense gradients. `writes`: to the memory of the left ones."""
     if any(one is None for one in (*left, *right)):
-        return [add_or_keep(a, b) for a, b in zip(left, right, strict=True)]
+        both = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None]
+        sums = iter(add_dense([left[i] for i in both], [right[i] for i in both], writes=writes) if both else ())
+        pairs = zip(left, right, strict=True)
+        return [keep_one(a, b) if a is None or b is None else next(sums) for a, b in pairs]
     if writes:
         _torch.foreach_add_(left, right)  # type: ignore[arg-type]
         return left
     return list(_torch.foreach_add(left, right))  # type: ignore[arg-type]
 
 
-def add_or_keep(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Return the sum of two dense gradients, with zeros for one that is missing: Note [Zeros] in shard_gradients.py."""
-    if left is not None and right is not None:
-        return left + right
+def keep_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the one of two dense gradients that is there, with zeros added: Note [Zeros] in shard_gradients.py."""
     one = right if left is None else left
     return None if one is None else one + 0.0
 

@@ -49,6 +49,7 @@ LEAST_FALL: Final = 0.02
 SMALLEST_FALL: Final = 1e-12
 LARGEST_HARM: Final = 0.03
 LEAST_MOVED: Final = 0.5
+PART_NUMEL: Final = 1 << 20  # elements that are converted to float64 at a time
 
 Movement = list[Tensor]  # the differences of parameters from what they were
 
@@ -58,7 +59,8 @@ class LossComparison:
     """The mean losses at the beginning, and at the end with and without compression; NaN if they are not finite.
 
     spread  the standard deviation of the losses of batches
-    moved   how far the weights moved with compression in the direction in which they moved without it; that is 1
+    moved   how far the weights moved with compression in the direction in which they moved without it, relative to how
+            far they moved without it
     """
 
     before: float
@@ -134,7 +136,7 @@ def why_impossible(batches: Batches, optimizer: Any, options: RunOptions) -> str
 def undone(plan: TrainingPlan) -> Iterator[Callable[[], Movement]]:
     """Undo, at the end of this context, what steps inside of it change. Copies are kept in the memory of the CPU.
 
-    Yields a function that returns how far each parameter has moved since then.
+    Yields a function that returns how far each parameter that is trained has moved since then.
     """
     optimizer, scale = plan.optimizer, plan.loss_scale.state()
     owners = [Owner(name, module) for name, module in plan.model.named_modules()]
@@ -147,6 +149,7 @@ def undone(plan: TrainingPlan) -> Iterator[Callable[[], Movement]]:
         undo_more.append(plan.sharded_state.parts.make_undo())
     with torch.no_grad():
         weights = [(parameter, copy_of(parameter)) for parameter in plan.model.parameters()]
+        trained = [(parameter, copied) for parameter, copied in weights if parameter.requires_grad]
         saved = [entries_of(mapping) for mapping in [optimizer.state, *mappings]]
     for owner in owners:
         owner.capture_numbers()
@@ -154,7 +157,7 @@ def undone(plan: TrainingPlan) -> Iterator[Callable[[], Movement]]:
     def movement() -> Movement:
         if plan.weights is not None:
             plan.weights.finish()
-        return [parameter.detach().to("cpu") - copied for parameter, copied in weights]
+        return [parameter.detach().to("cpu") - copied for parameter, copied in trained]
 
     try:
         yield movement
@@ -176,17 +179,22 @@ def undone(plan: TrainingPlan) -> Iterator[Callable[[], Movement]]:
 
 
 def share_moved(without: Movement, compressed: Movement) -> float:
-    """Return how far parameters moved along the direction of `without`, in units of that way; 1 if there is none."""
-    pairs = [[product(one, two) for two in (one, other)] for one, other in zip(without, compressed, strict=True)]
-    length, along = (math.fsum(values) for values in zip(*pairs, strict=True))
+    """Return how far parameters moved along the direction of `without`, relative to its length; 1 if none moved.
+
+    NaN if a parameter is not finite.
+    """
+    length = sum(product(one, one) for one in without)
+    along = sum(product(one, other) for one, other in zip(without, compressed, strict=True))
+    if not (math.isfinite(length) and math.isfinite(along)):
+        return math.nan
     return along / length if length > 0 else 1.0
 
 
 def product(one: Tensor, other: Tensor) -> float:
-    """Return the sum of the products of all elements."""
-    flat = (torch.view_as_real(value) if value.is_complex() else value for value in (one, other))
-    left, right = (value.double() for value in flat)
-    return float((left * right).sum())
+    """Return the sum of the products of all elements, in float64."""
+    left, right = (torch.view_as_real(value) if value.is_complex() else value for value in (one, other))
+    parts = zip(left.reshape(-1).split(PART_NUMEL), right.reshape(-1).split(PART_NUMEL), strict=True)  # type: ignore[no-untyped-call]
+    return sum(float((a.double() * b.double()).sum()) for a, b in parts)
 
 
 def copy_of(value: Any) -> Any:
