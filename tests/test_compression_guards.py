@@ -244,7 +244,7 @@ def test_how_far_weights_moved() -> None:
     one = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0j])]
     other = [torch.tensor([0.5, 7.0]), torch.tensor([3.0, 2.0j])]
     assert share_moved(one, other) == pytest.approx((0.5 + 4.0) / 5.0)
-    assert share_moved(one, [torch.zeros(2), torch.zeros(2)]) == 0.0
+    assert share_moved(one, [torch.zeros_like(value) for value in one]) == 0.0
     assert share_moved([torch.zeros(2)], [torch.ones(2)]) == 1.0  # nothing moved without compression, either
     infinite = share_moved([torch.ones(2)], [torch.tensor([float("inf"), -float("inf")])])
     assert not LossComparison(1.0, 0.5, 0.5, 0.0, infinite).is_harmless
