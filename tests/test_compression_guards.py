@@ -36,7 +36,7 @@ FIRST, SECOND, THIRD = 10, 20, 40  # steps before which losses are compared
 STEPS_IN_ALL = 44
 NEVER = 1000
 PATCHED: dict[Any, tuple[str, ...]] = {
-    grad_comm_tuner: ("COMPARISON", "REPEATED"),
+    grad_comm_tuner: ("COMPARISON", "COMPARISON_FACTOR"),
     loss_comparison: ("STEPS", "COUNTED", "LARGEST_HARM", "LEAST_MOVED"),
     FeedbackBucket: ("start", "result"),
 }
@@ -45,7 +45,7 @@ PATCHED: dict[Any, tuple[str, ...]] = {
 def compare_early(harm: float = math.inf, moved: float = 0.7) -> None:
     """Compare after few steps, and again soon. `harm` and `moved` are what is accepted."""
     steps_of_a_short_comparison()
-    grad_comm_tuner.REPEATED, loss_comparison.LARGEST_HARM, loss_comparison.LEAST_MOVED = 2, harm, moved
+    grad_comm_tuner.COMPARISON_FACTOR, loss_comparison.LARGEST_HARM, loss_comparison.LEAST_MOVED = 2, harm, moved
 
 
 def lose_everything(since: int) -> None:
@@ -86,7 +86,7 @@ def train_healthy(
 ) -> tuple[Any, ...]:
     use(backend, store, rank, size)
     compare_early()
-    grad_comm_tuner.REPEATED = repeated
+    grad_comm_tuner.COMPARISON_FACTOR = repeated
     return train_and_note("cnn" if options["grad_comm"] == "powersgd" else "mlp", steps=STEPS_IN_ALL, **options)
 
 

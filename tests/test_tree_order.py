@@ -10,7 +10,7 @@ from lockstep.comm.tree_order import (
     TreeAccumulator,
     additions,
     is_tree_over_workers,
-    pairwise,
+    one_by_one,
     subtrees,
     tree_pairs,
 )
@@ -30,7 +30,7 @@ def test_workers_form_the_sums_of_the_tree_whatever_their_shares(size: int) -> N
     for workers in range(1, size + 1):
         nodes, words = [], []
         for rank in range(workers):
-            accumulator = TreeAccumulator[str](size, pairwise(lambda left, right: f"({left}+{right})"))
+            accumulator = TreeAccumulator[str](size, one_by_one(lambda left, right: f"({left}+{right})"))
             for n in shards_of_rank(size, workers, rank):
                 accumulator.push(Subtree(n, 1), str(n))
             nodes += [node for node, _ in accumulator.pending]

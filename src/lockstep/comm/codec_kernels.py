@@ -80,10 +80,8 @@ def trial(
         return torch.empty(sections, blocks * BLOCK * bits // 8 + more, dtype=torch.uint8, device=device)
 
     width, total = codec.sum_bits(2), codec.sum_bits(6)
-    one, both, none, sums, rounded = (
-        *(bytes_of(codec.sum_bits(n)) for n in (1, 2, 2, 6)),
-        bytes_of(codec.result_bits, blocks),
-    )
+    one, both, none, sums = (bytes_of(codec.sum_bits(shards)) for shards in (1, 2, 2, 6))
+    rounded = bytes_of(codec.result_bits, blocks)
     kernels.encode(shards[:1], codes, numbers, [12], codec.sum_bits(1), one)
     kernels.encode(shards, codes, numbers, [2**62 + 5, 12], width, both)
     kernels.encode(shards[:0], codes, numbers, [], width, none)

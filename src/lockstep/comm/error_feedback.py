@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep import _torch
 from lockstep.comm.compressed_sum import Scale
 from lockstep.comm.shard_sum import ShardSum, SumBuffers
-from lockstep.comm.tree_order import Subtree, TreeAccumulator, pairwise
+from lockstep.comm.tree_order import Subtree, TreeAccumulator, one_by_one
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ def sum_over_shards(
     def add(left: Tensor, right: Tensor) -> Tensor:
         return left.add_(right)
 
-    accumulator = TreeAccumulator(sum_.shards, pairwise(add))
+    accumulator = TreeAccumulator(sum_.shards, one_by_one(add))
     for n, shard in enumerate(shards):
         row = torch.zeros(sums.numel, dtype=torch.float32, device=sums.rows.device)
         write(row, n)

@@ -61,7 +61,7 @@ class Subtree:
         return self.reach == right.reach and self.is_left and right.start == self.start + self.reach
 
 
-def pairwise(add: Callable[[T, T], T]) -> Callable[[Sequence[T], T], T]:
+def one_by_one(add: Callable[[T, T], T]) -> Callable[[Sequence[T], T], T]:
     """Return the function that a TreeAccumulator needs, from one that adds a right summand to a left one."""
     return lambda sums, value: reduce(lambda right, left: add(left, right), sums, value)
 
@@ -76,7 +76,7 @@ class TreeAccumulator(Generic[T]):
 
     def push(self, node: Subtree, value: T) -> None:
         """Add a subtree. It must begin where the one before it ends."""
-        node, sums = node.expand(self._size), list[T]()
+        node, sums = node.expand(self._size), list[T]()  # as many sums as `count_merges` says
         while self.pending and self.pending[-1][0].is_left_sibling_of(node):
             left, sum_so_far = self.pending.pop()
             node = Subtree(left.start, 2 * left.reach).expand(self._size)
@@ -101,7 +101,7 @@ def additions(nodes: Iterable[Subtree], size: int) -> list[tuple[int, int]]:
         pairs.append((dst, src))
         return dst
 
-    accumulator = TreeAccumulator(size, pairwise(add))
+    accumulator = TreeAccumulator(size, one_by_one(add))
     for position, node in enumerate(nodes):
         accumulator.push(node, position)
     return pairs

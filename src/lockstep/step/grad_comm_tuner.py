@@ -38,9 +38,9 @@ REVIEWED_AFTER: Final = 24  # steps with what was chosen; then they are compared
 LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
 # A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
 LARGEST_ERROR: Final = 0.7
-COMPARED: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
+NEEDS_COMPARISON: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
 COMPARISON: Final = 48  # the step before which losses are compared; with "auto" that is the end of the trial
-REPEATED: Final = 10  # they are compared again before the step with so many times the number of the last one
+COMPARISON_FACTOR: Final = 10  # the next comparison is made at so many times the step of the last one
 MEASURED_EVERY: Final = 64  # steps: see Note [Errors by rounding]
 IN_A_ROW: Final = 3
 
@@ -88,7 +88,7 @@ def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], k
 
 
 @dataclass(frozen=True)
-class Compared:
+class PastComparison:
     """Which kind was compared, before which step, and how the gradients of that step are sent."""
 
     kind: GradComm
@@ -99,10 +99,10 @@ class Compared:
         return [self.kind.value, self.step, self.sent.value]
 
     @staticmethod
-    def from_json(plain: Sequence[Any]) -> Compared:
+    def from_json(plain: Sequence[Any]) -> PastComparison:
         """Return what `to_json` has returned. Of the first comparison of a run the last entry may be missing."""
         kind, step, *sent = plain
-        return Compared(GradComm(kind), step, GradComm(sent[0]) if sent else GradComm.FP32)
+        return PastComparison(GradComm(kind), step, GradComm(sent[0]) if sent else GradComm.FP32)
 
 
 @final
@@ -118,20 +118,20 @@ class GradCommTuner:
         method: LowRank | TopK | None = None,
     ) -> None:
         """
-        compares          a kind of COMPARED is used only after a comparison of losses, and a kind whose errors by
-                          rounding are too large is used no longer
+        compares          a kind of NEEDS_COMPARISON is used only after a comparison of losses, and a kind whose errors
+                          by rounding are too large is used no longer
         why_not_compared  why this run cannot do that; None: it can
         method            of `asked`, if it has residuals; a comparison of another rank or ratio does not count
         """
         self._method = None if method is None else asdict(method)
-        self._steps_back = compares
+        self._may_fall_back = compares
         self.why_not_compared, compares = why_not_compared, compares and why_not_compared is None
         self._asked, self.is_auto = asked, asked is GradComm.AUTO
         # With "int4" nothing is compared: its errors have no bias, and the program has asked for it by name.
         self._compares = compares and (asked.has_residuals or self.is_auto)
         waits = self._compares and not self.is_auto
         self._candidate: GradComm | None = asked if waits else None  # to be used after a comparison
-        self._compared: Compared | None = None  # the last comparison
+        self._last_comparison: PastComparison | None = None  # the last comparison
         self.chosen: GradComm | None = None if self.is_auto or waits else asked
         self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
@@ -154,7 +154,7 @@ class GradCommTuner:
         )
         return found | {
             "agreed": self._agreed,
-            "compared": None if self._compared is None else self._compared.to_json(),
+            "compared": None if self._last_comparison is None else self._last_comparison.to_json(),
             "measured": [[step, error] for step, error in sorted(self._measured.items())],
         }
 
@@ -169,14 +169,14 @@ class GradCommTuner:
             and state.get("asked", GradComm.AUTO.value) == self._asked.value
             and state.get("method") == self._method
         )
-        counts = self.is_auto or self._compares or (self._asked.codec is not None and self._steps_back)
+        counts = self.is_auto or self._compares or (self._asked.codec is not None and self._may_fall_back)
         if state is None or not is_same or not counts:
             return
         compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}
         self._began, self._turn, self._agreed = state["began"], state.get("turn"), state.get("agreed")
         self._next_best = GradComm(state.get("next_best") or GradComm.FP32.value)
         self.chosen, self._candidate = (None if kind is None else GradComm(kind) for kind in named.values())
-        self._compared = None if compared is None else Compared.from_json(compared)
+        self._last_comparison = None if compared is None else PastComparison.from_json(compared)
         self._measured = {step: error for step, error in state.get("measured") or []}
         if not self._compares and self._candidate is not None:  # the program no longer wants a comparison
             self.chosen, self._candidate = self._candidate, None
@@ -260,15 +260,15 @@ class GradCommTuner:
         """
         if self._candidate is not None:
             self.current = GradComm.FP32
-        elif self._compared is not None and number <= self._compared.step:
-            self.current = self._compared.sent
+        elif self._last_comparison is not None and number <= self._last_comparison.step:
+            self.current = self._last_comparison.sent
 
     def _check_errors(self, number: int) -> str | None:
         """Choose another kind from step `number` on if the errors by rounding were too large. Returns what is told."""
         kind, last = self.chosen, sorted(step for step in self._measured if step < number)[-IN_A_ROW:]
         errors = [self._measured[step] for step in last]
         is_too_large = len(errors) == IN_A_ROW and min(errors) > LARGEST_ERROR
-        if kind is None or kind.codec is None or not self._steps_back or not is_too_large:
+        if kind is None or kind.codec is None or not self._may_fall_back or not is_too_large:
             return None
         self.chosen = GradComm.FP32 if self._next_best is kind else self._next_best
         self._expected_s, self._measured = 0.0, {}
@@ -297,12 +297,12 @@ class GradCommTuner:
         """
         if not self._compares:
             return None
-        if self._compared is not None and self._compared.step == number:
-            return self._compared.kind  # by the other workers; this one takes over the result
+        if self._last_comparison is not None and self._last_comparison.step == number:
+            return self._last_comparison.kind  # by the other workers; this one takes over the result
         if self._candidate is not None:
             return self._candidate if self.is_auto or number >= COMPARISON else None
-        last = COMPARISON if self._compared is None else self._compared.step
-        return self.chosen if self.chosen in COMPARED and number >= REPEATED * last else None
+        last = COMPARISON if self._last_comparison is None else self._last_comparison.step
+        return self.chosen if self.chosen in NEEDS_COMPARISON and number >= COMPARISON_FACTOR * last else None
 
     def conclude(self, kind: GradComm, number: int, *, is_harmless: bool) -> GradComm:
         """Choose this kind after a comparison before step `number`, or the next best. Returns what is chosen.
@@ -310,8 +310,8 @@ class GradCommTuner:
         It is used from the next step on.
         """
         self.chosen = kind if is_harmless else self._next_best
-        if self._compared is None or self._compared.step != number:
-            self._compared = Compared(kind, number, sent=self.current)
+        if self._last_comparison is None or self._last_comparison.step != number:
+            self._last_comparison = PastComparison(kind, number, sent=self.current)
         self._candidate = None
         if not is_harmless:
             self._expected_s, self._measured = 0.0, {}
@@ -335,9 +335,9 @@ class GradCommTuner:
         step_s = step_times(rounds)
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
         best = choose(step_s, errors, KINDS) if is_known else GradComm.FP32
-        if best in COMPARED:
-            self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in COMPARED])
-        if best in COMPARED and self._compares:
+        if best in NEEDS_COMPARISON:
+            self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in NEEDS_COMPARISON])
+        if best in NEEDS_COMPARISON and self._compares:
             self._candidate = best
         else:
             self.chosen = best
