@@ -179,26 +179,49 @@ def dynamo() -> Any:
     return torch._dynamo
 
 
-COMPILER_MODULES: Final = (  # what loading compiled code from torch's folder imports, with what these import
+COMPILER_MODULES: Final = (  # which torch.compile imports when it loads compiled code, with what they import
     "torch._inductor.compile_fx",
     "torch._dynamo.backends.inductor",
     "torch._dynamo.repro.after_dynamo",
     "torch.distributed.tensor.experimental",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.compiler_bisector",
+    "torch._inductor.fx_passes.apply_gumbel_max_trick",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.quantization",
+    "torch._inductor.hooks",
+    "torch._subclasses.schema_check_mode",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+)
+COMPILER_CALLS: Final = (  # (module, function): results that these functions keep, and more imports
+    ("torch._dynamo.backends.registry", "_lazy_import"),
+    ("torch._inductor.codegen.common", "init_backend_registration"),
+    ("torch._inductor.codecache", "torch_key"),
+    ("triton.runtime.cache", "triton_key"),
+)
+COMPILER_CALLS_ON_CPU: Final = (  # seconds: a trial compilation, and a process that loads it
+    ("torch._inductor.cpu_vec_isa", "pick_vec_isa"),
 )
 
 
 def import_compiler() -> None:
-    """Import what torch.compile imports when it compiles for the first time, and compute the keys of its caches.
+    """Do what torch.compile does when it compiles for the first time: imports, keys of its caches, and on a machine
+    without a GPU a test of the vector instructions.
 
     That takes seconds, and is the same in every process. A part that this version of torch does not have is left out.
-    Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before, or a module uses CUDA to find out whether there is a GPU.
+    Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before, or CUDA is used to find out whether there is a GPU.
     """
     for name in COMPILER_MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
-    for module, key in (("torch._inductor.codecache", "torch_key"), ("triton.runtime.cache", "triton_key")):
-        if hasattr(sys.modules.get(module), key):
-            getattr(sys.modules[module], key)()
+    for module, function in (*COMPILER_CALLS, *(() if torch.cuda.is_available() else COMPILER_CALLS_ON_CPU)):
+        if hasattr(sys.modules.get(module), function):
+            getattr(sys.modules[module], function)()
 
 
 def inductor_config() -> Any:
