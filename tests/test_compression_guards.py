@@ -180,7 +180,8 @@ def test_a_request_to_stop_during_the_second_comparison_changes_no_bit(tmp_path:
 def train_for_long(kind: str) -> tuple[Any, ...]:
     """With "auto", whose trial has 20 steps here, int4 is chosen."""
     compare_early()
-    grad_comm_tuner.MOST_TURN, grad_comm_tuner.ROUNDS = grad_comm_tuner.LEAST_TURN, 1  # else it depends on times
+    grad_comm_tuner.MOST_TURN = grad_comm_tuner.LEAST_TURN  # else it depends on times, as it would with more rounds
+    grad_comm_tuner.ROUNDS = grad_comm_tuner.MOST_ROUNDS = 1
     grad_comm_tuner.choose = lambda times, errors, kinds: kinds[-1]
     options = {"topk": BY_TOP_K, "auto": {"grad_comm": "auto"}}[kind]
     return train_and_note(steps=STEPS_IN_ALL, directory=Path("run"), save_every=4, **options)

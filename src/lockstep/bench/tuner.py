@@ -1,8 +1,9 @@
-"""`lockstep bench tuner`: is `Run(grad_comm="auto")` as fast as the best fixed choice?
+"""`lockstep bench tuner`: is what `Run(grad_comm="auto")` chooses as fast as the best fixed choice?
 
-Every model is trained by real Runs over links of several speeds: with each kind that "auto" chooses from, before and
-after a Run with "auto". The links are those of network namespaces (network_namespaces.py), one worker on each of two
-hosts; "shm" is two workers on one host.
+Every model is trained by a real Run over links of several speeds. When it has chosen, the same Run goes on with each
+kind in turns, for longer than its trial took: since the speed of a machine changes within seconds, kinds are compared
+within rounds of such turns. The links are those of network namespaces (network_namespaces.py), one worker on each of
+two hosts; "shm" is two workers on one host.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,18 +23,17 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.bench.models import OPTIMIZERS, WORKLOADS, LabeledBatch
 from lockstep.bench.network_namespaces import NamespaceHost, VirtualHosts
-from lockstep.bench.rounds import show
+from lockstep.bench.rounds import paired_ratio, show
 from lockstep.bench.run_step import loss
 from lockstep.bench.workers import BenchWorker, Workers
 from lockstep.report.table import columns, render
-from lockstep.step.grad_comm_tuner import KINDS
+from lockstep.step.grad_comm_tuner import KINDS, step_times
+from lockstep.step.run_options import GradComm
 
-AUTO = "auto"
 SHM = "shm"
-SETTLING = 3  # steps with what was chosen that are not timed
-TIMED = 10  # steps of a Run
-TIMED_IF_SHORT = 60
-SHORT = ("small", "tiny")  # models with steps of some milliseconds, which vary most
+ROUNDS = 25
+MOST_S = 60.0  # of all rounds, if they all took as long as with the kind that was chosen; then there are fewer
+LEAST_ROUNDS = 8
 WORKERS = 2
 
 
@@ -51,13 +51,12 @@ class TunerJob:
 
 
 @dataclass(frozen=True)
-class TunerTimes:
-    """What one Run took for a step."""
+class TunerChoice:
+    """What one Run has chosen, and its step times afterwards: in each round the median of each kind, in seconds."""
 
     model: str
-    arm: str
-    step_s: float  # the median
-    choice: str  # at the end
+    choice: str
+    rounds: list[dict[str, float]]
 
 
 def work(worker: BenchWorker, job: TunerJob) -> None:
@@ -67,49 +66,55 @@ def work(worker: BenchWorker, job: TunerJob) -> None:
     else:
         worker.join(SHM)
     for model in job.models:
-        arms = [kind.value for kind in KINDS]
-        for arm in (*arms, AUTO, *reversed(arms)):
-            worker.send(f"{model}: {arm}")
-            worker.send(measure(model, arm))
+        worker.send(f"{model}: trial")
+        worker.send(measure(worker, model))
     worker.leave()
 
 
-def measure(model: str, arm: str) -> TunerTimes:
-    """Train with a new Run, and return the median time of its last steps."""
+def measure(worker: BenchWorker, model: str) -> TunerChoice:
+    """Train until a kind is chosen, and then for `ROUNDS` rounds with each kind in turns."""
     workload = WORKLOADS[model]
     batches = [workload.batch(torch.Generator().manual_seed(rank)) for rank in range(WORKERS)]
     data = TensorDataset(torch.cat([one.inputs for one in batches]), torch.cat([one.targets for one in batches]))
-    timed, times, choice, settled = TIMED_IF_SHORT if model in SHORT else TIMED, list[float](), arm, 0
-    with lockstep.Run(seed=7, progress=False, trace=False, grad_comm=arm) as run:
+    times, taken, choice, ended_s, rounds = defaultdict[tuple[int, GradComm], list[float]](list), 0, "", 0.0, 0
+    with lockstep.Run(seed=7, progress=False, trace=False, grad_comm="auto", compare_loss=False) as run:
         wrapped = run.replicate(workload.build())
         shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=None)
         for batch in run.train(shuffled, OPTIMIZERS[workload.optimizer](wrapped)):
-            began_s = time.perf_counter()
             run.step(lambda m, b: loss(m, LabeledBatch(*b)), batch)
+            began_s, ended_s = ended_s, time.perf_counter()
             assert run._loop.plan is not None
             tuner = run._loop.plan.tuner
-            choice, settled = tuner.current.value, settled + (tuner.chosen is not None)
-            if settled > SETTLING:
-                times.append(time.perf_counter() - began_s)
-            if len(times) == timed:
+            if tuner.chosen is None:
+                continue
+            if not choice:
+                choice, round_s = tuner.chosen.value, len(KINDS) * tuner.turn_steps * tuner.expected_s
+                rounds = min(ROUNDS, max(LEAST_ROUNDS, int(MOST_S / round_s)))
+                worker.send(f"{model}: {choice} is chosen; each kind in turns")
+            else:
+                if taken % tuner.turn_steps:  # the first step of a turn is not timed
+                    times[taken // tuner.turn_steps // len(KINDS), tuner.current].append(ended_s - began_s)
+                taken += 1
+            tuner.chosen = KINDS[taken // tuner.turn_steps % len(KINDS)]  # for the next step
+            if taken == rounds * len(KINDS) * tuner.turn_steps:
                 break
-    return TunerTimes(model, arm, statistics.median(times), choice)
+    found = [{kind.value: statistics.median(times[one, kind]) for kind in KINDS} for one in range(rounds)]
+    return TunerChoice(model, choice, found)
 
 
 # -------------------------------------------------------------------------------------------------- outside of workers
 
 
-COLUMNS = columns("model", "link", *(f">{kind.value} ms" for kind in KINDS), ">auto ms", "chosen", ">auto / best")
+COLUMNS = columns("model", "link", *(f">{kind.value} ms" for kind in KINDS), "chosen", "chosen / best")
 
 
-def row_of(model: str, link: str, results: Sequence[TunerTimes]) -> tuple[str, ...]:
-    """Each fixed kind was measured twice; what counts is the mean of both."""
-    step_s = {arm: statistics.mean(r.step_s for r in results if r.arm == arm) for arm in {r.arm for r in results}}
-    best = min(step_s[kind.value] for kind in KINDS)
-    choice = next(result.choice for result in results if result.arm == AUTO)
+def row_of(link: str, found: TunerChoice) -> tuple[str, ...]:
+    rounds = [{GradComm(kind): time_s for kind, time_s in times.items()} for times in found.rounds]
+    step_s = step_times(rounds)
+    best = min(KINDS, key=lambda kind: step_s[kind])
+    ratio = paired_ratio([times[GradComm(found.choice)] for times in rounds], [times[best] for times in rounds])
     named = link if link == SHM else f"{link} Mbit/s"
-    figures = [f"{1e3 * step_s[arm]:.1f}" for arm in (*(kind.value for kind in KINDS), AUTO)]
-    return (model, named, *figures, choice, f"{step_s[choice] / best:.3f}")
+    return (found.model, named, *(f"{1e3 * step_s[kind]:.1f}" for kind in KINDS), found.choice, str(ratio))
 
 
 def run(settings: TunerSettings, json_path: Path | None) -> int:
@@ -123,12 +128,14 @@ def run(settings: TunerSettings, json_path: Path | None) -> int:
             job = TunerJob(settings.models, hosts)
             workers = resources.enter_context(Workers(WORKERS, work, job, wait_s=settings.wait_s))
             found = [result for rank, result in workers.results() if rank == 0]
-        for model in settings.models:
-            results = [result for result in found if result.model == model]
-            rows.append(row_of(model, link, results))
-            record += [asdict(result) | {"link": link} for result in results]
-    timed = f"medians of {TIMED} steps, {TIMED_IF_SHORT} if they are short"
+        for one in found:
+            rows.append(row_of(link, one))
+            record.append(asdict(one) | {"link": link})
+    timed = f"up to {ROUNDS} rounds after the choice"
     head = f"Run(grad_comm=) on {WORKERS} workers, torch {torch.__version__}; {timed}"
-    legend = ["auto / best  the fixed kind that auto has chosen, over the fastest fixed kind, in this run"]
+    legend = [
+        "ms             of a step, with each kind in turns",
+        "chosen / best  median of the ratios within each round, and its 95 % interval; losses are not compared",
+    ]
     show(head, render(COLUMNS, rows), legend, {"results": record}, json_path)
     return 0

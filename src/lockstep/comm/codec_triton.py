@@ -58,30 +58,48 @@ def _block_codes(gradients, codes, blocks, shards, stride, inverse, BLOCK: tl.co
     tl.store(codes + block, code.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["key"])
-def _encode(
-    gradients, codes, numbers, key, keys, table, out, blocks, shards, stride,
-    AT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
+@triton.jit
+def _rounded_sums(
+    gradients, codes, numbers, key, keys, table, block, inside, shards, stride,
+    AT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The key is a number, or with AT there is one for each shard in `keys`."""
-    block = tl.program_id(0) * PER + tl.arange(0, PER)
-    inside = block < blocks
+    """The sums over shards of rounded values of these blocks."""
     lane = tl.arange(0, BLOCK)[None, :]
     at = block.to(tl.int64)[:, None] * BLOCK + lane
     code = tl.load(codes + block, mask=inside, other=0).to(tl.int32)
     number = tl.load(numbers + block, mask=inside, other=0)
     good = (code != 255)[:, None]
     inverse = tl.where((code == 0) | (code == 255), 0.0, tl.div_rn(1.0, _scale_of(code)))[:, None]
-    total = tl.zeros([PER, BLOCK], dtype=tl.int32)
-    stride = stride.to(tl.int64)
+    total = tl.zeros([block.shape[0], BLOCK], dtype=tl.int32)
     for shard in range(shards):
-        value = tl.load(gradients + shard * stride + at, mask=inside[:, None], other=0.0)
+        value = tl.load(gradients + shard * stride.to(tl.int64) + at, mask=inside[:, None], other=0.0)
         if AT:
             key = tl.load(keys + shard)
         row = _dither_row(number, key, ROWS)
         dither = tl.load(table + row[:, None] * BLOCK + lane)
         total += (dither + tl.where(good, value, 0.0) * inverse).to(tl.int32)
-    total = tl.where(good, total, 0)
+    return tl.where(good, total, 0)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _encode(
+    gradients, codes, numbers, key, keys, table, out, blocks, shards, stride, out_stride,
+    HALVES: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Program (part, row): some blocks of a row of `blocks`. The key is a number, or with AT there is one for each
+    shard in `keys`. With HALVES the second half of a row is packed into the upper four bits of the first."""
+    row, half = tl.program_id(1), blocks // (1 + HALVES)
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
+    inside = block < half
+    first = row * blocks + block
+    total = _rounded_sums(
+        gradients, codes, numbers, key, keys, table, first, inside, shards, stride, AT, ROWS, BLOCK
+    )  # fmt: skip
+    if HALVES:
+        total |= _rounded_sums(
+            gradients, codes, numbers, key, keys, table, first + half, inside, shards, stride, AT, ROWS, BLOCK
+        ) << 4  # fmt: skip
+    at = row * out_stride.to(tl.int64) + block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None])
 
 
@@ -199,15 +217,14 @@ class TritonKernels(TorchKernels):
         if not len(shards):
             out.zero_()
             return
-        sums = out if bits == 8 and out.is_contiguous() else self._integers(bits, len(out), codes)
-        blocks, table = shards.shape[1], dither_table(shards.device, self.codec.largest)
-        key, several = keys[0] & 0xFFFFFFFF | 2**32, len(keys) > 1
-        sizes, stride = (several, ROWS, BLOCK, PER_PROGRAM), shards.stride(0)
+        rows, blocks, halves = len(out), len(codes) // len(out), bits == 4
+        sums = out if bits in (4, 8) else self._integers(bits, rows, codes)
+        table, several = dither_table(shards.device, self.codec.largest), len(keys) > 1
         all_keys = torch.tensor(keys, device="cpu").to(shards.device, non_blocking=True) if several else codes
+        arguments = shards, codes, numbers, keys[0] & 0xFFFFFFFF | 2**32, all_keys, table, sums
+        sizes = blocks, len(shards), shards.stride(0), sums.stride(0), halves, several, ROWS, BLOCK, PER_PROGRAM
         with _on(shards.device):
-            _encode[(triton.cdiv(blocks, PER_PROGRAM),)](
-                shards, codes, numbers, key, all_keys, table, sums, blocks, len(shards), stride, *sizes, **UNFUSED
-            )
+            _encode[(triton.cdiv(blocks // (1 + halves), PER_PROGRAM), rows)](*arguments, *sizes, **UNFUSED)
         if sums is not out:
             self._pack(sums, bits, out)
 

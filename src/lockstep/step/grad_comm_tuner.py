@@ -2,8 +2,9 @@
 
 The first steps are never compressed, with "powersgd" and "topk" neither. With "auto" each kind is then used for some
 steps at a time, in turns: for more of them if steps are short, since the speed of a machine varies within a second.
-Times are compared within each round of turns. The length of a turn and the choice are part of the state of the run: a
-run that is resumed, or a worker that joins, continues with them, and the bits are those of any other run with the same.
+Times are compared within each round of turns, and more rounds are made while these comparisons differ so much that the
+choice may be wrong. The length of a turn, the number of rounds and the choice are part of the state of the run: a run
+that is resumed, or a worker that joins, continues with them, and the bits are those of any other run with the same.
 A kind that a model may suffer from is used only after the losses of some steps with and without it were compared
 (train/loss_comparison.py), and they are compared again later.
 
@@ -31,11 +32,12 @@ WARM_UP: Final = 8  # steps
 KINDS: Final = (GradComm.FP32, GradComm.INT8, GradComm.INT4)
 LEAST_TURN, MOST_TURN = 4, 32  # steps; the first of them is not timed
 TURN_S: Final = 0.2  # about as long as a turn takes, if that many steps do
-ROUNDS: Final = 6
+ROUNDS: Final = 6  # after which a choice is made, or so many more
+MOST_ROUNDS: Final = 24
+TOLERANCE: Final = 0.05  # a kind that may be faster than the chosen one by more than this needs more rounds
 WARM_UP_ROUND: Final = -1
 REVIEWED_AFTER: Final = 24  # steps with what was chosen; then they are compared with what was expected
-# A kind that loses more must be so much faster than the one before it.
-LEAST_GAIN: Final = {GradComm.INT8: 0.97, GradComm.INT4: 0.95}
+LEAST_GAIN: Final = 0.97  # a kind that loses more must be faster by this factor; half of what TOLERANCE allows
 # A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
 LARGEST_ERROR: Final = 0.7
 NEEDS_COMPARISON: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
@@ -50,9 +52,9 @@ def trial_kind(step: int, turn: int) -> GradComm:
     return GradComm.FP32 if step < WARM_UP else KINDS[(step - WARM_UP) // turn % len(KINDS)]
 
 
-def trial_length(turn: int) -> int:
+def trial_length(turn: int, rounds: int = ROUNDS) -> int:
     """Return the number of steps of a trial, the first ones included."""
-    return WARM_UP + len(KINDS) * turn * ROUNDS
+    return WARM_UP + len(KINDS) * turn * rounds
 
 
 def turn_for(step_s: float) -> int:
@@ -65,24 +67,39 @@ def median_of(times_s: Sequence[float]) -> float:
     return statistics.median(times_s) if times_s else 0.0
 
 
+def whole_rounds(rounds: Sequence[Mapping[GradComm, float]]) -> list[Mapping[GradComm, float]]:
+    """Return those of the rounds that have a time for each kind."""
+    return [times for times in rounds if all(times[kind] > 0 for kind in KINDS)]
+
+
 def step_times(rounds: Sequence[Mapping[GradComm, float]]) -> dict[GradComm, float]:
     """Return the time of a step with each kind, from those of each round; 0 if no round has all of them.
 
     The ratios to the first kind are the medians of those within each round: a machine that is slower for a while is so
     for all kinds of a round.
     """
-    whole = [times for times in rounds if all(times[kind] > 0 for kind in KINDS)]
+    whole = whole_rounds(rounds)
     if not whole:
         return dict.fromkeys(KINDS, 0.0)
     first = statistics.median(times[KINDS[0]] for times in whole)
     return {kind: first * statistics.median(times[kind] / times[KINDS[0]] for times in whole) for kind in KINDS}
 
 
+def may_be_faster(kind: GradComm, chosen: GradComm, rounds: Sequence[Mapping[GradComm, float]]) -> bool:
+    """Return whether a kind may be faster than the chosen one by more than TOLERANCE.
+
+    That is judged by the lower end of an interval between two of the ratios of all rounds, in which the median of many
+    more rounds lies in four of five cases.
+    """
+    ratios = sorted(times[kind] / times[chosen] for times in whole_rounds(rounds))
+    return ratios[max(0, int((len(ratios) - 1.28 * math.sqrt(len(ratios))) / 2))] < 1 - TOLERANCE
+
+
 def choose(step_s: Mapping[GradComm, float], errors: Mapping[GradComm, float], kinds: Sequence[GradComm]) -> GradComm:
     """Return the kind to continue with, from the time of a step with each, and from its errors by rounding."""
     best = KINDS[0]
-    for kind, least_gain in LEAST_GAIN.items():
-        if kind in kinds and step_s[kind] < least_gain * step_s[best] and errors[kind] <= LARGEST_ERROR:
+    for kind in KINDS[1:]:
+        if kind in kinds and step_s[kind] < LEAST_GAIN * step_s[best] and errors[kind] <= LARGEST_ERROR:
             best = kind
     return best
 
@@ -136,8 +153,9 @@ class GradCommTuner:
         self.current = GradComm.FP32 if self.chosen is None else asked  # of the step that is prepared or taken
         self._began: int | None = None  # the first step of the trial
         self._turn: int | None = None  # steps; None: not known yet
+        self._rounds = ROUNDS  # of the trial
         self._agreed: int | None = None  # the last step before which the workers have agreed on something
-        self._expected_s = 0.0
+        self.expected_s = 0.0  # the time of a step with what was chosen, as the trial has shown it; 0: not known
         self._times: defaultdict[tuple[int, GradComm], list[float]] = defaultdict(list)  # by round and kind
         self._errors: dict[GradComm, float] = dict.fromkeys(KINDS, 0.0)  # the largest of a step
         self._next_best: GradComm = GradComm.FP32  # what is chosen if the candidate is not
@@ -154,6 +172,7 @@ class GradCommTuner:
         )
         return found | {
             "agreed": self._agreed,
+            "rounds": self._rounds,
             "compared": None if self._last_comparison is None else self._last_comparison.to_json(),
             "measured": [[step, error] for step, error in sorted(self._measured.items())],
         }
@@ -174,6 +193,7 @@ class GradCommTuner:
             return
         compared, named = state.get("compared"), {name: state.get(name) for name in ("chosen", "candidate")}
         self._began, self._turn, self._agreed = state["began"], state.get("turn"), state.get("agreed")
+        self._rounds = state.get("rounds", ROUNDS)
         self._next_best = GradComm(state.get("next_best") or GradComm.FP32.value)
         self.chosen, self._candidate = (None if kind is None else GradComm(kind) for kind in named.values())
         self._last_comparison = None if compared is None else PastComparison.from_json(compared)
@@ -196,7 +216,7 @@ class GradCommTuner:
         if not self._is_trial:
             return number % MEASURED_EVERY == 0
         step = number - (number if self._began is None else self._began)
-        return step >= WARM_UP and (step - WARM_UP) % self._turn_steps == 0  # the first of a turn, which is not timed
+        return step >= WARM_UP and (step - WARM_UP) % self.turn_steps == 0  # the first of a turn, which is not timed
 
     def add_error(self, number: int, error: float | None) -> None:
         """Note the errors by rounding in step `number`, relative to the norm of the gradient; None: not measured.
@@ -237,19 +257,24 @@ class GradCommTuner:
                 self._turn = turn_for(step_s)
             else:  # all workers have resumed, or are new: they warm up once more
                 self._began, step = number, 0
-        ends = trial_length(self._turn_steps)
+        ends = self._trial_steps
         if is_open and step >= ends and self._agreed != number:
             told = self._decide(number, agree)
             self._agreed = number
-        elif step == ends + REVIEWED_AFTER and self._expected_s and self.chosen is not None:
+        elif step == ends + REVIEWED_AFTER and self.expected_s and self.chosen is not None:
             told = self._review(self.chosen)
         told = self._check_errors(number) or told
-        self.current = trial_kind(step, self._turn_steps) if self.chosen is None else self.chosen
+        self.current = trial_kind(step, self.turn_steps) if self.chosen is None else self.chosen
         self._wait_until_compared(number)
         return told
 
     @property
-    def _turn_steps(self) -> int:
+    def _trial_steps(self) -> int:
+        """The steps of the trial, as far as it is known how many it has."""
+        return trial_length(self.turn_steps, self._rounds)
+
+    @property
+    def turn_steps(self) -> int:
         """The steps of a turn; before they are known as many as a turn can have, so that the trial is not over."""
         return MOST_TURN if self._turn is None else self._turn
 
@@ -271,7 +296,7 @@ class GradCommTuner:
         if kind is None or kind.codec is None or not self._may_fall_back or not is_too_large:
             return None
         self.chosen = GradComm.FP32 if self._next_best is kind else self._next_best
-        self._expected_s, self._measured = 0.0, {}
+        self.expected_s, self._measured = 0.0, {}
         return (
             f"the errors by rounding were {', '.join(f'{error:.2g}' for error in errors)} of the norm of the gradient "
             f'with grad_comm="{kind.value}" in steps {", ".join(map(str, last))} (at most {LARGEST_ERROR} is used): '
@@ -314,39 +339,45 @@ class GradCommTuner:
             self._last_comparison = PastComparison(kind, number, sent=self.current)
         self._candidate = None
         if not is_harmless:
-            self._expected_s, self._measured = 0.0, {}
+            self.expected_s, self._measured = 0.0, {}
         return self.chosen
 
     def _record(self, step: int) -> None:
         """Note how long the previous step took, with all that the program did in it."""
-        now_s, before, turn = time.perf_counter(), step - 1, self._turn_steps
-        if self._last is not None and self._last[0] == before and 1 <= before < trial_length(turn) + REVIEWED_AFTER:
-            is_trial = WARM_UP <= before < trial_length(turn)
+        now_s, before, turn, steps = time.perf_counter(), step - 1, self.turn_steps, self._trial_steps
+        if self._last is not None and self._last[0] == before and 1 <= before < steps + REVIEWED_AFTER:
+            is_trial = WARM_UP <= before < steps
             if not is_trial or (before - WARM_UP) % turn:
                 number = WARM_UP_ROUND if before < WARM_UP else (before - WARM_UP) // (turn * len(KINDS))
                 self._times[number, self.current].append(now_s - self._last[1])
         self._last = step, now_s
 
     def _decide(self, number: int, agree: Callable[[list[float]], list[float]]) -> str:
-        mine = [median_of(self._times[one, kind]) for one in range(ROUNDS) for kind in KINDS]
+        """Choose a kind at the end of a trial, or continue the trial. Returns what is to be told."""
+        mine = [median_of(self._times[one, kind]) for one in range(self._rounds) for kind in KINDS]
         agreed = agree(mine + list(self._errors.values()))
         parts = [agreed[first : first + len(KINDS)] for first in range(0, len(agreed), len(KINDS))]
         *rounds, errors = (dict(zip(KINDS, part, strict=True)) for part in parts)
         step_s = step_times(rounds)
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
         best = choose(step_s, errors, KINDS) if is_known else GradComm.FP32
+        others = [kind for kind in KINDS if kind is not best and errors[kind] <= LARGEST_ERROR]
+        ends = number + trial_length(self.turn_steps) - WARM_UP
+        if is_known and self._rounds < MOST_ROUNDS and any(may_be_faster(kind, best, rounds) for kind in others):
+            self._rounds += ROUNDS
+            return f'grad_comm="auto": step times vary too much to choose, so the trial lasts until step {ends}'
         if best in NEEDS_COMPARISON:
             self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in NEEDS_COMPARISON])
         if best in NEEDS_COMPARISON and self._compares:
             self._candidate = best
         else:
             self.chosen = best
-        self._expected_s = step_s[best]
+        self.expected_s = step_s[best]
         self._times.clear()
         if not is_known:
             return f'grad_comm="auto": the trial was interrupted; "fp32" from step {number} on'
         tried = ", ".join(f"{kind.value} {1e3 * took_s:.3g}" for kind, took_s in step_s.items())
-        lost = ", ".join(f"{kind.value} {errors[kind]:.2g}" for kind in LEAST_GAIN)
+        lost = ", ".join(f"{kind.value} {errors[kind]:.2g}" for kind in KINDS[1:])
         about = f"ms of a step: {tried}; errors relative to the gradient: {lost}, at most {LARGEST_ERROR} is used"
         begins = f"from step {number} on" if self._candidate is None else "if the loss does not suffer"
         return f'grad_comm="auto": "{best.value}" {begins} ({about})'
@@ -354,4 +385,4 @@ class GradCommTuner:
     def _review(self, chosen: GradComm) -> str:
         took_s = median_of([one for (_, kind), times in self._times.items() if kind is chosen for one in times])
         got = f"{1e3 * took_s:.3g}" if took_s else "an unknown number of"
-        return f'grad_comm="auto": "{chosen.value}" takes {got} ms a step, {1e3 * self._expected_s:.3g} were expected'
+        return f'grad_comm="auto": "{chosen.value}" takes {got} ms a step, {1e3 * self.expected_s:.3g} were expected'
