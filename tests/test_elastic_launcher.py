@@ -275,7 +275,7 @@ with ParentWatch("test") as watch:
     server = ForkServer(dict(os.environ), watch)
     print(fork())
     for _ in range(2):
-        server.import_compiler()
+        server.prepare_compiler()
     told, end_s = "", time.monotonic() + float(sys.argv[1])
     while "True" not in told and time.monotonic() < end_s:
         told = fork()
@@ -317,7 +317,7 @@ def test_workers_are_forked_with_the_compiler_once_it_is_imported(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", ["_torch.import_compiler = fail", "_torch.is_in_bad_fork = answer_yes"])
+@pytest.mark.parametrize("patch", ["_torch.prepare_compiler = fail", "_torch.is_in_bad_fork = answer_yes"])
 def test_workers_are_forked_without_the_compiler_if_it_cannot_be_used(tmp_path: Path, patch: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(PATCHED.format(patch=patch))
     path = os.pathsep.join([str(tmp_path), str(Path(lockstep.__file__).parent.parent)])

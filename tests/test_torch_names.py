@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,32 @@ def test_the_compiler_has_the_modules_that_are_imported_ahead() -> None:
         if not module.startswith("triton"):  # which is not installed without a GPU
             spec = importlib.util.find_spec(module)
             assert f"def {function}(" in Path(str(spec and spec.origin)).read_text(), (module, function)
+
+
+PREPARES = """
+import os, sys
+import lockstep.train.run
+from lockstep import _torch
+_torch.dynamo()
+os.environ.update(PATH=sys.argv[1], CXX="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+_torch.prepare_compiler()
+assert "torch._inductor.codegen.cpp_wrapper_gpu" in sys.modules
+tested = sys.modules["torch._inductor.cpu_vec_isa"]
+print(tested.valid_vec_isa_list.cache_info().currsize)
+_torch.forget_vector_instructions()
+print(tested.valid_vec_isa_list.cache_info().currsize)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vector instructions are tested on machines without a GPU")
+@pytest.mark.parametrize(("path", "kept"), [(os.environ["PATH"], 1), ("/nonexistent", 0)])
+def test_the_compiler_is_prepared_even_if_there_is_no_c_compiler(path: str, kept: int) -> None:
+    """What was found out without one is not kept, since code for other processes would be other code."""
+    command = [sys.executable, "-c", PREPARES, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(kept), "0"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -198,7 +198,7 @@ COMPILER_MODULES: Final = (  # which torch.compile imports when it loads compile
     "torch.export._trace",
     "torch.fx.experimental.validator",
 )
-COMPILER_CALLS: Final = (  # (module, function): results that these functions keep, and more imports
+COMPILER_CALLS: Final = (  # (module, function): they keep what they compute, or import more
     ("torch._dynamo.backends.registry", "_lazy_import"),
     ("torch._inductor.codegen.common", "init_backend_registration"),
     ("torch._inductor.codecache", "torch_key"),
@@ -209,19 +209,47 @@ COMPILER_CALLS_ON_CPU: Final = (  # seconds: a trial compilation, and a process 
 )
 
 
-def import_compiler() -> None:
-    """Do what torch.compile does when it compiles for the first time: imports, keys of its caches, and on a machine
-    without a GPU a test of the vector instructions.
+def prepare_compiler() -> None:
+    """Import the modules that torch.compile imports when it compiles for the first time, compute the keys of its
+    caches, and on a machine without a GPU test which vector instructions there are.
 
-    That takes seconds, and is the same in every process. A part that this version of torch does not have is left out.
-    Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before, or CUDA is used to find out whether there is a GPU.
+    That takes seconds, and is the same in every process. A part that fails, or that this version of torch does not
+    have, is left out. Set PYTORCH_NVML_BASED_CUDA_CHECK=1 before, or CUDA is used to find out whether there is a GPU.
     """
     for name in COMPILER_MODULES:
-        with suppress(ImportError):
+        with suppress(Exception):
             importlib.import_module(name)
-    for module, function in (*COMPILER_CALLS, *(() if torch.cuda.is_available() else COMPILER_CALLS_ON_CPU)):
-        if hasattr(sys.modules.get(module), function):
-            getattr(sys.modules[module], function)()
+    is_on_cpu = not torch.cuda.is_available()
+    for module, function in (*COMPILER_CALLS, *(COMPILER_CALLS_ON_CPU if is_on_cpu else ())):
+        with suppress(Exception):
+            if hasattr(sys.modules.get(module), function):
+                getattr(sys.modules[module], function)()
+    if is_on_cpu and not _are_all_found():
+        forget_vector_instructions()
+
+
+def _are_all_found() -> bool:
+    """Whether the test has found all vector instructions that the processor has. A trial may fail, on a busy machine,
+    and workers with other instructions than others would compute other bits."""
+    tested: Any = sys.modules.get("torch._inductor.cpu_vec_isa")
+    try:
+        has = tested.x86_isa_checker()  # empty on other processors, where nothing is tried
+        expected = [one for one in tested.supported_vec_isa_list if all(name in has for name in str(one).split())]
+        found: list[Any] = tested.valid_vec_isa_list()
+    except Exception:
+        return False
+    return len(found) >= max(len(expected), 1)
+
+
+def forget_vector_instructions() -> None:
+    """Let torch.compile test again which vector instructions there are, on which the code for a CPU depends."""
+    tested: Any = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if tested is not None:
+        base = tested.VecISA
+        tests = [tested.valid_vec_isa_list, getattr(base, "_VecISA__bool__impl", None)]
+        for test in (*tests, *(kind.__bool__ for kind in base.__subclasses__())):
+            with suppress(AttributeError):  # it keeps nothing
+                test.cache_clear()
 
 
 def inductor_config() -> Any:

@@ -83,7 +83,7 @@ class HostProcesses(WorkerGroup):
         env = worker_env(os.environ, rank=0, job=self._job, port=self._port, cores=count_cores())
         self._fork_server = ForkServer(env, self._parent_watch)
         self._selector.register(self._fork_server.socket, selectors.EVENT_READ, self._fork_server)
-        self._host_workers.on_compile = self._fork_server.import_compiler
+        self._host_workers.on_compile = self._fork_server.prepare_compiler
         return self._fork_server
 
     def _close_fork_server(self) -> None:

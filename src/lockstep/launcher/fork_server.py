@@ -2,14 +2,15 @@
 
 Importing takes seconds, forking takes milliseconds. So a lost worker is replaced while the others make a few steps,
 and N workers start in the time of one. The fork server runs nothing of the program, and does not use CUDA: a worker
-inherits from it only what `import` leaves.
+inherits from it only what `import` leaves, and what torch's compiler keeps of what it has found out.
 
 Every worker is forked twice: its first parent ends at once, and the launcher, which adopts orphans, becomes its parent.
 
 Note [Successor]
-Importing torch's compiler takes seconds more, and not every program compiles. When the launcher requests it, the server
-forks a successor, which imports the compiler while the server continues, and then takes its place. If an import fails
-or initialises CUDA, the successor ends and the server stays: a process that is forked after that cannot use CUDA.
+Preparing torch's compiler (`_torch.prepare_compiler`) takes seconds more, and not every program compiles. When the
+launcher requests it, the server forks a successor, which does that while the server continues, and then takes its
+place. If it fails, takes longer than PREPARED_WITHIN_S or initialises CUDA, the successor ends and the server stays: a
+process that is forked after that cannot use CUDA.
 
     python -m lockstep.launcher.fork_server SOCKET      SOCKET: the descriptor on which the launcher sends requests
 
@@ -39,7 +40,8 @@ from lockstep.launcher.parent_watch import ParentWatch, end_with_parent, registe
 
 PARENT_WITHIN_S: Final = 10.0  # for the launcher to adopt a process
 FORK: Final = b"fork"  # a request, with the descriptors of a worker
-IMPORT_COMPILER: Final = b"import compiler"  # a request: Note [Successor]
+PREPARED_WITHIN_S: Final = 300.0  # 23 s were seen on a busy machine that had never compiled
+PREPARE_COMPILER: Final = b"prepare compiler"  # a request: Note [Successor]
 
 
 class ForkedProcess:
@@ -102,7 +104,7 @@ class ForkServer:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ended = False
         self._requested: deque[ForkedProcess] = deque()  # whose pids are not known yet, in order
-        self._imports_compiler = False
+        self._prepares_compiler = False
         self._parent_watch = parent_watch
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lockstep.launcher.fork_server", str(theirs.fileno())],
@@ -129,12 +131,12 @@ class ForkServer:
         self._requested.append(worker)
         return worker
 
-    def import_compiler(self) -> None:
-        """Requests that workers which are forked later have torch's compiler imported. Only the first call counts."""
-        if not self._imports_compiler and not self.ended:
-            self._imports_compiler = True
+    def prepare_compiler(self) -> None:
+        """Requests that workers which are forked later have torch's compiler prepared. Only the first call counts."""
+        if not self._prepares_compiler and not self.ended:
+            self._prepares_compiler = True
             with suppress(BrokenPipeError, ConnectionError):
-                self.socket.send(IMPORT_COMPILER)
+                self.socket.send(PREPARE_COMPILER)
 
     def on_readable(self) -> bytes | None:
         """Reads the pids of new workers. Returns b"" if the server has ended, else None."""
@@ -183,24 +185,28 @@ def main(descriptor: int) -> None:
 
     gc.freeze()  # garbage collection in the workers would write to these pages, and so copy them
     gc.enable()
-    launcher, successor = os.getppid(), -1  # a pipe from the successor; -1: there is none
+    launcher, successor, successor_pid = os.getppid(), -1, 0  # a pipe from the successor, and its pid; -1: none
     events = select.poll()
     events.register(descriptor, select.POLLIN)
     while True:
-        if successor in dict(events.poll()):
+        ready = dict(events.poll(None if successor < 0 else 1e3 * PREPARED_WITHIN_S))
+        if not ready:
+            os.kill(successor_pid, signal.SIGKILL)  # which closes the pipe
+            continue
+        if successor in ready:
             if os.read(successor, 1):
                 os._exit(0)  # it waits for this
             events.unregister(successor)
             os.close(successor)
             os.wait()
             successor = -1
-            print_message("torch's compiler could not be imported ahead: replacements of workers import it themselves")
+            print_message("torch's compiler could not be prepared ahead: replacements of workers do that themselves")
             continue
         message, handles, _, _ = socket.recv_fds(line, 16, 5)
         if not message:
             return
-        if message == IMPORT_COMPILER:
-            successor = _fork_successor(launcher)
+        if message == PREPARE_COMPILER:
+            successor, successor_pid = _fork_successor(launcher)
             if successor >= 0:
                 events.register(successor, select.POLLIN)
             continue
@@ -218,22 +224,22 @@ def main(descriptor: int) -> None:
             os.close(handle)
 
 
-def _fork_successor(launcher: int) -> int:
-    """Forks the successor, which imports the compiler. See Note [Successor].
+def _fork_successor(launcher: int) -> tuple[int, int]:
+    """Forks the successor, which prepares the compiler. See Note [Successor].
 
-    Returns in the server the reading end of a pipe: a byte means that the successor is ready and the server must end,
-    the end of the pipe that it has failed. Returns -1 in the successor, once the server has ended.
+    Returns in the server the reading end of a pipe and the pid: a byte means that the successor is ready and the server
+    must end, the end of the pipe that it has failed. Returns (-1, 0) in the successor, once the server has ended.
     """
     read_end, write_end = os.pipe()
-    if os.fork():
+    if pid := os.fork():
         os.close(write_end)
-        return read_end
+        return read_end, pid
     os.close(read_end)
     from lockstep import _torch
 
     gc.disable()
     try:
-        _torch.import_compiler()
+        _torch.prepare_compiler()
         check = os.fork()
         if check == 0:
             os._exit(_torch.is_in_bad_fork())
@@ -248,7 +254,7 @@ def _fork_successor(launcher: int) -> int:
     os.close(write_end)
     _wait_for_parent(launcher)
     end_with_parent(launcher)
-    return -1
+    return -1, 0
 
 
 def _wait_for_parent(launcher: int) -> None:

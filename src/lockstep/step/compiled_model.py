@@ -62,6 +62,8 @@ def compile_model(model: nn.Module, options: CompileOptions, device: torch.devic
             "Run(compile=...): torch.compile needs a C++ compiler on a CPU, and there is neither $CXX nor g++, clang++ "
             'or c++. Install one; or use compile={"backend": "aot_eager"}, which is not faster; or leave compile= out'
         )
+    if _torch.inductor_config().cpp.vec_isa_ok is not None or "cpp.vec_isa_ok" in (chosen.get("options") or {}):
+        _torch.forget_vector_instructions()  # which the process that this one was forked from has tested without it
     regions = [model]
     if chosen.pop(REGIONAL, False):
         regions = list(repeated_blocks(model))
