@@ -341,6 +341,18 @@ def test_a_trial_goes_on_while_the_times_vary(replaced_at: int | None, monkeypat
     assert used == [grad_comm_tuner.trial_kind(step, 26) for step in range(length)] + [int8] * 30
 
 
+def test_a_trial_goes_on_if_all_workers_were_resumed_near_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no times of the rounds before. The state is that of a version that knew no further rounds."""
+    fp32, int8, int4 = grad_comm_tuner.KINDS
+    clock, length = Clock({fp32: 2**-7, int8: 2**-8, int4: 2**-6}), grad_comm_tuner.trial_length(26)
+    tuner, again = grad_comm_tuner.GradCommTuner(GradComm.AUTO), grad_comm_tuner.GradCommTuner(GradComm.AUTO)
+    used = run_trial([(tuner, clock)], range(length - 100), monkeypatch)
+    again.restore({name: value for name, value in (tuner.state() or {}).items() if name != "rounds"})
+    last = grad_comm_tuner.trial_length(26, 2 * grad_comm_tuner.ROUNDS)
+    used += run_trial([(again, clock)], range(len(used), last + 20), monkeypatch)
+    assert used == [grad_comm_tuner.trial_kind(step, 26) for step in range(last)] + [int8] * 20
+
+
 def test_a_trial_whose_times_always_vary_ends() -> None:
     rounds = [dict(zip(grad_comm_tuner.KINDS, (1.0, 1.3 if n % 2 else 0.7, 2.0), strict=True)) for n in range(24)]
     fp32, int8, _ = grad_comm_tuner.KINDS

@@ -373,7 +373,8 @@ def test_auto_compares_what_is_fastest_and_takes_the_next_best() -> None:
     for is_harmless, want in ((True, GradComm.INT4), (False, GradComm.INT8)):
         tuner = grad_comm_tuner.GradCommTuner(GradComm.AUTO, compares=True)
         tuner._began, tuner._turn = 0, grad_comm_tuner.LEAST_TURN
-        tuner._times.update({(0, GradComm.FP32): [3.0], (0, GradComm.INT8): [2.0], (0, GradComm.INT4): [1.0]})
+        for n in range(grad_comm_tuner.ROUNDS):
+            tuner._times.update({(n, GradComm.FP32): [3.0], (n, GradComm.INT8): [2.0], (n, GradComm.INT4): [1.0]})
         step = grad_comm_tuner.trial_length(grad_comm_tuner.LEAST_TURN)
         assert "if the loss does not suffer" in str(tuner.prepare(step, lambda mine: mine))
         assert tuner.current is GradComm.FP32

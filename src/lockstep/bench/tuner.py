@@ -76,7 +76,8 @@ def measure(worker: BenchWorker, model: str) -> TunerChoice:
     workload = WORKLOADS[model]
     batches = [workload.batch(torch.Generator().manual_seed(rank)) for rank in range(WORKERS)]
     data = TensorDataset(torch.cat([one.inputs for one in batches]), torch.cat([one.targets for one in batches]))
-    times, taken, choice, ended_s, rounds = defaultdict[tuple[int, GradComm], list[float]](list), 0, "", 0.0, 0
+    times: defaultdict[tuple[int, GradComm], list[float]] = defaultdict(list)  # by round and kind
+    choice, rounds, taken, ended_s = "", 0, 0, 0.0
     with lockstep.Run(seed=7, progress=False, trace=False, grad_comm="auto", compare_loss=False) as run:
         wrapped = run.replicate(workload.build())
         shuffled = run.batches(data, global_batch_size=len(data), shards=WORKERS, epochs=None)
@@ -85,11 +86,13 @@ def measure(worker: BenchWorker, model: str) -> TunerChoice:
             began_s, ended_s = ended_s, time.perf_counter()
             assert run._loop.plan is not None
             tuner = run._loop.plan.tuner
+            worker.send("")
             if tuner.chosen is None:
                 continue
             if not choice:
                 choice, round_s = tuner.chosen.value, len(KINDS) * tuner.turn_steps * tuner.expected_s
                 rounds = min(ROUNDS, max(LEAST_ROUNDS, int(MOST_S / round_s)))
+                tuner.expected_s = 0.0  # it is not compared with what follows
                 worker.send(f"{model}: {choice} is chosen; each kind in turns")
             else:
                 if taken % tuner.turn_steps:  # the first step of a turn is not timed
@@ -135,7 +138,9 @@ def run(settings: TunerSettings, json_path: Path | None) -> int:
     head = f"Run(grad_comm=) on {WORKERS} workers, torch {torch.__version__}; {timed}"
     legend = [
         "ms             of a step, with each kind in turns",
-        "chosen / best  median of the ratios within each round, and its 95 % interval; losses are not compared",
+        "chosen / best  median of the ratios within each round, and its 95 % interval. The best is found in the same "
+        "rounds, so that near ties count as more than 1",
+        "Losses are not compared: int4 may be chosen where Run(grad_comm=) would find that it harms",
     ]
     show(head, render(COLUMNS, rows), legend, {"results": record}, json_path)
     return 0

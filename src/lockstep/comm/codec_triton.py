@@ -87,7 +87,8 @@ def _encode(
     HALVES: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Program (part, row): some blocks of a row of `blocks`. The key is a number, or with AT there is one for each
-    shard in `keys`. With HALVES the second half of a row is packed into the upper four bits of the first."""
+    shard in `keys`. With HALVES the second half of a row is packed into the upper four bits of the first; the sums,
+    of one shard then, have four bits."""
     row, half = tl.program_id(1), blocks // (1 + HALVES)
     block = tl.program_id(0) * PER + tl.arange(0, PER)
     inside = block < half

@@ -56,8 +56,8 @@ class Kernels(Protocol):
 
     Gradients are float32 [shards, blocks, BLOCK]. `numbers` are the numbers of the blocks, int64, from which and from a
     key the rows of the dither table follow. `codes` are the scales of the blocks: see `IntegerCodec`. Packed values are
-    uint8 [sections, bytes]; each section is packed by itself. Rows of shards, and packed rows, may be apart in memory;
-    all else is contiguous.
+    uint8 [sections, bytes]; each section is packed by itself, and has a multiple of SECTION_BLOCKS blocks. Rows of
+    shards, and packed rows, may be apart in memory; all else is contiguous.
     """
 
     def block_codes(self, shards: Tensor, out: Tensor) -> None:

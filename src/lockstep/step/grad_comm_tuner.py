@@ -32,12 +32,12 @@ WARM_UP: Final = 8  # steps
 KINDS: Final = (GradComm.FP32, GradComm.INT8, GradComm.INT4)
 LEAST_TURN, MOST_TURN = 4, 32  # steps; the first of them is not timed
 TURN_S: Final = 0.2  # about as long as a turn takes, if that many steps do
-ROUNDS: Final = 6  # after which a choice is made, or so many more
+ROUNDS: Final = 6  # rounds after which a choice is made, or as many more follow
 MOST_ROUNDS: Final = 24
 TOLERANCE: Final = 0.05  # a kind that may be faster than the chosen one by more than this needs more rounds
 WARM_UP_ROUND: Final = -1
 REVIEWED_AFTER: Final = 24  # steps with what was chosen; then they are compared with what was expected
-LEAST_GAIN: Final = 0.97  # a kind that loses more must be faster by this factor; half of what TOLERANCE allows
+LEAST_GAIN: Final = 0.97  # a kind that loses more must be faster by this factor; less than TOLERANCE
 # A kind whose errors by rounding are larger, relative to the norm of the gradient, is not used, however fast it is.
 LARGEST_ERROR: Final = 0.7
 NEEDS_COMPARISON: Final = (GradComm.INT4, GradComm.POWERSGD, GradComm.TOPK)  # kinds that a model may suffer from
@@ -86,10 +86,10 @@ def step_times(rounds: Sequence[Mapping[GradComm, float]]) -> dict[GradComm, flo
 
 
 def may_be_faster(kind: GradComm, chosen: GradComm, rounds: Sequence[Mapping[GradComm, float]]) -> bool:
-    """Return whether a kind may be faster than the chosen one by more than TOLERANCE.
+    """Return whether a kind may be faster than the chosen one by more than TOLERANCE, as far as these rounds tell.
 
-    That is judged by the lower end of an interval between two of the ratios of all rounds, in which the median of many
-    more rounds lies in four of five cases.
+    In each round their times have a ratio. The median of the ratios lies in an interval between two of them with a
+    probability of about 80 %, if there are six or more; what counts is the lower end. There must be one whole round.
     """
     ratios = sorted(times[kind] / times[chosen] for times in whole_rounds(rounds))
     return ratios[max(0, int((len(ratios) - 1.28 * math.sqrt(len(ratios))) / 2))] < 1 - TOLERANCE
@@ -362,10 +362,16 @@ class GradCommTuner:
         is_known = all(step_s.values())  # not if all workers are new, or resumed in the middle of the trial
         best = choose(step_s, errors, KINDS) if is_known else GradComm.FP32
         others = [kind for kind in KINDS if kind is not best and errors[kind] <= LARGEST_ERROR]
-        ends = number + trial_length(self.turn_steps) - WARM_UP
-        if is_known and self._rounds < MOST_ROUNDS and any(may_be_faster(kind, best, rounds) for kind in others):
+        # A worker that has resumed has no times of earlier rounds.
+        is_certain = len(whole_rounds(rounds)) >= min(ROUNDS, self._rounds) and not any(
+            may_be_faster(kind, best, rounds) for kind in others
+        )
+        if not is_certain and self._rounds < MOST_ROUNDS:
             self._rounds += ROUNDS
-            return f'grad_comm="auto": step times vary too much to choose, so the trial lasts until step {ends}'
+            last = number - trial_length(self.turn_steps, self._rounds - ROUNDS) + self._trial_steps
+            return (
+                f'grad_comm="auto": the times of steps do not suffice for a choice; the trial goes on until step {last}'
+            )
         if best in NEEDS_COMPARISON:
             self._next_best = choose(step_s, errors, [kind for kind in KINDS if kind not in NEEDS_COMPARISON])
         if best in NEEDS_COMPARISON and self._compares:
