@@ -305,6 +305,8 @@ def train(chosen: argparse.Namespace, name: str, seed: int, ear: Ear | None) -> 
         loss_comparison.LARGEST_HARM, loss_comparison.LEAST_MOVED = math.inf, -math.inf  # it is always used then
     if chosen.sharded:
         options |= {"shard_optimizer": True, "redundancy": 1}
+        if chosen.backend == "gloo":  # each worker counts as a host, so gradients are reduce-scattered
+            os.environ["LOCKSTEP_HOST"] = f"that of process {os.getpid()}"
     if name == "half":
         options |= {"shard_optimizer": True, "redundancy": 1, "master_weights": True}
     if chosen.device == "cuda":  # the other programs cannot be captured

@@ -505,7 +505,7 @@ class SlowWorkers:
 
 
 def test_what_is_on_its_way_is_not_overwritten() -> None:
-    """With copies, sections overlap: the elements that this worker adds up are also sent to others."""
+    """Sections may overlap: the elements that this worker adds up are also sent to others."""
     rows, workers = torch.arange(8.0).view(1, 8), SlowWorkers(3)
     sections = [[range(6)], [range(2, 8)], [range(2), range(4, 8)]]
 

@@ -42,6 +42,8 @@ from runs import adamw, classify, data
 
 env = os.environ
 raises, pauses = env.get("RAISES", ""), env.get("PAUSES", "").split()
+if "APART" in env:
+    env["LOCKSTEP_HOST"] = f"that of process {{os.getpid()}}"
 
 
 class Average:
@@ -154,6 +156,8 @@ with lockstep.Run(env.get("KEPT"), seed=7, progress=False, **options) as run:
             raise ArithmeticError("only once")
         wait(is_whole)
         run.step(classify, batch)
+        if "APART" in env and run.world.size > 2:
+            assert run._loop.state.context.gradients.scattered is not None, "gradients are not reduce-scattered"
         average.update()
         if batch.ends_epoch:
             figures[batch.epoch] = run.log(accuracy=run.evaluate(correct, data(50), batch_size=8))
@@ -468,6 +472,20 @@ PLAYS = {
         workers=2, env={"SCENE": "successor", "SHARDED": "yes", "KEPT": "kept"}, options=("--checkpoint-every", "1"),
     ),
     "sharded, a step behind": Play(env={"SCENE": "behind", "CHECK": "1000", "SHARDED": "yes"}),
+    "sharded, on other hosts": Play(
+        workers=4, backend="gloo", env={"SHARDED": "yes", "KEPT": "kept", "APART": "yes"},
+        options=("--checkpoint-every", "5"),
+        faults=(
+            kill("weights", 1, 2), kill("moving-state", 3, nth=2), kill("reduced", 2, 6), kill("weights", 0, 10),
+            kill("applied", 4, 13), kill("exchange", 5, 16),
+        ),
+    ),
+    **{
+        f"sharded, on other hosts, {scene}": Play(
+            backend="gloo", env={"SCENE": scene, "CHECK": "1000", "SHARDED": "yes", "APART": "yes"}
+        )
+        for scene in ("behind", "orphan")
+    },
     "sharded, scaled": Play(
         workers=1, options=("--max", "3"), meddle=scale_up_and_down, env={"PAUSES": "2 12", "SHARDED": "yes"}
     ),
@@ -491,7 +509,8 @@ SLOW = (
     "a step behind, and the source is lost, gloo", "only the newcomer has the state", "while they gather, gloo",
     "two at once, and then all", "the source, and no other has a state", "no route for a moment",
     "in the last checkpoint", "stopped", "no Run", "watched", "scaled", "SyncBatchNorm", "sharded, gloo",
-    "sharded, scaled", "sharded, a step behind", "sharded without copies", "sharded without copies, scaled",
+    "sharded, scaled", "sharded, a step behind", "sharded, on other hosts, orphan", "sharded without copies",
+    "sharded without copies, scaled",
     "sharded, and only the newcomer has the weights",
 )  # fmt: skip
 Shows = dict[str, "Future[Show]"]

@@ -1,7 +1,7 @@
 """The sum over shards where every worker gets the sums of some elements only: its section.
 
 The order of additions is that of comm/shard_sum.py, so the bits are those of the sum that every worker gets. It sends
-half of the bytes.
+half of the bytes. A worker that keeps a copy of the state of another one gets the sums from that one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class ReduceScatter:
         rows: Tensor,
         sections: Sequence[Sequence[range]],
         *,
+        buddies: Sequence[int] | None = None,
         dtype: torch.dtype,
         method: ScatterMethod,
         workers: FlatSubgroup,
@@ -43,6 +44,7 @@ class ReduceScatter:
         """
         rows      [row][element]: what this worker adds to the sum; written before each `run`
         sections  the elements that each worker gets, by rank
+        buddies   by rank, the worker that gets this section, too; None: no other
         dtype     of the result
         counts    how many rows each worker has
         add       adds the rows of all workers along the tree, and returns the sum; it may overwrite them
@@ -51,7 +53,17 @@ class ReduceScatter:
         self._counts, self._add = list(counts), add
         sizes, mine = [sum(map(len, ranges)) for ranges in sections], counts[workers.rank]
         own = sizes[workers.rank]
-        self._result = torch.empty(own, dtype=dtype, device=rows.device)
+        source = workers.rank if buddies is None else buddies.index(workers.rank)
+        copied = 0 if source == workers.rank else sizes[source]
+        self._result = torch.empty(own + copied, dtype=dtype, device=rows.device)
+        self._own, self._copy = self._result[:own], self._result[own:]
+        self._copy_sizes: list[list[int]] | None = None  # how much is received from each worker, and sent to it
+        if buddies is not None:
+            to = buddies[workers.rank]
+            self._copy_sizes = [
+                [copied * (rank == source) for rank in range(workers.size)],
+                [own * (rank == to != workers.rank) for rank in range(workers.size)],
+            ]
         self._widths: list[int] = []  # of what is packed for each worker
         match method:
             case ScatterMethod.CHUNKS:
@@ -66,17 +78,28 @@ class ReduceScatter:
     def nbytes(self) -> int:
         return self._packed.nbytes + self._received.nbytes + self._result.nbytes
 
+    def split(self, result: Tensor) -> list[Tensor]:
+        """Return the parts of what `run` has returned: the own section, and with buddies that of another worker."""
+        own = len(self._own)
+        return [result[:own]] if self._copy_sizes is None else [result[:own], result[own:]]
+
     def run(self, scale: float | Tensor) -> Tensor:
-        """Return the sums of this worker's section times the scale, one range after the other; valid until the next
-        call."""
+        """Return the sums of this worker's section times the scale, one range after the other, and behind them those of
+        the worker whose buddy it is; valid until the next call."""
         if self._method is ScatterMethod.CHUNKS:
             self._run_in_chunks(scale)
-            return self._result
+        else:
+            self._run_at_once(scale)
+        if self._copy_sizes is not None:
+            self._workers.exchange(self._copy, self._own, *self._copy_sizes)()
+        return self._result
+
+    def _run_at_once(self, scale: float | Tensor) -> None:
         for part, ranges in zip(torch.split(self._packed, self._widths), self._sections, strict=True):
             pieces = [row[one.start : one.stop] for row in self._rows for one in ranges]
             if pieces:
                 torch.cat(pieces, out=part[: sum(map(len, pieces))])
-        own = len(self._result)
+        own = len(self._own)
         if self._method is ScatterMethod.NATIVE:
             self._workers.reduce_scatter(self._received, self._packed)()
             total = self._received[:own]
@@ -85,8 +108,7 @@ class ReduceScatter:
             self._workers.exchange(self._received, self._packed, receive_sizes, self._widths)()
             total = self._add(list(self._received.view(-1, own)))
         faults.at("exchange")
-        self._result.copy_(total.mul_(scale))
-        return self._result
+        self._own.copy_(total.mul_(scale))
 
     def _run_in_chunks(self, scale: float | Tensor) -> None:
         rows, me = self._rows, self._workers.rank
@@ -97,12 +119,12 @@ class ReduceScatter:
         found: list[list[list[Tensor]]] = [[] for _ in self._counts]  # [rank][chunk][row]: what this worker adds
         for chunk in chunks[me]:
             for rank, count in enumerate(self._counts):
-                # Copies: the same elements may be on their way to a worker that keeps a copy of this one's part.
+                # Copies: elements that all workers get are also on their way to others.
                 own = [join(row, chunk).clone() for row in rows] if rank == me else [next(places) for _ in range(count)]
                 found[rank].append(own)
         sent = [([join(row, chunk) for row in rows] for chunk in of_rank) for of_rank in chunks]
         waits, finish = self._workers.exchange_chunks(found, sent)
-        for number, (wait_for_chunk, result) in enumerate(zip(waits, torch.split(self._result, sizes), strict=True)):
+        for number, (wait_for_chunk, result) in enumerate(zip(waits, torch.split(self._own, sizes), strict=True)):
             wait_for_chunk()
             total = self._add([row for of_rank in found for row in of_rank[number]])
             result.copy_(total.mul_(scale))

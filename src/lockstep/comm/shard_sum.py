@@ -163,11 +163,18 @@ class ShardSum:
             joined[share.start] = sum(counts[n] for n in share)
         return joined
 
-    def allocate(self, numel: int, dtype: torch.dtype, sections: Sequence[Sequence[range]] | None = None) -> SumBuffers:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        sections: Sequence[Sequence[range]] | None = None,
+        buddies: Sequence[int] | None = None,
+    ) -> SumBuffers:
         """Allocate the buffers of a sum of `numel` elements. The caller fills `rows`, one row per subtree.
 
         sections  the elements whose sums each worker gets; the result is those of this worker. Needs `in_thread`. None:
                   every worker gets all
+        buddies   by rank, the worker that gets this section, too
         """
         rows = len(self.subtrees)
         padded = -(-numel // (self.size * ALIGN)) * ALIGN * self.size if self._method is ReduceMethod.TREE else numel
@@ -191,6 +198,7 @@ class ShardSum:
             buffers.scatter = ReduceScatter(
                 buffers.rows,
                 sections,
+                buddies=buddies,
                 dtype=dtype,
                 method=how,
                 workers=self.flat_subgroup,

@@ -77,7 +77,7 @@ class ShardedState:
         self._may_scatter, self._queues = scatters, queues
         self._optimizers, self._whole_tensors, self.redundancy = tuple(optimizers), tuple(whole_tensors), redundancy
         self._rank, self._size, self._hosts = 0, 1, 1
-        self._pieces: dict[Tensor, list[Piece]] = {}
+        self.pieces: dict[Tensor, list[Piece]] = {}  # of every parameter, in order
         self._buddies: list[int] = [0]
         self._exchanges: dict[int, WeightExchange] = {}
         self._copy: States | None = None  # what this worker has beside its parts: see `copy_to_all` and `assign`
@@ -101,11 +101,11 @@ class ShardedState:
     @property
     def has_parts(self) -> bool:
         """Whether this worker has a part of the state: a new worker has none before `assign`."""
-        return bool(self._pieces)
+        return bool(self.pieces)
 
     def whole_state_bytes(self) -> int:
         """Return how many bytes the state of all workers has, without copies; an estimate from the own part."""
-        return self.parts.nbytes * sum(parameter.numel() for parameter in self._pieces) // max(self.parts.numel, 1)
+        return self.parts.nbytes * sum(parameter.numel() for parameter in self.pieces) // max(self.parts.numel, 1)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class ShardedState:
         # Not after a recovery that has completed the weights, nor after a step that was skipped: alike on all workers.
         if not self._is_complete:
             own = [parameter for one in self._optimizers[number].param_groups for parameter in one["params"]]
-            changed = {parameter: self._pieces[parameter] for parameter in own if parameter.requires_grad}
+            changed = {parameter: self.pieces[parameter] for parameter in own if parameter.requires_grad}
             if (exchange := self._exchanges.get(number)) is None or exchange.has_moved(changed):
                 sent = changed if deferred is None else deferred.in_order(changed)
                 exchange = self._exchanges[number] = WeightExchange(
@@ -163,7 +163,7 @@ class ShardedState:
                     spans_hosts=self._hosts > 1,
                     first_bytes=None if deferred is None else FIRST_DEFERRED_BYTES,
                     sends=deferred is not None and self._hosts == self._size,
-                    has_own=lambda _, piece: self._needs(piece, self._rank),
+                    has_own=lambda _, piece: self._updates(piece),
                 )
             if deferred is None:
                 exchange.run(queues=self._queues)
@@ -173,12 +173,14 @@ class ShardedState:
         if confirms:
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "the exchange of weights")
 
-    def _needs(self, piece: Piece, rank: int) -> bool:
-        return rank == piece.owner or (bool(self.redundancy) and rank == self._buddies[piece.owner])
+    def _updates(self, piece: Piece) -> bool:
+        """Whether this worker updates a piece, as its owner or with a copy."""
+        return self._rank == piece.owner or (bool(self.redundancy) and self._rank == self._buddies[piece.owner])
 
-    def pieces_needed(self, parameter: Tensor, rank: int) -> list[Piece]:
-        """Return the pieces of a parameter that a worker updates, copies included."""
-        return [piece for piece in self._pieces[parameter] if self._needs(piece, rank)]
+    @property
+    def buddies(self) -> list[int] | None:
+        """By rank, the worker that has a copy of that worker's parts; None if there are no copies."""
+        return self._buddies if self.redundancy else None
 
     def compare_copies(self, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raise DivergenceError, on all workers, if a part and its copy differ after step `number`; a collective call.
@@ -216,11 +218,11 @@ class ShardedState:
         if the program has given the optimisers other states on other workers; ValueError if it has changed the order
         or the memory format of parameters since the last time.
         """
-        refuse_other_parameters(list(self._pieces), self._strides, self.parameters)
+        refuse_other_parameters(list(self.pieces), self._strides, self.parameters)
         mine, size = self._held(), group.size()
         trained = [number for number, parameter in enumerate(self.parameters) if parameter.requires_grad]
         initial = None if self._initial is None else self._digest_initial()
-        own = WorkerFacts(identify_host(), len(self._pieces), trained, self._is_complete, initial, self._is_forgotten)
+        own = WorkerFacts(identify_host(), len(self.pieces), trained, self._is_complete, initial, self._is_forgotten)
         holders = StateHolders(group, mine, device=device, facts=own)
         facts = [WorkerFacts(*one) for one in holders.facts]
         self._hosts = len({one.host for one in facts})
@@ -240,7 +242,7 @@ class ShardedState:
         if size > 1 and known:  # until all have theirs, parts are not dropped
             self._copy, self._is_complete = mine | states, True
             abortable_wait.wait(group, group.barrier(dist.BarrierOptions()), device, "moving the optimiser's state")
-        self._rank, self._size, self._pieces, self._buddies = group.rank(), size, pieces, buddies
+        self._rank, self._size, self.pieces, self._buddies = group.rank(), size, pieces, buddies
         self._exchanges, self._is_complete, self._copy, self._is_forgotten = {}, True, None, False
         self._strides = [parameter.stride() for parameter in pieces]
         self._set_parts(states)
@@ -263,13 +265,13 @@ class ShardedState:
     def copy_to_all(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Give every worker the whole state, in the memory of the CPU, until the next `assign` or step: some of them
         leave, and it is not known which. A collective call."""
-        whole = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(self._pieces)]
+        whole = [Interval(number, 0, parameter.numel()) for number, parameter in enumerate(self.pieces)]
         holders = StateHolders(group, self._held(), device=device)
-        self._copy = holders.move([whole] * group.size(), [parameter.device for parameter in self._pieces], on_cpu=True)
+        self._copy = holders.move([whole] * group.size(), [parameter.device for parameter in self.pieces], on_cpu=True)
 
     def forget(self) -> None:
         """Drop this worker's part: it gets another one from other workers, by `assign`."""
-        self._pieces, self._is_complete, self._copy, self._is_forgotten = {}, True, None, True
+        self.pieces, self._is_complete, self._copy, self._is_forgotten = {}, True, None, True
         self.parts.clear()
 
     def _divide(self, size: int, numbers: Sequence[int], known: int) -> dict[Tensor, list[Piece]]:
@@ -306,7 +308,7 @@ class ShardedState:
         WeightExchange(group, sent, BUCKET_BYTES, spans_hosts=self._hosts > 1, has_own=has_own).run()
 
     def _set_parts(self, states: States) -> None:
-        needed = {parameter: self.pieces_needed(parameter, self._rank) for parameter in self._pieces}
+        needed = {one: [piece for piece in pieces if self._updates(piece)] for one, pieces in self.pieces.items()}
         self.parts.assign(needed, states)
 
     def _held(self) -> States:
@@ -333,7 +335,7 @@ class ShardedState:
             if is_whole(parameter, whole_tensors=whole_tensors)
         }
         holders = StateHolders(group, self._held(), device=device)
-        return StateOutline.of_parameters(holders, list(self._pieces), whole)
+        return StateOutline.of_parameters(holders, list(self.pieces), whole)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the options of all groups, in the format of torch, without the state of parameters."""
@@ -341,13 +343,13 @@ class ShardedState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this worker's part of a whole state, in the format of torch; with or without sharding it is the same."""
-        if not self._pieces:  # a new worker, which gets its part from other workers
+        if not self.pieces:  # a new worker, which gets its part from other workers
             for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 ours.update(options_of(theirs))
             return
         self._initial, self._copy, self._exchanges = None, None, {}
-        if len(self._pieces) != len(self.parameters):  # groups were added since
-            self._pieces = self._divide(self._size, [], 0)
-            self._strides = [parameter.stride() for parameter in self._pieces]
+        if len(self.pieces) != len(self.parameters):  # groups were added since
+            self.pieces = self._divide(self._size, [], 0)
+            self._strides = [parameter.stride() for parameter in self.pieces]
         self._set_parts(States())
         self.parts.load(state_dict)

@@ -118,7 +118,7 @@ class ShardBucket(GradientBucket):
         if scattered is not None:
             found = scattered.sections(self.parameters, self.offsets, self.align)
             sections = [[*ranges, range(self.numel, numel)] for ranges in found]  # every worker gets the marks
-        self.buffers = sum_.allocate(numel, dtype, sections)
+        self.buffers = sum_.allocate(numel, dtype, sections, None if scattered is None else scattered.buddies)
         self._sum = sum_
         self.rows = list(self.buffers.rows)
         self.views = [self.cut(row) for row in self.rows]
@@ -147,12 +147,13 @@ class ShardBucket(GradientBucket):
     def result(self, where: str) -> tuple[list[Tensor], Tensor]:
         """Wait for the sum. Returns the gradients, and for each whether a shard used it (nonzero).
 
-        If gradients are scattered, they are one tensor, with the elements that this worker needs.
+        If gradients are scattered, they are one tensor for the elements that belong to this worker's parts, and with
+        copies another one for those of another worker's.
         """
         flat = self._sum.result(self.buffers, where)
         if self.buffers.scatter is not None:
-            own, marks = torch.split(flat, [len(flat) - len(self.indices), len(self.indices)])
-            return [own], marks
+            sections, marks = self.buffers.scatter.split(flat), len(self.indices)
+            return [section[: len(section) - marks] for section in sections], sections[0][-marks:]
         in_place = flat.data_ptr() == self.rows[0].data_ptr() and flat.dtype == self.rows[0].dtype
         pieces = self.views[0] if in_place else self.cut(flat)
         return pieces, flat[self.numel : self.numel + len(self.indices)]

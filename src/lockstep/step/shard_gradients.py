@@ -103,14 +103,14 @@ class ShardGradients:
         if isinstance(self._compression, Rounding):
             self._compression.begin(step)
         self.clear()
+        if self.scattered is not None:
+            self.scattered.clear()
         self._pack_again()
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Drop the gradients of all parameters. Scattered ones are kept until the next step begins."""
         for parameter in self._parameters:
             parameter.grad = None
-        if self.scattered is not None:
-            self.scattered.clear()
         self._reset()
 
     def stop(self) -> None:
@@ -327,6 +327,8 @@ class ShardGradients:
             self._finish_single()
         for n, bucket in enumerate(self.buckets):
             self._assign(bucket, f"bucket {n + 1} of {len(self.buckets)}")
+        if self.scattered is not None:
+            self.scattered.step = self._step
         for index in self._sparse:
             self._parameters[index].grad = self._sum_sparse(index)
         if self.buckets and not self._has_order and self._sum.size > 1:  # else nothing is sent
@@ -343,7 +345,7 @@ class ShardGradients:
             is_known = all(self._is_used[i] or any(k.values[i] is not None for k in rows) for i in bucket.indices)
         used = [True] * len(bucket.indices) if is_known else (marks != 0).tolist()
         if self.scattered is not None and isinstance(bucket, ShardBucket):
-            self.scattered.keep(bucket.parameters, used, pieces[0], bucket.align)
+            self.scattered.keep(bucket.parameters, used, pieces, bucket.align)
             return
         for parameter, piece, is_used in zip(bucket.parameters, pieces, used, strict=True):
             parameter.grad = piece.to(parameter.dtype) if is_used else None

@@ -304,7 +304,7 @@ def apply(t: StepContext, update: Update) -> None:
                 t.optimizer.step()
             else:
                 scattered = t.gradients.scattered
-                t.sharded_state.step(t.part, None if scattered is None else scattered.parts)
+                t.sharded_state.step(t.part, None if scattered is None else scattered.parts_of(update.number))
     if not update.bad_loss:  # a loss is not scaled
         t.loss_scale.update(finite=update.finite)
     t.last.update = update if t.keeps_update else None

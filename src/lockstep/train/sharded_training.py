@@ -29,6 +29,7 @@ from lockstep.ddp.state_holders import StateOutline
 from lockstep.errors import LockstepError, LostStateError
 from lockstep.recovery.collective_calls import print_message
 from lockstep.step.compiled_model import is_compiled
+from lockstep.step.run_options import OnNonFinite
 from lockstep.step.step_types import TrainingPlan
 from lockstep.train.optimizer_set import parts_of
 from lockstep.train.run_state import WholeParts
@@ -80,19 +81,22 @@ def shard_optimizer(session: Session, plan: TrainingPlan) -> None:
             "worker has cannot be compared with anything"
         )
     whole_tensors = [needs_whole_tensors(type(one), None) for one in optimizers]
-    # A lost worker is replaced with the gradients and weights of a step, and audits compare gradients: of all workers.
-    is_fixed = session.device.type == "cpu" and not session.calls.is_elastic and not options.audit_every
+    # Audits compare the gradients of all workers.
+    may_scatter = session.device.type == "cpu" and not options.audit_every
+    if session.calls.is_elastic:  # a step must be checked: Note [A step that a worker has missed]
+        may_scatter = may_scatter and options.on_nonfinite is not OnNonFinite.IGNORE
     plan.sharded_state = ShardedState(
         optimizers,
         whole_tensors=whole_tensors,
         redundancy=redundancy,
-        scatters=is_fixed,
+        scatters=may_scatter,
         queues=options.defer_weights and not session.calls.is_elastic,
         master_weights=options.master_weights,
     )
-    # Synchronised batch norms would exchange values meanwhile.
+    # Synchronised batch norms would exchange values meanwhile; of a lost worker, weights must not be on their way.
     may_defer = options.defer_weights and not plan.synced and not is_compiled(plan.model)
-    if is_fixed and may_defer and why_not_deferrable(plan.model) is None:
+    may_defer = may_defer and may_scatter and not session.calls.is_elastic
+    if may_defer and why_not_deferrable(plan.model) is None:
         plan.weights = DeferredWeights(plan.model, session.announce)
         session.calls.finish_weights = plan.weights.finish
 
