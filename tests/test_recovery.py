@@ -203,6 +203,24 @@ with lockstep.Run(seed=1, progress=False) as run:
         raise AssertionError("not reached")
 """
 
+FREEZES = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+import lockstep
+from runs import classify, data
+
+with lockstep.Run(os.environ.get("KEPT"), seed=7, progress=False, shard_optimizer="SHARDED" in os.environ) as run:
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
+    model[0].requires_grad_(False)
+    batches = run.batches(data(96), global_batch_size=16, shards=8, epochs=3)
+    for batch in run.train(batches, torch.optim.AdamW(model.parameters())):
+        if batch.number in (3, 7, 9):
+            model[0].requires_grad_(batch.number != 7)
+        run.step(classify, batch)
+    print("digest", run.digest(), flush=True)
+"""
+
 WATCHED = """
 import sys, time
 sys.path.insert(0, {tests!r})
@@ -492,6 +510,21 @@ PLAYS = {
     "sharded, and both copies are lost": Play(
         workers=4, env={"SHARDED": "yes", "KEPT": "kept", "SCENE": "both"}, options=("--checkpoint-every", "4"),
     ),
+    "freezes layers, undisturbed": Play(workers=0, program=FREEZES),
+    **{
+        f"freezes layers, killed before, {at}": Play(workers=2, program=FREEZES, faults=(kill(at, 1, 6),))
+        for at in ("optimizer", "applied")
+    },
+    "freezes layers, sharded, killed before": Play(
+        workers=2, program=FREEZES, faults=(kill("weights", 1, 6),), env={"SHARDED": "yes"}
+    ),
+    **{
+        f"freezes layers, all killed{', sharded' * bool(env)}": Play(
+            workers=2, program=FREEZES, faults=(kill("optimizer", 0, 6), kill("optimizer", 1, 6)),
+            env={"KEPT": "kept", **env}, options=("--checkpoint-every", "2"),
+        )
+        for env in ({}, {"SHARDED": "yes"})
+    },
     "in the midst of a step": Play(env={"SCENE": "midst", "CHECK": "1000", "WHOLE": "1 2 3"}),
 }  # fmt: skip
 
@@ -500,7 +533,8 @@ OTHERS = (
     "undisturbed", "raises always", "raises after its Run", "terminated", "launcher killed", "no Run", "two Runs",
     "no Run, and one is killed", "SyncBatchNorm", "watched",
 )  # fmt: skip
-ENDS_WELL = [name for name in PLAYS if name not in OTHERS]
+FREEZE = [name for name, play in PLAYS.items() if play.program == FREEZES and play.workers]
+ENDS_WELL = [name for name in PLAYS if name not in OTHERS and PLAYS[name].program != FREEZES]
 SLOW = (
     "in a step, shm", "in a step, gloo", "all at once, saved", "while they gather, shm", "the source, shm",
     "the source, gloo", "killed before its Run", "in a checkpoint", "between steps", "raises once",
@@ -520,7 +554,11 @@ Shows = dict[str, "Future[Show]"]
 def shows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shows]:
     """Of the plays that the chosen tests ask for: all are begun at once, and AT_ONCE go on at a time."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = ["undisturbed", *dict.fromkeys(one["show"] for one in params if one.get("show") in PLAYS)]
+    names = [
+        "undisturbed",
+        "freezes layers, undisturbed",
+        *dict.fromkeys(one["show"] for one in params if one.get("show") in PLAYS),
+    ]
     root = tmp_path_factory.mktemp("recovery")
 
     def begin(number: int, play: Play) -> Show:
@@ -563,6 +601,18 @@ def test_the_digest_is_that_of_the_undisturbed_run(show: Show, undisturbed: str)
     assert show.status == 0, show.text
     assert set(show.digests) == {undisturbed}, show.text
     assert len(show.digests) >= show.sizes[-1], show.text
+
+
+@of(*FREEZE)
+def test_layers_that_are_frozen_and_trained_again_have_the_bits_of_the_undisturbed_run(
+    show: Show, shows: Shows
+) -> None:
+    """A worker is lost when the program has just frozen a layer, or all are, after it has begun to train a frozen one."""
+    undisturbed = shows["freezes layers, undisturbed"].result()
+    assert undisturbed.status == 0, undisturbed.text
+    assert show.status == 0, show.text
+    assert set(show.digests) == set(undisturbed.digests), show.text
+    assert show.lost, show.text
 
 
 @of("no route for a moment")

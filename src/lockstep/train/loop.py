@@ -145,6 +145,9 @@ class TrainLoop:
             sharded_training.assign_first(session, plan)
             compare, announce = partial(session.call_check.compare, "resuming"), session.options.progress
             step = session.checkpoints.resume(plan, compare, writes=session.is_main, announce=announce)
+            if self.state.context is not None:  # built when these workers came together, before the state was restored
+                self.state.drop_context(clears_gradients=True)
+                self.state.assign_shards(plan)
             if step is not None:
                 session.trace_writer.event("resumed", text=f"from the checkpoint of step {step}")
             self.state.applied_steps = plan.batches.position.number
@@ -417,6 +420,8 @@ class TrainLoop:
     def _update_trainable(self, plan: TrainingPlan, check: LoopCheck) -> None:
         """Train what is trainable now: the program froze or unfroze parameters, or added some to the optimiser."""
         session = self._session
+        for parameter in plan.model.parameters():  # now: in a call below the workers may change, and with them contexts
+            parameter.grad = None
         session.agree("run.step: what is trained", update_trainable(plan))
         session.calls.make("run.step: what is kept", lambda: sharded_training.assign_optimizer(session, plan))
         is_current = self._assignment == self.state.assignments  # no worker was lost meanwhile
