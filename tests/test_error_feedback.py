@@ -376,6 +376,7 @@ def test_residuals_of_other_shards_are_dropped_before_a_step() -> None:
     [
         ({"powersgd_rank": 2}, "powersgd_rank=2 needs grad_comm=.powersgd."),
         ({"grad_comm": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0 must be a whole number, 1 or more"),
+        ({"grad_comm": "powersgd", "powersgd_rank": True}, "powersgd_rank=True must be a whole number, 1 or more"),
         ({"grad_comm": "powersgd", "precision": "fp16"}, "loss scale of earlier steps"),
         ({"grad_comm": "powersgd", "exact": False}, "leave out exact=False"),
         ({"topk_ratio": 0.1}, "topk_ratio=0.1 needs grad_comm=.topk."),

@@ -1108,6 +1108,7 @@ def test_a_compiled_model_has_the_same_bits_on_any_number_of_workers(options: An
         ({"regional": 2}, TypeError, r"compile={'regional': 2} must be True or False"),
         ({"regional": True, "backend": "aot_eager"}, ValueError, r'Run\(compile="regional"\): .*; use compile=True'),
         ({"fast": True}, ValueError, r"compile={'fast': ...} is not an option of torch.compile; it has fullgraph"),
+        ({"backend": "nope"}, ValueError, r"Run\(compile={'backend': 'nope'}\): Invalid backend: 'nope'"),
         (True, ValueError, r"needs a C\+\+ compiler on a CPU, and there is neither"),
     ],
 )

@@ -607,12 +607,19 @@ def test_the_digest_is_that_of_the_undisturbed_run(show: Show, undisturbed: str)
 def test_layers_that_are_frozen_and_trained_again_have_the_bits_of_the_undisturbed_run(
     show: Show, shows: Shows
 ) -> None:
-    """A worker is lost when the program has just frozen a layer, or all are, after it has begun to train a frozen one."""
+    """A worker is lost when the program has just frozen a layer, or all are, after it has begun to train another."""
     undisturbed = shows["freezes layers, undisturbed"].result()
     assert undisturbed.status == 0, undisturbed.text
     assert show.status == 0, show.text
     assert set(show.digests) == set(undisturbed.digests), show.text
     assert show.lost, show.text
+
+
+def test_faults_also_hit_a_run_that_is_not_elastic(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FREEZES.format(tests=str(Path(__file__).parent)))
+    faults = [{"at": "optimizer", "step": 4, "rank": 0}]
+    status, _ = run_program(tmp_path / "program.py", LOCKSTEP_FAULTS=json.dumps(faults))
+    assert status == 128 + signal.SIGKILL
 
 
 @of("no route for a moment")

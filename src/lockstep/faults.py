@@ -1,8 +1,9 @@
 """Fault injection: places in the program at which a worker can be killed, for tests and for evaluation by users.
 
 LOCKSTEP_FAULTS is a JSON list: [{"at": "reduced", "step": 5, "worker": "h0.1", "signal": 9}, ...]. All keys but `at`
-are optional: step, rank, worker, nth (the n-th time that all others match; default 1), signal (default 9). A worker
-that replaces a dead one reads the same list, and counts from 0. If it is unset, a place costs one comparison with None.
+are optional: step, rank, worker (of an elastic run), nth (the n-th time that all others match; default 1), signal
+(default 9). A worker that replaces a dead one reads the same list, and counts from 0. If it is unset, a place costs one
+comparison with None.
 """
 
 from __future__ import annotations

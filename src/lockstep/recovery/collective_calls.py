@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lockstep import faults
 from lockstep.errors import DesyncError, LockstepError
 
 T = TypeVar("T")
@@ -98,6 +99,8 @@ class CollectiveCalls:
 
     def begin_step(self, number: int) -> None:
         """Called at the top of the loop, before the batch is fetched."""
+        faults.context["step"] = number
+        faults.at("top")
 
     def hand_out(self) -> None:
         """Called before the program gets its batch, from where on it may change the state."""

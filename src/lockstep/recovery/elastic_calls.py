@@ -297,8 +297,7 @@ class ElasticCalls(CollectiveCalls):
 
     def begin_step(self, number: int) -> None:
         self._history.begin_step(number)
-        faults.context["step"] = number
-        faults.at("top")
+        super().begin_step(number)
         if self.is_moving:
             self._leave_generation()
             self._join()

@@ -75,7 +75,10 @@ def compile_model(model: nn.Module, options: CompileOptions, device: torch.devic
             )
         _torch.allow_recompilations(len(regions))  # of their code, if each keeps another number (its index, say)
     for region in regions:
-        region.compile(**chosen)
+        try:
+            region.compile(**chosen)
+        except Exception as error:
+            raise ValueError(f"Run(compile={options!r}): {str(error).strip() or type(error).__name__}") from error
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

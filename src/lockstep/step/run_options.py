@@ -223,7 +223,7 @@ class RunOptions:
         for name, least in (("check_every", 1), ("audit_every", 0), ("threads", 1), ("powersgd_rank", 1)):
             value = values.get(name, least)
             word = {"check_every": None, "audit_every": "auto"}.get(name, least)  # allowed instead of a number
-            if value != word and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            if isinstance(value, bool) or (value != word and (not isinstance(value, int) or value < least)):
                 instead = "" if word == least else f", or {word!r}"
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{instead}")
         for name in ("balance_shards", "shard_optimizer", "defer_weights", "compare_loss", "master_weights"):

@@ -75,6 +75,8 @@ class Session:
             directory, starts_over = self.state_log.directory, False
         if self.probe is not None:
             directory, starts_over, options = None, False, self.probe.change_options(options)
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"Run({directory!r}): the directory must be a path, or None: nothing is saved")
         # Absolute, because the program may change its working directory.
         self.directory = Path(directory).absolute() if directory is not None else None
         self.options, self.seed, self.exact = options, seed, exact
@@ -124,6 +126,7 @@ class Session:
         signals = self.stops.handle_signals(is_training=lambda: loop.is_running, has_begun=lambda: loop.has_begun)
         if agent is None:
             self.form_group(init(backend=options.backend, device=options.device))
+            faults.context["rank"] = self.world.rank
         else:
             identity = agent.start()
             faults.context["worker"] = identity.id
