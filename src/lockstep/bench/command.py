@@ -7,7 +7,7 @@ lockstep bench wrapper    what the wrapper costs on one device, in time and memo
 lockstep bench comm       collectives on shm, Gloo and NCCL, beside a plain copy of as many bytes
 lockstep bench hosts      collectives over several hosts, made on this machine, and the bytes that leave each (root)
 lockstep bench codecs     compressed gradients over slow links, beside torch's communication hooks (root)
-lockstep bench tuner      Run(grad_comm="auto") beside each fixed choice, over links of several speeds (root)
+lockstep bench tuner      whether Run(grad_comm="auto") chooses the fastest kind, over links of several speeds (root)
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "compressed gradients over slow links, beside torch's hooks; needs root. --device cuda: the kernels only"
     of_codecs = command("codecs", run_codecs, about)
     of_tuner = command(
-        "tuner", run_tuner, 'Run(grad_comm="auto") beside each fixed choice, over several links; needs root'
+        "tuner", run_tuner, 'whether Run(grad_comm="auto") chooses the fastest kind, over several links; needs root'
     )
     links = "Mbit/s of a link between two hosts, or shm, with commas (default 10000,1000,100,shm)"
     of_tuner("--links", type=link_speeds, default="10000,1000,100,shm", metavar="LINKS", help=links)
