@@ -221,6 +221,34 @@ with lockstep.Run(os.environ.get("KEPT"), seed=7, progress=False, shard_optimize
     print("digest", run.digest(), flush=True)
 """
 
+CHANGES = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+import torch
+import lockstep
+from runs import classify, data
+
+with lockstep.Run(os.environ.get("KEPT"), seed=7, progress=False) as run:
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
+    model[0].requires_grad_(False)
+    batches = run.batches(data(96), global_batch_size=16, shards=8, epochs=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in run.train(batches, optimizer):
+        if batch.number == 9:
+            model[0].requires_grad_(False)
+            run.evaluate(classify, data(50), batch_size=8)
+        run.step(classify, batch)
+        if batch.number == 3:
+            run.save()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if batch.number == 5:
+            model[0].requires_grad_(True)
+            end_s = time.monotonic() + 30
+            while "JOINS" in os.environ and not run._session.calls.wants_to_move and time.monotonic() < end_s:
+                time.sleep(0.005)
+    print("digest", run.digest(), flush=True)
+"""
+
 WATCHED = """
 import sys, time
 sys.path.insert(0, {tests!r})
@@ -525,6 +553,13 @@ PLAYS = {
         )
         for env in ({}, {"SHARDED": "yes"})
     },
+    "changes, undisturbed": Play(workers=0, program=CHANGES),
+    "changes, and one joins": Play(workers=2, program=CHANGES, faults=(kill("reduced", 1, 3),), env={"JOINS": "yes"}),
+    "changes, and one is killed": Play(workers=3, program=CHANGES, faults=(kill("evaluating", 1, 9),)),
+    "changes, and all are killed": Play(
+        workers=2, program=CHANGES, faults=(kill("reduced", 0, 4), kill("reduced", 1, 4)), env={"KEPT": "kept"},
+        options=("--checkpoint-every", "1000"),
+    ),
     "in the midst of a step": Play(env={"SCENE": "midst", "CHECK": "1000", "WHOLE": "1 2 3"}),
 }  # fmt: skip
 
@@ -534,7 +569,8 @@ OTHERS = (
     "no Run, and one is killed", "SyncBatchNorm", "watched",
 )  # fmt: skip
 FREEZE = [name for name, play in PLAYS.items() if play.program == FREEZES and play.workers]
-ENDS_WELL = [name for name in PLAYS if name not in OTHERS and PLAYS[name].program != FREEZES]
+CHANGE = [name for name, play in PLAYS.items() if play.program == CHANGES and play.workers]
+ENDS_WELL = [name for name in PLAYS if name not in OTHERS and PLAYS[name].program not in (FREEZES, CHANGES)]
 SLOW = (
     "in a step, shm", "in a step, gloo", "all at once, saved", "while they gather, shm", "the source, shm",
     "the source, gloo", "killed before its Run", "in a checkpoint", "between steps", "raises once",
@@ -557,6 +593,7 @@ def shows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     names = [
         "undisturbed",
         "freezes layers, undisturbed",
+        "changes, undisturbed",
         *dict.fromkeys(one["show"] for one in params if one.get("show") in PLAYS),
     ]
     root = tmp_path_factory.mktemp("recovery")
@@ -613,6 +650,16 @@ def test_layers_that_are_frozen_and_trained_again_have_the_bits_of_the_undisturb
     assert show.status == 0, show.text
     assert set(show.digests) == set(undisturbed.digests), show.text
     assert show.lost, show.text
+
+
+@of(*CHANGE)
+def test_what_a_loop_changes_between_two_steps_has_the_bits_of_the_undisturbed_run(show: Show, shows: Shows) -> None:
+    """What is trained, behind a step and before one, and the learning rate after the program has asked to save."""
+    undisturbed = shows["changes, undisturbed"].result()
+    assert undisturbed.status == 0, undisturbed.text
+    assert show.status == 0, show.text
+    assert set(show.digests) == set(undisturbed.digests), show.text
+    assert set(show.lost.values()) == {KILLED}, show.text  # no other worker failed
 
 
 def test_faults_also_hit_a_run_that_is_not_elastic(tmp_path: Path) -> None:

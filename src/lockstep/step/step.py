@@ -143,13 +143,18 @@ def has_stepped(t: StepContext) -> bool:
     return bool(t.optimizer.state) if t.sharded_state is None else t.sharded_state.parts.has_stepped(t.part)
 
 
-@contextmanager
-def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
     """Let these parameters require no gradient in this context: those of other optimisers than the one that steps."""
+    return requiring_gradients(parameters, required=False)
+
+
+@contextmanager
+def requiring_gradients(parameters: Sequence[nn.Parameter], *, required: bool = True) -> Iterator[None]:
+    """Let these parameters require gradients in this context, or not."""
     was = [parameter.requires_grad for parameter in parameters]
     try:
         for parameter in parameters:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(required)
         yield
     finally:
         for parameter, required in zip(parameters, was, strict=True):

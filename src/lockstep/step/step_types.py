@@ -148,7 +148,7 @@ class TrainingPlan:
     """What is trained, and on what data: all that does not depend on the workers."""
 
     model: nn.Module
-    leaves: list[Leaf]
+    leaves: list[Leaf]  # what is trained; what the program changes of that counts from its next step on
     optimizer: Any  # a torch optimiser, or an `OptimizerSet`
     batches: Batches
     loss_scale: LossScale
@@ -169,6 +169,7 @@ class TrainingPlan:
     residuals: Residuals | None = None  # of compressed gradients; None: nothing is kept of them
     tuner: GradCommTuner = field(default_factory=lambda: GradCommTuner(GradComm.FP32))  # how gradients are sent
     finished: dict[int, Result] = field(default_factory=dict)  # steps that were taken with the current batch, by part
+    group_sizes: list[int] | None = None  # of the optimiser, when `leaves` were set; None: those that it has now
 
     @property
     def is_distributed(self) -> bool:

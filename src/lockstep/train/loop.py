@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep import faults
-from lockstep._torch import tree_leaves
 from lockstep.checkpoint.store import SUSPECT
 from lockstep.comm import abortable_wait
 from lockstep.data.batches import Batch, Batches, Position
@@ -29,7 +27,7 @@ from lockstep.step.step_table import StepTable, agree_on_metrics
 from lockstep.step.step_types import Loss, Result, StepRequests, Stop, TrainingPlan
 from lockstep.train import sharded_training
 from lockstep.train.evaluation import evaluate_for_state_log
-from lockstep.train.loop_check import LoopCheck, warn_untrained
+from lockstep.train.loop_check import LoopCheck, versions_of, warn_untrained
 from lockstep.train.loop_state import WorkerState
 from lockstep.train.optimizer_set import OptimizerSet, parts_of
 from lockstep.train.progress import Progress
@@ -67,6 +65,7 @@ class TrainLoop:
         self._resumed_at = 0  # number of applied steps when the loop began
         self._here = Position()  # of the batch that was yielded last
         self._in_hand = False  # the program has that batch, and may still take the step
+        self._is_save_asked = False  # by the program, in the body of the loop: see `save`
         self._fetched_again: Batch | None = None  # the same batch with the shards of the current workers
         self._batch_versions: list[int] = []  # of its tensors when it was yielded: see `versions_of`
         self._is_batch_changed = False  # the program wrote to it before it took the step
@@ -116,7 +115,8 @@ class TrainLoop:
             self.state.assign_shards(plan)
         if session.directory is not None and session.is_main:
             write_shards(session.directory, plan.batches.settings.shards)
-        check = self._check = LoopCheck(plan.model, plan.optimizer, plan.leaves)
+        check = self._check = LoopCheck(plan.model, plan.optimizer, plan.leaves, plan.group_sizes)
+        plan.group_sizes = plan.group_sizes or check.group_sizes()
         self._print_start(plan)
         if session.checkpoints.was_stopped:
             self._stage = LoopStage.ENDED
@@ -146,8 +146,7 @@ class TrainLoop:
             compare, announce = partial(session.call_check.compare, "resuming"), session.options.progress
             step = session.checkpoints.resume(plan, compare, writes=session.is_main, announce=announce)
             if self.state.context is not None:  # built when these workers came together, before the state was restored
-                self.state.drop_context(clears_gradients=True)
-                self.state.assign_shards(plan)
+                self.state.rebuild_context(plan)
             if step is not None:
                 session.trace_writer.event("resumed", text=f"from the checkpoint of step {step}")
             self.state.applied_steps = plan.batches.position.number
@@ -201,8 +200,9 @@ class TrainLoop:
                     self._record_samples(plan, batch)
                 asked = self.state.end_batch(plan, ends_epoch=batch.ends_epoch)
                 sharded_training.prepare_for_move(session, plan)
-                self._in_hand = False
-                if sharded_training.is_save_due(session, plan, batch, asked=asked) and not self._should_stop:
+                self._in_hand, asked_here, self._is_save_asked = False, self._is_save_asked, False
+                is_due = sharded_training.is_save_due(session, plan, batch, asked=asked)
+                if (is_due or asked_here) and not self._should_stop:
                     self.save(plan)
 
     def end(self, *, is_stopped: bool = False) -> None:
@@ -267,6 +267,10 @@ class TrainLoop:
         return self._here if self._in_hand and not is_batch_done(plan) else plan.batches.position
 
     def save(self, plan: TrainingPlan) -> None:
+        """Save the state; in the body of the loop when that has ended: a resumed run does not begin in the middle."""
+        if self._in_hand and self.is_running:
+            self._is_save_asked = True
+            return
         sharded_training.save(self._session, plan, self.position(plan), self._session.checkpoints.save)
 
     def save_best(self, plan: TrainingPlan, metric: float, mode: str) -> bool:
@@ -425,11 +429,11 @@ class TrainLoop:
         session.agree("run.step: what is trained", update_trainable(plan))
         session.calls.make("run.step: what is kept", lambda: sharded_training.assign_optimizer(session, plan))
         is_current = self._assignment == self.state.assignments  # no worker was lost meanwhile
-        self.state.drop_context(clears_gradients=True)
-        self.state.assign_shards(plan)
+        self.state.rebuild_context(plan)
         if is_current:
             self._assignment = self.state.assignments
         check.follow(plan.leaves)
+        plan.group_sizes = check.group_sizes()
         if self._session.is_main:
             warn_untrained(plan.leaves, plan.optimizer)
 
@@ -443,8 +447,3 @@ class TrainLoop:
         table = StepTable(context.sum, buffers=len(context.buffers))
         table.send(None, names=context.metric_names)
         step_check.refuse_bad_data(table.outcome(), batches.position.number)
-
-
-def versions_of(batch: Batch) -> list[int]:
-    """Return the version counters of the tensors of a batch, in order: how often each was written."""
-    return [leaf._version for shard in batch.shards for leaf in tree_leaves(shard.data) if isinstance(leaf, Tensor)]

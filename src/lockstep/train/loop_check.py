@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep._torch import tree_leaves
 from lockstep.data.batches import Batch
 from lockstep.ddp.optimizer_state import DistributedState
 from lockstep.ddp.replica import Leaf
@@ -107,8 +108,12 @@ def warn_untrained(leaves: Sequence[Leaf], optimizer: Any) -> None:
 class LoopCheck:
     """Follows one training loop: each batch gets one `run.step` of an optimiser, and nothing else trains."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, leaves: Sequence[Leaf]) -> None:
-        """`optimizer`: a torch optimiser, or an `OptimizerSet`."""
+    def __init__(self, model: nn.Module, optimizer: Any, leaves: Sequence[Leaf], group_sizes: list[int] | None) -> None:
+        """
+        optimizer    a torch optimiser, or an `OptimizerSet`
+        leaves       what was trained in the last step; if the state was restored, the program may have changed it since
+        group_sizes  of the optimiser in that step; None: those that it has now
+        """
         self._parameters, self._optimizer = list(model.parameters()), optimizer
         self._number: int | None = None  # of the batch that the program got last
         self._stepped: set[int] = set()  # the optimisers that have taken a step with it, by number
@@ -116,25 +121,30 @@ class LoopCheck:
         self.is_stepping = False  # run.step is running, and may call optimizer.step
         self._has_warned = False
         self._grads: list[tuple[Leaf, weakref.ref[Tensor] | None, int]] = []
+        self._groups: list[int] = []
         self.follow(leaves)
+        if group_sizes is not None:
+            self._groups = group_sizes
         register = getattr(optimizer, "register_step_pre_hook", None)
         self._hook = register(self._refuse_own_step) if register is not None else None
 
     def follow(self, leaves: Sequence[Leaf]) -> None:
-        """Set the parameters that are trained from now on."""
+        """Set the parameters that are trained from now on, with the groups that the optimiser has now."""
+        trained = {id(leaf.parameter) for leaf in leaves}
         self._leaves = [leaves[n] for n in sorted({0, len(leaves) // 2, len(leaves) - 1})][:WATCHED]
-        self._kinds = [_kind(p) for p in self._parameters]
-        self._groups = self._count_groups()
+        self._kinds = [(id(p) in trained, p.stride()) for p in self._parameters]
+        self._groups = self.group_sizes()
         self._note_gradients()
 
     @property
     def has_other_parameters(self) -> bool:
         """Whether the program froze or unfroze a parameter, changed its strides, or changed the optimiser's groups."""
-        if self._groups != self._count_groups():
+        if self._groups != self.group_sizes():
             return True
-        return any(_kind(p) != was for p, was in zip(self._parameters, self._kinds, strict=True))
+        return any((p.requires_grad, p.stride()) != was for p, was in zip(self._parameters, self._kinds, strict=True))
 
-    def _count_groups(self) -> list[int]:
+    def group_sizes(self) -> list[int]:
+        """Return how many parameters each group of the optimiser has."""
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def close(self) -> None:
@@ -211,5 +221,6 @@ class LoopCheck:
             )
 
 
-def _kind(parameter: Tensor) -> tuple[bool, tuple[int, ...]]:
-    return parameter.requires_grad, parameter.stride()
+def versions_of(batch: Batch) -> list[int]:
+    """Return the version counters of the tensors of a batch, in order: how often each was written."""
+    return [leaf._version for shard in batch.shards for leaf in tree_leaves(shard.data) if isinstance(leaf, Tensor)]

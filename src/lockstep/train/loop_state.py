@@ -26,7 +26,7 @@ from lockstep.recovery.state_transfer import apply_sent_step, broadcast_state, e
 from lockstep.step.audit import AuditSchedule
 from lockstep.step.run_options import GradComm
 from lockstep.step.shard_balance import ShardBalance
-from lockstep.step.step import drop_update
+from lockstep.step.step import drop_update, requiring_gradients
 from lockstep.step.step_types import LastUpdate, Loss, StepContext, StepRequests, TrainingPlan
 from lockstep.train import sharded_training, training_plan
 from lockstep.train.loss_comparison import LossComparison, Movement, losses_of_steps, share_moved, undone
@@ -149,11 +149,15 @@ class WorkerState:
 
     # -- assignment of shards ----------------------------------------------------------------------------------------
 
-    def assign_shards(self, plan: TrainingPlan) -> None:
-        """Assign the shards of a step to the current workers, and build the context of this one."""
+    def assign_shards(self, plan: TrainingPlan, balance: ShardBalance | None = None) -> None:
+        """Assign the shards of a step to the current workers, and build the context of this one.
+
+        balance  the assignment that these workers have; None: a new one
+        """
         session, world, settings = self._session, self._session.world, plan.batches.settings
         config, plan.audits = self._config, AuditSchedule(session.options.audit_every)
-        self._make_contexts(plan, training_plan.make_shard_balance(plan, config, world.size), LastUpdate())
+        balance = balance or training_plan.make_shard_balance(plan, config, world.size)
+        self._make_contexts(plan, balance, LastUpdate())
         session.observer.set_world(
             lambda: training_plan.describe(plan, self.contexts),
             config=training_plan.observer_config(plan, world),
@@ -170,10 +174,17 @@ class WorkerState:
         session.checkpoints.ledger.set_workers(world.size)
         self.assignments += 1
 
+    def rebuild_context(self, plan: TrainingPlan) -> None:
+        """Build the context again, for what is trained now, with the shards by which the batch was fetched."""
+        assert self.context is not None
+        self.drop_context(clears_gradients=True)
+        self.assign_shards(plan, self.context.balance)
+
     def _make_contexts(self, plan: TrainingPlan, balance: ShardBalance, last: LastUpdate) -> None:
         session, world = self._session, self._session.world
         self._grad_comm = plan.tuner.current
-        with session.step_stream.active():  # autograd remembers the stream of the first hook
+        # Autograd remembers the stream of the first hook. What the program has frozen counts from its next step on.
+        with session.step_stream.active(), requiring_gradients([leaf.parameter for leaf in plan.leaves]):
             self.contexts = training_plan.assign_shards(
                 plan, self._config, world, session.group, session.observer, balance, last
             )

@@ -419,7 +419,7 @@ class Run:
 
     def save(self) -> None:
         """Start writing a checkpoint, by one worker, in the background; this waits only for a copy of the tensors.
-
+        In the body of the loop that begins when the body has ended, since a resumed run begins with the next one.
         With `shard_optimizer=True` a collective call, which waits until all but 256 MiB of the state are written.
         """
         self._loop.save(plan_of(self._loop.plan, "run.save"))

@@ -90,8 +90,10 @@ class Checkpoints:
         The entry `run` is what must not change between the starts of a run.
         """
         run = {"shards": plan.batches.settings.shards, "optimizer": class_names(plan.optimizer)}
-        more = {
-            "trainable": [leaf.name for leaf in trained_leaves(plan.model, set())],  # the program may have changed it
+        more: dict[str, Any] = {
+            "trainable": [leaf.name for leaf in trained_leaves(plan.model, set())],  # by the next step
+            "trained": [leaf.name for leaf in plan.leaves],  # by the step before, as are these groups
+            "group_sizes": plan.group_sizes,
             "in_eval_mode": modules_in_eval_mode(plan.model),
             "groups": group_names(plan),
             "settings": plan.settings,

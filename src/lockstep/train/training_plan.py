@@ -225,12 +225,17 @@ def add_missing_groups(plan: TrainingPlan, state: Mapping[str, Any]) -> None:
 
 
 def restore_trainable(plan: TrainingPlan, state: Mapping[str, Any]) -> None:
-    """Train the parameters that were trained when `state` was saved (see `Checkpoints.state`)."""
-    names = set(state.get("trainable") or ())
-    if names:
+    """Train the parameters that were trained when `state` was saved (see `Checkpoints.state`).
+
+    What the program has changed since the step before it does again for the next one, in which all workers agree on it.
+    """
+    names, plan.group_sizes = set(state.get("trainable") or ()), state.get("group_sizes")
+    trained = set(state.get("trained") or names)
+    for chosen in (trained, names) if names else ():
         for name, parameter in plan.model.named_parameters():
-            parameter.requires_grad_(name in names)
-        plan.leaves = replica.trained_leaves(plan.model, set())
+            parameter.requires_grad_(name in chosen)
+        if chosen is trained:
+            plan.leaves = replica.trained_leaves(plan.model, set())
 
 
 def modules_in_eval_mode(model: nn.Module) -> list[str]:
