@@ -247,18 +247,17 @@ def save_in_vain(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
         batches = run.batches(data(64), global_batch_size=16, shards=size)
         for batch in run.train(batches, torch.optim.AdamW(model.parameters(), lr=1e-3)):
             run.step(classify, batch)
-            own.fails = batch.number == 1
+        for own.fails in (False, True, False):
             try:
                 run.save()
             except RuntimeError as error:
-                said.append(f"{batch.number}: {error}")
-            own.fails = False
+                said.append(str(error))
         return run.digest(), said
 
 
 def test_an_error_of_rank_0_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     by_rank = on_workers(save_in_vain, 2, str(tmp_path))
-    assert [said for _, said in by_rank] == [["1: not now"], []]
+    assert [said for _, said in by_rank] == [["not now"], []]
     assert by_rank[0][0] == by_rank[1][0]
 
 
